@@ -1,0 +1,113 @@
+"""The seam between the service and the engine: what the service speaks to, and nothing else of the engine.
+
+    service ── EngineClient ──▶ engine          submit, cancel, finish, stats
+    service ◀── step sink ───── engine          one StepOutputs per engine step, on the service's event loop
+
+Everything that crosses is a plain frozen dataclass, so that the same seam can later have a process behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.outputs import StepOutputs
+from engine.request import GenerationRequest
+from engine.sampling_params import SamplingParams
+from engine.stats import EngineStats
+from engine.types import RequestId, TokenId
+
+StepSink = Callable[[StepOutputs], None]
+"""Takes one step's outputs. Called on the event loop on which `start` ran; must not block and must not raise."""
+
+ProgressSink = Callable[[str], None]
+"""Takes one human-readable line of start-up progress. Called from any thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the front end needs to know of the loaded model.
+
+    Attributes:
+        name: the last part of the model's path, or its hub id.
+        path: the local directory with the tokenizer's files.
+        architecture: such as "LlamaForCausalLM".
+        parameters: how many.
+        dtype, device: such as "bfloat16", "cpu".
+        vocab_size: token ids are below this.
+        eos_token_ids: the model's own end-of-sequence ids.
+        max_context_tokens: prompt and output of one request together: the lesser of the model's context and what the
+            KV cache can hold for one request.
+        default_sampling: what `model.generate` would use with the model's own generation config.
+        max_running_requests: how many requests run at the same time.
+        max_queue_size: how many may wait; 0: no limit.
+    """
+
+    name: str
+    path: str
+    architecture: str
+    parameters: int
+    dtype: str
+    device: str
+    vocab_size: int
+    eos_token_ids: tuple[TokenId, ...]
+    max_context_tokens: int
+    default_sampling: SamplingParams
+    max_running_requests: int
+    max_queue_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request was taken in. `queue_position`: how many requests were waiting before it."""
+
+    queue_position: int
+
+
+class EngineClient(Protocol):
+    """An engine, wherever it runs. All methods are called on the event loop on which `start` was called."""
+
+    async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
+        """Load the model and begin to serve. Every accepted request's outputs go to `sink`.
+
+        Raises:
+            ModelRefusedError, InsufficientMemoryError, ConfigError: with the reason.
+        """
+        ...
+
+    async def submit(self, request: GenerationRequest) -> Admission:
+        """Take a request in, or refuse it at once. Its outputs may reach the sink before this returns.
+
+        Raises:
+            InvalidRequestError: a field is wrong, or the prompt does not fit the context.
+            DuplicateRequestError: a request of that id is live.
+            QueueFullError: too many are waiting.
+            EngineUnavailableError: loading, or stopped.
+        """
+        ...
+
+    async def cancel(self, request_id: RequestId) -> bool:
+        """End a request with CANCELLED within one step. False: no live request has that id (idempotent)."""
+        ...
+
+    async def finish(self, request_id: RequestId, num_tokens: int) -> None:
+        """End a request with STOP, as of its first `num_tokens` tokens: a stop string was found there.
+
+        What was generated beyond them is not billed. Harmless for a request that has ended already. The request's
+        `Finish` still arrives at the sink, and may carry another reason if it ended by itself first.
+        """
+        ...
+
+    async def stats(self) -> EngineStats:
+        """The engine's figures now."""
+        ...
+
+    async def close(self) -> None:
+        """Stop at once: live requests end with ERROR (retryable). Returns when the engine's thread has ended."""
+        ...
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the engine is dead, if it is."""
+        ...

@@ -1,0 +1,79 @@
+"""The engine's errors: one class per cause, raised where the cause is known.
+
+A message says which field is wrong, which bound it broke and what to do about it; it is safe to show to the caller.
+What went wrong inside is logged, never put into a message. The service maps these classes to gRPC codes in one table.
+"""
+
+from __future__ import annotations
+
+
+class HeadraceError(Exception):
+    """Base of all errors that Headrace raises on purpose. `str(error)` is safe to show to a caller."""
+
+
+class ConfigError(HeadraceError):
+    """An option of the configuration is out of its bounds, contradicts another, or is not supported yet."""
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(f"{option}: {message}")
+        self.option = option
+
+
+class InvalidRequestError(HeadraceError):
+    """A field of a request is wrong. `field` is its path in engine terms, such as `stop.max_tokens` or `prompt[3]`."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.description = message
+
+
+class UnsupportedFeatureError(HeadraceError):
+    """A field of a request asks for something that this engine does not do yet."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.description = message
+
+
+class DuplicateRequestError(HeadraceError):
+    """A request of that id is live."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"request_id: {request_id!r} belongs to a request that is still live or whose results are still kept; "
+            "choose another id, or wait for that request's end"
+        )
+        self.request_id = request_id
+
+
+class RequestNotFoundError(HeadraceError):
+    """No live request has that id."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request_id: no request {request_id!r} is here; it has ended or was never accepted")
+        self.request_id = request_id
+
+
+class QueueFullError(HeadraceError):
+    """Too many requests are waiting. `retry_after_s`: when to try again, in seconds."""
+
+    def __init__(self, limit: int, retry_after_s: float) -> None:
+        super().__init__(
+            f"the queue is full: {limit} requests are waiting (max_queue_size); try again in {retry_after_s:.1f} s"
+        )
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+
+
+class EngineUnavailableError(HeadraceError):
+    """The engine takes no requests now: it is loading, draining or stopped."""
+
+
+class ModelRefusedError(HeadraceError):
+    """The model cannot be loaded, or would be run wrongly. The message gives the reason."""
+
+
+class InsufficientMemoryError(HeadraceError):
+    """The KV cache does not fit into the memory that is allowed. The message names the figures and the option."""

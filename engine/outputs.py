@@ -1,0 +1,124 @@
+"""What the engine says: the outputs of one step, request by request, and how a request ended.
+
+Filled by `engine.core` (and by the manager, for requests that never reached a step), read by whoever is the sink:
+the in-process consumer of `engine.manager`, or the service's delivery log through `engine.client`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from engine.types import RequestId, TokenId
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """A stop or end-of-sequence id was generated, or the front end found a stop string."""
+    LENGTH = "length"
+    """max_tokens was reached."""
+    CONTEXT = "context"
+    """The model's context, or what the cache can hold for one request, is full."""
+    CANCELLED = "cancelled"
+    """Somebody cancelled it."""
+    TIME_LIMIT = "time_limit"
+    """Its time limit was reached."""
+    ERROR = "error"
+    """It failed; `Finish.failure` says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log-probabilities reported with one token, of the model's own distribution (before any processing).
+
+    Attributes:
+        logprob: the chosen token's.
+        rank: the chosen token's place by probability; 1 is the most likely.
+        candidates: (token id, log-probability) of the most likely tokens, most likely first.
+    """
+
+    logprob: float
+    rank: int
+    candidates: tuple[tuple[TokenId, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request cost, in tokens. `cached_tokens`: how much of the prompt came from the prefix cache."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """When things happened, in seconds of the engine process's monotonic clock; None: it did not happen."""
+
+    arrival: float
+    first_scheduled: float | None
+    first_token: float | None
+    last_token: float | None
+    finished: float
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """Why a request failed. `message` is safe to show; `error_id` finds the cause in the log.
+
+    `retryable`: whether the same request may succeed elsewhere or later (the engine stopped), rather than being at
+    fault itself.
+    """
+
+    message: str
+    error_id: str
+    retryable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a request ended.
+
+    Attributes:
+        reason: why.
+        usage, timings: what it cost.
+        stop_token_id: the id that ended it, where the reason is STOP and the engine saw it.
+        failure: where the reason is ERROR.
+    """
+
+    reason: FinishReason
+    usage: Usage
+    timings: Timings
+    stop_token_id: TokenId | None = None
+    failure: RequestFailure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step produced for one request.
+
+    Attributes:
+        request_id: the request.
+        token_ids: the new tokens, usually one; empty where only the prompt was finished, or the request just ended.
+        logprobs: one entry a token where the request asked for them, else None.
+        prompt_done: set on the request's first output after its whole prompt was processed: the number of prompt
+            tokens that came from the prefix cache; None on all other outputs.
+        finish: set on the request's last output, once and always.
+    """
+
+    request_id: RequestId
+    token_ids: tuple[TokenId, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_done: int | None = None
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """All that one step produced, in one piece. `time`: monotonic seconds at the end of the step."""
+
+    time: float
+    outputs: tuple[RequestOutput, ...]

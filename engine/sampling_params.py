@@ -1,0 +1,166 @@
+"""How one request's tokens are chosen and when it stops: every default filled in, every bound checked.
+
+Nothing here imports torch. `engine.sampling` turns many of these into one batched pass.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from engine.errors import InvalidRequestError
+from engine.types import TokenId
+
+MAX_LOGPROBS = 128
+"""The most candidates that may be asked for with one token."""
+MAX_LOGIT_BIAS = 1024
+"""The most logit_bias entries of one request."""
+MAX_STOP_TOKEN_IDS = 256
+"""The most stop ids, and separately end-of-sequence ids, of one request."""
+MAX_STOP_STRINGS = 16
+"""The most stop strings of one request."""
+MAX_STOP_STRING_BYTES = 256
+"""The longest stop string, in bytes of UTF-8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen. The neutral values are the defaults.
+
+    Attributes:
+        temperature: divides the logits; 0 is greedy. 0 to 100.
+        top_k: keep the k most likely tokens; 0 keeps all; above the vocabulary it keeps all.
+        top_p: keep the fewest most likely tokens whose probabilities reach this sum. Above 0, at most 1.
+        min_p: keep tokens at least this likely relative to the most likely one. 0 to 1.
+        repetition_penalty: divides positive and multiplies negative logits of the tokens seen in prompt and output
+            (Keskar et al. 2019, CTRL). Above 0, at most 10.
+        presence_penalty: subtracted from the logits of the tokens seen in the output. -2 to 2.
+        frequency_penalty: subtracted per occurrence in the output. -2 to 2.
+        logit_bias: (token id, bias) pairs; -100 to 100 each.
+        seed: 64 bits; the draws depend on (seed, choice, position) only.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[TokenId, float], ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _between("sampling.temperature", self.temperature, 0.0, 100.0, "0 is greedy")
+        if self.top_k < 0:
+            raise InvalidRequestError("sampling.top_k", f"is {self.top_k}; it must be 0 (all tokens) or more")
+        _between("sampling.top_p", self.top_p, 0.0, 1.0, "1 keeps all tokens", above_low=True)
+        _between("sampling.min_p", self.min_p, 0.0, 1.0, "0 keeps all tokens")
+        _between("sampling.repetition_penalty", self.repetition_penalty, 0.0, 10.0, "1 is none", above_low=True)
+        _between("sampling.presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is none")
+        _between("sampling.frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 is none")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequestError(
+                "sampling.logit_bias", f"has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed"
+            )
+        for token_id, bias in self.logit_bias:
+            _between(f"sampling.logit_bias[{token_id}]", bias, -100.0, 100.0, "0 is none")
+        if not 0 <= self.seed < 2**64:
+            raise InvalidRequestError("sampling.seed", f"is {self.seed}; it must be an unsigned number of 64 bits")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice depends on the tokens seen so far."""
+        return (
+            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopParams:
+    """When generation stops, as far as the engine decides it; stop strings are matched where the text is made.
+
+    Attributes:
+        max_tokens: the most tokens to generate; 0 processes the prompt only.
+        min_tokens: stop and end-of-sequence ids are kept out of the choice until this many tokens were generated.
+        stop_token_ids: ids that end the output.
+        eos_token_ids: the end-of-sequence ids in force: the model's, or the request's own.
+        ignore_eos: whether eos_token_ids are treated as any other token.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: tuple[TokenId, ...] = ()
+    eos_token_ids: tuple[TokenId, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 0:
+            raise InvalidRequestError(
+                "stop.max_tokens", f"is {self.max_tokens}; it must be 0 (process the prompt only) or more"
+            )
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise InvalidRequestError(
+                "stop.min_tokens",
+                f"is {self.min_tokens}; it must be between 0 and max_tokens, which is {self.max_tokens}",
+            )
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("eos_token_ids", self.eos_token_ids)):
+            if len(ids) > MAX_STOP_TOKEN_IDS:
+                raise InvalidRequestError(
+                    f"stop.{name}", f"has {len(ids)} entries; at most {MAX_STOP_TOKEN_IDS} are allowed"
+                )
+
+    @property
+    def ending_token_ids(self) -> frozenset[TokenId]:
+        """All ids that end the output."""
+        if self.ignore_eos:
+            return frozenset(self.stop_token_ids)
+        return frozenset(self.stop_token_ids) | frozenset(self.eos_token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobParams:
+    """Which log-probabilities to report with each generated token.
+
+    Attributes:
+        top_n: how many most likely candidates; 0 reports the chosen token's own only. At most MAX_LOGPROBS.
+    """
+
+    top_n: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.top_n <= MAX_LOGPROBS:
+            raise InvalidRequestError(
+                "output.logprobs", f"is {self.top_n}; it must be between 0 and {MAX_LOGPROBS}"
+            )
+
+
+def check_stop_strings(stop_strings: tuple[str, ...]) -> None:
+    """Check a request's stop strings against their bounds.
+
+    Raises:
+        InvalidRequestError: too many of them, or an empty or too long one.
+    """
+    if len(stop_strings) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(
+            "stop.stop_strings", f"has {len(stop_strings)} entries; at most {MAX_STOP_STRINGS} are allowed"
+        )
+    for index, text in enumerate(stop_strings):
+        size = len(text.encode())
+        if not 1 <= size <= MAX_STOP_STRING_BYTES:
+            raise InvalidRequestError(
+                f"stop.stop_strings[{index}]",
+                f"is {size} bytes long; it must have between 1 and {MAX_STOP_STRING_BYTES} bytes",
+            )
+
+
+def _between(field: str, value: float, low: float, high: float, hint: str, *, above_low: bool = False) -> None:
+    """Refuse a value outside [low, high] (or (low, high] with above_low), and NaN."""
+    if math.isnan(value) or value > high or value < low or (above_low and value == low):
+        bound = f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
+        raise InvalidRequestError(field, f"is {value:g}; it must be {bound} ({hint})")

@@ -1,0 +1,32 @@
+"""The engine's figures at one moment, for the service's telemetry and the operator's eyes. No telemetry library here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters (since the start) and gauges (now).
+
+    Attributes:
+        running, waiting: requests in the batch, and in the queue.
+        blocks_total, blocks_used: KV cache blocks of all layer groups, without the null blocks.
+        steps: steps executed.
+        prompt_tokens, generated_tokens: tokens computed for prompts (again after a preemption), and generated.
+        requests_accepted, requests_finished: every accepted request is finished once, whatever the reason.
+        preemptions: how often a request gave up its blocks.
+        last_step_s: duration of the last step, in seconds.
+    """
+
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_used: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    requests_accepted: int
+    requests_finished: int
+    preemptions: int
+    last_step_s: float

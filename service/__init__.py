@@ -1,0 +1,1 @@
+"""The Headrace server: the gRPC front end of the engine."""
