@@ -1,4 +1,5 @@
-"""Headrace's batching engine: continuous batching over a paged KV cache, around unmodified transformers models.
+"""Headrace's batching engine: continuous batching over a paged KV cache, around unmodified
+transformers models.
 
 This package module stays light: it imports neither torch nor transformers until `load` is called.
 """
@@ -15,7 +16,9 @@ __all__ = ["load"]
 
 
 def load(path: str, config: ContinuousBatchingConfig | None = None, **options: Any) -> LoadedModel:
-    """Load a model directory (or hub id) and give it continuous batching; see `engine.offline.load`."""
+    """Load a model directory (or hub id) and give it continuous batching; see
+    `engine.offline.load`.
+    """
     from engine.offline import load as load_model
 
     return load_model(path, config, **options)

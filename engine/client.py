@@ -1,9 +1,12 @@
-"""The seam between the service and the engine: what the service speaks to, and nothing else of the engine.
+"""The seam between the service and the engine: what the service speaks to, and nothing else of the
+engine.
 
     service ── EngineClient ──▶ engine          submit, cancel, finish, stats
-    service ◀── step sink ───── engine          one StepOutputs per engine step, on the service's event loop
+    service ◀── step sink ───── engine          one StepOutputs per engine step, on the service's
+    event loop
 
-Everything that crosses is a plain frozen dataclass, so that the same seam can later have a process behind it.
+Everything that crosses is a plain frozen dataclass, so that the same seam can later have a process
+behind it.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from engine.stats import EngineStats
 from engine.types import RequestId, TokenId
 
 StepSink = Callable[[StepOutputs], None]
-"""Takes one step's outputs. Called on the event loop on which `start` ran; must not block and must not raise."""
+"""Takes one step's outputs. Called on the event loop on which `start` ran; must not block and must
+not raise.
+"""
 
 ProgressSink = Callable[[str], None]
 """Takes one human-readable line of start-up progress. Called from any thread."""
@@ -37,8 +42,8 @@ class ModelInfo:
         dtype, device: such as "bfloat16", "cpu".
         vocab_size: token ids are below this.
         eos_token_ids: the model's own end-of-sequence ids.
-        max_context_tokens: prompt and output of one request together: the lesser of the model's context and what the
-            KV cache can hold for one request.
+        max_context_tokens: prompt and output of one request together: the lesser of the model's
+            context and what the KV cache can hold for one request.
         default_sampling: what `model.generate` would use with the model's own generation config.
         max_running_requests: how many requests run at the same time.
         max_queue_size: how many may wait; 0: no limit.
@@ -66,7 +71,9 @@ class Admission:
 
 
 class EngineClient(Protocol):
-    """An engine, wherever it runs. All methods are called on the event loop on which `start` was called."""
+    """An engine, wherever it runs. All methods are called on the event loop on which `start` was
+    called.
+    """
 
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
         """Load the model and begin to serve. Every accepted request's outputs go to `sink`.
@@ -77,7 +84,8 @@ class EngineClient(Protocol):
         ...
 
     async def submit(self, request: GenerationRequest) -> Admission:
-        """Take a request in, or refuse it at once. Its outputs may reach the sink before this returns.
+        """Take a request in, or refuse it at once. Its outputs may reach the sink before this
+        returns.
 
         Raises:
             InvalidRequestError: a field is wrong, or the prompt does not fit the context.
@@ -88,14 +96,18 @@ class EngineClient(Protocol):
         ...
 
     async def cancel(self, request_id: RequestId) -> bool:
-        """End a request with CANCELLED within one step. False: no live request has that id (idempotent)."""
+        """End a request with CANCELLED within one step. False: no live request has that id
+        (idempotent).
+        """
         ...
 
     async def finish(self, request_id: RequestId, num_tokens: int) -> None:
-        """End a request with STOP, as of its first `num_tokens` tokens: a stop string was found there.
+        """End a request with STOP, as of its first `num_tokens` tokens: a stop string was found
+        there.
 
-        What was generated beyond them is not billed. Harmless for a request that has ended already. The request's
-        `Finish` still arrives at the sink, and may carry another reason if it ended by itself first.
+        What was generated beyond them is not billed. Harmless for a request that has ended already.
+        The request's `Finish` still arrives at the sink, and may carry another reason if it ended
+        by itself first.
         """
         ...
 
@@ -104,7 +116,9 @@ class EngineClient(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop at once: live requests end with ERROR (retryable). Returns when the engine's thread has ended."""
+        """Stop at once: live requests end with ERROR (retryable). Returns when the engine's thread
+        has ended.
+        """
         ...
 
     @property

@@ -1,7 +1,8 @@
 """The engine's errors: one class per cause, raised where the cause is known.
 
-A message says which field is wrong, which bound it broke and what to do about it; it is safe to show to the caller.
-What went wrong inside is logged, never put into a message. The service maps these classes to gRPC codes in one table.
+A message says which field is wrong, which bound it broke and what to do about it; it is safe to
+show to the caller. What went wrong inside is logged, never put into a message. The service maps
+these classes to gRPC codes in one table.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ class HeadraceError(Exception):
 
 
 class ConfigError(HeadraceError):
-    """An option of the configuration is out of its bounds, contradicts another, or is not supported yet."""
+    """An option of the configuration is out of its bounds, contradicts another, or is not supported
+    yet.
+    """
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(f"{option}: {message}")
@@ -20,7 +23,9 @@ class ConfigError(HeadraceError):
 
 
 class InvalidRequestError(HeadraceError):
-    """A field of a request is wrong. `field` is its path in engine terms, such as `stop.max_tokens` or `prompt[3]`."""
+    """A field of a request is wrong. `field` is its path in engine terms, such as `stop.max_tokens`
+    or `prompt[3]`.
+    """
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -52,7 +57,9 @@ class RequestNotFoundError(HeadraceError):
     """No live request has that id."""
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"request_id: no request {request_id!r} is here; it has ended or was never accepted")
+        super().__init__(
+            f"request_id: no request {request_id!r} is here; it has ended or was never accepted"
+        )
         self.request_id = request_id
 
 
@@ -76,4 +83,6 @@ class ModelRefusedError(HeadraceError):
 
 
 class InsufficientMemoryError(HeadraceError):
-    """The KV cache does not fit into the memory that is allowed. The message names the figures and the option."""
+    """The KV cache does not fit into the memory that is allowed. The message names the figures and
+    the option.
+    """

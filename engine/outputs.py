@@ -1,7 +1,8 @@
 """What the engine says: the outputs of one step, request by request, and how a request ended.
 
-Filled by `engine.core` (and by the manager, for requests that never reached a step), read by whoever is the sink:
-the in-process consumer of `engine.manager`, or the service's delivery log through `engine.client`.
+Filled by `engine.core` (and by the manager, for requests that never reached a step), read by
+whoever is the sink: the in-process consumer of `engine.manager`, or the service's delivery log
+    through `engine.client`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probabilities reported with one token, of the model's own distribution (before any processing).
+    """The log-probabilities reported with one token, of the model's own distribution (before any
+    processing).
 
     Attributes:
         logprob: the chosen token's.
@@ -46,7 +48,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request cost, in tokens. `cached_tokens`: how much of the prompt came from the prefix cache."""
+    """What a request cost, in tokens. `cached_tokens`: how much of the prompt came from the prefix
+    cache.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -55,7 +59,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """When things happened, in seconds of the engine process's monotonic clock; None: it did not happen."""
+    """When things happened, in seconds of the engine process's monotonic clock; None: it did not
+    happen.
+    """
 
     arrival: float
     first_scheduled: float | None
@@ -69,8 +75,8 @@ class Timings:
 class RequestFailure:
     """Why a request failed. `message` is safe to show; `error_id` finds the cause in the log.
 
-    `retryable`: whether the same request may succeed elsewhere or later (the engine stopped), rather than being at
-    fault itself.
+    `retryable`: whether the same request may succeed elsewhere or later (the engine stopped),
+    rather than being at fault itself.
     """
 
     message: str
@@ -102,10 +108,11 @@ class RequestOutput:
 
     Attributes:
         request_id: the request.
-        token_ids: the new tokens, usually one; empty where only the prompt was finished, or the request just ended.
+        token_ids: the new tokens, usually one; empty where only the prompt was finished, or the
+            request just ended.
         logprobs: one entry a token where the request asked for them, else None.
-        prompt_done: set on the request's first output after its whole prompt was processed: the number of prompt
-            tokens that came from the prefix cache; None on all other outputs.
+        prompt_done: set on the request's first output after its whole prompt was processed: the
+            number of prompt tokens that came from the prefix cache; None on all other outputs.
         finish: set on the request's last output, once and always.
     """
 

@@ -1,7 +1,9 @@
-"""A request on its way through the engine: what the caller asked for, and the state that the scheduler keeps.
+"""A request on its way through the engine: what the caller asked for, and the state that the
+scheduler keeps.
 
-`GenerationRequest` is what crosses the seam: immutable, complete, free of protobuf and torch. `Request` is the
-engine's own record of it, changed only on the engine's thread, by the scheduler and the core.
+`GenerationRequest` is what crosses the seam: immutable, complete, free of protobuf and torch.
+`Request` is the engine's own record of it, changed only on the engine's thread, by the scheduler
+and the core.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class GenerationRequest:
         prompt: the prompt's token ids; at least one.
         sampling, stop: how tokens are chosen and when to stop.
         logprobs: which log-probabilities to report; None: none.
-        time_limit_s: seconds from arrival after which the request ends with TIME_LIMIT; None: no limit. Above zero.
+        time_limit_s: seconds from arrival after which the request ends with TIME_LIMIT; None: no
+            limit. Above zero.
     """
 
     request_id: RequestId
@@ -64,7 +67,8 @@ class Request:
         arrival: monotonic seconds, set at admission.
         token_ids: prompt, then output; appended to by the core.
         num_computed_tokens: how many of token_ids have their KV in the cache; set by the scheduler.
-        max_total_tokens: the length at which the request must stop: prompt + max_tokens, or the context if less.
+        max_total_tokens: the length at which the request must stop: prompt + max_tokens, or the
+            context if less.
     """
 
     spec: GenerationRequest
@@ -106,5 +110,7 @@ class Request:
 
     @property
     def num_tokens_to_compute(self) -> int:
-        """Tokens whose KV is not in the cache yet: 1 for a decoding request, more while it prefills."""
+        """Tokens whose KV is not in the cache yet: 1 for a decoding request, more while it
+        prefills.
+        """
         return len(self.token_ids) - self.num_computed_tokens

@@ -1,4 +1,5 @@
-"""How one request's tokens are chosen and when it stops: every default filled in, every bound checked.
+"""How one request's tokens are chosen and when it stops: every default filled in, every bound
+checked.
 
 Nothing here imports torch. `engine.sampling` turns many of these into one batched pass.
 """
@@ -30,10 +31,11 @@ class SamplingParams:
     Attributes:
         temperature: divides the logits; 0 is greedy. 0 to 100.
         top_k: keep the k most likely tokens; 0 keeps all; above the vocabulary it keeps all.
-        top_p: keep the fewest most likely tokens whose probabilities reach this sum. Above 0, at most 1.
+        top_p: keep the fewest most likely tokens whose probabilities reach this sum. Above 0, at
+            most 1.
         min_p: keep tokens at least this likely relative to the most likely one. 0 to 1.
-        repetition_penalty: divides positive and multiplies negative logits of the tokens seen in prompt and output
-            (Keskar et al. 2019, CTRL). Above 0, at most 10.
+        repetition_penalty: divides positive and multiplies negative logits of the tokens seen in
+            prompt and output (Keskar et al. 2019, CTRL). Above 0, at most 10.
         presence_penalty: subtracted from the logits of the tokens seen in the output. -2 to 2.
         frequency_penalty: subtracted per occurrence in the output. -2 to 2.
         logit_bias: (token id, bias) pairs; -100 to 100 each.
@@ -53,20 +55,32 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _between("sampling.temperature", self.temperature, 0.0, 100.0, "0 is greedy")
         if self.top_k < 0:
-            raise InvalidRequestError("sampling.top_k", f"is {self.top_k}; it must be 0 (all tokens) or more")
+            raise InvalidRequestError(
+                "sampling.top_k", f"is {self.top_k}; it must be 0 (all tokens) or more"
+            )
         _between("sampling.top_p", self.top_p, 0.0, 1.0, "1 keeps all tokens", above_low=True)
         _between("sampling.min_p", self.min_p, 0.0, 1.0, "0 keeps all tokens")
-        _between("sampling.repetition_penalty", self.repetition_penalty, 0.0, 10.0, "1 is none", above_low=True)
+        _between(
+            "sampling.repetition_penalty",
+            self.repetition_penalty,
+            0.0,
+            10.0,
+            "1 is none",
+            above_low=True,
+        )
         _between("sampling.presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is none")
         _between("sampling.frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 is none")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequestError(
-                "sampling.logit_bias", f"has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed"
+                "sampling.logit_bias",
+                f"has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed",
             )
         for token_id, bias in self.logit_bias:
             _between(f"sampling.logit_bias[{token_id}]", bias, -100.0, 100.0, "0 is none")
         if not 0 <= self.seed < 2**64:
-            raise InvalidRequestError("sampling.seed", f"is {self.seed}; it must be an unsigned number of 64 bits")
+            raise InvalidRequestError(
+                "sampling.seed", f"is {self.seed}; it must be an unsigned number of 64 bits"
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -77,17 +91,21 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether the choice depends on the tokens seen so far."""
         return (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopParams:
-    """When generation stops, as far as the engine decides it; stop strings are matched where the text is made.
+    """When generation stops, as far as the engine decides it; stop strings are matched where the
+    text is made.
 
     Attributes:
         max_tokens: the most tokens to generate; 0 processes the prompt only.
-        min_tokens: stop and end-of-sequence ids are kept out of the choice until this many tokens were generated.
+        min_tokens: stop and end-of-sequence ids are kept out of the choice until this many tokens
+            were generated.
         stop_token_ids: ids that end the output.
         eos_token_ids: the end-of-sequence ids in force: the model's, or the request's own.
         ignore_eos: whether eos_token_ids are treated as any other token.
@@ -102,17 +120,22 @@ class StopParams:
     def __post_init__(self) -> None:
         if self.max_tokens < 0:
             raise InvalidRequestError(
-                "stop.max_tokens", f"is {self.max_tokens}; it must be 0 (process the prompt only) or more"
+                "stop.max_tokens",
+                f"is {self.max_tokens}; it must be 0 (process the prompt only) or more",
             )
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise InvalidRequestError(
                 "stop.min_tokens",
                 f"is {self.min_tokens}; it must be between 0 and max_tokens, which is {self.max_tokens}",
             )
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("eos_token_ids", self.eos_token_ids)):
+        for name, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("eos_token_ids", self.eos_token_ids),
+        ):
             if len(ids) > MAX_STOP_TOKEN_IDS:
                 raise InvalidRequestError(
-                    f"stop.{name}", f"has {len(ids)} entries; at most {MAX_STOP_TOKEN_IDS} are allowed"
+                    f"stop.{name}",
+                    f"has {len(ids)} entries; at most {MAX_STOP_TOKEN_IDS} are allowed",
                 )
 
     @property
@@ -128,7 +151,8 @@ class LogprobParams:
     """Which log-probabilities to report with each generated token.
 
     Attributes:
-        top_n: how many most likely candidates; 0 reports the chosen token's own only. At most MAX_LOGPROBS.
+        top_n: how many most likely candidates; 0 reports the chosen token's own only. At most
+            MAX_LOGPROBS.
     """
 
     top_n: int = 0
@@ -148,7 +172,8 @@ def check_stop_strings(stop_strings: tuple[str, ...]) -> None:
     """
     if len(stop_strings) > MAX_STOP_STRINGS:
         raise InvalidRequestError(
-            "stop.stop_strings", f"has {len(stop_strings)} entries; at most {MAX_STOP_STRINGS} are allowed"
+            "stop.stop_strings",
+            f"has {len(stop_strings)} entries; at most {MAX_STOP_STRINGS} are allowed",
         )
     for index, text in enumerate(stop_strings):
         size = len(text.encode())
@@ -159,8 +184,12 @@ def check_stop_strings(stop_strings: tuple[str, ...]) -> None:
             )
 
 
-def _between(field: str, value: float, low: float, high: float, hint: str, *, above_low: bool = False) -> None:
+def _between(
+    field: str, value: float, low: float, high: float, hint: str, *, above_low: bool = False
+) -> None:
     """Refuse a value outside [low, high] (or (low, high] with above_low), and NaN."""
     if math.isnan(value) or value > high or value < low or (above_low and value == low):
-        bound = f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
+        bound = (
+            f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
+        )
         raise InvalidRequestError(field, f"is {value:g}; it must be {bound} ({hint})")

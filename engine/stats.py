@@ -1,4 +1,6 @@
-"""The engine's figures at one moment, for the service's telemetry and the operator's eyes. No telemetry library here."""
+"""The engine's figures at one moment, for the service's telemetry and the operator's eyes. No
+telemetry library here.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ class EngineStats:
         running, waiting: requests in the batch, and in the queue.
         blocks_total, blocks_used: KV cache blocks of all layer groups, without the null blocks.
         steps: steps executed.
-        prompt_tokens, generated_tokens: tokens computed for prompts (again after a preemption), and generated.
-        requests_accepted, requests_finished: every accepted request is finished once, whatever the reason.
+        prompt_tokens, generated_tokens: tokens computed for prompts (again after a preemption), and
+            generated.
+        requests_accepted, requests_finished: every accepted request is finished once, whatever the
+            reason.
         preemptions: how often a request gave up its blocks.
         last_step_s: duration of the last step, in seconds.
     """

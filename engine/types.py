@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import NewType
 
 RequestId = NewType("RequestId", str)
-"""The engine-wide name of a live request. The service prefixes it so that two callers' names cannot collide."""
+"""The engine-wide name of a live request. The service prefixes it so that two callers' names cannot
+collide.
+"""
 
 TokenId = NewType("TokenId", int)
 """An index into the model's vocabulary: 0 ≤ id < vocab_size."""
 
 BlockId = NewType("BlockId", int)
-"""A KV cache block of one layer group. 0 is the null block of every group: it takes padding writes."""
+"""A KV cache block of one layer group. 0 is the null block of every group: it takes padding writes.
+"""
 
 GroupId = NewType("GroupId", int)
-"""A layer group: layers that keep their KV in the same way (kind, window) and share block tables."""
+"""A layer group: layers that keep their KV in the same way (kind, window) and share block tables.
+"""

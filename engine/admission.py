@@ -1,0 +1,82 @@
+"""What a request must satisfy before it is taken in, so that no request waits for an answer that
+could be given now.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import InvalidRequestError
+from engine.request import GenerationRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """The bounds of a loaded model and its cache.
+
+    Attributes:
+        vocab_size: token ids are below this.
+        max_context_tokens: prompt and output together; the lesser of the next two.
+        model_context, cache_context: what the model allows, and what the KV cache can hold for one
+            request.
+    """
+
+    vocab_size: int
+    model_context: int
+    cache_context: int
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Prompt and output of one request together, in tokens."""
+        return min(self.model_context, self.cache_context)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Check a request against the bounds.
+
+        Raises:
+            InvalidRequestError: names the field, its value, the bound and the remedy.
+        """
+        prompt = request.prompt
+        if not prompt:
+            raise InvalidRequestError(
+                "prompt", "is empty; at least one token is needed to continue"
+            )
+        self._check_ids("prompt", prompt)
+        length = len(prompt)
+        # A prompt that fills the context can still be processed (max_tokens 0), but nothing can
+        # follow it.
+        longest = self.max_context_tokens - (1 if request.stop.max_tokens > 0 else 0)
+        if length > longest:
+            source = (
+                "the model's context"
+                if self.model_context <= self.cache_context
+                else "what the KV cache can hold for one request (num_blocks, block_size)"
+            )
+            raise InvalidRequestError(
+                "prompt",
+                f"has {length} tokens; at most {longest} fit, because {source} is "
+                f"{self.max_context_tokens} tokens; shorten or truncate it",
+            )
+        self._check_ids("stop.stop_token_ids", request.stop.stop_token_ids)
+        self._check_ids("stop.eos_token_ids", request.stop.eos_token_ids)
+        for token, _ in request.sampling.logit_bias:
+            if not 0 <= token < self.vocab_size:
+                raise InvalidRequestError(
+                    f"sampling.logit_bias[{token}]", f"token ids are 0 to {self.vocab_size - 1}"
+                )
+        if request.time_limit_s is not None and not request.time_limit_s > 0:
+            raise InvalidRequestError(
+                "scheduling.time_limit", f"is {request.time_limit_s} s; it must be above zero"
+            )
+
+    def _check_ids(self, field: str, ids: tuple[int, ...]) -> None:
+        if set(map(type, ids)) <= {int} and (
+            not ids or (min(ids) >= 0 and max(ids) < self.vocab_size)
+        ):
+            return
+        for position, token in enumerate(ids):
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                raise InvalidRequestError(
+                    f"{field}[{position}]",
+                    f"is {token!r}; token ids are whole numbers from 0 to {self.vocab_size - 1}",
+                )

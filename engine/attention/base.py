@@ -1,0 +1,149 @@
+"""What passes through attention: one step's metadata, the cache of one layer, and the contract of a
+backend.
+
+    model layer ──query, key, value of T tokens──▶ paged_attention ──▶ AttentionBackend.forward
+                                                       │                  1. write key, value to the
+                                                       cache
+                        AttentionContext (one a step) ─┘                  2. attend through the
+                        block tables
+
+T is the number of tokens of the step: all requests' tokens in one flat ragged row, requests with
+one token first. Hq and Hkv are query and key/value heads, G = Hq / Hkv, D and Dv the head sizes of
+keys and values.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The KV of one layer, as the model was seen to make it (not as its config says: MLA differs)."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+
+    @property
+    def numbers_per_token(self) -> int:
+        """How many numbers one token's key and value have."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """The KV cache of one layer.
+
+    keys: [num_slots, Hkv, D], values: [num_slots, Hkv, Dv], in the model's dtype, on its device;
+    num_slots = (num_blocks + 1) · block_size, slot = block · block_size + offset. Block 0 is the
+    null block.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """Where each request's tokens stand in a step, on the host. Filled by
+    `engine.runner.input_batch`.
+
+    Attributes:
+        starts: int64 [R], position of each request's first token of the step.
+        counts: int64 [R], its tokens in the step; the first num_decodes entries are 1, the others
+            more.
+        num_decodes: how many requests compute one token.
+        positions: int64 [T], each token's position in its request.
+        tables: int32 [R, max blocks], block table rows of the group at hand, padded with the null
+            block.
+        block_size: tokens in a block.
+    """
+
+    starts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    num_decodes: int
+    positions: npt.NDArray[np.int64]
+    tables: npt.NDArray[np.int32]
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """What a layer asks of attention beside its tensors.
+
+    Attributes:
+        scaling: multiplies the scores.
+        softcap: scores become softcap · tanh(score / softcap) (Gemma 2); None: off.
+        sinks: [Hq], a logit per head that takes part in the softmax and yields nothing (gpt-oss);
+            None: off.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+class AttentionMetadata:
+    """One group's metadata of one step, as its backend wants it. Opaque to everyone else."""
+
+
+class AttentionBackend(ABC):
+    """A way to compute paged attention.
+
+    `forward` writes the step's keys and values into the cache before it reads; it may not change
+    query, key or value.
+    """
+
+    name: str
+
+    @abstractmethod
+    def prepare(
+        self, layout: BatchLayout, window: int | None, like: torch.Tensor
+    ) -> AttentionMetadata:
+        """Make one group's metadata for a step. `like`: a tensor of the cache's dtype and device."""
+
+    @abstractmethod
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: [Hq, T, D]. key: [Hkv, T, D]. value: [Hkv, T, Dv].
+            cache: the layer's cache.
+            metadata: what `prepare` made for the layer's group.
+            params: scaling and the like.
+
+        Returns:
+            [T, Hq, Dv].
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionContext:
+    """All that the attention calls of one step share; given to the model's forward as one keyword.
+
+    Attributes:
+        backend: computes.
+        caches: by layer index.
+        metadata: by group.
+    """
+
+    backend: AttentionBackend
+    caches: Sequence[LayerCache]
+    metadata: Sequence[AttentionMetadata]

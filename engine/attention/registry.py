@@ -1,0 +1,68 @@
+"""The seam to transformers: our attention under a name of its own, and the backends by name.
+
+A model whose attention implementation is ATTENTION_NAME calls `paged_attention` in every layer. No
+mask function is
+registered under that name, so the models build no mask: causality and windows are the backend's
+    affair. The step's
+AttentionContext reaches us as the keyword CONTEXT_KEYWORD of the model's forward, which hands it
+through unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from engine.attention.base import AttentionBackend, AttentionContext, AttentionParams
+from engine.attention.torch_backend import TorchAttentionBackend
+
+ATTENTION_NAME = "headrace_paged"
+CONTEXT_KEYWORD = "headrace_context"
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that the models call.
+
+    Args:
+        module: the attention layer; `layer_idx` tells which.
+        query: [1, Hq, T, D]. key: [1, Hkv, T, D]. value: [1, Hkv, T, Dv], after rotary embedding.
+        attention_mask: None.
+        scaling, softcap, s_aux: see AttentionParams. The window is known from the load gate.
+        kwargs: CONTEXT_KEYWORD, and others that are not needed.
+
+    Returns:
+        [1, T, Hq, Dv], and no weights.
+    """
+    context: AttentionContext = kwargs[CONTEXT_KEYWORD]
+    layer: Any = module.layer_idx  # an int on every attention layer; the load gate saw to that
+    cache = context.caches[layer]
+    params = AttentionParams(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    metadata = context.metadata[cache.group]
+    output = context.backend.forward(query[0], key[0], value[0], cache, metadata, params)
+    return output.unsqueeze(0), None
+
+
+def register() -> None:
+    """Make ATTENTION_NAME known to transformers. May be called any number of times."""
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+def choose_backend(device: torch.device) -> AttentionBackend:
+    """The best backend for a device. There is one so far, in plain torch, for any device."""
+    return TorchAttentionBackend()

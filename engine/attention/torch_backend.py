@@ -1,0 +1,276 @@
+"""Paged attention in plain torch: the reference for every other backend, and what runs where none
+of them can.
+
+Requests that compute one token are served together: their contexts are gathered into one padded
+tensor. The query heads that share a key/value head are laid out as query positions, so that nothing
+is repeated per query head:
+
+    q [R, Hkv, G, D] · k [R, Hkv, L, D] → scores [R, Hkv, G, L]          L: the longest context in
+    the step
+
+Requests that compute several tokens are served one after the other, with heads as the batch:
+
+    q [Hkv, G, n, D] · k [Hkv, 1→G, S, D] → scores [Hkv, G, n, S]        S: tokens that the chunk
+    can see
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionParams,
+    BatchLayout,
+    LayerCache,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One request that computes several tokens.
+
+    Attributes:
+        begin, end: its tokens in the flat row.
+        slots: int64 [S], where the tokens that it can see are cached; None: they are the chunk's
+            own.
+        mask: [n, S], added to the scores; None: causal, S = n.
+    """
+
+    begin: int
+    end: int
+    slots: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchMetadata(AttentionMetadata):
+    """One group's metadata.
+
+    Attributes:
+        slot_mapping: int64 [T], where each token's key and value are written.
+        num_decodes: R, how many requests compute one token.
+        decode_slots: int64 [R · L], where their contexts are cached; None if R = 0.
+        decode_mask: [R, 1, 1, L], added to the scores; None: all contexts have length L.
+        chunks: the other requests.
+    """
+
+    slot_mapping: torch.Tensor
+    num_decodes: int
+    decode_slots: torch.Tensor | None
+    decode_mask: torch.Tensor | None
+    chunks: tuple[_Chunk, ...]
+
+
+class TorchAttentionBackend(AttentionBackend):
+    """See the module."""
+
+    name = "torch"
+
+    def prepare(self, layout: BatchLayout, window: int | None, like: torch.Tensor) -> TorchMetadata:
+        """Make one group's metadata for a step."""
+        row_of_token = np.repeat(np.arange(len(layout.counts)), layout.counts)
+        slots = _slots(layout, row_of_token, layout.positions)
+        decode_slots, decode_mask = self._prepare_decodes(layout, window, like)
+        chunks: list[_Chunk] = []
+        begin = layout.num_decodes
+        for row in range(layout.num_decodes, len(layout.counts)):
+            count = int(layout.counts[row])
+            chunks.append(_prepare_chunk(layout, row, begin, window, like))
+            begin += count
+        return TorchMetadata(
+            slot_mapping=torch.from_numpy(slots).to(like.device),
+            num_decodes=layout.num_decodes,
+            decode_slots=decode_slots,
+            decode_mask=decode_mask,
+            chunks=tuple(chunks),
+        )
+
+    def _prepare_decodes(
+        self, layout: BatchLayout, window: int | None, like: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        count = layout.num_decodes
+        if count == 0:
+            return None, None
+        last = layout.starts[:count]  # the position of the token itself: the last one that it sees
+        first = np.zeros_like(last) if window is None else np.maximum(last - window + 1, 0)
+        longest = int((last - first).max()) + 1
+        positions = first[:, None] + np.arange(longest)  # [R, L]
+        visible = positions <= last[:, None]
+        np.minimum(positions, last[:, None], out=positions)  # padding reads a slot that is there
+        slots = _slots(layout, np.arange(count)[:, None], positions)
+        mask = None
+        if not visible.all():
+            bias = np.where(visible, 0.0, -np.inf).astype(np.float32)
+            mask = torch.from_numpy(bias).to(like).view(count, 1, 1, longest)
+        return torch.from_numpy(slots.reshape(-1)).to(like.device), mask
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """Attend; see the base class."""
+        if not isinstance(metadata, TorchMetadata):
+            raise TypeError(f"metadata of another backend: {type(metadata).__name__}")
+        num_heads, num_tokens, _ = query.shape
+        cache.keys.index_copy_(0, metadata.slot_mapping, key.transpose(0, 1))
+        cache.values.index_copy_(0, metadata.slot_mapping, value.transpose(0, 1))
+        output = query.new_empty((num_tokens, num_heads, value.shape[-1]))
+        if metadata.decode_slots is not None:
+            count = metadata.num_decodes
+            output[:count] = _attend_decodes(
+                query[:, :count], cache, metadata.decode_slots, metadata.decode_mask, params
+            )
+        for chunk in metadata.chunks:
+            output[chunk.begin : chunk.end] = _attend_chunk(query, key, value, cache, chunk, params)
+        return output
+
+
+def _slots(
+    layout: BatchLayout,
+    rows: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
+    positions: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
+) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """The cache slots of positions in requests: table[row, position // block_size] · block_size +
+    offset.
+    """
+    block, offset = np.divmod(positions, layout.block_size)
+    slots: np.ndarray[tuple[int, ...], np.dtype[np.int64]] = (
+        layout.tables[rows, block].astype(np.int64) * layout.block_size + offset
+    )
+    return slots
+
+
+def _prepare_chunk(
+    layout: BatchLayout, row: int, begin: int, window: int | None, like: torch.Tensor
+) -> _Chunk:
+    start, count = int(layout.starts[row]), int(layout.counts[row])
+    end = start + count
+    first = 0 if window is None else max(start - window + 1, 0)
+    slots = None
+    if first < start:
+        visible = np.arange(first, end)
+        slots = torch.from_numpy(_slots(layout, np.full_like(visible, row), visible)).to(
+            like.device
+        )
+    else:
+        first = start
+    mask = None
+    if slots is not None or (window is not None and count > window):
+        queries = np.arange(start, end)[:, None]
+        keys = np.arange(first, end)[None, :]
+        hidden = keys > queries
+        if window is not None:
+            hidden |= keys <= queries - window
+        mask = torch.from_numpy(np.where(hidden, -np.inf, 0.0).astype(np.float32)).to(like)
+    return _Chunk(begin=begin, end=begin + count, slots=slots, mask=mask)
+
+
+def _attend_decodes(
+    query: torch.Tensor,
+    cache: LayerCache,
+    slots: torch.Tensor,
+    mask: torch.Tensor | None,
+    params: AttentionParams,
+) -> torch.Tensor:
+    """query: [Hq, R, D] → [R, Hq, Dv]."""
+    num_heads, count, head_dim = query.shape
+    num_kv_heads = cache.keys.shape[1]
+    keys = cache.keys.index_select(0, slots).view(
+        count, -1, num_kv_heads, head_dim
+    )  # [R, L, Hkv, D]
+    values = cache.values.index_select(0, slots).view(count, keys.shape[1], num_kv_heads, -1)
+    grouped = query.transpose(0, 1).reshape(
+        count, num_kv_heads, num_heads // num_kv_heads, head_dim
+    )
+    sinks = params.sinks
+    if sinks is not None:
+        sinks = sinks.view(1, num_kv_heads, num_heads // num_kv_heads, 1)
+    output = _attention(
+        grouped,
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        mask,
+        params,
+        sinks,
+        is_causal=False,
+    )
+    return output.reshape(count, num_heads, -1)
+
+
+def _attend_chunk(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: LayerCache,
+    chunk: _Chunk,
+    params: AttentionParams,
+) -> torch.Tensor:
+    """query, key, value of the whole step: [H, T, D] → the chunk's [n, Hq, Dv]."""
+    num_heads, num_kv_heads = query.shape[0], key.shape[0]
+    groups = num_heads // num_kv_heads
+    own = slice(chunk.begin, chunk.end)
+    if chunk.slots is None:
+        keys, values = key[:, own], value[:, own]  # [Hkv, S, D]
+    else:
+        keys = cache.keys.index_select(0, chunk.slots).transpose(0, 1)
+        values = cache.values.index_select(0, chunk.slots).transpose(0, 1)
+    grouped = query[:, own].reshape(num_kv_heads, groups, -1, query.shape[-1])
+    sinks = params.sinks
+    if sinks is not None:
+        sinks = sinks.view(num_kv_heads, groups, 1, 1)
+    output = _attention(
+        grouped,
+        keys.unsqueeze(1).expand(-1, groups, -1, -1),
+        values.unsqueeze(1).expand(-1, groups, -1, -1),
+        chunk.mask,
+        params,
+        sinks,
+        is_causal=chunk.mask is None,
+    )  # [Hkv, G, n, Dv]
+    return output.permute(2, 0, 1, 3).reshape(chunk.end - chunk.begin, num_heads, -1)
+
+
+def _attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    params: AttentionParams,
+    sinks: torch.Tensor | None,
+    *,
+    is_causal: bool,
+) -> torch.Tensor:
+    """[B, H, n, D] × [B, H, S, D] × [B, H, S, Dv] → [B, H, n, Dv].
+
+    `sinks` broadcasts against [B, H, n, 1]. With is_causal, S = n and mask is None.
+    """
+    if params.softcap is None and sinks is None and keys.shape[-1] == values.shape[-1]:
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=is_causal, scale=params.scaling
+        )
+    scores = torch.matmul(query, keys.transpose(-1, -2)).float() * params.scaling
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
+    if is_causal:
+        size = scores.shape[-1]
+        hidden = torch.ones(size, size, dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    elif mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        column = sinks.float().expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    return torch.matmul(weights.to(values.dtype), values)

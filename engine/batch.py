@@ -1,0 +1,35 @@
+"""One step, as the scheduler decides it and the runner computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.kv_cache.manager import BlockTable
+from engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's part of a step. Filled by the scheduler, read by the runner and the core.
+
+    Attributes:
+        request: the request; its token_ids[start : start + num_tokens] are computed.
+        start: position of the first of them: the request's num_computed_tokens.
+        num_tokens: how many.
+        tables: its block tables, one per layer group; they cover start + num_tokens positions.
+        samples: whether the step reaches the request's last token, so that a next one is sampled.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    tables: tuple[BlockTable, ...]
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One step. `requests`: those that compute one token first, then the others."""
+
+    requests: tuple[ScheduledRequest, ...]
+    num_tokens: int

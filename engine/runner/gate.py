@@ -1,0 +1,339 @@
+"""The load gate: a model that we would run wrongly is refused, with the reason.
+
+1. `check_config`: before any weight is read. The class routes its attention through
+   AttentionInterface, and every layer's kind is one that we do.
+2. `probe_layers`: one eager forward that watches the attention calls. Exactly one call a layer;
+   what keys, values and window each layer really has (a config may say otherwise). At each call our
+   backend computes the same attention, on
+   queries scaled up until the scores are large: a softcap, a sink or a window that is dropped then
+       shows, which with
+   ordinary small scores it does not.
+3. `self_check`: two prompts in one ragged batch, one of them in chunks, through the paged cache,
+   against the eager logits of each alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from engine.attention.base import (
+    AttentionBackend,
+    AttentionParams,
+    BatchLayout,
+    LayerCache,
+    LayerShape,
+)
+from engine.attention.registry import ATTENTION_NAME
+from engine.batch import ScheduledBatch, ScheduledRequest
+from engine.errors import ModelRefusedError
+from engine.kv_cache.manager import KVCacheManager
+from engine.request import GenerationRequest, Request
+from engine.runner.kv_tensors import allocate_caches, make_groups
+from engine.runner.model_runner import ModelRunner
+from engine.sampling.sampler import Sampler
+from engine.sampling_params import SamplingParams, StopParams
+from engine.types import RequestId, TokenId
+
+_PROBE_NAME = "headrace_probe"
+_PROBE_TOKENS = (43, 11)
+"""Lengths of the two prompts; more than one small block, and not a multiple of it."""
+_PROBE_BLOCK_SIZE = 8
+_PROBE_CHUNK = 29
+_TARGET_SCORE = 60.0
+"""Scores are scaled up to about this: beyond the softcaps in use (30 to 50)."""
+_LAYER_TOLERANCE = 2e-3
+"""Of one layer's output in float32, relative to its largest number."""
+_LOGITS_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
+"""Of the logits, as |difference| / |reference| over all of them."""
+
+SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+def check_config(config: Any, model_class: type[PreTrainedModel]) -> None:
+    """Refuse what can be refused before the weights are read.
+
+    Raises:
+        ModelRefusedError: the architecture is not one that we run.
+    """
+    name = model_class.__name__
+    text_config = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelRefusedError(f"{name} is an encoder-decoder model; only decoders are served")
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise ModelRefusedError(
+            f"{name} does not route its attention through transformers' AttentionInterface, "
+            "so the paged KV cache cannot be put behind it"
+        )
+    unknown = sorted(set(getattr(text_config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES)
+    if unknown:
+        raise ModelRefusedError(
+            f"{name} has layers of kind {', '.join(unknown)}; "
+            f"supported are {', '.join(sorted(SUPPORTED_LAYER_TYPES))}"
+        )
+
+
+@dataclass(slots=True)
+class _Probe:
+    """Watches the attention calls of an eager forward."""
+
+    backend: AttentionBackend
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+    calls: dict[int, int] = field(default_factory=dict)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Stands in for the model's eager attention: records, compares, and returns what eager
+        gives.
+        """
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int):
+            raise ModelRefusedError(
+                f"{type(module).__name__} has no layer_idx, so its cache cannot be found"
+            )
+        eager = _eager_attention(module)
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        self.calls[layer] = self.calls.get(layer, 0) + 1
+        self.dtypes.add(key.dtype)
+        window = kwargs.get("sliding_window")
+        self.shapes[layer] = LayerShape(
+            num_kv_heads=key.shape[1],
+            key_dim=key.shape[-1],
+            value_dim=value.shape[-1],
+            window=window if isinstance(window, int) else None,
+        )
+        self._compare(layer, module, eager, query, key, value, attention_mask, scaling, kwargs)
+        output: tuple[torch.Tensor, torch.Tensor | None] = eager(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return output
+
+    def _compare(
+        self,
+        layer: int,
+        module: torch.nn.Module,
+        eager: Callable[..., Any],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Compare our backend with the model's own attention on large scores, in float32."""
+        query, key, value = query.float(), key.float(), value.float()
+        groups = query.shape[1] // key.shape[1]
+        scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) * scaling
+        query = query * (_TARGET_SCORE / scores.abs().max().clamp(min=1e-6))
+        sinks = kwargs.get("s_aux")
+        extra = dict(kwargs)
+        if sinks is not None:
+            extra["s_aux"] = sinks.float()
+        expected = eager(
+            module,
+            query,
+            key,
+            value,
+            None if mask is None else mask.float(),
+            scaling=scaling,
+            **extra,
+        )[0][0].float()
+        params = AttentionParams(
+            scaling=scaling,
+            softcap=kwargs.get("softcap"),
+            sinks=None if sinks is None else sinks.float(),
+        )
+        actual = _attend_alone(self.backend, query, key, value, self.shapes[layer], params)
+        error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+        if not error < _LAYER_TOLERANCE:
+            raise ModelRefusedError(
+                f"{type(module).__name__}, layer {layer}: paged attention differs from the model's own "
+                f"by {error.item():.2%}; the layer does something that this engine does not know"
+            )
+
+
+def _eager_attention(module: torch.nn.Module) -> Callable[..., Any]:
+    """The eager attention function of the file in which an attention layer's class is written."""
+    source = sys.modules[type(module).__module__]
+    function: Callable[..., Any] | None = getattr(source, "eager_attention_forward", None)
+    if function is None:
+        raise ModelRefusedError(
+            f"{type(module).__name__} has no eager attention to compare with, so it cannot be verified"
+        )
+    return function
+
+
+def _attend_alone(
+    backend: AttentionBackend,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    shape: LayerShape,
+    params: AttentionParams,
+) -> torch.Tensor:
+    """One prompt from its start, through a cache of its own: [T, Hq, Dv]."""
+    count = query.shape[2]
+    num_blocks = -(-count // _PROBE_BLOCK_SIZE)
+    slots = (num_blocks + 1) * _PROBE_BLOCK_SIZE
+    cache = LayerCache(
+        keys=key.new_zeros((slots, shape.num_kv_heads, shape.key_dim)),
+        values=value.new_zeros((slots, shape.num_kv_heads, shape.value_dim)),
+        group=0,
+    )
+    layout = BatchLayout(
+        starts=np.zeros(1, dtype=np.int64),
+        counts=np.array([count]),
+        num_decodes=0,
+        positions=np.arange(count),
+        tables=np.arange(1, num_blocks + 1, dtype=np.int32)[None, :],
+        block_size=_PROBE_BLOCK_SIZE,
+    )
+    metadata = backend.prepare(layout, shape.window, cache.keys)
+    return backend.forward(query[0], key[0], value[0], cache, metadata, params)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProbe:
+    """What the probe saw.
+
+    Attributes:
+        shapes: by layer.
+        dtype: of keys and values.
+        prompts: the two prompts.
+        logits: [V] each, the eager logits behind each prompt's last token.
+    """
+
+    shapes: tuple[LayerShape, ...]
+    dtype: torch.dtype
+    prompts: tuple[tuple[TokenId, ...], ...]
+    logits: tuple[torch.Tensor, ...]
+
+
+def probe_layers(model: PreTrainedModel, backend: AttentionBackend, num_layers: int) -> ModelProbe:
+    """Run the model eagerly on two prompts and watch its attention.
+
+    Raises:
+        ModelRefusedError: a layer makes no attention call, or several, or one that we would compute
+            wrongly.
+    """
+    probe = _Probe(backend)
+    AttentionInterface.register(_PROBE_NAME, probe)
+    AttentionMaskInterface.register(_PROBE_NAME, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    model.set_attn_implementation(_PROBE_NAME)
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    prompts, logits = [], []
+    for count in _PROBE_TOKENS:
+        ids = torch.randint(0, vocab_size, (1, count), generator=generator)
+        probe.calls.clear()
+        with torch.inference_mode():
+            output = model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=1)
+        logits.append(output.logits[0, -1].float())
+        prompts.append(tuple(TokenId(token) for token in ids[0].tolist()))
+        _check_calls(model, probe, num_layers)
+    if len(probe.dtypes) != 1:
+        raise ModelRefusedError(
+            f"{type(model).__name__} keeps keys in several types: "
+            f"{', '.join(sorted(str(dtype) for dtype in probe.dtypes))}"
+        )
+    return ModelProbe(
+        shapes=tuple(probe.shapes[layer] for layer in range(num_layers)),
+        dtype=next(iter(probe.dtypes)),
+        prompts=tuple(prompts),
+        logits=tuple(logits),
+    )
+
+
+def _check_calls(model: PreTrainedModel, probe: _Probe, num_layers: int) -> None:
+    name = type(model).__name__
+    wrong = {layer: probe.calls.get(layer, 0) for layer in range(num_layers)}
+    wrong = {layer: calls for layer, calls in wrong.items() if calls != 1}
+    if wrong or len(probe.calls) != num_layers:
+        raise ModelRefusedError(
+            f"{name} has {num_layers} layers, but the attention calls by layer were {probe.calls}; "
+            "each layer must attend once"
+        )
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    for layer, kind in enumerate(kinds or ()):
+        if (kind == "sliding_attention") != (probe.shapes[layer].window is not None):
+            raise ModelRefusedError(
+                f"{name}, layer {layer}: the config says {kind}, but the layer's window is "
+                f"{probe.shapes[layer].window}"
+            )
+
+
+def self_check(
+    model: PreTrainedModel, probe: ModelProbe, backend: AttentionBackend, device: torch.device
+) -> None:
+    """Run both prompts paged, ragged and in chunks, and compare with the eager logits.
+
+    Leaves the model with our attention implementation.
+
+    Raises:
+        ModelRefusedError: the logits differ.
+    """
+    model.set_attn_implementation(ATTENTION_NAME)
+    groups = make_groups(probe.shapes, probe.dtype)
+    blocks = [sum(_PROBE_TOKENS) // _PROBE_BLOCK_SIZE + 2] * len(groups)
+    caches = allocate_caches(probe.shapes, groups, blocks, _PROBE_BLOCK_SIZE, probe.dtype, device)
+    runner = ModelRunner(
+        model,
+        groups=groups,
+        caches=caches,
+        block_size=_PROBE_BLOCK_SIZE,
+        backend=backend,
+        sampler=Sampler(1, device),
+        device=device,
+    )
+    manager = KVCacheManager(groups, blocks, _PROBE_BLOCK_SIZE)
+    requests = [_probe_request(index, prompt) for index, prompt in enumerate(probe.prompts)]
+    for request in requests:
+        manager.allocate(request.request_id, request.num_tokens)
+
+    def part(request: Request, start: int, end: int) -> ScheduledRequest:
+        tables = manager.tables(request.request_id)
+        return ScheduledRequest(request, start, end - start, tables, end == request.num_tokens)
+
+    long, short = requests
+    steps: Sequence[tuple[ScheduledRequest, ...]] = (
+        (part(long, 0, _PROBE_CHUNK),),
+        (part(long, _PROBE_CHUNK, long.num_tokens - 1), part(short, 0, short.num_tokens - 1)),
+        (part(long, long.num_tokens - 1, long.num_tokens),
+         part(short, short.num_tokens - 1, short.num_tokens)),
+    )  # fmt: skip
+    actual = torch.empty(0)
+    for step in steps:
+        actual = runner.logits(ScheduledBatch(step, sum(p.num_tokens for p in step)))
+    for row, expected in enumerate(probe.logits):
+        error = ((actual[row].float() - expected).norm() / expected.norm().clamp(min=1e-6)).item()
+        if not error < _LOGITS_TOLERANCE.get(probe.dtype, 8e-2):
+            raise ModelRefusedError(
+                f"{type(model).__name__}: logits through the paged cache differ from the model's own "
+                f"by {error:.2%}; it would be run wrongly"
+            )
+
+
+def _probe_request(index: int, prompt: tuple[TokenId, ...]) -> Request:
+    spec = GenerationRequest(
+        request_id=RequestId(f"probe-{index}"),
+        prompt=prompt,
+        sampling=SamplingParams(),
+        stop=StopParams(max_tokens=1),
+    )
+    return Request(spec=spec, arrival=0.0, max_total_tokens=len(prompt) + 1)

@@ -1,0 +1,81 @@
+"""From a scheduled batch to the flat ragged arrays of one step.
+
+request   a        b        c             requests that compute one token come first
+tokens    a7       b3       c0 c1 c2      token_ids, T = 5
+position  7        3        0  1  2       positions
+sampled   0        1              4       logit_rows: the last token of each request that samples
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.attention.base import BatchLayout
+from engine.batch import ScheduledBatch, ScheduledRequest
+from engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    """One step's inputs on the host.
+
+    Attributes:
+        token_ids, positions: int64 [T].
+        logit_rows: int64 [S], which tokens' logits are wanted.
+        sampling: the S requests that they belong to.
+        layouts: one per layer group.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    logit_rows: npt.NDArray[np.int64]
+    sampling: tuple[Request, ...]
+    layouts: tuple[BatchLayout, ...]
+
+
+def build_input_batch(batch: ScheduledBatch, num_groups: int, block_size: int) -> InputBatch:
+    """Lay a batch out. Its requests are ordered: those that compute one token first."""
+    parts = batch.requests
+    starts = np.fromiter((part.start for part in parts), dtype=np.int64, count=len(parts))
+    counts = np.fromiter((part.num_tokens for part in parts), dtype=np.int64, count=len(parts))
+    ends = np.cumsum(counts)
+    num_decodes = int(np.searchsorted(counts, 1, side="right"))
+    token_ids = np.empty(batch.num_tokens, dtype=np.int64)
+    token_ids[:num_decodes] = [part.request.token_ids[part.start] for part in parts[:num_decodes]]
+    for part, end in zip(parts[num_decodes:], ends[num_decodes:].tolist(), strict=True):
+        stop = part.start + part.num_tokens
+        token_ids[end - part.num_tokens : end] = part.request.token_ids[part.start : stop]
+    positions = np.arange(batch.num_tokens) + np.repeat(starts - (ends - counts), counts)
+    samples = np.fromiter((part.samples for part in parts), dtype=np.bool_, count=len(parts))
+    layouts = tuple(
+        BatchLayout(
+            starts=starts,
+            counts=counts,
+            num_decodes=num_decodes,
+            positions=positions,
+            tables=_stack_tables(parts, group),
+            block_size=block_size,
+        )
+        for group in range(num_groups)
+    )
+    return InputBatch(
+        token_ids=token_ids,
+        positions=positions,
+        logit_rows=(ends - 1)[samples],
+        sampling=tuple(part.request for part in parts if part.samples),
+        layouts=layouts,
+    )
+
+
+def _stack_tables(parts: Sequence[ScheduledRequest], group: int) -> npt.NDArray[np.int32]:
+    """The requests' block tables of one group as rows, padded with the null block."""
+    tables = [part.tables[group] for part in parts]
+    width = max(table.length for table in tables)
+    stacked = np.zeros((len(tables), width), dtype=np.int32)
+    for row, table in enumerate(tables):
+        stacked[row, : table.length] = table.blocks[: table.length]
+    return stacked

@@ -1,0 +1,292 @@
+"""From a model's path to a runner: read, verify, size the cache, wire.
+
+    path ─▶ config ─▶ check_config ─▶ weights ─▶ probe_layers, self_check ─▶ plan_cache ─▶
+    ModelRunner
+           └──────────────── load_model ─────────────────────────────┘   └── build_runner ──┘
+
+Only safetensors are read and no code of the model's directory is run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from engine.attention.base import AttentionBackend
+from engine.attention.registry import choose_backend, register
+from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.errors import InvalidRequestError, ModelRefusedError
+from engine.kv_cache.groups import LayerGroup
+from engine.runner.gate import ModelProbe, check_config, probe_layers, self_check
+from engine.runner.kv_tensors import allocate_caches, make_groups
+from engine.runner.memory import CachePlan, HostLimits, available_memory, plan_cache
+from engine.runner.model_runner import ModelRunner
+from engine.sampling.sampler import Sampler
+from engine.sampling_params import SamplingParams
+from engine.types import TokenId
+
+logger = logging.getLogger(__name__)
+
+_NO_LIMIT = 1 << 20
+"""Context of a model that names no limit; the cache's size bounds it anyway."""
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the longest request in the batch, beyond the
+original length.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedModel:
+    """A model in memory that passed the load gate.
+
+    Attributes:
+        model: the transformers model, with our attention implementation.
+        path: its local directory.
+        device, backend, probe: where it runs, and what the gate learnt.
+        context_length: the longest request that the model allows, in tokens.
+        vocab_size: token ids that embedding and logits both have.
+        eos_token_ids: the model's own.
+        default_sampling: what `model.generate` would use.
+    """
+
+    model: PreTrainedModel
+    path: Path
+    device: torch.device
+    backend: AttentionBackend
+    probe: ModelProbe
+    context_length: int
+    vocab_size: int
+    eos_token_ids: tuple[TokenId, ...]
+    default_sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRunner:
+    """A runner around a verified model, with its KV cache's groups and size."""
+
+    runner: ModelRunner
+    groups: tuple[LayerGroup, ...]
+    plan: CachePlan
+
+
+def resolve_path(model: str) -> Path:
+    """The local directory of a model: itself, or what the hub's cache has of a hub id, downloaded
+    if need be.
+
+    Raises:
+        ModelRefusedError: there is no such directory and no such hub id can be had.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or path.is_absolute() or model.startswith((".", "~")):
+        raise ModelRefusedError(f"{model} is not a directory; give a model's directory or hub id")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelRefusedError(
+            f"{model} is neither a directory here nor a model that the hub gives us "
+            f"({type(error).__name__}); give a directory that exists, or check the id and the network"
+        ) from error
+
+
+def load_model(
+    model: str, load_config: LoadConfig, progress: Callable[[str], None]
+) -> VerifiedModel:
+    """Load and verify a model. `progress` gets one line for each stage.
+
+    Raises:
+        ModelRefusedError: the model cannot be loaded, or would be run wrongly.
+    """
+    device = _device(load_config)
+    _set_threads(load_config, device)
+    path = resolve_path(model)
+    progress(f"loading {path} on {device}")
+    started = time.monotonic()
+    loaded = _load_weights(path, load_config, device)
+    seconds = time.monotonic() - started
+    size = loaded.num_parameters() / 1e6
+    progress(f"loaded {size:.1f} M parameters ({loaded.dtype}) in {seconds:.1f} s")
+    return verify_model(loaded, path, progress)
+
+
+def verify_model(
+    model: PreTrainedModel, path: Path, progress: Callable[[str], None]
+) -> VerifiedModel:
+    """Put a model that is in memory through the load gate, and give it our attention.
+
+    Raises:
+        ModelRefusedError: it would be run wrongly.
+    """
+    register()
+    check_config(model.config, type(model))
+    text_config = model.config.get_text_config()
+    backend = choose_backend(model.device)
+    probe = probe_layers(model, backend, text_config.num_hidden_layers)
+    self_check(model, probe, backend, model.device)
+    progress(f"verified: paged attention ({backend.name}) equals the model's own in every layer")
+    embeddings = model.get_input_embeddings().weight.shape[0]
+    return VerifiedModel(
+        model=model,
+        path=path,
+        device=model.device,
+        backend=backend,
+        probe=probe,
+        context_length=_context_length(text_config),
+        vocab_size=min(embeddings, probe.logits[0].shape[-1]),
+        eos_token_ids=eos_token_ids(model.generation_config, model.config),
+        default_sampling=default_sampling(model.generation_config),
+    )
+
+
+def build_runner(
+    verified: VerifiedModel, config: ContinuousBatchingConfig, progress: Callable[[str], None]
+) -> LoadedRunner:
+    """Size the KV cache, allocate it, and put a runner around a verified model.
+
+    Raises:
+        InsufficientMemoryError: the KV cache does not fit.
+    """
+    probe, device = verified.probe, verified.device
+    groups = make_groups(probe.shapes, probe.dtype)
+    plan = plan_cache(
+        config,
+        groups,
+        device=device,
+        model_context=verified.context_length,
+        available=available_memory(device),
+    )
+    caches = allocate_caches(
+        probe.shapes, groups, plan.num_blocks, plan.block_size, probe.dtype, device
+    )
+    progress(
+        f"KV cache: {plan.total_bytes / 2**20:.0f} MiB, {' + '.join(map(str, plan.num_blocks))} "
+        f"blocks of {plan.block_size} tokens"
+    )
+    runner = ModelRunner(
+        verified.model,
+        groups=groups,
+        caches=caches,
+        block_size=plan.block_size,
+        backend=verified.backend,
+        sampler=Sampler(probe.logits[0].shape[-1], device),
+        device=device,
+    )
+    return LoadedRunner(runner, groups, plan)
+
+
+def _load_weights(path: Path, load_config: LoadConfig, device: torch.device) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelRefusedError(
+            f"{path}: no model config that this version of transformers knows: {error}"
+        ) from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelRefusedError(
+            f"{path}: model type {config.model_type!r} has no causal language model in transformers"
+        )
+    check_config(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    dtype = "auto" if load_config.dtype == "auto" else getattr(torch, load_config.dtype)
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation="eager",
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelRefusedError(f"{path}: the weights cannot be read: {error}") from error
+    return model.eval().to(device)
+
+
+def _device(load_config: LoadConfig) -> torch.device:
+    """The device that "auto" comes to.
+
+    Raises:
+        ModelRefusedError: CUDA is asked for and not there.
+    """
+    if load_config.device == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = torch.device(load_config.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelRefusedError("device is cuda, but torch finds no CUDA device here; use cpu")
+    return device
+
+
+def _set_threads(load_config: LoadConfig, device: torch.device) -> None:
+    limits = HostLimits.read()
+    threads = load_config.threads or (limits.cpus if device.type == "cpu" else 1)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    source = "threads" if load_config.threads else limits.cpu_source
+    logger.info("CPU threads for the model: %d, because of %s", threads, source)
+
+
+def _context_length(text_config: Any) -> int:
+    """The longest request that the model allows, in tokens."""
+    length = getattr(text_config, "max_position_embeddings", None) or _NO_LIMIT
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if isinstance(rope, dict) and rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+        original = rope.get("original_max_position_embeddings") or getattr(
+            text_config, "original_max_position_embeddings", None
+        )
+        if original and original < length:
+            logger.warning(
+                "context limited to %d of %d tokens: beyond that, %s rotary embeddings depend on the "
+                "longest request in a batch",
+                original,
+                length,
+                rope["rope_type"],
+            )
+            length = original
+    return int(length)
+
+
+def eos_token_ids(generation_config: GenerationConfig | None, config: Any) -> tuple[TokenId, ...]:
+    """The model's end-of-sequence ids, in ascending order."""
+    ids = generation_config.eos_token_id if generation_config is not None else None
+    if ids is None:
+        ids = getattr(config.get_text_config(), "eos_token_id", None)
+    if ids is None:
+        return ()
+    return tuple(TokenId(i) for i in sorted({ids} if isinstance(ids, int) else set(ids)))
+
+
+def default_sampling(generation_config: GenerationConfig | None) -> SamplingParams:
+    """What `model.generate` would do with this generation config: greedy unless it asks for
+    sampling.
+    """
+    if generation_config is None:
+        return SamplingParams()
+
+    def value(name: str, neutral: float) -> float:
+        found = getattr(generation_config, name, None)
+        return neutral if found is None or not math.isfinite(found) else float(found)
+
+    sampled = bool(generation_config.do_sample)
+    try:
+        return SamplingParams(
+            temperature=value("temperature", 1.0) if sampled else 0.0,
+            top_k=int(value("top_k", 0)) if sampled else 0,
+            top_p=value("top_p", 1.0) if sampled else 1.0,
+            min_p=value("min_p", 0.0) if sampled else 0.0,
+            repetition_penalty=value("repetition_penalty", 1.0),
+        )
+    except InvalidRequestError as error:
+        logger.warning("the model's generation config is not usable, sampling is greedy: %s", error)
+        return SamplingParams()

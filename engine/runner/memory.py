@@ -1,0 +1,236 @@
+"""How much memory and how many CPUs this process may use, and how large the KV cache becomes.
+
+A container's limits count, not the host's: psutil shows the host's. Both versions of cgroups are
+read.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from engine.config import ContinuousBatchingConfig
+from engine.errors import InsufficientMemoryError
+from engine.kv_cache.groups import LayerGroup, sliding_group_blocks
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+_CGROUP = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60
+"""cgroup v1 reports "no limit" as a huge number."""
+
+CPU_MEMORY_PERCENT = 0.5
+CUDA_MEMORY_PERCENT = 0.8
+
+
+def _read_number(path: Path) -> int | None:
+    """The number in a file, None if there is none or it says "max"."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _cgroup_directory(root: Path, own: Path) -> Path:
+    """The directory of this process's own cgroup (v2), where the limits are seen from inside a
+    container or not.
+    """
+    try:
+        for line in own.read_text().splitlines():
+            if line.startswith("0::"):
+                directory = root / line[3:].lstrip("/")
+                if directory.is_dir():
+                    return directory
+    except OSError:
+        return root
+    return root
+
+
+@dataclass(frozen=True, slots=True)
+class HostLimits:
+    """What this process may use.
+
+    Attributes:
+        memory_limit: bytes of the container's limit; None: no limit.
+        memory_available: bytes that can still be taken, within the container's limit and the host's
+            free memory.
+        cpus: CPUs, by affinity and by the container's quota; at least 1.
+        cpu_source: what bounds the CPUs, for the log.
+    """
+
+    memory_limit: int | None
+    memory_available: int
+    cpus: int
+    cpu_source: str
+
+    @classmethod
+    def read(cls, root: Path = _CGROUP, own: Path = Path("/proc/self/cgroup")) -> HostLimits:
+        """Read the limits of this process."""
+        available = psutil.virtual_memory().available
+        limit, used = _memory_limit(root, own)
+        if limit is not None:
+            available = min(available, max(0, limit - used))
+        cpus = len(os.sched_getaffinity(0))
+        source = "CPU affinity"
+        quota = _cpu_quota(root, own)
+        if quota is not None and math.ceil(quota) < cpus:
+            cpus, source = max(1, math.ceil(quota)), f"the container's quota of {quota:g} CPUs"
+        return cls(limit, available, cpus, source)
+
+
+def _memory_limit(root: Path, own: Path) -> tuple[int | None, int]:
+    """The tightest memory limit of the cgroup and its parents, and what is used under it, in bytes."""
+    directory = _cgroup_directory(root, own)
+    tightest: tuple[int, int] | None = None
+    for level in (directory, *directory.parents):
+        limit = _read_number(level / "memory.max")
+        if limit is not None:
+            used = _read_number(level / "memory.current") or 0
+            if tightest is None or limit - used < tightest[0] - tightest[1]:
+                tightest = (limit, used)
+        if level == root:
+            break
+    if tightest is not None:
+        return tightest
+    limit = _read_number(root / "memory" / "memory.limit_in_bytes")
+    if limit is not None and limit < _UNLIMITED:
+        return limit, _read_number(root / "memory" / "memory.usage_in_bytes") or 0
+    return None, 0
+
+
+def _cpu_quota(root: Path, own: Path) -> float | None:
+    """The tightest CPU quota of the cgroup and its parents, in CPUs."""
+    quotas: list[float] = []
+    directory = _cgroup_directory(root, own)
+    for level in (directory, *directory.parents):
+        try:
+            quota, _, period = (level / "cpu.max").read_text().strip().partition(" ")
+        except OSError:
+            quota = period = ""
+        if quota.isdigit() and period.isdigit() and int(period) > 0:
+            quotas.append(int(quota) / int(period))
+        if level == root:
+            break
+    old_quota = _read_number(root / "cpu" / "cpu.cfs_quota_us")
+    old_period = _read_number(root / "cpu" / "cpu.cfs_period_us")
+    if old_quota and old_period:
+        quotas.append(old_quota / old_period)
+    return min(quotas) if quotas else None
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """The size of the KV cache. `num_blocks`: per layer group, null blocks not counted."""
+
+    num_blocks: tuple[int, ...]
+    block_size: int
+    max_batch_tokens: int
+    max_requests: int
+    total_bytes: int
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that the KV cache could take on a device, now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return HostLimits.read().memory_available
+
+
+def plan_cache(
+    config: ContinuousBatchingConfig,
+    groups: tuple[LayerGroup, ...],
+    *,
+    device: torch.device,
+    model_context: int,
+    available: int,
+) -> CachePlan:
+    """Decide the cache's size and log why.
+
+    Args:
+        model_context: the longest request that the model allows, in tokens.
+        available: bytes that are free on the device, with the model loaded.
+
+    Raises:
+        InsufficientMemoryError: not even one block of each group fits, or `num_blocks` asks for
+            more than is there.
+    """
+    on_cuda = device.type == "cuda"
+    max_requests = config.max_requests_per_batch or (256 if on_cuda else 64)
+    max_batch_tokens = config.max_batch_tokens or (8192 if on_cuda else 1024)
+    percent = config.max_memory_percent or (CUDA_MEMORY_PERCENT if on_cuda else CPU_MEMORY_PERCENT)
+    budget = int(available * percent)
+    block_size = config.block_size
+
+    def sizes(num_blocks: int) -> tuple[int, ...]:
+        return tuple(
+            num_blocks
+            if group.window is None
+            else sliding_group_blocks(
+                group.window, block_size, num_blocks, max_requests, max_batch_tokens
+            )
+            for group in groups
+        )
+
+    def cost(num_blocks: int) -> int:
+        return sum(
+            (count + 1) * block_size * group.bytes_per_token
+            for count, group in zip(sizes(num_blocks), groups, strict=True)
+        )
+
+    if config.num_blocks is not None:
+        num_blocks, reason = config.num_blocks, "num_blocks"
+    else:
+        wanted = math.ceil(model_context / block_size) * max_requests
+        num_blocks = wanted if not on_cuda else _largest(cost, budget, 1 << 24)
+        reason = f"{max_requests} requests of {model_context} tokens"
+        if cost(num_blocks) > budget:
+            num_blocks = _largest(cost, budget, wanted)
+        if on_cuda or num_blocks < wanted:
+            reason = f"{percent:.0%} of {available / GIB:.2f} GiB free"
+    if num_blocks < 1 or cost(num_blocks) > budget:
+        needed = cost(max(1, num_blocks))
+        fit = _largest(cost, budget, num_blocks) * block_size
+        raise InsufficientMemoryError(
+            f"the KV cache needs {needed / GIB:.2f} GiB, and {budget / GIB:.2f} GiB may be used "
+            f"({percent:.0%} of {available / GIB:.2f} GiB free on {device}): {fit} tokens would fit; "
+            "lower num_blocks or block_size, or raise max_memory_percent"
+        )
+    plan = CachePlan(
+        sizes(num_blocks), block_size, max_batch_tokens, max_requests, cost(num_blocks)
+    )
+    logger.info(
+        "KV cache: %.2f GiB on %s, %s blocks of %d tokens, because of %s; "
+        "steps of up to %d tokens, %d requests at a time",
+        plan.total_bytes / GIB,
+        device,
+        " + ".join(str(count) for count in plan.num_blocks),
+        block_size,
+        reason,
+        max_batch_tokens,
+        max_requests,
+    )
+    return plan
+
+
+def _largest(cost: Callable[[int], int], budget: int, upper: int) -> int:
+    """The largest number of blocks, at most `upper`, whose cost is within the budget; 0 if there is
+    none.
+    """
+    low, high = 0, upper
+    while low < high:
+        middle = (low + high + 1) // 2
+        if cost(middle) <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return low

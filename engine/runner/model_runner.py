@@ -1,0 +1,112 @@
+"""Runs a batch: inputs to the device, the unmodified model with our attention, one sampled token a
+request.
+
+ScheduledBatch ─▶ InputBatch ─▶ AttentionContext ─▶ model(...) ─▶ logits of the sampled rows ─▶
+Sampler
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from engine.attention.base import AttentionBackend, AttentionContext, LayerCache
+from engine.attention.registry import CONTEXT_KEYWORD
+from engine.batch import ScheduledBatch, ScheduledRequest
+from engine.kv_cache.groups import LayerGroup
+from engine.kv_cache.manager import KVCacheManager
+from engine.request import GenerationRequest, Request
+from engine.runner.input_batch import InputBatch, build_input_batch
+from engine.runner_protocol import SampledTokens
+from engine.sampling.sampler import Sampler
+from engine.sampling_params import SamplingParams, StopParams
+from engine.types import RequestId, TokenId
+
+
+class CausalModel(Protocol):
+    """What the runner needs of a transformers model whose attention implementation is ours."""
+
+    def __call__(self, **inputs: object) -> object:
+        """The forward pass; its result has `logits` [1, S, V]."""
+        ...
+
+
+class ModelRunner:
+    """The runner for real models. See `engine.runner_protocol.Runner`."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        *,
+        groups: Sequence[LayerGroup],
+        caches: Sequence[LayerCache],
+        block_size: int,
+        backend: AttentionBackend,
+        sampler: Sampler,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._groups = tuple(groups)
+        self._caches = tuple(caches)
+        self._block_size = block_size
+        self._backend = backend
+        self._sampler = sampler
+        self._device = device
+
+    def execute(self, batch: ScheduledBatch) -> SampledTokens:
+        """Compute a batch and sample. Raises whatever the model or the device raises."""
+        with torch.inference_mode():
+            inputs = build_input_batch(batch, len(self._groups), self._block_size)
+            logits = self._forward(inputs)
+            if not inputs.sampling:
+                return SampledTokens(token_ids=())
+            token_ids, logprobs = self._sampler.sample(logits, inputs.sampling)
+        return SampledTokens(token_ids=token_ids, logprobs=logprobs)
+
+    def logits(self, batch: ScheduledBatch) -> torch.Tensor:
+        """Compute a batch and return the logits [S, V] of its sampled rows, for the load gate."""
+        with torch.inference_mode():
+            return self._forward(build_input_batch(batch, len(self._groups), self._block_size))
+
+    def release(self, request_id: RequestId) -> None:
+        """Forget what sampling keeps for a request."""
+        self._sampler.release(request_id)
+
+    def warmup(self) -> None:
+        """Run one prefill and one decode step of a request of its own, in the null block's slots.
+
+        The null block belongs to nobody, so no request's cache is touched.
+        """
+        spec = GenerationRequest(
+            request_id=RequestId("warmup"),
+            prompt=(TokenId(0),) * min(self._block_size, 16),
+            sampling=SamplingParams(),
+            stop=StopParams(max_tokens=1),
+        )
+        request = Request(spec=spec, arrival=0.0, max_total_tokens=len(spec.prompt) + 1)
+        manager = KVCacheManager(self._groups, [1] * len(self._groups), self._block_size)
+        manager.allocate(spec.request_id, len(spec.prompt))
+        tables = manager.tables(spec.request_id)
+        for table in tables:
+            table.blocks[:] = 0
+        count = len(spec.prompt)
+        self.execute(ScheduledBatch((ScheduledRequest(request, 0, count, tables, True),), count))
+        self.execute(ScheduledBatch((ScheduledRequest(request, count - 1, 1, tables, True),), 1))
+
+    def _forward(self, inputs: InputBatch) -> torch.Tensor:
+        metadata = [
+            self._backend.prepare(layout, group.window, self._caches[group.layers[0]].keys)
+            for group, layout in zip(self._groups, inputs.layouts, strict=True)
+        ]
+        context = AttentionContext(self._backend, self._caches, metadata)
+        output = self._model(
+            input_ids=torch.from_numpy(inputs.token_ids).to(self._device).unsqueeze(0),
+            position_ids=torch.from_numpy(inputs.positions).to(self._device).unsqueeze(0),
+            logits_to_keep=torch.from_numpy(inputs.logit_rows).to(self._device),
+            use_cache=False,
+            **{CONTEXT_KEYWORD: context},
+        )
+        logits: torch.Tensor = output.logits  # type: ignore[attr-defined]  # a ModelOutput
+        return logits[0]

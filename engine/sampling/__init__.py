@@ -1,0 +1,1 @@
+"""From logits to tokens: every request's own parameters, in one batched pass."""

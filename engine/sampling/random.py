@@ -1,0 +1,30 @@
+"""One uniform number per token, from (seed, choice, position) alone.
+
+A counter-based generator has no state: a request's draws do not depend on its neighbours, on
+preemption, or on how the batch was cut. The mixing function is the finalizer of SplitMix64 (Steele,
+Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014), applied once per word of
+the key.
+"""
+
+from __future__ import annotations
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+def _mix(value: int) -> int:
+    value = (value + _GAMMA) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits.
+
+    Args:
+        seed: 64 bits.
+        choice: which of a request's continuations.
+        position: how many output tokens came before.
+    """
+    return (_mix(_mix(_mix(seed) ^ choice) ^ position) >> 11) * 2.0**-53
