@@ -1,0 +1,30 @@
+"""Text on both sides of the engine, in the front end: torch-free, transformers-free, asyncio-free.
+
+    text, chat ──▶ Tokenizer, ChatTemplates ──▶ token ids ──▶ engine
+    engine ──▶ token ids ──▶ TextStream (IncrementalDetokenizer, StopMatcher) ──▶ text deltas
+
+Importing this package costs `tokenizers` and `jinja2`, less than 0.1 s.
+"""
+
+from __future__ import annotations
+
+from engine.text.chat_template import ChatTemplate, ChatTemplates
+from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.errors import ChatTemplateError, ChatTemplateUnavailableError, TokenizerError
+from engine.text.stop_strings import StopMatch, StopMatcher
+from engine.text.stream import TextDelta, TextStream
+from engine.text.tokenizer import Tokenizer
+
+__all__ = [
+    "ChatTemplate",
+    "ChatTemplateError",
+    "ChatTemplateUnavailableError",
+    "ChatTemplates",
+    "IncrementalDetokenizer",
+    "StopMatch",
+    "StopMatcher",
+    "TextDelta",
+    "TextStream",
+    "Tokenizer",
+    "TokenizerError",
+]

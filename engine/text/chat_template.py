@@ -1,0 +1,242 @@
+"""A conversation becomes a prompt's text, by the Jinja template that came with the model.
+
+    messages, tools ──▶ plain copies ──▶ the template ──▶ text ──▶ Tokenizer.encode
+                        conversation.py  sandbox.py
+
+The text is the one that transformers' `apply_chat_template` gives for the same template and values.
+Templates are read from the model's directory alone: a client sends values, never a template, and no
+value may replace one that the server or the tokenizer sets. The text's length and the time it takes
+are bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jinja2 import Template, TemplateSyntaxError, UndefinedError
+from jinja2.exceptions import SecurityError
+
+from engine.errors import InvalidRequestError
+from engine.text.conversation import cut, leave_open, message_for_template, plain
+from engine.text.errors import ChatTemplateError, ChatTemplateUnavailableError
+from engine.text.sandbox import ChatEnvironment, RaisedByTemplateError
+
+_LOG = logging.getLogger(__name__)
+
+MAX_CHARACTERS = 16 * 1024 * 1024
+"""The longest text that a template may make."""
+MAX_SECONDS = 10.0
+"""The longest that it may take, looked at whenever it writes something."""
+_MAX_REASON = 500
+"""The longest message of raise_exception that is passed on, in characters."""
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z")
+_SET_BY_SERVER = frozenset(
+    {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "self",
+        "loop",
+        "caller",
+    }
+    | {f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+)
+
+
+class ChatTemplate:
+    """One template; safe to use from several threads. It is compiled when it is first used."""
+
+    def __init__(
+        self, source: str, *, max_characters: int = MAX_CHARACTERS, max_seconds: float = MAX_SECONDS
+    ) -> None:
+        """Keep a Jinja source, and the bounds of what it may make."""
+        self._source = source
+        self._max_characters = max_characters
+        self._max_seconds = max_seconds
+        self._lock = threading.Lock()
+        self._template: Template | None = None
+
+    @property
+    def source(self) -> str:
+        """The Jinja source."""
+        return self._source
+
+    def compile(self) -> Template:
+        """The compiled template.
+
+        Raises:
+            ChatTemplateUnavailableError: the source is not valid.
+        """
+        with self._lock:
+            if self._template is None:
+                try:
+                    self._template = ChatEnvironment().from_string(self._source)
+                except TemplateSyntaxError as error:
+                    raise ChatTemplateUnavailableError(
+                        f"the model's chat template has a syntax error in line {error.lineno}; "
+                        "send text or token ids"
+                    ) from error
+                except Exception as error:
+                    _LOG.warning("The chat template cannot be compiled", exc_info=True)
+                    raise ChatTemplateUnavailableError(
+                        "the model's chat template cannot be compiled; send text or token ids"
+                    ) from error
+            return self._template
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        """The text for these values.
+
+        Raises:
+            ChatTemplateUnavailableError: the source is not valid.
+            ChatTemplateError: the template refused the values or failed on them, or made too much.
+        """
+        template = self.compile()
+        try:
+            return self._collect(template.generate(dict(values)))
+        except ChatTemplateError:
+            raise
+        except RaisedByTemplateError as error:
+            reason = str(error)[:_MAX_REASON]
+            raise ChatTemplateError(f"the model's chat template refuses it: {reason}") from error
+        except Exception as error:
+            # A template is a stranger's code: anything may come out of it. What it was goes to the
+            # log.
+            _LOG.warning("The chat template failed", exc_info=True)
+            raise ChatTemplateError(_describe(error)) from error
+
+    def _collect(self, parts: Iterable[str]) -> str:
+        found: list[str] = []
+        left = self._max_characters
+        deadline = time.monotonic() + self._max_seconds
+        for part in parts:
+            found.append(part)
+            left -= len(part)
+            if left < 0:
+                raise ChatTemplateError(
+                    f"the model's chat template made more than {self._max_characters} "
+                    "characters of it"
+                )
+            if time.monotonic() > deadline:
+                raise ChatTemplateError(
+                    f"the model's chat template took longer than {self._max_seconds:g} s"
+                )
+        return "".join(found)
+
+
+class ChatTemplates:
+    """A model's templates, by name, with its special tokens."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        """Keep the Jinja sources ("default", perhaps "tool_use") and the named special tokens."""
+        self._templates = {name: ChatTemplate(source) for name, source in sources.items()}
+        self._special_tokens = dict(special_tokens)
+        self._reserved = _SET_BY_SERVER | set(special_tokens) | set(ChatEnvironment().globals)
+
+    @property
+    def available(self) -> bool:
+        """Whether there is one for ordinary conversations."""
+        return "default" in self._templates
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        template_arguments: Mapping[str, object] | None = None,
+    ) -> str:
+        """Lay out a conversation.
+
+        Args:
+            messages: {"role": ..., "content": ...} and whatever else the template reads; members
+                that are None are left out. At least one. Nothing given here is changed.
+            tools: as templates expect them: {"type": "function", "function": {"name",
+                "description", "parameters"}}. With tools, a template named "tool_use" is used where
+                there is one.
+            add_generation_prompt: whether the text ends with the opening of an assistant's turn.
+                None: yes, unless continue_final_message.
+            continue_final_message: whether the text ends with the last message's content, left
+                open.
+            template_arguments: further values for the template, by name.
+
+        Raises:
+            ChatTemplateUnavailableError: there is no usable template.
+            ChatTemplateError: the template refused the conversation, or failed on it.
+            InvalidRequestError: an argument is wrong; the field is named.
+        """
+        template = self._choose(bool(tools))
+        if not messages:
+            raise InvalidRequestError("chat.messages", "is empty; at least one message is needed")
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequestError(
+                "chat.continue_final_message",
+                "excludes add_generation_prompt: a message is continued or a new one begun",
+            )
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        chat = [
+            message_for_template(message, f"chat.messages[{index}]")
+            for index, message in enumerate(messages)
+        ]
+        values = {
+            **self._special_tokens,
+            "documents": None,
+            **self._arguments(template_arguments or {}),
+            "messages": chat,
+            "tools": [plain(tool, "chat.tools") for tool in tools] if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if not continue_final_message:
+            return template.render(values)
+        mark = f"HEADRACE{secrets.token_hex(12)} "
+        ending = leave_open(chat[-1], mark, template.source)
+        return cut(template.render(values), mark, ending)
+
+    def _choose(self, with_tools: bool) -> ChatTemplate:
+        names = ("tool_use", "default") if with_tools else ("default",)
+        for name in names:
+            if (template := self._templates.get(name)) is not None:
+                return template
+        raise ChatTemplateUnavailableError(
+            "the model's tokenizer has no chat template; "
+            "send text or token ids, laid out as the model expects"
+        )
+
+    def _arguments(self, arguments: Mapping[str, object]) -> dict[str, Any]:
+        for name in arguments:
+            if name in self._reserved:
+                raise InvalidRequestError(
+                    f"chat.template_arguments.{name}", "is set by the server; choose another name"
+                )
+            if not _NAME.match(name):
+                raise InvalidRequestError(
+                    "chat.template_arguments",
+                    "has a name that is not letters, digits and underscores, a letter first",
+                )
+        return {
+            name: plain(value, f"chat.template_arguments.{name}")
+            for name, value in arguments.items()
+        }
+
+
+def _describe(error: Exception) -> str:
+    """What a caller can do about a failure, without the template's inside."""
+    if isinstance(error, UndefinedError):
+        return "the model's chat template reads a value that this conversation does not have"
+    if isinstance(error, SecurityError):
+        return "the model's chat template does what the sandbox does not allow"
+    if isinstance(error, RecursionError):
+        return "the model's chat template nests too deeply on this conversation"
+    return (
+        "the model's chat template fails on this conversation; "
+        "check roles, their order, and tool calls"
+    )

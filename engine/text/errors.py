@@ -1,0 +1,24 @@
+"""What can be wrong with a model's tokenizer or chat template, as the engine's kind of errors."""
+
+from __future__ import annotations
+
+from engine.errors import HeadraceError, InvalidRequestError
+
+
+class TokenizerError(HeadraceError):
+    """The model's directory has no tokenizer that can be used here. The message says what to do
+    about it.
+    """
+
+
+class ChatTemplateUnavailableError(HeadraceError):
+    """The model has no chat template, or one that cannot be compiled: conversations cannot be laid
+    out.
+    """
+
+
+class ChatTemplateError(InvalidRequestError):
+    """The model's chat template refused this conversation, or failed on it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("chat", message)

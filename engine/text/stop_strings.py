@@ -1,0 +1,149 @@
+"""A request's stop strings are looked for in its text, across deltas, and no part of one is
+released too early.
+
+Text comes in deltas. After each character the matcher knows the longest end of the text that is
+also the beginning of some stop string (the state of an Aho-Corasick automaton over the stop
+strings: one step a character, however many strings there are). That end is held back; everything
+before it can be released.
+
+Which match counts: the one whose last character comes first in the text; of several that end there,
+the longest (that is, the one that begins first). Without `include_stop` the text ends before its
+first character, with it after its last.
+
+A match that completes before `min_tokens` tokens are there is not one: the text flows on, and a
+later match may share characters with it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop string was found. `num_tokens`: how many output tokens there were when its last
+    character was.
+    """
+
+    stop_string: str
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _State:
+    """The end of the text that was recognised as a beginning of stop strings.
+
+    Attributes:
+        depth: its length in characters.
+        next: character → the state of one character more.
+        fail: the state of its longest proper end that is such a beginning too; None for the empty
+            one.
+        stop: the longest stop string that ends here; empty: none.
+        live: this state, or the first along `fail` that something can still be added to: what must
+            be held back.
+    """
+
+    depth: int
+    next: dict[str, _State] = field(default_factory=dict)
+    fail: _State | None = None
+    stop: str = ""
+    live: _State | None = None
+
+
+class StopMatcher:
+    """Looks for stop strings in one output's text; for one output, on one thread at a time."""
+
+    __slots__ = ("_first", "_held", "_include_stop", "_match", "_min_tokens", "_root", "_state")
+
+    def __init__(
+        self, stop_strings: Sequence[str], *, include_stop: bool = False, min_tokens: int = 0
+    ) -> None:
+        """Begin an output.
+
+        Args:
+            stop_strings: what to look for; none of them empty
+                (`engine.sampling_params.check_stop_strings`).
+            include_stop: whether the stop string is part of the text.
+            min_tokens: matches that complete with fewer output tokens are ignored.
+        """
+        self._root = _automaton(stop_strings)
+        self._first = frozenset(self._root.next)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._state = self._root
+        self._held = ""  # the last self._state.depth characters
+        self._match: StopMatch | None = None
+
+    @property
+    def match(self) -> StopMatch | None:
+        """The match that ended the text, if there was one."""
+        return self._match
+
+    def push(self, text: str, num_tokens: int) -> tuple[str, StopMatch | None]:
+        """Take more text, and how many output tokens there are with it; give what is safe to
+        release.
+
+        What follows a match is dropped; after a match nothing comes any more.
+        """
+        if self._match is not None or not text:
+            return "", None
+        root = self._root
+        state = self._state
+        if state is root and self._first.isdisjoint(text):
+            return text, None
+        buffer = self._held + text
+        start = len(self._held)
+        watching = num_tokens >= self._min_tokens
+        for index, character in enumerate(text, start + 1):
+            state = _step(state, character, root)
+            if state.stop and watching:
+                self._match = StopMatch(state.stop, num_tokens)
+                self._state, self._held = root, ""
+                end = index if self._include_stop else index - len(state.stop)
+                return buffer[:end], self._match
+            state = state.live or root
+        self._state = state
+        cut = len(buffer) - state.depth
+        self._held = buffer[cut:]
+        return buffer[:cut], None
+
+    def flush(self) -> str:
+        """What was held back: the output ended, and it was not a stop string."""
+        held, self._held, self._state = self._held, "", self._root
+        return held
+
+
+def _step(state: _State, character: str, root: _State) -> _State:
+    """The state after one more character."""
+    current: _State | None = state
+    while current is not None:
+        following = current.next.get(character)
+        if following is not None:
+            return following
+        current = current.fail
+    return root
+
+
+def _automaton(stop_strings: Sequence[str]) -> _State:
+    """The automaton's root: the state of having recognised nothing."""
+    root = _State(0)
+    root.live = root
+    for stop_string in stop_strings:
+        state = root
+        for character in stop_string:
+            state = state.next.setdefault(character, _State(state.depth + 1))
+        if state is not root:
+            state.stop = stop_string
+    # Breadth first: the states along `fail` are shorter, so they are complete when they are looked
+    # at.
+    queue = deque([root])
+    while queue:
+        state = queue.popleft()
+        for character, child in state.next.items():
+            child.fail = root if state.fail is None else _step(state.fail, character, root)
+            child.stop = child.stop or child.fail.stop
+            child.live = child if child.next else child.fail.live
+            queue.append(child)
+    return root

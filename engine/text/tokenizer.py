@@ -1,0 +1,241 @@
+"""The model's tokenizer, as the front end uses it: text to token ids, token ids to text and bytes,
+chats to text.
+
+Prompts pass through `encode` (or `apply_chat_template`, then `encode` with
+add_special_tokens=False: a template writes its special tokens itself). Output passes through
+`IncrementalDetokenizer`, which uses the tables made here; `decode` is for texts that are there as a
+whole. `token_text` and `token_bytes` describe single tokens beside their log-probabilities.
+
+An object is safe to use from several threads: the library's tokenizer is not changed after loading,
+and the tables are filled on first use with values that depend on nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from engine.errors import InvalidRequestError
+from engine.text.chat_template import ChatTemplates
+from engine.text.files import read_tokenizer_files
+from engine.text.pieces import PieceRules, encode_utf8, read_decoder
+
+
+class PieceTable(dict[int, bytes]):
+    """Token id → the bytes it puts into the text; filled on first use, and never larger than the
+    vocabulary.
+
+    Ids without a token, and special tokens where these are skipped, put nothing there.
+    """
+
+    def __init__(self, backend: Backend, rules: PieceRules, skipped: frozenset[int]) -> None:
+        super().__init__()
+        self._backend = backend
+        self._rules = rules
+        self._skipped = skipped
+
+    def __missing__(self, token_id: int) -> bytes:
+        name = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if name is None:
+            return b""
+        piece = b"" if token_id in self._skipped else self._rules.piece(name)
+        self[token_id] = piece
+        return piece
+
+
+class Tokenizer:
+    """A model's tokenizer; see `load`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Wrap a tokenizer of the `tokenizers` library, which must not be changed any more.
+
+        Args:
+            backend: the tokenizer.
+            special_tokens: by name, such as {"eos_token": "</s>"}.
+            chat_templates: Jinja sources by name.
+            vocab_size: the model's; token ids are below it. None: the tokenizer's own.
+        """
+        self._backend = backend
+        self._special_tokens = dict(special_tokens or {})
+        self._templates = ChatTemplates(dict(chat_templates or {}), self._special_tokens)
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        highest = max(added, default=-1) + 1
+        self._vocab_size = vocab_size or max(
+            backend.get_vocab_size(with_added_tokens=True), highest
+        )
+        decoder: Any = backend.decoder  # its pickled state is its part of tokenizer.json
+        self._rules = read_decoder(None if decoder is None else json.loads(decoder.__getstate__()))
+        self._tables = {
+            True: PieceTable(backend, self._rules, self._special_ids),
+            False: PieceTable(backend, self._rules, frozenset()),
+        }
+
+    @classmethod
+    def load(cls, directory: Path, vocab_size: int | None = None) -> Tokenizer:
+        """Load the tokenizer of a local model directory, as transformers' `PreTrainedTokenizerFast`
+        would.
+
+        Raises:
+            TokenizerError: there is no tokenizer.json, or a file cannot be read.
+        """
+        files = read_tokenizer_files(Path(directory))
+        return cls(
+            files.backend,
+            special_tokens=files.special_tokens,
+            chat_templates=files.chat_templates,
+            vocab_size=vocab_size,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this: the model's size where it was given, which may exceed the
+        tokenizer's.
+        """
+        return self._vocab_size
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The named special tokens, such as {"bos_token": "<s>"}."""
+        return dict(self._special_tokens)
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """The ids that `skip_special_tokens` leaves out."""
+        return self._special_ids
+
+    @property
+    def bos_token(self) -> str | None:
+        """The token that begins a text, if there is one."""
+        return self._special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        """The token that ends a text, if there is one."""
+        return self._special_tokens.get("eos_token")
+
+    @property
+    def pad_token(self) -> str | None:
+        """The padding token, if there is one."""
+        return self._special_tokens.get("pad_token")
+
+    @property
+    def unk_token(self) -> str | None:
+        """The token for what the vocabulary lacks, if there is one."""
+        return self._special_tokens.get("unk_token")
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token, by its name in the vocabulary."""
+        found = self._backend.token_to_id(token)
+        return None if found is None else int(found)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text. Text that looks like a special token becomes that token.
+
+        Args:
+            text: any text.
+            add_special_tokens: whether the tokenizer adds its own, such as a begin-of-sequence
+                token.
+
+        Raises:
+            InvalidRequestError: the text has lone surrogates.
+        """
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeError, TypeError) as error:
+            raise InvalidRequestError("text", "is not valid Unicode") from error
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, as they are: no blanks are cleaned up. Ids without a token add
+        nothing.
+
+        Raises:
+            InvalidRequestError: an id is negative or above 32 bits.
+        """
+        try:
+            text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except OverflowError as error:
+            raise InvalidRequestError(
+                "token_ids", f"must be between 0 and {self._vocab_size - 1}"
+            ) from error
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """One token's own text; a part of a character shows as U+FFFD. Such texts are not to be
+        joined.
+        """
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's own bytes, which may be a part of a character. Joined, they are the text in
+        UTF-8.
+
+        A special token has the bytes of its name; an id of the model that the tokenizer lacks has
+        none. A blank that the tokenizer drops at the beginning of a text is there (▁he → b" he").
+
+        Raises:
+            InvalidRequestError: the id is outside the model's vocabulary.
+        """
+        if not 0 <= token_id < self._vocab_size:
+            raise InvalidRequestError(
+                "token_ids",
+                f"{token_id} is not a token id; it must be between 0 and {self._vocab_size - 1}",
+            )
+        if token_id in self._special_ids:
+            return encode_utf8(self._backend.id_to_token(token_id) or "")
+        return self._tables[False][token_id]
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be laid out."""
+        return self._templates.available
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        template_arguments: Mapping[str, object] | None = None,
+    ) -> str:
+        """Lay out a conversation; encode the result with add_special_tokens=False. See
+        `ChatTemplates.render`.
+        """
+        return self._templates.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_arguments=template_arguments,
+        )
+
+    # For the detokeniser.
+
+    @property
+    def piece_rules(self) -> PieceRules:
+        """How tokens become bytes."""
+        return self._rules
+
+    def pieces(self, *, skip_special_tokens: bool) -> PieceTable:
+        """Token id → bytes in the text; their concatenation is the text where
+        `piece_rules.concatenates`.
+        """
+        return self._tables[skip_special_tokens]
+
+    def first_piece(self, token_id: int) -> bytes:
+        """The bytes of a token that comes first in its text."""
+        name = self._backend.id_to_token(token_id)
+        return b"" if name is None else self._rules.first_piece(name)
