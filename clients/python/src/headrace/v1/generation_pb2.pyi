@@ -172,9 +172,10 @@ class GenerationSpec(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for the request: 1 to 128 characters out of [A-Za-z0-9._:/-]. Empty: the server makes an
-    unguessable one and returns it in Accepted. It belongs to the caller's identity; while a request of that name is
-    live (or its results are kept), a second one is refused with ALREADY_EXISTS. Once the results are gone the name
-    may be used again.
+    unguessable one, which the events carry. It belongs to the caller's identity; while a request of that name is live,
+    or its results are kept, a second one is refused with ALREADY_EXISTS. The results of a session's request without a
+    lease are gone, and its name is free again, once its last event was sent; those of AddRequest and of leased sessions
+    are kept for Limits.result_retention after its end.
     """
     adapter: _builtins.str
     """The name of an adapter (such as a LoRA) to apply to the model. Empty: none."""
@@ -643,7 +644,8 @@ class StopOptions(_message.Message):
     """Whether end-of-sequence tokens are treated as any other (for measuring). Default: false."""
     include_stop: _builtins.bool
     """Whether the text that ended the output (stop string, or the text of a stop or end-of-sequence token) is part of
-    the text sent. Default: false. The token ids always contain the token that ended the output.
+    the text sent. Default: false. Where the token that ended it is a special one, its text shows only if
+    OutputOptions.skip_special_tokens is false too. The token ids always contain the token that ended the output.
     """
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -919,9 +921,9 @@ Global___TruncationOptions: _TypeAlias = TruncationOptions  # noqa: Y015
 class ResultEvent(_message.Message):
     """One thing that happened to an accepted request.
 
-    The events of a request: one Accepted, then one PromptProcessed, then Deltas, then exactly one of Finished and
-    Failed. A request may be ended before its PromptProcessed or its first Delta. Events of different requests
-    interleave on a session.
+    The events of a request: one Accepted, then one PromptProcessed, then Deltas, then its end: one Finished for each of
+    its n choices, or one Failed for the whole request. A request may be ended before its PromptProcessed or its first
+    Delta. Events of different requests interleave on a session.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

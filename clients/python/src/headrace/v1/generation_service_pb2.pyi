@@ -297,7 +297,9 @@ Global___StreamResultResponse: _TypeAlias = StreamResultResponse  # noqa: Y015
 
 @_typing.final
 class CommandRejection(_message.Message):
-    """A command was refused; nothing else was touched. A request whose `add` is refused has no events."""
+    """A command was refused; nothing else was touched. A request whose `add` is refused has no events. A client that wants
+    to tell which `add` it was sets command_id, request_id, or both.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

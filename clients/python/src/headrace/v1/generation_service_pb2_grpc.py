@@ -81,8 +81,9 @@ class GenerationServiceServicer(object):
         last event of the last request.
 
         A stream that is lost (a dropped connection, a cancelled RPC, a deadline) leaves its requests running for the
-        lease that `open` asked for, zero by default, and then cancels them. To end a request, send `cancel`: cancelling
-        the RPC is treated as a loss. A deadline on this RPC ends the whole session: prefer time_limit in each request.
+        lease that `open` asked for, zero by default, and then cancels them. To end a request, send `cancel` (or, after the
+        half-close, call Cancel): cancelling the RPC is treated as a loss. A deadline on this RPC ends the whole session:
+        prefer time_limit in each request.
 
         When the server drains, it refuses new requests with UNAVAILABLE, finishes the live ones, then ends the stream.
         """

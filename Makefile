@@ -1,0 +1,98 @@
+# Headrace: what a developer or a first user runs. `make help` lists the targets.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.headrace
+PROTOS_VENV := .venv-protos
+PROTOS_STAMP := $(PROTOS_VENV)/.headrace
+PROTOS := $(sort $(wildcard protos/headrace/v1/*.proto))
+LISTEN ?= 127.0.0.1:50051
+MODEL ?= models/demo
+ARGS ?=
+
+.PHONY: help
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# ---- set-up ----------------------------------------------------------------------------------------------------------
+
+$(STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt
+	@echo "==> setting up $(VENV) (the first time this downloads torch: a minute or more)"
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on -c constraints.txt -e clients/python -e '.[dev]'
+	@touch $@
+
+.PHONY: setup
+setup: $(STAMP) ## Make the virtual environment with pinned packages (others do it when needed).
+
+# ---- run -------------------------------------------------------------------------------------------------------------
+
+.PHONY: run
+run: $(STAMP) ## Serve the demo model on 127.0.0.1:50051 (MODEL=path LISTEN=address ARGS='more flags').
+	@exec $(BIN)/headrace-server serve --model $(MODEL) --listen $(LISTEN) $(ARGS)
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+.PHONY: test
+test: $(STAMP) ## Run the whole Python test suite.
+	$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: test-fast
+test-fast: $(STAMP) ## Run the tests that take less than ten seconds each.
+	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+.PHONY: lint
+lint: $(STAMP) ## Check style, import arrows and the contract's form.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/buf format --exit-code --diff
+
+.PHONY: types
+types: $(STAMP) ## Check types (mypy strict on engine, service and the Python client).
+	$(BIN)/mypy
+
+.PHONY: check
+check: lint types protos-check test ## Everything that CI checks.
+
+.PHONY: format
+format: $(STAMP) ## Bring the sources into their form.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/buf format --write
+
+# ---- generated code --------------------------------------------------------------------------------------------------
+
+$(PROTOS_STAMP): protos/requirements.txt
+	$(PYTHON) -m venv $(PROTOS_VENV)
+	$(PROTOS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -r protos/requirements.txt
+	@touch $@
+
+.PHONY: protos
+protos: $(PROTOS_STAMP) $(STAMP) ## Generate the Python, Go and TypeScript stubs from protos/.
+	scripts/generate-python.sh $(PROTOS_VENV)
+	BUF=$(BIN)/buf scripts/generate-go.sh
+	BUF=$(BIN)/buf scripts/generate-typescript.sh
+
+.PHONY: protos-check
+protos-check: $(PROTOS_STAMP) $(STAMP) ## Check that the committed stubs are those of protos/ (Go, TypeScript: where installed).
+	scripts/generate-python.sh $(PROTOS_VENV) --check
+	@if command -v go >/dev/null; then BUF=$(BIN)/buf scripts/generate-go.sh --check; else echo "Go stubs not checked: go is not installed"; fi
+	@if command -v npm >/dev/null; then BUF=$(BIN)/buf scripts/generate-typescript.sh --check; else echo "TypeScript stubs not checked: npm is not installed"; fi
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+.PHONY: bench
+bench: $(STAMP) ## Measure the demo model through the server, beside transformers' own generation.
+	$(BIN)/python -m benchmarks.first_figure $(ARGS)
+
+.PHONY: clean
+clean: ## Remove what was built; the virtual environments stay.
+	rm -rf build dist *.egg-info clients/python/build clients/python/src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .hypothesis .import_linter_cache .tools clients/typescript/node_modules clients/typescript/dist
+	find . -name __pycache__ -type d -prune -not -path './.venv*' -exec rm -rf {} +

@@ -1,0 +1,441 @@
+"""The Go and the TypeScript session programs, built and run against a server, beside Python's stub.
+
+Both programs have the same flags, output and exit codes, so each test runs with both, over TCP and
+a Unix socket. `headrace_address` is the real server around a fake engine; what only a server that
+breaks the contract can show is asked of `scripted_address`, a scripted one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from headrace.v1 import generation_pb2 as pb
+from headrace.v1 import generation_service_pb2 as service_pb
+from headrace.v1 import generation_service_pb2_grpc as service_grpc
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+GO = REPOSITORY / "clients" / "go"
+TYPESCRIPT = REPOSITORY / "clients" / "typescript"
+
+PROMPTS = ["Once upon a time", "The old mill's wheel", "né 😀 \u2028 <&>"]
+MAX_TOKENS = 24
+RUN_SECONDS = 60  # a program that takes longer hangs
+
+# Builds may start from empty caches.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+# --- the programs ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def go_program(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    if shutil.which("go") is None:
+        pytest.skip("go is not installed")
+    program = tmp_path_factory.mktemp("go") / "session"
+    build = ["go", "build", "-o", str(program), "./cmd/session"]
+    _build(build, GO, CGO_ENABLED="0")
+    return [str(program)]
+
+
+@pytest.fixture(scope="module")
+def typescript_program() -> list[str]:
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("node is not installed (or npm)")
+    lock = TYPESCRIPT / "package-lock.json"
+    installed = TYPESCRIPT / "node_modules" / ".package-lock.json"  # npm writes it last
+    if not installed.exists() or installed.stat().st_mtime < lock.stat().st_mtime:
+        _build(["npm", "ci", "--no-audit", "--no-fund"], TYPESCRIPT)
+    _build(["npm", "run", "build"], TYPESCRIPT)
+    return ["node", str(TYPESCRIPT / "dist" / "session.js")]
+
+
+def _build(command: Sequence[str], folder: Path, **environment: str) -> None:
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}{done.stderr}"
+
+
+@pytest.fixture(params=["go", "typescript"])
+def program(request: pytest.FixtureRequest) -> list[str]:
+    """The command that runs a session program."""
+    command: list[str] = request.getfixturevalue(f"{request.param}_program")
+    return command
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where one server listens."""
+
+    tcp: str
+    unix: str
+
+
+@contextmanager
+def running_server(module: str) -> Iterator[Addresses]:
+    """A server program of this folder, while the context lasts."""
+    # Not under tmp_path: the path of a Unix socket has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
+        socket = Path(folder, "headrace.sock")
+        with subprocess.Popen(
+            [sys.executable, "-m", f"tests.clients.go_ts.{module}", str(socket)],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as server:
+            assert server.stdout is not None
+            port = server.stdout.readline().strip()
+            assert port, f"{module} did not start"
+            yield Addresses(tcp=f"localhost:{port}", unix=f"unix:{socket}")
+            server.communicate()  # ends its input, and so the server
+        assert server.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def scripted_addresses() -> Iterator[Addresses]:
+    with running_server("scripted_server") as addresses:
+        yield addresses
+
+
+@pytest.fixture(scope="module")
+def service_addresses() -> Iterator[Addresses]:
+    with running_server("service_server") as addresses:
+        yield addresses
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def scripted_address(request: pytest.FixtureRequest, scripted_addresses: Addresses) -> str:
+    address: str = getattr(scripted_addresses, request.param)
+    return address
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def headrace_address(request: pytest.FixtureRequest, service_addresses: Addresses) -> str:
+    """The real server, around a fake engine."""
+    address: str = getattr(service_addresses, request.param)
+    return address
+
+
+# --- Python's own stub ----------------------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    """What a request came to, with the names of the programs' JSON lines."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: dict[str, int] | None = None
+
+
+def python_outputs(address: str, prompts: Sequence[str], max_tokens: int) -> list[Output]:
+    """The outputs of greedy requests, one session, by the synchronous Python stub."""
+    commands = [
+        service_pb.StreamResultRequest(
+            command_id=number,
+            add=service_pb.AddCommand(
+                spec=pb.GenerationSpec(
+                    request_id=f"python-{uuid.uuid4().hex}",
+                    text=pb.TextInput(text=prompt),
+                    sampling=pb.SamplingOptions(temperature=0),
+                    stop=pb.StopOptions(max_tokens=max_tokens),
+                )
+            ),
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    outputs = {command.add.spec.request_id: Output() for command in commands}
+    with grpc.insecure_channel(address) as channel:
+        stub = service_grpc.GenerationServiceStub(channel)
+        for response in stub.StreamResult(iter(commands), timeout=RUN_SECONDS):
+            assert not response.rejections
+            for event in response.events:
+                _take(event, outputs[event.request_id])
+    assert all(output.finish_reason for output in outputs.values())
+    return list(outputs.values())
+
+
+def _take(event: pb.ResultEvent, output: Output) -> None:
+    assert not event.HasField("failed")
+    output.text += event.delta.text
+    output.token_ids += event.delta.token_ids
+    if event.HasField("finished"):
+        name = pb.FinishReason.Name(event.finished.reason)
+        output.finish_reason = name.removeprefix("FINISH_REASON_")
+        output.usage = _usage(event.finished.usage)
+
+
+def _usage(usage: pb.Usage) -> dict[str, int]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+    }
+
+
+# --- running a program ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a program did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of --json. Split at newlines alone: the text may have other separators."""
+        return [json.loads(line) for line in self.out.split("\n") if line]
+
+    @property
+    def outputs(self) -> list[Output]:
+        """The lines of --json without the ids."""
+        return [
+            Output(line["text"], line["token_ids"], line["finish_reason"], line["usage"])
+            for line in self.lines
+        ]
+
+
+def run_program(program: Sequence[str], address: str, *arguments: str, lines: str = "") -> Run:
+    done = subprocess.run(
+        [*program, "--target", address, *arguments],
+        input=lines,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=RUN_SECONDS,
+    )
+    return Run(done.returncode, done.stdout, done.stderr)
+
+
+@contextmanager
+def started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """A program that runs beside the test, its three streams open; killed if it is still there."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    ) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def without_cache(outputs: Sequence[Output]) -> list[Output]:
+    """The outputs with cached_tokens as 0: how much is cached depends on what ran before."""
+    return [
+        Output(o.text, o.token_ids, o.finish_reason, o.usage and {**o.usage, "cached_tokens": 0})
+        for o in outputs
+    ]
+
+
+GREEDY = ["--temperature", "0", "--max-tokens", str(MAX_TOKENS)]
+
+
+# --- requests that finish -------------------------------------------------------------------------
+
+
+def test_outputs_are_those_of_pythons_stub(program: list[str], headrace_address: str) -> None:
+    expected = python_outputs(headrace_address, PROMPTS, MAX_TOKENS)
+
+    run = run_program(program, headrace_address, *GREEDY, "--json", *PROMPTS)
+
+    assert run.err == ""
+    assert run.code == 0
+    assert without_cache(run.outputs) == without_cache(expected)
+    for output in run.outputs:
+        assert output.usage is not None
+        assert output.usage["completion_tokens"] == len(output.token_ids)
+
+
+def test_prompts_come_from_the_lines_of_the_input(
+    program: list[str], headrace_address: str
+) -> None:
+    prompts = [f"Line {number}" for number in range(64)]
+    expected = python_outputs(headrace_address, prompts, MAX_TOKENS)
+
+    run = run_program(program, headrace_address, *GREEDY, "--json", lines="\n\n".join(prompts))
+
+    assert (run.code, run.err) == (0, "")
+    assert without_cache(run.outputs) == without_cache(expected)
+    assert len({line["request_id"] for line in run.lines}) == len(prompts)
+
+
+def test_deltas_are_printed_with_their_requests_number(
+    program: list[str], headrace_address: str
+) -> None:
+    expected = python_outputs(headrace_address, PROMPTS, MAX_TOKENS)
+
+    run = run_program(program, headrace_address, *GREEDY, *PROMPTS)
+
+    assert (run.code, run.err) == (0, "")
+    for number, output in enumerate(expected, start=1):
+        prefix = f"[{number}] "
+        told = [x.removeprefix(prefix) for x in run.out.split("\n") if x.startswith(prefix)]
+        *deltas, end = told
+        assert "".join(json.loads(delta) for delta in deltas) == output.text
+        assert end.startswith(f"finished: {output.finish_reason} (")
+
+
+# --- requests that do not -------------------------------------------------------------------------
+
+
+def test_a_refused_request_leaves_the_others_alone(
+    program: list[str], headrace_address: str
+) -> None:
+    good = PROMPTS[:2]
+    expected = python_outputs(headrace_address, good, MAX_TOKENS)
+
+    run = run_program(program, headrace_address, *GREEDY, "--json", good[0], "", good[1])
+
+    assert run.code == 1
+    first, refused, second = run.lines
+    assert without_cache([run.outputs[0], run.outputs[2]]) == without_cache(expected)
+    assert "error" not in first
+    assert "error" not in second
+    assert refused["token_ids"] == []
+    assert refused["finish_reason"] is None
+    assert refused["usage"] is None
+    assert refused["error"]["code"] == "INVALID_ARGUMENT"
+    assert any(detail.startswith("reason: ") for detail in refused["error"]["details"])
+    assert any(detail.startswith("field: ") for detail in refused["error"]["details"])
+    assert run.err.startswith("[2] refused: INVALID_ARGUMENT: ")
+
+
+@pytest.mark.parametrize("half_closed", [True, False], ids=["half-closed", "open"])
+def test_an_interrupt_cancels_the_live_requests(
+    program: list[str], headrace_address: str, half_closed: bool
+) -> None:
+    """By the Cancel RPC when the stream is half-closed, else by `cancel` on the stream."""
+    prompts = PROMPTS[:2]
+    command = [*program, "--target", headrace_address, "--max-tokens", "100000"]
+    with started([*command, *prompts] if half_closed else command) as running:
+        assert running.stdin is not None
+        assert running.stdout is not None
+        assert running.stderr is not None
+        if not half_closed:
+            running.stdin.write("".join(f"{prompt}\n" for prompt in prompts))
+            running.stdin.flush()
+        begun = set()
+        while begun != {"[1]", "[2]"}:
+            begun.add(running.stdout.readline()[:3])
+
+        running.send_signal(signal.SIGINT)
+
+        out = running.stdout.read()  # its end is the program's end: the input is still open
+        assert running.stderr.read() == ""
+        assert running.wait(RUN_SECONDS) == 0
+    ends = [line for line in out.split("\n") if "] finished: " in line]
+    assert sorted(end.split(" (")[0] for end in ends) == [
+        "[1] finished: CANCELLED",
+        "[2] finished: CANCELLED",
+    ]
+
+
+def test_an_address_where_nothing_listens(program: list[str]) -> None:
+    run = run_program(program, "localhost:1", "prompt")
+
+    assert run.code == 1
+    assert "session: UNAVAILABLE: " in run.err
+
+
+@pytest.mark.parametrize(
+    "flags", [["--max-tokens", "-1"], ["--max-tokens", "4294967296"], ["--temperature", "warm"]]
+)
+def test_wrong_flags_are_refused(program: list[str], flags: list[str]) -> None:
+    run = run_program(program, "localhost:1", *flags, "prompt")
+
+    assert run.code == 2
+    assert flags[0].lstrip("-") in run.err
+
+
+# --- a server that fails, or breaks the contract --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "complaint"),
+    [
+        ("!gap", "[1] event 5 follows 3: some are missing\n"),
+        ("!repeat", "[1] event 4 came again\n"),
+        ("!late", "[1] event 20 after its end\n"),
+    ],
+)
+def test_a_broken_numbering_is_found(
+    program: list[str], scripted_address: str, prompt: str, complaint: str
+) -> None:
+    run = run_program(program, scripted_address, prompt, "good")
+
+    assert run.code == 1
+    assert run.err == complaint
+    assert "[2] finished: LENGTH" in run.out
+
+
+def test_a_failed_request_is_told_with_its_details(
+    program: list[str], scripted_address: str
+) -> None:
+    run = run_program(program, scripted_address, "--json", "!fail", "good")
+
+    assert run.code == 1
+    details = ["reason: INTERNAL_ERROR (headrace) a=1 b=2"]
+    assert run.err == f"[1] failed: INTERNAL: the step failed\n    {details[0]}\n"
+    failed, good = run.lines
+    assert failed["error"] == {
+        "code": "INTERNAL",
+        "message": "the step failed",
+        "details": details,
+    }
+    assert failed["text"] == "fai"
+    assert failed["usage"] == {"prompt_tokens": 5, "cached_tokens": 0, "completion_tokens": 3}
+    assert good["finish_reason"] == "LENGTH"
+
+
+def test_a_stream_that_breaks_is_told_with_its_details(
+    program: list[str], scripted_address: str
+) -> None:
+    run = run_program(program, scripted_address, "!abort", "good")
+
+    assert run.code == 1
+    assert run.err == (
+        "session: UNAVAILABLE: going away\n"
+        "    reason: DRAINING (headrace) a=1 b=2\n"
+        "    retry after: 1.25s\n"
+        "[1] the stream ended before the request\n"
+        "[2] the stream ended before the request\n"
+    )
+
+
+def test_a_stream_that_ends_early_ends_the_program(
+    program: list[str], scripted_address: str
+) -> None:
+    """Even while its input is open and empty."""
+    with started([*program, "--target", scripted_address]) as running:
+        assert running.stdin is not None
+        assert running.stderr is not None
+        running.stdin.write("!unended\n")
+        running.stdin.flush()
+        assert running.stderr.read() == "[1] the stream ended before the request\n"
+        assert running.wait(RUN_SECONDS) == 1
