@@ -1830,7 +1830,9 @@ type Accepted struct {
 	// The command_id of the command that brought the request, on a session.
 	CommandId uint64 `protobuf:"varint,6,opt,name=command_id,json=commandId,proto3" json:"command_id,omitempty"`
 	// When it was accepted, by the server's clock.
-	AcceptedAt    *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=accepted_at,json=acceptedAt,proto3" json:"accepted_at,omitempty"`
+	AcceptedAt *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=accepted_at,json=acceptedAt,proto3" json:"accepted_at,omitempty"`
+	// How many choices will be made: so many Finished events end the request.
+	N             uint32 `protobuf:"varint,8,opt,name=n,proto3" json:"n,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1912,6 +1914,13 @@ func (x *Accepted) GetAcceptedAt() *timestamppb.Timestamp {
 		return x.AcceptedAt
 	}
 	return nil
+}
+
+func (x *Accepted) GetN() uint32 {
+	if x != nil {
+		return x.N
+	}
+	return 0
 }
 
 // The prompt was processed; its output begins.
@@ -2405,7 +2414,8 @@ func (x *Failed) GetTimings() *Timings {
 	return nil
 }
 
-// What a request cost, in tokens.
+// What a request cost, in tokens. With n > 1, each choice's Finished has the same prompt_tokens and cached_tokens, which
+// count once, and its own completion_tokens.
 type Usage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The prompt's tokens.
@@ -2701,7 +2711,7 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\x05delta\x18\x06 \x01(\v2\x12.headrace.v1.DeltaH\x00R\x05delta\x123\n" +
 	"\bfinished\x18\a \x01(\v2\x15.headrace.v1.FinishedH\x00R\bfinished\x12-\n" +
 	"\x06failed\x18\b \x01(\v2\x13.headrace.v1.FailedH\x00R\x06failedB\a\n" +
-	"\x05event\"\xbb\x02\n" +
+	"\x05event\"\xc9\x02\n" +
 	"\bAccepted\x12\x1f\n" +
 	"\vinstance_id\x18\x01 \x01(\tR\n" +
 	"instanceId\x128\n" +
@@ -2712,7 +2722,8 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\n" +
 	"command_id\x18\x06 \x01(\x04R\tcommandId\x12;\n" +
 	"\vaccepted_at\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\n" +
-	"acceptedAt\"\x8b\x01\n" +
+	"acceptedAt\x12\f\n" +
+	"\x01n\x18\b \x01(\rR\x01n\"\x8b\x01\n" +
 	"\x0fPromptProcessed\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\rR\fpromptTokens\x12#\n" +
 	"\rcached_tokens\x18\x02 \x01(\rR\fcachedTokens\x12.\n" +

@@ -202,7 +202,7 @@ type isStreamResultRequest_Command interface {
 }
 
 type StreamResultRequest_Open struct {
-	// Sets up the session. Optional; only as its first command.
+	// Sets up the session. Optional; only as its first command. Where it is refused, the session goes on without it.
 	Open *OpenCommand `protobuf:"bytes,2,opt,name=open,proto3,oneof"`
 }
 
@@ -441,7 +441,8 @@ func (x *CancelCommand) GetRequestId() string {
 	return ""
 }
 
-// Allows the server to send more of a request's tokens. Refused unless `open` turned credits on.
+// Allows the server to send more of a request's tokens. Refused unless `open` turned credits on; ignored for a request
+// that has ended.
 type CreditCommand struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The request.

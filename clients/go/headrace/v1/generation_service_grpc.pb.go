@@ -58,14 +58,16 @@ type GenerationServiceClient interface {
 	StreamResult(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[StreamResultRequest, StreamResultResponse], error)
 	// Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a
 	// session that attaches to it, and for ModelCard.limits.result_retention after its end. The end of this RPC does not
-	// touch the request.
+	// touch the request. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
+	// was taken in.
 	AddRequest(ctx context.Context, in *AddRequestRequest, opts ...grpc.CallOption) (*AddRequestResponse, error)
 	// Ends requests by their ids, whoever started them under the same identity. Idempotent; each id gets its own
 	// answer. The requests' streams receive Finished with CANCELLED within one engine step. Cancelling this RPC does not
 	// take back the cancels that were received.
 	Cancel(ctx context.Context, in *CancelRequest, opts ...grpc.CallOption) (*CancelResponse, error)
 	// Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. An input
-	// that is refused, and a request that fails, are the RPC's status.
+	// that is refused, and a request that fails, are the RPC's status; a request that somebody ends by Cancel, or that
+	// reaches its time limit, is a result like any other, with what it has and its FinishReason.
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (*GenerateResponse, error)
 	// Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. A request that
 	// is refused is the RPC's status; one that fails later ends with a Failed event, followed by the same status.
@@ -179,14 +181,16 @@ type GenerationServiceServer interface {
 	StreamResult(grpc.BidiStreamingServer[StreamResultRequest, StreamResultResponse]) error
 	// Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a
 	// session that attaches to it, and for ModelCard.limits.result_retention after its end. The end of this RPC does not
-	// touch the request.
+	// touch the request. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
+	// was taken in.
 	AddRequest(context.Context, *AddRequestRequest) (*AddRequestResponse, error)
 	// Ends requests by their ids, whoever started them under the same identity. Idempotent; each id gets its own
 	// answer. The requests' streams receive Finished with CANCELLED within one engine step. Cancelling this RPC does not
 	// take back the cancels that were received.
 	Cancel(context.Context, *CancelRequest) (*CancelResponse, error)
 	// Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. An input
-	// that is refused, and a request that fails, are the RPC's status.
+	// that is refused, and a request that fails, are the RPC's status; a request that somebody ends by Cancel, or that
+	// reaches its time limit, is a result like any other, with what it has and its FinishReason.
 	Generate(context.Context, *GenerateRequest) (*GenerateResponse, error)
 	// Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. A request that
 	// is refused is the RPC's status; one that fails later ends with a Failed event, followed by the same status.

@@ -999,6 +999,7 @@ class Accepted(_message.Message):
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     COMMAND_ID_FIELD_NUMBER: _builtins.int
     ACCEPTED_AT_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The server process that has the request. Cancel, GetResult and attach must reach the same one."""
     prompt_tokens: _builtins.int
@@ -1007,6 +1008,8 @@ class Accepted(_message.Message):
     """How many requests were waiting before it."""
     command_id: _builtins.int
     """The command_id of the command that brought the request, on a session."""
+    n: _builtins.int
+    """How many choices will be made: so many Finished events end the request."""
     @_builtins.property
     def sampling(self) -> Global___SamplingOptions:
         """The parameters that will be used, every default filled in, the seed among them."""
@@ -1029,10 +1032,11 @@ class Accepted(_message.Message):
         queue_position: _builtins.int = ...,
         command_id: _builtins.int = ...,
         accepted_at: _timestamp_pb2.Timestamp | None = ...,
+        n: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "command_id", b"command_id", "instance_id", b"instance_id", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "command_id", b"command_id", "instance_id", b"instance_id", "n", b"n", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1286,7 +1290,9 @@ Global___Failed: _TypeAlias = Failed  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """What a request cost, in tokens."""
+    """What a request cost, in tokens. With n > 1, each choice's Finished has the same prompt_tokens and cached_tokens, which
+    count once, and its own completion_tokens.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

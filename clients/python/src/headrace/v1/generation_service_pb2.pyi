@@ -75,7 +75,7 @@ class StreamResultRequest(_message.Message):
     """
     @_builtins.property
     def open(self) -> Global___OpenCommand:
-        """Sets up the session. Optional; only as its first command."""
+        """Sets up the session. Optional; only as its first command. Where it is refused, the session goes on without it."""
 
     @_builtins.property
     def add(self) -> Global___AddCommand:
@@ -221,7 +221,9 @@ Global___CancelCommand: _TypeAlias = CancelCommand  # noqa: Y015
 
 @_typing.final
 class CreditCommand(_message.Message):
-    """Allows the server to send more of a request's tokens. Refused unless `open` turned credits on."""
+    """Allows the server to send more of a request's tokens. Refused unless `open` turned credits on; ignored for a request
+    that has ended.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -94,7 +94,8 @@ class GenerationServiceServicer(object):
     def AddRequest(self, request, context):
         """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a
         session that attaches to it, and for ModelCard.limits.result_retention after its end. The end of this RPC does not
-        touch the request.
+        touch the request. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
+        was taken in.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,7 +112,8 @@ class GenerationServiceServicer(object):
 
     def Generate(self, request, context):
         """Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. An input
-        that is refused, and a request that fails, are the RPC's status.
+        that is refused, and a request that fails, are the RPC's status; a request that somebody ends by Cancel, or that
+        reaches its time limit, is a result like any other, with what it has and its FinishReason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -59,7 +59,8 @@ class GenerationServiceStub:
     AddRequest: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.AddRequestRequest, _generation_service_pb2.AddRequestResponse]
     """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a
     session that attaches to it, and for ModelCard.limits.result_retention after its end. The end of this RPC does not
-    touch the request.
+    touch the request. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
+    was taken in.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.CancelRequest, _generation_service_pb2.CancelResponse]
     """Ends requests by their ids, whoever started them under the same identity. Idempotent; each id gets its own
@@ -68,7 +69,8 @@ class GenerationServiceStub:
     """
     Generate: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]
     """Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. An input
-    that is refused, and a request that fails, are the RPC's status.
+    that is refused, and a request that fails, are the RPC's status; a request that somebody ends by Cancel, or that
+    reaches its time limit, is a result like any other, with what it has and its FinishReason.
     """
     GenerateStream: _grpc.UnaryStreamMultiCallable[_generation_service_pb2.GenerateStreamRequest, _generation_service_pb2.GenerateStreamResponse]
     """Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. A request that
@@ -104,7 +106,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     AddRequest: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.AddRequestRequest, _generation_service_pb2.AddRequestResponse]  # type: ignore[assignment]
     """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a
     session that attaches to it, and for ModelCard.limits.result_retention after its end. The end of this RPC does not
-    touch the request.
+    touch the request. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
+    was taken in.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.CancelRequest, _generation_service_pb2.CancelResponse]  # type: ignore[assignment]
     """Ends requests by their ids, whoever started them under the same identity. Idempotent; each id gets its own
@@ -113,7 +116,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """
     Generate: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]  # type: ignore[assignment]
     """Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. An input
-    that is refused, and a request that fails, are the RPC's status.
+    that is refused, and a request that fails, are the RPC's status; a request that somebody ends by Cancel, or that
+    reaches its time limit, is a result like any other, with what it has and its FinishReason.
     """
     GenerateStream: _aio.UnaryStreamMultiCallable[_generation_service_pb2.GenerateStreamRequest, _generation_service_pb2.GenerateStreamResponse]  # type: ignore[assignment]
     """Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. A request that
@@ -158,7 +162,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_generation_service_pb2.AddRequestResponse, _abc.Awaitable[_generation_service_pb2.AddRequestResponse]]:
         """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a
         session that attaches to it, and for ModelCard.limits.result_retention after its end. The end of this RPC does not
-        touch the request.
+        touch the request. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
+        was taken in.
         """
 
     @_abc_1.abstractmethod
@@ -179,7 +184,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.GenerateResponse, _abc.Awaitable[_generation_service_pb2.GenerateResponse]]:
         """Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. An input
-        that is refused, and a request that fails, are the RPC's status.
+        that is refused, and a request that fails, are the RPC's status; a request that somebody ends by Cancel, or that
+        reaches its time limit, is a result like any other, with what it has and its FinishReason.
         """
 
     @_abc_1.abstractmethod

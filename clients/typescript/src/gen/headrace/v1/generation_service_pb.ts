@@ -47,7 +47,7 @@ export type StreamResultRequest = Message<"headrace.v1.StreamResultRequest"> & {
    */
   command: {
     /**
-     * Sets up the session. Optional; only as its first command.
+     * Sets up the session. Optional; only as its first command. Where it is refused, the session goes on without it.
      *
      * @generated from field: headrace.v1.OpenCommand open = 2;
      */
@@ -197,7 +197,8 @@ export const CancelCommandSchema: GenMessage<CancelCommand> = /*@__PURE__*/
   messageDesc(file_headrace_v1_generation_service, 4);
 
 /**
- * Allows the server to send more of a request's tokens. Refused unless `open` turned credits on.
+ * Allows the server to send more of a request's tokens. Refused unless `open` turned credits on; ignored for a request
+ * that has ended.
  *
  * @generated from message headrace.v1.CreditCommand
  */
@@ -817,7 +818,8 @@ export const GenerationService: GenService<{
   /**
    * Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a
    * session that attaches to it, and for ModelCard.limits.result_retention after its end. The end of this RPC does not
-   * touch the request.
+   * touch the request. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
+   * was taken in.
    *
    * @generated from rpc headrace.v1.GenerationService.AddRequest
    */
@@ -840,7 +842,8 @@ export const GenerationService: GenService<{
   },
   /**
    * Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. An input
-   * that is refused, and a request that fails, are the RPC's status.
+   * that is refused, and a request that fails, are the RPC's status; a request that somebody ends by Cancel, or that
+   * reaches its time limit, is a result like any other, with what it has and its FinishReason.
    *
    * @generated from rpc headrace.v1.GenerationService.Generate
    */

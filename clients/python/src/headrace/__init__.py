@@ -1,0 +1,110 @@
+"""Headrace: a client for the Headrace text-generation server.
+
+    import headrace
+
+    with headrace.Client() as client:
+        print(client.generate("Once upon a time", max_tokens=32).text)
+
+`Client` is for ordinary threads, `AsyncClient` for asyncio. `headrace.v1` holds the contract's
+messages and stubs.
+"""
+
+from headrace._batch import BatchItem
+from headrace._channel import CLIENT_VERSION as __version__
+from headrace.async_client import AsyncClient
+from headrace.async_session import AsyncRequestHandle, AsyncSession
+from headrace.async_streams import AsyncStream
+from headrace.client import Client
+from headrace.errors import (
+    AlreadyExistsError,
+    CallCancelledError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    FieldViolation,
+    HeadraceError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    NotSupportedError,
+    OutOfRangeError,
+    PermissionDeniedError,
+    ProtocolError,
+    RequestFailedError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from headrace.messages import Message, MessageDict, Prompt, Role, Tool, ToolCall
+from headrace.model_card import Limits, ModelCard
+from headrace.options import GenerationOptions, Request, build_spec
+from headrace.results import (
+    Accepted,
+    CancelStatus,
+    Choice,
+    Chunk,
+    FinishReason,
+    HealthStatus,
+    PromptInfo,
+    Result,
+    Timings,
+    TokenCandidate,
+    TokenInfo,
+    Tokenization,
+    Usage,
+)
+from headrace.session import RequestHandle, Session
+from headrace.streams import Stream
+
+__all__ = [
+    "Accepted",
+    "AlreadyExistsError",
+    "AsyncClient",
+    "AsyncRequestHandle",
+    "AsyncSession",
+    "AsyncStream",
+    "BatchItem",
+    "CallCancelledError",
+    "CancelStatus",
+    "Choice",
+    "Chunk",
+    "Client",
+    "DeadlineExceededError",
+    "FailedPreconditionError",
+    "FieldViolation",
+    "FinishReason",
+    "GenerationOptions",
+    "HeadraceError",
+    "HealthStatus",
+    "InternalError",
+    "InvalidArgumentError",
+    "Limits",
+    "Message",
+    "MessageDict",
+    "ModelCard",
+    "NotFoundError",
+    "NotSupportedError",
+    "OutOfRangeError",
+    "PermissionDeniedError",
+    "Prompt",
+    "PromptInfo",
+    "ProtocolError",
+    "Request",
+    "RequestFailedError",
+    "RequestHandle",
+    "ResourceExhaustedError",
+    "Result",
+    "Role",
+    "Session",
+    "Stream",
+    "Timings",
+    "TokenCandidate",
+    "TokenInfo",
+    "Tokenization",
+    "Tool",
+    "ToolCall",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "Usage",
+    "__version__",
+    "build_spec",
+]

@@ -1,0 +1,290 @@
+"""Many requests through a bounded window on one session: what is sent when, and in which order
+outcomes come back.
+
+1. `BatchWindow.next` hands out the next request to send while the window has room.
+2. The flavour submits it, and tells the window of its end.
+3. A request that the server had no room for goes back in, and nothing is sent until the server's
+   `retry_after` passed.
+4. `BatchWindow.ready` gives the outcomes that may be handed to the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeAlias
+
+from headrace.errors import (
+    AlreadyExistsError,
+    HeadraceError,
+    ResourceExhaustedError,
+    UnavailableError,
+    invalid_argument,
+)
+from headrace.messages import Prompt
+from headrace.options import OPTION_NAMES, GenerationOptions, Request, build_spec
+from headrace.results import Result
+from headrace.v1.generation_pb2 import GenerationSpec
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from headrace.session import RequestHandle, Session
+
+BatchInput: TypeAlias = Prompt | Request | HeadraceError
+"""A prompt, a prompt with its own options, or an error that shall be its own outcome (such as of
+a bad input line).
+"""
+
+_MAX_ATTEMPTS = 12
+_FIRST_DELAY = 0.05  # seconds
+_MAX_DELAY = 5.0  # seconds
+_ORDERED_AHEAD = 16  # with ordered: how many windows of outcomes may wait for an earlier one
+
+
+BatchItem: TypeAlias = tuple[int, Result | HeadraceError]
+"""A request's place among the batch's requests, from 0, and its outcome."""
+
+
+class Item:
+    """One request on its way."""
+
+    __slots__ = ("attempts", "error", "index", "spec")
+
+    def __init__(self, index: int, spec: GenerationSpec, error: HeadraceError | None) -> None:
+        self.index = index
+        self.spec = spec
+        self.error = error
+        self.attempts = 0
+
+
+class BatchWindow:
+    """Which requests of a batch are in flight. Times are seconds of `time.monotonic`."""
+
+    def __init__(
+        self,
+        requests: Iterable[BatchInput],
+        options: GenerationOptions,
+        *,
+        max_in_flight: int,
+        ordered: bool,
+    ) -> None:
+        if max_in_flight < 1:
+            raise ValueError(f"max_in_flight is {max_in_flight}; at least 1 is needed")
+        if "request_id" in options:
+            raise ValueError("a batch's requests cannot share one request_id; use Request(…)")
+        if unknown := sorted(options.keys() - OPTION_NAMES):
+            raise TypeError(f"no such generation option: {', '.join(unknown)}")
+        self.total = len(requests) if isinstance(requests, Sized) else None
+        self._source = enumerate(requests)
+        self._options = options
+        self._max_in_flight = max_in_flight
+        self._ordered = ordered
+        self._in_flight = 0
+        self._again: deque[Item] = deque()
+        self._not_before = 0.0
+        self._exhausted = False
+        self._stopped = False
+        self._outcomes: dict[int, BatchItem] = {}
+        self._next_index = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether all outcomes have been given."""
+        idle = not self._in_flight and not self._again and not self._outcomes
+        return self._exhausted and idle
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests are with the server."""
+        return self._in_flight
+
+    def stop(self, error: HeadraceError) -> None:
+        """Sends no more; what waited to be sent again ends with the error."""
+        self._stopped = self._exhausted = True
+        for item in self._again:
+            self._outcomes[item.index] = (item.index, error)
+        self._again.clear()
+
+    def next(self, now: float) -> Item | None:
+        """The next request to send, counted as in flight; None: not now, or no more."""
+        if self._in_flight >= self._max_in_flight or now < self._not_before:
+            return None
+        item = self._again.popleft() if self._again else self._take()
+        if item is not None:
+            self._in_flight += 1
+        return item
+
+    def wait_seconds(self, now: float) -> float | None:
+        """How long to wait for an outcome before asking `next` again; None: for as long as it
+        takes.
+        """
+        waits = self._not_before > now and (self._again or not self._exhausted)
+        return max(self._not_before - now, 0.0) if waits or not self._in_flight else None
+
+    def ended(
+        self, item: Item, outcome: Result | HeadraceError, *, refused: bool, now: float
+    ) -> None:
+        """A request that was in flight has ended; `refused`: before it had begun."""
+        self._in_flight -= 1
+        can_wait = isinstance(outcome, (ResourceExhaustedError, UnavailableError)) and refused
+        if can_wait and item.attempts + 1 < _MAX_ATTEMPTS and not self._stopped:
+            delay = min(_FIRST_DELAY * 2**item.attempts, _MAX_DELAY)
+            hint = outcome.retry_after if isinstance(outcome, HeadraceError) else None
+            item.attempts += 1
+            self._not_before = max(self._not_before, now + (hint if hint is not None else delay))
+            self._again.append(item)
+            return
+        self._outcomes[item.index] = (item.index, outcome)
+
+    def ready(self) -> Iterator[BatchItem]:
+        """The outcomes that may be given now, each once."""
+        if not self._ordered:
+            while self._outcomes:
+                yield self._outcomes.pop(next(iter(self._outcomes)))
+        while self._next_index in self._outcomes:
+            self._next_index += 1
+            yield self._outcomes.pop(self._next_index - 1)
+
+    def _take(self) -> Item | None:
+        far = self._ordered and len(self._outcomes) >= _ORDERED_AHEAD * self._max_in_flight
+        if self._exhausted or far:
+            return None
+        try:
+            index, given = next(self._source)
+        except StopIteration:
+            self._exhausted = True
+            return None
+        if isinstance(given, HeadraceError):
+            return Item(index, GenerationSpec(), given)
+        prompt, own = (given.prompt, given.options) if isinstance(given, Request) else (given, {})
+        options: GenerationOptions = {**self._options, **own}
+        try:
+            return Item(index, build_spec(prompt, options), None)
+        except HeadraceError as error:
+            return Item(index, GenerationSpec(), error)
+        except TypeError as error:
+            return Item(index, GenerationSpec(), invalid_argument("request", str(error)))
+
+
+class BatchProgress:
+    """A progress bar on stderr, where it is wanted and stderr is a terminal."""
+
+    def __init__(self, wanted: bool, total: int | None) -> None:
+        self._bar: Progress | None = None
+        self._errors = 0
+        self._tokens = 0
+        if wanted and sys.stderr.isatty():
+            from rich import progress
+            from rich.console import Console
+
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TextColumn("{task.fields[note]}"),
+                progress.TimeElapsedColumn(),
+                progress.TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )
+            self._task: TaskID = self._bar.add_task("requests", total=total, note="")
+            self._begun = time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, outcome: Result | HeadraceError) -> None:
+        """One more request has ended."""
+        if self._bar is None:
+            return
+        if isinstance(outcome, Result):
+            self._tokens += outcome.usage.completion_tokens
+        else:
+            self._errors += 1
+        seconds = max(time.monotonic() - self._begun, 1e-6)
+        note = f"{self._tokens / seconds:,.0f} tokens/s"
+        if self._errors:
+            note += f", {self._errors} failed"
+        self._bar.update(self._task, advance=1, note=note)
+
+
+def run_batch(
+    open_session: Callable[[], Session],
+    requests: Iterable[BatchInput],
+    *,
+    max_in_flight: int,
+    ordered: bool,
+    progress: bool,
+    options: GenerationOptions,
+) -> Iterator[BatchItem]:
+    """`Client.batch`."""
+    window = BatchWindow(requests, options, max_in_flight=max_in_flight, ordered=ordered)
+    return _run(open_session, window, progress)
+
+
+def _run(
+    open_session: Callable[[], Session], window: BatchWindow, progress: bool
+) -> Iterator[BatchItem]:
+    ended: queue.SimpleQueue[tuple[Item, RequestHandle]] = queue.SimpleQueue()
+    lost: HeadraceError | None = None
+    with open_session() as session, BatchProgress(progress, window.total) as bar:
+        while True:
+            while lost is None and (item := window.next(time.monotonic())) is not None:
+                try:
+                    _send(session, window, item, ended)
+                except HeadraceError as error:
+                    lost = error
+                    window.ended(item, error, refused=False, now=0.0)
+                    window.stop(error)
+                for done in window.ready():
+                    bar.advance(done[1])
+                    yield done
+            for done in window.ready():
+                bar.advance(done[1])
+                yield done
+            if window.finished:
+                break
+            with contextlib.suppress(queue.Empty):
+                item, handle = ended.get(timeout=window.wait_seconds(time.monotonic()))
+                fold = handle._record.fold
+                window.ended(
+                    item,
+                    fold.error or fold.partial(),
+                    refused=handle._record.refused,
+                    now=time.monotonic(),
+                )
+    if lost is not None:
+        raise lost
+
+
+def _send(
+    session: Session,
+    window: BatchWindow,
+    item: Item,
+    ended: queue.SimpleQueue[tuple[Item, RequestHandle]],
+) -> None:
+    """Submits a request; its end comes on the queue. Raises only if the session has ended."""
+    error = item.error
+    if error is None:
+        try:
+            session._submit(item.spec, on_done=lambda handle: ended.put((item, handle)))
+            return
+        except AlreadyExistsError as exists:
+            error = exists
+    window.ended(item, error, refused=False, now=0.0)

@@ -1,0 +1,117 @@
+"""The messages of the unary calls: what the sync and the asyncio client send, and how they read
+the answers.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from grpc_health.v1 import health_pb2
+
+from headrace.errors import UnavailableError
+from headrace.messages import Message, MessageDict
+from headrace.options import set_chat_option, set_input
+from headrace.results import (
+    CancelStatus,
+    HealthStatus,
+    Tokenization,
+    cancel_status_from_proto,
+    tokens_from_proto,
+)
+from headrace.v1 import model_service_pb2
+from headrace.v1.generation_pb2 import GenerationSpec
+from headrace.v1.generation_service_pb2 import CancelRequest, CancelResponse, GetResultRequest
+
+GENERATION_SERVICE = "headrace.v1.GenerationService"
+POLL_SECONDS = 30  # of the 60 that the contract allows: proxies cut quiet calls
+READY_POLL_SECONDS = 0.2
+_CANCELS_PER_CALL = 1024  # the contract's limit
+
+_HEALTH = {
+    health_pb2.HealthCheckResponse.SERVING: HealthStatus.SERVING,
+    health_pb2.HealthCheckResponse.NOT_SERVING: HealthStatus.NOT_SERVING,
+    health_pb2.HealthCheckResponse.SERVICE_UNKNOWN: HealthStatus.SERVICE_UNKNOWN,
+}
+
+
+def open_call(method: Any, request: Any, metadata: Any) -> Any:
+    """Opens a streaming call.
+
+    Raises:
+        UnavailableError: the client is closed.
+    """
+    try:
+        return method(request, metadata=metadata)
+    except ValueError as error:  # gRPC's word for a channel that was closed
+        raise UnavailableError(f"the client is closed: {error}") from error
+
+
+def name_request(spec: GenerationSpec) -> None:
+    """Gives a request an unguessable id if it has none, so that it can be cancelled by name from
+    the start.
+    """
+    if not spec.request_id:
+        spec.request_id = uuid.uuid4().hex
+
+
+def cancel_requests(ids: str | Iterable[str]) -> Iterator[CancelRequest]:
+    """The calls that cancel these requests."""
+    wanted = [ids] if isinstance(ids, str) else list(dict.fromkeys(ids))
+    for start in range(0, len(wanted), _CANCELS_PER_CALL):
+        yield CancelRequest(request_ids=wanted[start : start + _CANCELS_PER_CALL])
+
+
+def cancel_statuses(response: CancelResponse) -> dict[str, CancelStatus]:
+    """What became of each request."""
+    return {one.request_id: cancel_status_from_proto(one.status) for one in response.results}
+
+
+def poll_request(
+    fold: Any, *, until_done: bool = False, wait: float = POLL_SECONDS
+) -> GetResultRequest:
+    """The call that reads a request's next events, waiting for them at most `wait` seconds."""
+    request = GetResultRequest(
+        request_id=fold.request_id, from_seq=fold.next_seq, until_done=until_done
+    )
+    request.wait.FromNanoseconds(int(max(wait, 0.0) * 1e9))
+    return request
+
+
+def tokenize_request(
+    prompt: str | Sequence[Message] | Sequence[MessageDict],
+    *,
+    token_details: bool,
+    add_special_tokens: bool | None,
+    chat_options: Mapping[str, Any],
+) -> model_service_pb2.TokenizeRequest:
+    """The call that tokenizes a text or a conversation."""
+    request = model_service_pb2.TokenizeRequest(token_details=token_details)
+    set_input(request, prompt)
+    if add_special_tokens is not None and request.HasField("text"):
+        request.text.add_special_tokens = add_special_tokens
+    for name, value in chat_options.items():
+        if value is not None and request.HasField("chat"):
+            set_chat_option(request.chat, name, value)
+    return request
+
+
+def tokenization(response: model_service_pb2.TokenizeResponse) -> Tokenization:
+    """The tokens of an answer."""
+    return Tokenization(tuple(response.token_ids), tokens_from_proto(response.tokens))
+
+
+def detokenize_request(
+    token_ids: Iterable[int], skip_special_tokens: bool | None
+) -> model_service_pb2.DetokenizeRequest:
+    """The call that turns token ids into text."""
+    request = model_service_pb2.DetokenizeRequest(token_ids=token_ids)
+    if skip_special_tokens is not None:
+        request.skip_special_tokens = skip_special_tokens
+    return request
+
+
+def health_status(response: Any) -> HealthStatus:
+    """The status of a health answer."""
+    return _HEALTH.get(response.status, HealthStatus.UNKNOWN)

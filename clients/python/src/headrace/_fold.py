@@ -1,0 +1,144 @@
+"""Turns the events of one request into chunks and, at the end, its result.
+
+Events are numbered 1, 2, 3 and so on within a request. A fold takes each number once and in
+order: a missing, repeated or misplaced event makes the request fail with `ProtocolError`, so that
+no output is ever silently wrong.
+"""
+
+from __future__ import annotations
+
+from headrace import results
+from headrace.errors import HeadraceError, ProtocolError, error_from_status
+from headrace.results import Accepted, Choice, Chunk, PromptInfo, Result, Usage
+from headrace.v1.generation_pb2 import Finished, ResultEvent
+
+
+class Fold:
+    """The state of one request, from its first event to its terminal one.
+
+    Args:
+        request_id: the request; empty takes the id of the first event.
+        n: how many choices it has; it has ended when all of them have. 0: not known; `end` tells.
+        from_seq: the number of the first event that will come.
+    """
+
+    def __init__(self, request_id: str = "", *, n: int = 1, from_seq: int = 1) -> None:
+        self.request_id = request_id
+        self.n = n
+        self.next_seq = max(from_seq, 1)
+        """The number of the event that comes next."""
+        self.chunks: list[Chunk] = []
+        """All output so far, in the order of its arrival."""
+        self.accepted: Accepted | None = None
+        self.prompt: PromptInfo | None = None
+        self.error: HeadraceError | None = None
+        """Why the request failed, once it has."""
+        self.done = False
+        """Whether the request has ended, well or not."""
+        self._finished: dict[int, Finished] = {}
+        self._token_counts: dict[int, int] = {}
+        self._from_start = self.next_seq == 1
+
+    def add(self, event: ResultEvent) -> Chunk | None:
+        """Takes in the next event; returns its output, if any. Faults are in `error`."""
+        kind = event.WhichOneof("event")
+        problem = self._problem(event, kind)
+        if problem is not None:
+            self.fail(ProtocolError(f"the server broke the contract: {problem}"))
+            return None
+        self.next_seq += 1
+        if kind == "delta":
+            return self._delta(event)
+        if kind == "accepted":
+            self.accepted = results.accepted_from_proto(self.request_id, event.accepted)
+        elif kind == "prompt":
+            self.prompt = results.prompt_from_proto(event.prompt)
+        elif kind == "finished":
+            self._finished[event.choice_index] = event.finished
+            self.done = 0 < self.n <= len(self._finished)
+        elif kind == "failed":
+            self.fail(error_from_status(event.failed.status))
+        return None  # an event that is newer than this client is counted and passed over
+
+    def fail(self, error: HeadraceError) -> None:
+        """Ends the request with an error; the first one stays."""
+        if self.error is None:
+            error.request_id = error.request_id or self.request_id
+            error.partial = error.partial or self.partial()
+            self.error = error
+        self.done = True
+
+    def reopened(self) -> Fold:
+        """A fold that continues where this one was broken off, with all that it has."""
+        fold = Fold(self.request_id, n=self.n, from_seq=self.next_seq)
+        fold.chunks = list(self.chunks)
+        fold.accepted, fold.prompt = self.accepted, self.prompt
+        fold._finished = dict(self._finished)
+        fold._token_counts = dict(self._token_counts)
+        fold._from_start = self._from_start
+        return fold
+
+    def end(self) -> None:
+        """Takes note that the request has ended, where that is known otherwise."""
+        self.done = True
+
+    def result(self) -> Result:
+        """The whole result.
+
+        Raises:
+            HeadraceError: the request failed.
+        """
+        if self.error is not None:
+            raise self.error
+        return self.partial()
+
+    def partial(self) -> Result:
+        """What there is so far; a choice that has not ended has the reason UNKNOWN."""
+        indexes = set(range(max(self.n, 1))) | self._finished.keys() | self._token_counts.keys()
+        choices = tuple(self._choice(index) for index in sorted(indexes))
+        prompt_tokens = self.prompt.prompt_tokens if self.prompt else 0
+        cached_tokens = self.prompt.cached_tokens if self.prompt else 0
+        usage = Usage(
+            prompt_tokens=max([prompt_tokens, *(c.usage.prompt_tokens for c in choices)]),
+            cached_tokens=max([cached_tokens, *(c.usage.cached_tokens for c in choices)]),
+            completion_tokens=sum(choice.usage.completion_tokens for choice in choices),
+        )
+        return Result(self.request_id, choices, usage, self.prompt, self.accepted)
+
+    def _problem(self, event: ResultEvent, kind: str | None) -> str | None:
+        if not self.request_id:
+            self.request_id = event.request_id
+        if event.request_id != self.request_id:
+            return f"an event of {event.request_id!r} among those of {self.request_id!r}"
+        if event.seq != self.next_seq:
+            return f"event {event.seq} came where {self.next_seq} was due"
+        if self.done or event.choice_index in self._finished:
+            return f"event {event.seq} came after the end"
+        if kind == "delta":
+            # A fold that began in the middle learns from the first delta where it is.
+            offset = event.delta.token_offset
+            before = self._token_counts.get(event.choice_index, 0 if self._from_start else offset)
+            if offset != before:
+                return f"tokens from {offset} on came where {before} was due"
+        return None
+
+    def _delta(self, event: ResultEvent) -> Chunk:
+        delta, choice_index, offset = event.delta, event.choice_index, event.delta.token_offset
+        tokens = results.tokens_from_proto(delta.tokens) if delta.tokens else ()
+        ids = tuple([token.id for token in tokens]) if tokens else tuple(delta.token_ids)
+        self._token_counts[choice_index] = offset + len(ids)
+        chunk = Chunk(self.request_id, delta.text, ids, tokens, choice_index, offset, event.seq)
+        self.chunks.append(chunk)
+        return chunk
+
+    def _choice(self, index: int) -> Choice:
+        own = [chunk for chunk in self.chunks if chunk.choice_index == index]
+        token_ids = tuple(id_ for chunk in own for id_ in chunk.token_ids)
+        finished = self._finished.get(index)
+        return results.choice_from_proto(
+            index,
+            "".join(chunk.text for chunk in own),
+            token_ids,
+            tuple(token for chunk in own for token in chunk.tokens),
+            finished if finished is not None else Finished(),
+        )

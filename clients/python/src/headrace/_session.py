@@ -1,0 +1,220 @@
+"""The part of a session that does no input or output: which commands to send, and which request
+an answer belongs to.
+
+1. `add`, `attach`, `cancel` make a command message and remember what it was for.
+2. The flavour (threads or asyncio) sends it, and hands every message of the server to `receive`.
+3. `receive` folds events into their requests' records and returns the records that changed, to be
+   woken.
+4. When the stream ends, `end` fails what is still live, so that nobody waits for ever.
+
+Nothing here is thread-safe: the threaded flavour holds its lock around every call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+
+from headrace._fold import Fold
+from headrace.errors import (
+    AlreadyExistsError,
+    CallCancelledError,
+    HeadraceError,
+    UnavailableError,
+    error_from_status,
+)
+from headrace.options import choices_of, duration
+from headrace.v1.generation_pb2 import GenerationSpec, ResultEvent
+from headrace.v1.generation_service_pb2 import (
+    AddCommand,
+    AttachCommand,
+    CancelCommand,
+    CreditCommand,
+    OpenCommand,
+    SessionOpened,
+    StreamResultRequest,
+    StreamResultResponse,
+)
+
+
+class Record:
+    """One request of a session."""
+
+    def __init__(self, fold: Fold) -> None:
+        self.fold = fold
+        self.wake: Callable[[], None] = lambda: None
+        """Called by the flavour when the record has changed; set by its handle."""
+        self.on_done: Callable[[], None] | None = None
+        """Called once, when the request has ended."""
+        self.refused = False
+        """Whether the request was refused before it had any event."""
+        self.unlimited = False
+        """With credits: whether everything that arrives is paid for at once."""
+        self.paid = 0
+        """With credits: how many of the fold's chunks have been paid for."""
+
+    @property
+    def request_id(self) -> str:
+        return self.fold.request_id
+
+
+class SessionCore:
+    """The bookkeeping of one session."""
+
+    def __init__(self, *, lease: float | timedelta | None, initial_credit: int) -> None:
+        self.records: dict[str, Record] = {}
+        """The live requests, by id."""
+        self.opened: SessionOpened | None = None
+        """The answer to `open`, where one was sent."""
+        self.error: HeadraceError | None = None
+        """Why the session ended, once it has."""
+        self.ended = False
+        self.outbox: list[StreamResultRequest] = []
+        """Commands that `receive` and the handles want sent; the flavour drains it."""
+        self._credits = initial_credit > 0
+        self._ids = itertools.count(1)
+        self._commands: dict[int, Record] = {}
+        self._open_id = 0
+        if lease is not None or initial_credit:
+            command = OpenCommand(initial_credit=initial_credit)
+            if lease is not None:
+                command.lease.CopyFrom(duration(lease, "lease"))
+            self._open_id = next(self._ids)
+            self.outbox.append(StreamResultRequest(command_id=self._open_id, open=command))
+
+    def add(self, spec: GenerationSpec) -> Record:
+        """Starts a request. A request without an id gets one here, so that it can be cancelled at
+        once.
+
+        Raises:
+            AlreadyExistsError: a live request of this session has the id.
+            HeadraceError: the session has ended.
+        """
+        self._check_open()
+        if not spec.request_id:
+            spec.request_id = uuid.uuid4().hex
+        record = self._new_record(Fold(spec.request_id, n=choices_of(spec)))
+        self._send_for(record, StreamResultRequest(add=AddCommand(spec=spec)))
+        return record
+
+    def attach(self, fold: Fold) -> Record:
+        """Continues a request of another stream, from the event that its fold needs next.
+
+        Raises:
+            AlreadyExistsError: a live request of this session has the id.
+            HeadraceError: the session has ended.
+        """
+        self._check_open()
+        record = self._new_record(fold)
+        record.paid = len(fold.chunks)
+        command = AttachCommand(request_id=fold.request_id, from_seq=fold.next_seq)
+        self._send_for(record, StreamResultRequest(attach=command))
+        return record
+
+    def cancel(self, record: Record) -> None:
+        """Asks the server to end a request; does nothing if it has ended."""
+        if self.records.get(record.request_id) is record and not self.ended:
+            command = CancelCommand(request_id=record.request_id)
+            self.outbox.append(StreamResultRequest(command_id=next(self._ids), cancel=command))
+
+    def pay(self, record: Record, chunks: int) -> None:
+        """With credits: lets the server send as many tokens more as these first chunks of the
+        request held.
+        """
+        if not self._credits or self.ended or record.fold.done:
+            return
+        tokens = sum(len(chunk.token_ids) for chunk in record.fold.chunks[record.paid : chunks])
+        record.paid = max(record.paid, chunks)
+        if tokens:
+            command = CreditCommand(request_id=record.request_id, tokens=tokens)
+            self.outbox.append(StreamResultRequest(command_id=next(self._ids), credit=command))
+
+    def pay_all(self, record: Record) -> None:
+        """With credits: pays for everything that arrived, and for what will arrive."""
+        record.unlimited = True
+        self.pay(record, len(record.fold.chunks))
+
+    def receive(self, response: StreamResultResponse) -> list[Record]:
+        """Takes in one message of the server; returns the records that changed, each once.
+
+        Where `open` itself was refused, the session has `ended` afterwards.
+        """
+        changed: dict[int, Record] = {}
+        if response.HasField("opened"):
+            self.opened = response.opened
+        for rejection in response.rejections:
+            if self._open_id and rejection.command_id == self._open_id:
+                return self.end(error_from_status(rejection.status))
+            record = self._commands.pop(rejection.command_id, None)
+            if record is not None:  # else of a cancel or a credit whose request has just ended
+                error = error_from_status(rejection.status, request_id=record.request_id)
+                record.refused = record.fold.next_seq == 1
+                record.fold.fail(error)
+                self.records.pop(record.request_id, None)
+                changed[id(record)] = record
+        for attached in response.attached:
+            self._commands.pop(attached.command_id, None)
+        for event in response.events:
+            record = self._take(event)
+            if record is not None:
+                changed[id(record)] = record
+        for record in changed.values():
+            if record.unlimited:
+                self.pay(record, len(record.fold.chunks))
+        return list(changed.values())
+
+    def end(self, error: HeadraceError | None) -> list[Record]:
+        """Takes note of the stream's end; fails what was live and returns it."""
+        self.ended = True
+        lost = list(self.records.values())
+        if isinstance(error, CallCancelledError):  # nobody cancelled the requests themselves
+            error = UnavailableError("the session was closed or lost")
+        self.error = error
+        if lost and error is None:
+            self.error = UnavailableError("the server ended the session before its requests")
+        for record in lost:
+            failure = self.error or UnavailableError("the session has ended")
+            record.fold.fail(_copy(failure))
+        self.records.clear()
+        self._commands.clear()
+        return lost
+
+    def _take(self, event: ResultEvent) -> Record | None:
+        record = self.records.get(event.request_id)
+        if record is None:  # of a request that failed here before its last events came
+            return None
+        fold = record.fold
+        fold.add(event)
+        if event.HasField("accepted"):
+            self._commands.pop(event.accepted.command_id, None)
+        if fold.done:
+            if fold.error is not None and not event.HasField("failed"):
+                self.cancel(record)  # the contract was broken: do not let it run for nobody
+            del self.records[event.request_id]
+        return record
+
+    def _check_open(self) -> None:
+        if self.ended:
+            raise _copy(self.error) if self.error else UnavailableError("the session has ended")
+
+    def _new_record(self, fold: Fold) -> Record:
+        if fold.request_id in self.records:
+            raise AlreadyExistsError(
+                f"a request {fold.request_id!r} is live on this session",
+                request_id=fold.request_id,
+            )
+        record = Record(fold)
+        self.records[fold.request_id] = record
+        return record
+
+    def _send_for(self, record: Record, command: StreamResultRequest) -> None:
+        command.command_id = next(self._ids)
+        self._commands[command.command_id] = record
+        self.outbox.append(command)
+
+
+def _copy(error: HeadraceError) -> HeadraceError:
+    """An error of its own for each request: it gets the request's id, and a traceback."""
+    return type(error)(error.message, status=error.status)

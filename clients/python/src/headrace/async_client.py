@@ -1,0 +1,451 @@
+"""The client for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headrace import _calls
+from headrace._async_batch import run_batch
+from headrace._batch import BatchInput, BatchItem
+from headrace._channel import (
+    DEFAULT_KEEPALIVE,
+    DEFAULT_MAX_MESSAGE_BYTES,
+    LoadBalancing,
+    MetadataLike,
+    make_settings,
+)
+from headrace._fold import Fold
+from headrace.async_session import AsyncSession
+from headrace.async_streams import AsyncCallEvents, AsyncPolledEvents, AsyncStream
+from headrace.errors import (
+    AlreadyExistsError,
+    CallCancelledError,
+    DeadlineExceededError,
+    NotFoundError,
+    UnavailableError,
+    error_from_rpc,
+)
+from headrace.messages import Message, MessageDict, Prompt
+from headrace.model_card import ModelCard
+from headrace.options import GenerationOptions, build_spec, choices_of
+from headrace.results import (
+    Accepted,
+    CancelStatus,
+    HealthStatus,
+    Result,
+    Tokenization,
+    accepted_from_proto,
+    result_from_proto,
+)
+from headrace.v1 import generation_service_pb2 as pb
+from headrace.v1 import model_service_pb2
+from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
+from headrace.v1.model_service_pb2_grpc import ModelServiceStub
+
+if TYPE_CHECKING:
+    from headrace.v1.generation_service_pb2_grpc import GenerationServiceAsyncStub
+    from headrace.v1.model_service_pb2_grpc import ModelServiceAsyncStub
+
+_Q = TypeVar("_Q")
+_A = TypeVar("_A")
+_Method: TypeAlias = "aio.UnaryUnaryMultiCallable[_Q, _A]"
+
+
+class AsyncClient:
+    """A client of one Headrace server, for asyncio. Use it in one event loop; it connects at its
+    first call.
+
+        async with headrace.AsyncClient() as client:
+            print((await client.generate("Once upon a time", max_tokens=32)).text)
+
+    The arguments are those of `Client`.
+
+    Raises:
+        ValueError: arguments contradict each other, or the target is not understood.
+        OSError: a certificate file cannot be read.
+    """
+
+    def __init__(
+        self,
+        target: str | None = None,
+        *,
+        tls: bool | None = None,
+        ca: str | os.PathLike[str] | bytes | None = None,
+        client_cert: str | os.PathLike[str] | bytes | None = None,
+        client_key: str | os.PathLike[str] | bytes | None = None,
+        server_name: str | None = None,
+        token: str | None = None,
+        metadata: MetadataLike | None = None,
+        keepalive: float | None = DEFAULT_KEEPALIVE,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        retries: int = 3,
+        rpc_timeout: float | None = 30.0,
+        load_balancing: LoadBalancing = "pick_first",
+        channel_options: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        self._settings = make_settings(
+            target,
+            tls=tls,
+            ca=ca,
+            client_cert=client_cert,
+            client_key=client_key,
+            server_name=server_name,
+            token=token,
+            metadata=metadata,
+            keepalive=keepalive,
+            max_message_bytes=max_message_bytes,
+            retries=retries,
+            load_balancing=load_balancing,
+            channel_options=channel_options,
+        )
+        self._rpc_timeout = rpc_timeout
+        self._open_channel: aio.Channel | None = None
+        self._is_closed = False
+
+    @property
+    def _channel(self) -> aio.Channel:
+        """The channel, opened at its first use: it belongs to the loop that runs then."""
+        if self._open_channel is None:
+            if self._is_closed:
+                raise UnavailableError("the client is closed")
+            settings, options = self._settings, list(self._settings.options)
+            if settings.credentials is None:
+                self._open_channel = aio.insecure_channel(settings.target, options)
+            else:
+                self._open_channel = aio.secure_channel(
+                    settings.target, settings.credentials, options
+                )
+        return self._open_channel
+
+    @property
+    def _generation(self) -> GenerationServiceAsyncStub:
+        return GenerationServiceStub(self._channel)
+
+    @property
+    def _models(self) -> ModelServiceAsyncStub:
+        return ModelServiceStub(self._channel)
+
+    @property
+    def _health(self) -> Any:
+        return health_pb2_grpc.HealthStub(self._channel)
+
+    @property
+    def target(self) -> str:
+        """The server's address, as gRPC is given it."""
+        return self._settings.target
+
+    async def close(self) -> None:
+        """Closes the connection; what still runs on it is cancelled."""
+        self._is_closed = True
+        if self._open_channel is not None:
+            await self._open_channel.close()
+            self._open_channel = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # ---- one request -----------------------------------------------------------------------------
+
+    async def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Result:
+        """Runs one request and returns its whole result. An exception (Ctrl-C too) cancels it.
+
+        Raises:
+            HeadraceError: the request was refused or failed; the class tells why.
+            TypeError: an option has no such name, or the prompt is none of its possible types.
+        """
+        spec = build_spec(prompt, options)
+        request = pb.GenerateRequest(spec=spec)
+        response = await self._call(self._generation.Generate, request, None, spec.request_id)
+        return result_from_proto(response)
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncStream:
+        """Runs one request whose output is read as it comes; see `AsyncStream`.
+
+        Raises:
+            InvalidArgumentError: a value cannot be sent at all. What the server refuses is raised
+                by the stream.
+            TypeError: an option has no such name, or the prompt is none of its possible types.
+        """
+        spec = build_spec(prompt, options)
+        _calls.name_request(spec)
+        request = pb.GenerateStreamRequest(spec=spec)
+        return AsyncStream(
+            lambda: AsyncCallEvents(
+                self._generation.GenerateStream(request, metadata=self._settings.metadata)
+            ),
+            Fold(spec.request_id, n=choices_of(spec)),
+            cancel=self.cancel,
+            target=self.target,
+        )
+
+    # ---- many requests ---------------------------------------------------------------------------
+
+    def session(
+        self, *, lease: float | timedelta | None = None, initial_credit: int = 0
+    ) -> AsyncSession:
+        """Opens a session: many requests on one stream; see `AsyncSession`.
+
+        Args:
+            lease: seconds that the requests are kept running after the stream was lost, for
+                another session to `resume` them. Default: none, they are cancelled at once.
+            initial_credit: how many tokens of each request the server may send ahead of what its
+                handle's reader has taken; 0: no such bound.
+        """
+        return AsyncSession(
+            self._generation, self._settings, lease=lease, initial_credit=initial_credit
+        )
+
+    def batch(
+        self,
+        requests: Iterable[BatchInput],
+        *,
+        max_in_flight: int = 64,
+        ordered: bool = False,
+        progress: bool = False,
+        **options: Unpack[GenerationOptions],
+    ) -> AsyncIterator[BatchItem]:
+        """Runs any number of requests over one session, a bounded number of them at a time.
+
+        Gives `(index, outcome)` for each request as it ends; the outcome is a `Result` or, for a
+        request that was refused or failed, a `HeadraceError`. Closing the iterator
+        (`contextlib.aclosing`) cancels what runs. Requests that meet a full queue are sent again
+        when the server has room.
+
+            async for index, outcome in client.batch(prompts, max_tokens=64, progress=True):
+                if isinstance(outcome, headrace.Result):
+                    texts[index] = outcome.text
+
+        Args:
+            requests: prompts, or `Request`s with options of their own. Read as they are needed.
+            max_in_flight: how many requests may run or wait in the server at the same time.
+            ordered: whether outcomes come in the order of the requests instead of as they end.
+            progress: whether to show a progress bar on stderr, where that is a terminal.
+            options: options for all requests; a `Request`'s own come first.
+
+        Raises:
+            UnavailableError: the connection was lost; what was in flight was given as errors
+                before.
+        """
+        return run_batch(
+            self.session,
+            requests,
+            max_in_flight=max_in_flight,
+            ordered=ordered,
+            progress=progress,
+            options=options,
+        )
+
+    # ---- requests that run by themselves ---------------------------------------------------------
+
+    async def add_request(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Accepted:
+        """Starts a request that runs by itself, and returns once the server has taken it in.
+
+        Its result is kept for `get_result` and `attach`, and for a while after its end.
+
+        Raises:
+            HeadraceError: the request was refused.
+        """
+        spec = build_spec(prompt, options)
+        is_named = bool(spec.request_id)
+        _calls.name_request(spec)
+        try:
+            request = pb.AddRequestRequest(spec=spec)
+            response = await self._short(self._generation.AddRequest, request, spec.request_id)
+        except AlreadyExistsError:
+            if is_named:
+                raise
+            # Our own fresh id: the first try arrived, its answer was lost, and gRPC tried again.
+            fold = Fold(spec.request_id, n=0)
+            for event in (await self._get_result(_calls.poll_request(fold, wait=0))).events:
+                fold.add(event)
+            if fold.accepted is None:
+                raise
+            return fold.accepted
+        return accepted_from_proto(response.request_id, response.accepted)
+
+    async def get_result(self, request_id: str, *, timeout: float | None = None) -> Result:  # noqa: ASYNC109
+        """Waits for the end of a request that runs by itself, and returns its whole result.
+
+        Reading does not consume: the result may be read again while it is kept.
+
+        Args:
+            request_id: the request.
+            timeout: how many seconds to wait at most; None: as long as it takes.
+
+        Raises:
+            NotFoundError: there is no such request, or its result is no longer kept.
+            DeadlineExceededError: `timeout` passed first; the request goes on.
+            HeadraceError: the request failed.
+        """
+        fold = Fold(request_id, n=0)
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _calls.POLL_SECONDS if end is None else max(end - time.monotonic(), 0.0)
+            wait = min(left, _calls.POLL_SECONDS)
+            response = await self._get_result(_calls.poll_request(fold, until_done=True, wait=wait))
+            for event in response.events:
+                fold.add(event)
+            if response.done or fold.done:
+                return fold.result()
+            if end is not None and time.monotonic() >= end:
+                raise DeadlineExceededError(
+                    f"request {request_id} has not ended within {timeout} s",
+                    request_id=request_id,
+                    partial=fold.partial(),
+                )
+
+    def attach(self, request_id: str, *, from_seq: int = 1) -> AsyncStream:
+        """Reads the output of a request that runs by itself, from its beginning, as it comes.
+
+        Several readers may do so. Leaving the stream does not touch the request.
+
+        Args:
+            request_id: the request.
+            from_seq: the number of the first event wanted; the stream knows only what follows.
+        """
+        fold = Fold(request_id, n=0, from_seq=from_seq)
+        return AsyncStream(
+            lambda: AsyncPolledEvents(self._get_result, fold),
+            fold,
+            cancel=self.cancel,
+            target=self.target,
+        )
+
+    async def cancel(self, ids: str | Iterable[str]) -> dict[str, CancelStatus]:
+        """Ends requests by their ids, whoever of this identity started them; tells what became of
+        each.
+
+        Raises:
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        statuses: dict[str, CancelStatus] = {}
+        for request in _calls.cancel_requests(ids):
+            statuses |= _calls.cancel_statuses(await self._short(self._generation.Cancel, request))
+        return statuses
+
+    # ---- the model and the server ----------------------------------------------------------------
+
+    async def model(self) -> ModelCard:
+        """The model and the server's limits.
+
+        Raises:
+            UnavailableError: the server cannot be reached, or its model is still loading.
+        """
+        response = await self._short(self._models.GetModel, model_service_pb2.GetModelRequest())
+        return ModelCard.from_proto(response.model)
+
+    async def tokenize(
+        self,
+        prompt: str | Sequence[Message] | Sequence[MessageDict],
+        *,
+        token_details: bool = False,
+        add_special_tokens: bool | None = None,
+        **chat_options: Any,
+    ) -> Tokenization:
+        """The tokens of a text or a conversation, exactly as a request with it would have them.
+
+        Args:
+            prompt: the text or the conversation.
+            token_details: whether to return each token's text and bytes too.
+            add_special_tokens: for a text; default yes.
+            chat_options: for a conversation: tools, add_generation_prompt,
+                continue_final_message, template_arguments.
+
+        Raises:
+            HeadraceError: the server refused it, or cannot be reached.
+        """
+        request = _calls.tokenize_request(
+            prompt,
+            token_details=token_details,
+            add_special_tokens=add_special_tokens,
+            chat_options=chat_options,
+        )
+        return _calls.tokenization(await self._short(self._models.Tokenize, request))
+
+    async def detokenize(
+        self, token_ids: Iterable[int], *, skip_special_tokens: bool | None = None
+    ) -> str:
+        """The text of token ids.
+
+        Raises:
+            HeadraceError: an id is out of range, or the server cannot be reached.
+        """
+        request = _calls.detokenize_request(token_ids, skip_special_tokens)
+        return (await self._short(self._models.Detokenize, request)).text
+
+    async def health(self, service: str = _calls.GENERATION_SERVICE) -> HealthStatus:
+        """Whether the server is ready for requests; with an empty service name, whether it lives.
+
+        Raises:
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        request = health_pb2.HealthCheckRequest(service=service)
+        try:
+            return _calls.health_status(await self._short(self._health.Check, request))
+        except NotFoundError:
+            return HealthStatus.SERVICE_UNKNOWN
+
+    async def wait_until_ready(self, timeout: float = 60.0) -> None:  # noqa: ASYNC109
+        """Returns once the server is there and its model is loaded.
+
+        Args:
+            timeout: how many seconds to wait at most.
+
+        Raises:
+            UnavailableError: that did not happen within `timeout`.
+        """
+        end = time.monotonic() + timeout
+        while True:
+            problem: UnavailableError | None = None
+            try:
+                status = await self.health()
+                if status is HealthStatus.SERVING:
+                    return
+            except UnavailableError as error:
+                problem = error
+            if time.monotonic() >= end:
+                raise problem or UnavailableError(
+                    f"the server at {self.target} is not ready after {timeout} s: {status}"
+                )
+            await asyncio.sleep(_calls.READY_POLL_SECONDS)
+
+    async def _get_result(self, request: pb.GetResultRequest) -> pb.GetResultResponse:
+        timeout = self._rpc_timeout and self._rpc_timeout + request.wait.seconds
+        return await self._call(self._generation.GetResult, request, timeout, request.request_id)
+
+    async def _short(self, method: _Method[_Q, _A], request: _Q, request_id: str = "") -> _A:
+        return await self._call(method, request, self._rpc_timeout, request_id)
+
+    async def _call(
+        self, method: _Method[_Q, _A], request: _Q, seconds: float | None, request_id: str = ""
+    ) -> _A:
+        """One unary call; a task that is cancelled while it waits cancels the call."""
+        try:
+            return await method(request, timeout=seconds, metadata=self._settings.metadata)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, target=self.target, request_id=request_id) from error
+        except aio.UsageError as error:  # gRPC's word for a channel that was closed
+            raise UnavailableError(f"the client is closed: {error}") from error
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            raise CallCancelledError("the client was closed", request_id=request_id) from None

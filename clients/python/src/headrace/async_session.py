@@ -1,0 +1,307 @@
+"""Many requests on one stream, under asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Generator
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+from grpc import aio
+
+from headrace._channel import ChannelSettings
+from headrace._fold import Fold
+from headrace._session import Record, SessionCore
+from headrace.errors import HeadraceError, UnavailableError, error_from_rpc
+from headrace.messages import Prompt
+from headrace.options import GenerationOptions, build_spec
+from headrace.results import Accepted, Chunk, Result
+from headrace.v1.generation_pb2 import GenerationSpec
+from headrace.v1.generation_service_pb2 import StreamResultRequest
+
+_CLOSE_SECONDS = 5.0  # how long close() waits for the server to answer cancels
+
+_log = logging.getLogger("headrace")
+
+
+class AsyncSession:
+    """A session: many requests on one stream, their results interleaved. Made by
+    `AsyncClient.session`.
+
+    It is opened by entering it. Leaving the block waits for the requests that are still running;
+    leaving it by an exception cancels them.
+
+        async with client.session() as session:
+            results = await asyncio.gather(*(session.submit(prompt) for prompt in prompts))
+    """
+
+    def __init__(
+        self,
+        stub: Any,
+        settings: ChannelSettings,
+        *,
+        lease: float | timedelta | None = None,
+        initial_credit: int = 0,
+    ) -> None:
+        self._core = SessionCore(lease=lease, initial_credit=initial_credit)
+        self._stub = stub
+        self._settings = settings
+        self._outgoing: asyncio.Queue[StreamResultRequest | None] = asyncio.Queue()
+        self._half_closed = False
+        self._call: aio.StreamStreamCall[Any, Any] | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    def submit(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncRequestHandle:
+        """Starts a request and returns at once; await the handle for its result.
+
+        What the server refuses is raised by the handle, not here.
+
+        Raises:
+            InvalidArgumentError: a value cannot be sent at all.
+            AlreadyExistsError: a live request of this session has that `request_id`.
+            UnavailableError: the session was not entered, or has ended.
+        """
+        return self._submit(build_spec(prompt, options))
+
+    def attach(self, request_id: str, *, from_seq: int = 1, n: int = 1) -> AsyncRequestHandle:
+        """Continues a request of an earlier session, or of `AsyncClient.add_request`, on this one.
+
+        Args:
+            request_id: the request.
+            from_seq: the number of the first event wanted; the handle knows only what follows.
+            n: how many choices the request has.
+
+        Raises:
+            AlreadyExistsError: a live request of this session has that `request_id`.
+            UnavailableError: the session was not entered, or has ended.
+        """
+        return self._attach(Fold(request_id, n=n, from_seq=from_seq))
+
+    def resume(self, handle: AsyncRequestHandle) -> AsyncRequestHandle:
+        """Continues a request whose session was lost, where its handle left off.
+
+        The new handle has all output from the beginning. This works while the lost session's
+        lease holds.
+
+        Raises:
+            AlreadyExistsError: the request is live on this session.
+            UnavailableError: the session was not entered, or has ended.
+        """
+        return self._attach(handle._record.fold.reopened())
+
+    @property
+    def live(self) -> int:
+        """How many requests have not ended."""
+        return len(self._core.records)
+
+    @property
+    def lease(self) -> float | None:
+        """The lease that the server granted, in seconds; None until it answered, or if none was
+        asked for.
+        """
+        opened = self._core.opened
+        return None if opened is None else opened.lease.seconds + opened.lease.nanos / 1e9
+
+    async def close(self, *, cancel: bool = False) -> None:
+        """Ends the session: no more requests; returns when the live ones have ended.
+
+        Args:
+            cancel: whether to cancel the live requests instead of waiting for them.
+        """
+        if self._reader is None or self._call is None:
+            return
+        if cancel:
+            for record in list(self._core.records.values()):
+                self._core.cancel(record)
+        self._flush()
+        if not self._half_closed:
+            self._half_closed = True
+            self._outgoing.put_nowait(None)
+        try:
+            await asyncio.wait([self._reader], timeout=_CLOSE_SECONDS if cancel else None)
+        finally:
+            self._call.cancel()  # does nothing to a call that has ended
+            await asyncio.wait([self._reader])
+
+    async def __aenter__(self) -> Self:
+        if self._reader is None:
+            self._call = self._stub.StreamResult(self._commands(), metadata=self._settings.metadata)
+            self._flush()
+            self._reader = asyncio.create_task(self._read(self._call))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close(cancel=kind is not None)
+
+    def _submit(
+        self, spec: GenerationSpec, on_done: Callable[[AsyncRequestHandle], None] | None = None
+    ) -> AsyncRequestHandle:
+        self._check_entered()
+        return self._handle(self._core.add(spec), on_done)
+
+    def _attach(self, fold: Fold) -> AsyncRequestHandle:
+        self._check_entered()
+        return self._handle(self._core.attach(fold), None)
+
+    def _check_entered(self) -> None:
+        if self._reader is None:
+            raise UnavailableError("the session is not open: use `async with client.session()`")
+        if self._half_closed and not self._core.ended:
+            raise UnavailableError("the session is closed")
+
+    def _handle(
+        self, record: Record, on_done: Callable[[AsyncRequestHandle], None] | None
+    ) -> AsyncRequestHandle:
+        handle = AsyncRequestHandle(self, record)
+        if on_done is not None:
+            record.on_done = lambda: on_done(handle)
+        self._flush()
+        return handle
+
+    def _flush(self) -> None:
+        if not self._half_closed:
+            for command in self._core.outbox:
+                self._outgoing.put_nowait(command)
+        self._core.outbox.clear()
+
+    async def _commands(self) -> AsyncIterator[StreamResultRequest]:
+        while (command := await self._outgoing.get()) is not None:
+            yield command
+
+    async def _read(self, call: aio.StreamStreamCall[Any, Any]) -> None:
+        error: HeadraceError | None = None
+        try:
+            async for response in call:
+                changed = self._core.receive(response)
+                self._flush()
+                _wake(changed)
+                if self._core.ended:
+                    call.cancel()
+                    return
+        except grpc.RpcError as failure:
+            error = error_from_rpc(failure, target=self._settings.target)
+        except asyncio.CancelledError:
+            error = UnavailableError("the session was closed")
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise  # this task itself is cancelled, not only the call
+        except Exception as failure:  # of a callback: nobody may be left waiting for this task
+            _log.exception("the session's reader failed")
+            error = HeadraceError(f"the session's reader failed: {failure}")
+        finally:
+            if not self._core.ended:
+                _wake(self._core.end(error))
+            self._half_closed = True
+            self._outgoing.put_nowait(None)
+            call.cancel()
+
+
+def _wake(records: list[Record]) -> None:
+    for record in records:
+        record.wake()
+        if record.fold.done and record.on_done is not None:
+            record.on_done()
+
+
+class AsyncRequestHandle:
+    """One request of a session: `await` it for its result, iterate it for its chunks.
+
+    handle = session.submit("Once upon a time")
+    async for chunk in handle:
+        print(chunk.text, end="")
+    result = await handle
+    """
+
+    def __init__(self, session: AsyncSession, record: Record) -> None:
+        self._session = session
+        self._record = record
+        self._waiting: list[asyncio.Future[None]] = []
+        record.wake = self._wake
+
+    @property
+    def request_id(self) -> str:
+        """The request's id, yours or the one that the client made."""
+        return self._record.request_id
+
+    @property
+    def next_seq(self) -> int:
+        """The number of the event that comes next: where `AsyncSession.attach` would continue."""
+        return self._record.fold.next_seq
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended, well or not."""
+        return self._record.fold.done
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        """All chunks from the first on, as they come; may be iterated more than once.
+
+        Raises:
+            HeadraceError: the request was refused, failed, or its session was lost.
+        """
+        fold, position = self._record.fold, 0
+        while True:
+            while position >= len(fold.chunks) and not fold.done:
+                await self._change()
+            if position >= len(fold.chunks):
+                break
+            position += 1
+            self._session._core.pay(self._record, position)
+            self._session._flush()
+            yield fold.chunks[position - 1]
+        if fold.error is not None:
+            raise fold.error
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        return self.result().__await__()
+
+    async def result(self) -> Result:
+        """Waits for the end and returns the whole result. A cancelled request has one too.
+
+        A waiter that is cancelled or times out (`asyncio.timeout`) leaves the request running.
+
+        Raises:
+            HeadraceError: the request was refused, failed, or its session was lost.
+        """
+        self._session._core.pay_all(self._record)
+        self._session._flush()
+        while not self._record.fold.done:
+            await self._change()
+        return self._record.fold.result()
+
+    async def accepted(self) -> Accepted:
+        """Waits until the server has taken the request in; tells the effective parameters.
+
+        Raises:
+            HeadraceError: the request was refused, or its session was lost.
+        """
+        fold = self._record.fold
+        while fold.accepted is None and not fold.done:
+            await self._change()
+        if fold.accepted is None:
+            raise fold.error or HeadraceError("the request was attached after its acceptance")
+        return fold.accepted
+
+    def cancel(self) -> None:
+        """Asks the server to end the request; it then ends with CANCELLED and what it has."""
+        self._session._core.cancel(self._record)
+        self._session._flush()
+
+    async def _change(self) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        await future
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)

@@ -1,0 +1,226 @@
+"""One request whose output is read as it comes, under asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import grpc
+
+from headrace._calls import poll_request
+from headrace._fold import Fold
+from headrace.errors import (
+    CallCancelledError,
+    HeadraceError,
+    ProtocolError,
+    UnavailableError,
+    error_from_rpc,
+)
+from headrace.results import Accepted, Chunk, Result
+from headrace.v1.generation_pb2 import ResultEvent
+from headrace.v1.generation_service_pb2 import GetResultRequest, GetResultResponse
+
+
+class AsyncEventSource(Protocol):
+    """Where a stream's events come from, a message at a time."""
+
+    async def read(self) -> Iterable[ResultEvent] | None:
+        """The next message's events; None: there are no more."""
+
+    def cancel(self) -> None:
+        """Ends it; does nothing if it has ended."""
+
+
+class AsyncCallEvents:
+    """The events of a server-streaming call."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    async def read(self) -> Iterable[ResultEvent] | None:
+        message = await self._call.read()
+        return None if message is grpc.aio.EOF else message.events
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class AsyncPolledEvents:
+    """The events of a request that runs by itself, read by repeated `GetResult` calls."""
+
+    def __init__(
+        self, fetch: Callable[[GetResultRequest], Awaitable[GetResultResponse]], fold: Fold
+    ) -> None:
+        self._fetch = fetch
+        self._fold = fold
+        self._done = False
+
+    async def read(self) -> Iterable[ResultEvent] | None:
+        while not self._done:
+            response = await self._fetch(poll_request(self._fold))
+            self._done = response.done
+            if response.events:
+                return response.events
+        self._fold.end()
+        return None
+
+    def cancel(self) -> None:
+        self._done = True
+
+
+class AsyncStream:
+    """The output of one request, as it comes. Made by `AsyncClient.stream` and
+    `AsyncClient.attach`.
+
+    The request starts when the `async with` block is entered, or with the first chunk. Leaving the
+    block before the end cancels it (a stream of `AsyncClient.attach` only stops reading). Use the
+    block: asyncio does not tell a stream that its loop was left by `break`.
+
+        async with client.stream("Once upon a time", max_tokens=64) as stream:
+            async for chunk in stream:
+                print(chunk.text, end="", flush=True)
+        result = await stream.result()
+    """
+
+    def __init__(
+        self,
+        source: Callable[[], AsyncEventSource],
+        fold: Fold,
+        *,
+        cancel: Callable[[str], Awaitable[Any]],
+        target: str,
+    ) -> None:
+        self._source = source
+        self._fold = fold
+        self._cancel = cancel
+        self._target = target
+        self._events: AsyncEventSource | None = None
+        self._position = 0
+        self._closed = False
+
+    @property
+    def request_id(self) -> str:
+        """The request's id, yours or the one that the client made."""
+        return self._fold.request_id
+
+    @property
+    def accepted(self) -> Accepted | None:
+        """How the request was taken in; None before the first chunk."""
+        return self._fold.accepted
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """The next piece of output.
+
+        Raises:
+            StopAsyncIteration: the request has ended.
+            HeadraceError: the request was refused, failed, or the connection was lost.
+        """
+        while self._position >= len(self._fold.chunks):
+            if self._closed or not await self._read():
+                if self._fold.error is not None:
+                    raise self._fold.error
+                raise StopAsyncIteration
+        self._position += 1
+        return self._fold.chunks[self._position - 1]
+
+    async def result(self) -> Result:
+        """Reads to the end, if that was not done, and returns the whole result.
+
+        After `close` it is what had arrived until then, with the reason UNKNOWN if the end had not.
+
+        Raises:
+            HeadraceError: the request was refused, failed, or the connection was lost.
+        """
+        while not self._closed and await self._read():
+            pass
+        return self._fold.result()
+
+    async def cancel(self) -> None:
+        """Asks the server to end the request; the stream then ends with CANCELLED and what there
+        is.
+
+        Raises:
+            HeadraceError: the server cannot be reached.
+        """
+        if not self._fold.done:
+            await self._cancel(self._fold.request_id)
+
+    def close(self) -> None:
+        """Stops reading; cancels the request if it has not ended."""
+        self._closed = True
+        if self._events is not None:
+            self._events.cancel()
+
+    async def __aenter__(self) -> Self:
+        self._start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # The last resort for a loop that was left without the block: gRPC would let the server
+        # go on.
+        events, closed = getattr(self, "_events", None), getattr(self, "_closed", True)
+        if events is not None and not closed and not self._has_ended():
+            with contextlib.suppress(RuntimeError):  # the loop is gone, and the call with it
+                events.cancel()
+
+    def _start(self) -> AsyncEventSource:
+        if self._events is None:
+            self._events = self._source()
+        return self._events
+
+    def _has_ended(self) -> bool:
+        return self._fold.done
+
+    async def _read(self) -> bool:
+        """Takes in the next message; False: there is none."""
+        if self._has_ended():
+            return False
+        try:
+            events = await self._start().read()
+        except grpc.RpcError as failure:
+            error = error_from_rpc(failure, target=self._target, request_id=self.request_id)
+            self._fold.fail(error)
+            return False
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                self.close()
+                raise
+            self._fold.fail(CallCancelledError("the stream was closed"))
+            return False
+        except HeadraceError as error:  # of a source that makes unary calls
+            self._fold.fail(error)
+            return False
+        if events is None:
+            if not self._fold.done:
+                self._fold.fail(UnavailableError("the server ended the stream before the request"))
+            return False
+        for event in events:
+            self._fold.add(event)
+        if self._has_ended():
+            await self._finish()
+        return True
+
+    async def _finish(self) -> None:
+        """Lets the call end by itself, so that the server does not count it as broken off."""
+        events = self._start()
+        if not isinstance(self._fold.error, ProtocolError):
+            try:
+                await events.read()
+            except (grpc.RpcError, HeadraceError):
+                return  # the status of a failure that its last event has told already
+        events.cancel()

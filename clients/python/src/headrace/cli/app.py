@@ -1,0 +1,72 @@
+"""The command's entry: the options before the subcommand, and the list of subcommands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace._channel import CLIENT_VERSION, DEFAULT_TARGET
+from headrace.cli.batch import batch
+from headrace.cli.chat import chat
+from headrace.cli.common import Connection
+from headrace.cli.generate import generate
+
+_EPILOG = (
+    "Exit codes: 0 done; 1 a request was refused or failed; 2 wrong usage; "
+    "3 the server cannot be reached or is not ready; 130 interrupted."
+)
+
+app = typer.Typer(
+    name="headrace",
+    help="Talk to a Headrace text-generation server.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=_EPILOG,
+)
+app.command(epilog=_EPILOG)(generate)
+app.command(epilog=_EPILOG)(chat)
+app.command(epilog=_EPILOG)(batch)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"headrace {CLIENT_VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def connect(
+    context: typer.Context,
+    target: Annotated[
+        str,
+        typer.Option(
+            envvar="HEADRACE_TARGET",
+            help="The server: host:port, dns:///host:port or unix:/path.",
+        ),
+    ] = DEFAULT_TARGET,
+    tls: Annotated[
+        bool | None,
+        typer.Option("--tls/--insecure", help="Encrypted, or in clear text even with a token."),
+    ] = None,
+    ca: Annotated[
+        Path | None,
+        typer.Option(envvar="HEADRACE_CA", help="The certificate authority to trust (PEM)."),
+    ] = None,
+    token: Annotated[
+        str | None, typer.Option(envvar="HEADRACE_TOKEN", help="Sent as a bearer token.")
+    ] = None,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Talk to a Headrace text-generation server."""
+    context.obj = Connection(target=target, tls=tls, ca=ca, token=token)
+
+
+def main() -> None:
+    """Runs the command."""
+    app()

@@ -1,0 +1,225 @@
+"""What the commands share: the connection, the options of a request, and how errors are told."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar, cast
+
+import typer
+
+from headrace.client import Client
+from headrace.errors import (
+    HeadraceError,
+    InvalidArgumentError,
+    NotSupportedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from headrace.options import OPTION_NAMES, GenerationOptions
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_UNAVAILABLE = 3
+EXIT_INTERRUPTED = 130
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """How to reach the server; filled from the options before the command."""
+
+    target: str
+    tls: bool | None
+    ca: Path | None
+    token: str | None
+
+    def open(self) -> Client:
+        """A client of that server; wrong arguments end the command."""
+        try:
+            return Client(self.target, tls=self.tls, ca=self.ca, token=self.token)
+        except (ValueError, OSError) as error:
+            fail(str(error), EXIT_USAGE)
+
+
+def connection(
+    context: typer.Context,
+    target: str | None,
+    tls: bool | None,
+    ca: Path | None,
+    token: str | None,
+) -> Connection:
+    """The connection that the options describe; the command's own come first."""
+    before = cast(Connection, context.obj)
+    return Connection(
+        target=target or before.target,
+        tls=before.tls if tls is None else tls,
+        ca=ca or before.ca,
+        token=token or before.token,
+    )
+
+
+def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
+    """Says what is wrong on stderr and ends the command."""
+    typer.echo(f"headrace: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def explain(error: HeadraceError) -> str:
+    """An error in words for a person at a terminal."""
+    if isinstance(error, UnavailableError) and not error.reached_server:
+        return f"{error.message}\nstart one with `make run`, or pass --target"
+    lines = [error.message]
+    if isinstance(error, (InvalidArgumentError, NotSupportedError)):
+        lines += [
+            f"  {violation.field}: {violation.description}"
+            for violation in error.field_violations
+            if violation.description not in error.message
+        ]
+    if isinstance(error, UnauthenticatedError):
+        lines.append("pass --token, or set HEADRACE_TOKEN")
+    if error.retry_after is not None:
+        lines.append(f"try again in {error.retry_after:g} s")
+    if error_id := error.metadata.get("error_id"):
+        lines.append(f"the server's log knows it as {error_id}")
+    return "\n".join(lines)
+
+
+def exit_code(error: HeadraceError) -> int:
+    """The exit code that stands for an error."""
+    return EXIT_UNAVAILABLE if isinstance(error, UnavailableError) else EXIT_FAILED
+
+
+def tells_errors(command: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A command whose errors become a line on stderr and an exit code instead of a traceback."""
+
+    @functools.wraps(command)
+    def told(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return command(*args, **kwargs)
+        except HeadraceError as error:
+            fail(explain(error), exit_code(error))
+        except KeyboardInterrupt:
+            typer.echo("\nheadrace: interrupted", err=True)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+    return told
+
+
+def read_text(source: str | None) -> str:
+    """A prompt: as it is, from a file (`@path`), or from stdin (None or `-`)."""
+    if source is None or source == "-":
+        if source is None and sys.stdin.isatty():
+            fail("no prompt: give one, or @file, or pipe it in", EXIT_USAGE)
+        return sys.stdin.read()
+    if source.startswith("@"):
+        try:
+            return Path(source[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            fail(f"cannot read the prompt: {error}", EXIT_USAGE)
+    return source
+
+
+def make_options(pairs: list[str] | None, **named: Any) -> GenerationOptions:
+    """The options of a request: the command's own, and `-o name=value` with a JSON value (or a
+    string).
+    """
+    options = {name: value for name, value in named.items() if value is not None and value != []}
+    for pair in pairs or ():
+        name, equals, text = pair.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or name not in OPTION_NAMES:
+            known = ", ".join(sorted(OPTION_NAMES))
+            fail(f"-o wants name=value with one of these names: {known}", EXIT_USAGE)
+        try:
+            options[name] = json.loads(text)
+        except json.JSONDecodeError:
+            options[name] = text
+    return cast(GenerationOptions, options)
+
+
+# ---- options of several commands ---------------------------------------------------------------
+
+_REQUEST = "The request"
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens", "-m", min=0, help="The most tokens to generate.", rich_help_panel=_REQUEST
+    ),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature", "-t", help="0: always the most likely token.", rich_help_panel=_REQUEST
+    ),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(help="Keep the k most likely tokens; 0: all.", rich_help_panel=_REQUEST),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help="Keep the likeliest tokens up to this probability.", rich_help_panel=_REQUEST
+    ),
+]
+Seed = Annotated[
+    int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_REQUEST)
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop",
+        "-s",
+        help="Text that ends the output; may be given again.",
+        rich_help_panel=_REQUEST,
+    ),
+]
+TimeLimit = Annotated[
+    float | None,
+    typer.Option(help="Seconds after which the server ends it.", rich_help_panel=_REQUEST),
+]
+OtherOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option", "-o", metavar="NAME=VALUE",
+        help="Any other option of a request, the value as JSON, such as min_tokens=5 or "
+        "'logit_bias={\"13\": -100}'.",
+        rich_help_panel=_REQUEST,
+    ),
+]  # fmt: skip
+_SERVER = "The server"
+Target = Annotated[
+    str | None,
+    typer.Option(
+        help="host:port, dns:///host:port or unix:/path; default: HEADRACE_TARGET, else "
+        "127.0.0.1:50051.",
+        rich_help_panel=_SERVER,
+    ),
+]
+Tls = Annotated[
+    bool | None,
+    typer.Option(
+        "--tls/--insecure",
+        help="Encrypted, or in clear text even with a token.",
+        rich_help_panel=_SERVER,
+    ),
+]
+Ca = Annotated[
+    Path | None,
+    typer.Option(
+        help="The certificate authority to trust (PEM); default: HEADRACE_CA.",
+        rich_help_panel=_SERVER,
+    ),
+]
+Token = Annotated[
+    str | None,
+    typer.Option(help="Sent as a bearer token; default: HEADRACE_TOKEN.", rich_help_panel=_SERVER),
+]
+System = Annotated[str | None, typer.Option(help="Instructions that come before the conversation.")]

@@ -1,0 +1,105 @@
+"""`headrace generate`: one request, its text on stdout as it comes."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from headrace.cli import common
+from headrace.messages import Message, Prompt
+from headrace.results import Result
+
+
+@common.tells_errors
+def generate(
+    context: typer.Context,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="The prompt; @FILE reads it from a file, - or nothing from stdin."),
+    ] = None,
+    max_tokens: common.MaxTokens = None,
+    temperature: common.Temperature = None,
+    top_k: common.TopK = None,
+    top_p: common.TopP = None,
+    seed: common.Seed = None,
+    stop: common.Stop = None,
+    time_limit: common.TimeLimit = None,
+    option: common.OtherOptions = None,
+    target: common.Target = None,
+    tls: common.Tls = None,
+    ca: common.Ca = None,
+    token: common.Token = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Lay the prompt out by the model's chat template.")
+    ] = False,
+    system: common.System = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write the whole result as one JSON object.")
+    ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Tell tokens and times on stderr.")
+    ] = False,
+) -> None:
+    """Continue a prompt, or answer it (--chat). Ctrl-C cancels the request.
+
+    Examples:
+
+        headrace generate "Once upon a time" --max-tokens 64
+
+        headrace generate @prompt.txt --temperature 0 --stop "END" --json
+
+        echo "What is a headrace?" | headrace generate --system "Be brief."
+    """
+    text = common.read_text(prompt)
+    options = common.make_options(
+        option,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+        time_limit=time_limit,
+    )
+    asked: Prompt = text
+    if chat or system is not None:
+        messages = [Message.system(system)] if system is not None else []
+        asked = [*messages, Message.user(text)]
+    with (
+        common.connection(context, target, tls, ca, token).open() as client,
+        client.stream(asked, **options) as stream,
+    ):
+        last = ""
+        for chunk in stream:
+            if not as_json and chunk.choice_index == 0 and chunk.text:
+                typer.echo(chunk.text, nl=False)
+                last = chunk.text
+        result = stream.result()
+    if as_json:
+        typer.echo(json.dumps(result.to_dict(), ensure_ascii=False))
+    else:
+        if not last.endswith("\n"):
+            typer.echo()
+        for choice in result.choices[1:]:
+            typer.echo(f"--- {choice.index}\n{choice.text}")
+    if stats:
+        typer.echo(describe(result), err=True)
+
+
+def describe(result: Result) -> str:
+    """Tokens and times of a request in one line."""
+    usage, timings = result.usage, result.timings
+    words = [
+        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached)",
+        f"{usage.completion_tokens} generated",
+        f"ended by {result.finish_reason}",
+    ]
+    if timings.first_token is not None:
+        words.append(f"first after {timings.first_token:.3f} s")
+    if timings.first_token is not None and timings.last_token is not None:
+        spread = timings.last_token - timings.first_token
+        if spread > 0 and usage.completion_tokens > 1:
+            words.append(f"then {(usage.completion_tokens - 1) / spread:.1f} tokens/s")
+    return ", ".join(words)

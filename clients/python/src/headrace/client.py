@@ -1,0 +1,438 @@
+"""The client for ordinary threads."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self, TypeAlias, TypeVar, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headrace import _calls
+from headrace._batch import BatchInput, BatchItem, run_batch
+from headrace._channel import (
+    DEFAULT_KEEPALIVE,
+    DEFAULT_MAX_MESSAGE_BYTES,
+    LoadBalancing,
+    MetadataLike,
+    make_settings,
+)
+from headrace._fold import Fold
+from headrace.errors import (
+    AlreadyExistsError,
+    CallCancelledError,
+    DeadlineExceededError,
+    NotFoundError,
+    UnavailableError,
+    error_from_rpc,
+)
+from headrace.messages import Message, MessageDict, Prompt
+from headrace.model_card import ModelCard
+from headrace.options import GenerationOptions, build_spec, choices_of
+from headrace.results import (
+    Accepted,
+    CancelStatus,
+    HealthStatus,
+    Result,
+    Tokenization,
+    accepted_from_proto,
+    result_from_proto,
+)
+from headrace.session import Session
+from headrace.streams import CallEvents, PolledEvents, Stream
+from headrace.v1 import generation_service_pb2 as pb
+from headrace.v1 import model_service_pb2
+from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
+from headrace.v1.model_service_pb2_grpc import ModelServiceStub
+
+_Q = TypeVar("_Q")
+_A = TypeVar("_A")
+_Method: TypeAlias = "grpc.UnaryUnaryMultiCallable[_Q, _A]"
+
+
+class Client:
+    """A client of one Headrace server, for ordinary threads; all methods are thread-safe.
+
+        with headrace.Client() as client:
+            print(client.generate("Once upon a time", max_tokens=32).text)
+
+    Args:
+        target: `host:port`, `dns:///host:port` or `unix:/path`. Default: the environment's
+            HEADRACE_TARGET, else 127.0.0.1:50051.
+        tls: True: encrypted; False: in clear text, even with a token; None: encrypted if a
+            certificate is given.
+        ca: the certificate authority to trust, as a path or PEM bytes. Default: the system's.
+        client_cert, client_key: this client's certificate, as paths or PEM bytes.
+        server_name: the name to expect in the server's certificate, where it is not the target's.
+        token: sent as `authorization: Bearer …` with every call.
+        metadata: further metadata sent with every call.
+        keepalive: seconds between pings of a busy connection; None: none.
+        max_message_bytes: the largest message, sent or received, in bytes.
+        retries: how often a unary call that met UNAVAILABLE or RESOURCE_EXHAUSTED is tried again.
+        rpc_timeout: seconds that short calls (model, tokenize, health, cancel) may take; None: any.
+            Requests have no deadline: give them a `time_limit`.
+        load_balancing: `pick_first` keeps to one replica, which cancel, get_result and attach
+            need; `round_robin` spreads calls over all addresses of a `dns:///` target.
+        channel_options: further gRPC channel arguments.
+
+    Raises:
+        ValueError: arguments contradict each other, or the target is not understood.
+        OSError: a certificate file cannot be read.
+    """
+
+    def __init__(
+        self,
+        target: str | None = None,
+        *,
+        tls: bool | None = None,
+        ca: str | os.PathLike[str] | bytes | None = None,
+        client_cert: str | os.PathLike[str] | bytes | None = None,
+        client_key: str | os.PathLike[str] | bytes | None = None,
+        server_name: str | None = None,
+        token: str | None = None,
+        metadata: MetadataLike | None = None,
+        keepalive: float | None = DEFAULT_KEEPALIVE,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        retries: int = 3,
+        rpc_timeout: float | None = 30.0,
+        load_balancing: LoadBalancing = "pick_first",
+        channel_options: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        self._settings = make_settings(
+            target,
+            tls=tls,
+            ca=ca,
+            client_cert=client_cert,
+            client_key=client_key,
+            server_name=server_name,
+            token=token,
+            metadata=metadata,
+            keepalive=keepalive,
+            max_message_bytes=max_message_bytes,
+            retries=retries,
+            load_balancing=load_balancing,
+            channel_options=channel_options,
+        )
+        self._rpc_timeout = rpc_timeout
+        options = list(self._settings.options)
+        if self._settings.credentials is None:
+            self._channel = grpc.insecure_channel(self._settings.target, options)
+        else:
+            self._channel = grpc.secure_channel(
+                self._settings.target, self._settings.credentials, options
+            )
+        self._generation = GenerationServiceStub(self._channel)
+        self._models = ModelServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    @property
+    def target(self) -> str:
+        """The server's address, as gRPC is given it."""
+        return self._settings.target
+
+    def close(self) -> None:
+        """Closes the connection; what still runs on it is cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- one request -----------------------------------------------------------------------------
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Result:
+        """Runs one request and returns its whole result. An exception (Ctrl-C too) cancels it.
+
+        Raises:
+            HeadraceError: the request was refused or failed; the class tells why.
+            TypeError: an option has no such name, or the prompt is none of its possible types.
+        """
+        spec = build_spec(prompt, options)
+        request = pb.GenerateRequest(spec=spec)
+        response = self._call(self._generation.Generate, request, None, spec.request_id)
+        return result_from_proto(response)
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:
+        """Runs one request whose output is read as it comes; see `Stream`.
+
+        Raises:
+            InvalidArgumentError: a value cannot be sent at all. What the server refuses is raised
+                by the stream.
+            TypeError: an option has no such name, or the prompt is none of its possible types.
+        """
+        spec = build_spec(prompt, options)
+        _calls.name_request(spec)
+        request = pb.GenerateStreamRequest(spec=spec)
+        return Stream(
+            lambda: CallEvents(
+                _calls.open_call(self._generation.GenerateStream, request, self._settings.metadata)
+            ),
+            Fold(spec.request_id, n=choices_of(spec)),
+            cancel=self.cancel,
+            target=self.target,
+        )
+
+    # ---- many requests ---------------------------------------------------------------------------
+
+    def session(
+        self, *, lease: float | timedelta | None = None, initial_credit: int = 0
+    ) -> Session:
+        """Opens a session: many requests on one stream; see `Session`.
+
+        Args:
+            lease: seconds that the requests are kept running after the stream was lost, for
+                another session to `resume` them. Default: none, they are cancelled at once.
+            initial_credit: how many tokens of each request the server may send ahead of what its
+                handle's reader has taken; 0: no such bound.
+        """
+        return Session(self._generation, self._settings, lease=lease, initial_credit=initial_credit)
+
+    def batch(
+        self,
+        requests: Iterable[BatchInput],
+        *,
+        max_in_flight: int = 64,
+        ordered: bool = False,
+        progress: bool = False,
+        **options: Unpack[GenerationOptions],
+    ) -> Iterator[BatchItem]:
+        """Runs any number of requests over one session, a bounded number of them at a time.
+
+        Gives `(index, outcome)` for each request as it ends; the outcome is a `Result` or, for a
+        request that was refused or failed, a `HeadraceError`. Closing the iterator cancels what
+        runs. Requests that meet a full queue are sent again when the server has room.
+
+            for index, outcome in client.batch(prompts, max_tokens=64, progress=True):
+                if isinstance(outcome, headrace.Result):
+                    texts[index] = outcome.text
+
+        Args:
+            requests: prompts, or `Request`s with options of their own. Read as they are needed.
+            max_in_flight: how many requests may run or wait in the server at the same time.
+            ordered: whether outcomes come in the order of the requests instead of as they end.
+            progress: whether to show a progress bar on stderr, where that is a terminal.
+            options: options for all requests; a `Request`'s own come first.
+
+        Raises:
+            UnavailableError: the connection was lost; what was in flight was given as errors
+                before.
+        """
+        return run_batch(
+            self.session,
+            requests,
+            max_in_flight=max_in_flight,
+            ordered=ordered,
+            progress=progress,
+            options=options,
+        )
+
+    # ---- requests that run by themselves ---------------------------------------------------------
+
+    def add_request(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Accepted:
+        """Starts a request that runs by itself, and returns once the server has taken it in.
+
+        Its result is kept for `get_result` and `attach`, and for a while after its end.
+
+        Raises:
+            HeadraceError: the request was refused.
+        """
+        spec = build_spec(prompt, options)
+        is_named = bool(spec.request_id)
+        _calls.name_request(spec)
+        try:
+            request = pb.AddRequestRequest(spec=spec)
+            response = self._short(self._generation.AddRequest, request, spec.request_id)
+        except AlreadyExistsError:
+            if is_named:
+                raise
+            # Our own fresh id: the first try arrived, its answer was lost, and gRPC tried again.
+            fold = Fold(spec.request_id, n=0)
+            for event in self._get_result(_calls.poll_request(fold, wait=0)).events:
+                fold.add(event)
+            if fold.accepted is None:
+                raise
+            return fold.accepted
+        return accepted_from_proto(response.request_id, response.accepted)
+
+    def get_result(self, request_id: str, *, timeout: float | None = None) -> Result:
+        """Waits for the end of a request that runs by itself, and returns its whole result.
+
+        Reading does not consume: the result may be read again while it is kept.
+
+        Args:
+            request_id: the request.
+            timeout: how many seconds to wait at most; None: as long as it takes.
+
+        Raises:
+            NotFoundError: there is no such request, or its result is no longer kept.
+            DeadlineExceededError: `timeout` passed first; the request goes on.
+            HeadraceError: the request failed.
+        """
+        fold = Fold(request_id, n=0)
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _calls.POLL_SECONDS if end is None else max(end - time.monotonic(), 0.0)
+            wait = min(left, _calls.POLL_SECONDS)
+            response = self._get_result(_calls.poll_request(fold, until_done=True, wait=wait))
+            for event in response.events:
+                fold.add(event)
+            if response.done or fold.done:
+                return fold.result()
+            if end is not None and time.monotonic() >= end:
+                raise DeadlineExceededError(
+                    f"request {request_id} has not ended within {timeout} s",
+                    request_id=request_id,
+                    partial=fold.partial(),
+                )
+
+    def attach(self, request_id: str, *, from_seq: int = 1) -> Stream:
+        """Reads the output of a request that runs by itself, from its beginning, as it comes.
+
+        Several readers may do so. Leaving the stream does not touch the request.
+
+        Args:
+            request_id: the request.
+            from_seq: the number of the first event wanted; the stream knows only what follows.
+        """
+        fold = Fold(request_id, n=0, from_seq=from_seq)
+        return Stream(
+            lambda: PolledEvents(self._get_result, fold),
+            fold,
+            cancel=self.cancel,
+            target=self.target,
+        )
+
+    def cancel(self, ids: str | Iterable[str]) -> dict[str, CancelStatus]:
+        """Ends requests by their ids, whoever of this identity started them; tells what became of
+        each.
+
+        Raises:
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        statuses: dict[str, CancelStatus] = {}
+        for request in _calls.cancel_requests(ids):
+            statuses |= _calls.cancel_statuses(self._short(self._generation.Cancel, request))
+        return statuses
+
+    # ---- the model and the server ----------------------------------------------------------------
+
+    def model(self) -> ModelCard:
+        """The model and the server's limits.
+
+        Raises:
+            UnavailableError: the server cannot be reached, or its model is still loading.
+        """
+        response = self._short(self._models.GetModel, model_service_pb2.GetModelRequest())
+        return ModelCard.from_proto(response.model)
+
+    def tokenize(
+        self,
+        prompt: str | Sequence[Message] | Sequence[MessageDict],
+        *,
+        token_details: bool = False,
+        add_special_tokens: bool | None = None,
+        **chat_options: Any,
+    ) -> Tokenization:
+        """The tokens of a text or a conversation, exactly as a request with it would have them.
+
+        Args:
+            prompt: the text or the conversation.
+            token_details: whether to return each token's text and bytes too.
+            add_special_tokens: for a text; default yes.
+            chat_options: for a conversation: tools, add_generation_prompt,
+                continue_final_message, template_arguments.
+
+        Raises:
+            HeadraceError: the server refused it, or cannot be reached.
+        """
+        request = _calls.tokenize_request(
+            prompt,
+            token_details=token_details,
+            add_special_tokens=add_special_tokens,
+            chat_options=chat_options,
+        )
+        return _calls.tokenization(self._short(self._models.Tokenize, request))
+
+    def detokenize(
+        self, token_ids: Iterable[int], *, skip_special_tokens: bool | None = None
+    ) -> str:
+        """The text of token ids.
+
+        Raises:
+            HeadraceError: an id is out of range, or the server cannot be reached.
+        """
+        request = _calls.detokenize_request(token_ids, skip_special_tokens)
+        return self._short(self._models.Detokenize, request).text
+
+    def health(self, service: str = _calls.GENERATION_SERVICE) -> HealthStatus:
+        """Whether the server is ready for requests; with an empty service name, whether it lives.
+
+        Raises:
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        request = health_pb2.HealthCheckRequest(service=service)
+        try:
+            return _calls.health_status(self._short(self._health.Check, request))
+        except NotFoundError:
+            return HealthStatus.SERVICE_UNKNOWN
+
+    def wait_until_ready(self, timeout: float = 60.0) -> None:
+        """Returns once the server is there and its model is loaded.
+
+        Args:
+            timeout: how many seconds to wait at most.
+
+        Raises:
+            UnavailableError: that did not happen within `timeout`.
+        """
+        end = time.monotonic() + timeout
+        while True:
+            problem: UnavailableError | None = None
+            try:
+                status = self.health()
+                if status is HealthStatus.SERVING:
+                    return
+            except UnavailableError as error:
+                problem = error
+            if time.monotonic() >= end:
+                raise problem or UnavailableError(
+                    f"the server at {self.target} is not ready after {timeout} s: {status}"
+                )
+            time.sleep(_calls.READY_POLL_SECONDS)
+
+    def _get_result(self, request: pb.GetResultRequest) -> pb.GetResultResponse:
+        timeout = self._rpc_timeout and self._rpc_timeout + request.wait.seconds
+        return self._call(self._generation.GetResult, request, timeout, request.request_id)
+
+    def _short(self, method: _Method[_Q, _A], request: _Q, request_id: str = "") -> _A:
+        return self._call(method, request, self._rpc_timeout, request_id)
+
+    def _call(
+        self, method: _Method[_Q, _A], request: _Q, timeout: float | None, request_id: str = ""
+    ) -> _A:
+        """One unary call; whatever ends the wait for it, such as Ctrl-C, cancels it."""
+        call = None
+        try:
+            call = method.future(request, timeout=timeout, metadata=self._settings.metadata)
+            return call.result()
+        except grpc.FutureCancelledError:
+            raise CallCancelledError("the client was closed", request_id=request_id) from None
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, target=self.target, request_id=request_id) from error
+        except ValueError as error:  # gRPC's word for a channel that was closed
+            raise UnavailableError(f"the client is closed: {error}") from error
+        except BaseException:
+            if call is not None:
+                call.cancel()
+            raise

@@ -1,0 +1,320 @@
+"""The errors that the client raises, made from the `google.rpc.Status` that the server sends.
+
+Every error of a call, of a request on a session and of a line of a batch is a `HeadraceError`;
+the class follows the status code, so that the same mistake raises the same class whatever method
+was used. No `grpc.RpcError` leaves this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import (  # type: ignore[import-untyped]  # it ships none
+    code_pb2,
+    error_details_pb2,
+    status_pb2,
+)
+
+if TYPE_CHECKING:
+    from headrace.results import Result
+
+_DETAILS_TRAILER = "grpc-status-details-bin"
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One field of a request that the server refused."""
+
+    field: str
+    """The path in the request's message, such as `sampling.top_p`."""
+    description: str
+    """What to change."""
+
+
+class HeadraceError(Exception):
+    """Base of all errors of this package."""
+
+    default_code = grpc.StatusCode.UNKNOWN
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: status_pb2.Status | None = None,
+        request_id: str = "",
+        partial: Result | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        """What happened, in words."""
+        self.status = status or status_pb2.Status(code=self.default_code.value[0], message=message)
+        """The whole status as it was received, with its details."""
+        self.request_id = request_id
+        """The request it concerns; empty where that is not known."""
+        self.partial = partial
+        """What had arrived of the request's output before it failed, where it was streamed."""
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        """The gRPC status code."""
+        return _CODES.get(self.status.code, grpc.StatusCode.UNKNOWN)
+
+    @property
+    def reason(self) -> str:
+        """The server's machine-readable reason, such as `QUEUE_FULL`; empty if it gave none."""
+        return str(self._info().reason)
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """Further named values that the server gave with the reason."""
+        return dict(self._info().metadata)
+
+    @property
+    def retry_after(self) -> float | None:
+        """Seconds after which to try again, where the server said so."""
+        info = error_details_pb2.RetryInfo()
+        if not self._unpack(info) or not info.HasField("retry_delay"):
+            return None
+        return float(info.retry_delay.seconds + info.retry_delay.nanos / 1e9)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The error as JSON-ready values."""
+        found: dict[str, Any] = {
+            "code": self.code.name,
+            "reason": self.reason,
+            "message": self.message,
+        }
+        violations = [
+            {"field": violation.field, "description": violation.description}
+            for violation in _violations(self)
+        ]
+        if violations:
+            found["field_violations"] = violations
+        if self.retry_after is not None:
+            found["retry_after"] = self.retry_after
+        if error_id := self.metadata.get("error_id"):
+            found["error_id"] = error_id
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (
+            type(self),
+            self.message,
+            self.status.SerializeToString(),
+            self.request_id,
+        )
+
+    def _info(self) -> error_details_pb2.ErrorInfo:
+        info = error_details_pb2.ErrorInfo()
+        self._unpack(info)
+        return info
+
+    def _unpack(self, into: Any) -> bool:
+        try:
+            return any(detail.Unpack(into) for detail in self.status.details)
+        except DecodeError:  # a detail that its sender spoiled is not worth another error
+            return False
+
+
+class InvalidArgumentError(HeadraceError, ValueError):
+    """A field of the request is wrong; `field_violations` says which, and what to change."""
+
+    default_code = grpc.StatusCode.INVALID_ARGUMENT
+
+    @property
+    def field_violations(self) -> tuple[FieldViolation, ...]:
+        """The fields that were refused."""
+        return tuple(_violations(self))
+
+
+class OutOfRangeError(HeadraceError):
+    """The events that were asked for are no longer kept."""
+
+    default_code = grpc.StatusCode.OUT_OF_RANGE
+
+
+class NotSupportedError(HeadraceError):
+    """The server does not do this (UNIMPLEMENTED); `ModelCard.features` tells what it does."""
+
+    default_code = grpc.StatusCode.UNIMPLEMENTED
+
+    @property
+    def field_violations(self) -> tuple[FieldViolation, ...]:
+        """The fields that the server does not do."""
+        return tuple(_violations(self))
+
+
+class AlreadyExistsError(HeadraceError):
+    """A request of that id is live, or its results are still kept."""
+
+    default_code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class NotFoundError(HeadraceError):
+    """No such request of this caller is on this server."""
+
+    default_code = grpc.StatusCode.NOT_FOUND
+
+
+class FailedPreconditionError(HeadraceError):
+    """The server cannot do this as it is set up, such as chat with a model that has no chat
+    template.
+    """
+
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class ResourceExhaustedError(HeadraceError):
+    """A queue or a limit of the server is full; `retry_after` says when to try again."""
+
+    default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class UnavailableError(HeadraceError):
+    """The server cannot be reached, was lost, or is loading, draining or restarting."""
+
+    default_code = grpc.StatusCode.UNAVAILABLE
+
+    @property
+    def reached_server(self) -> bool:
+        """Whether a Headrace server itself said so, instead of the connection failing."""
+        return bool(self.reason)
+
+
+class DeadlineExceededError(HeadraceError):
+    """The call's timeout passed."""
+
+    default_code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class UnauthenticatedError(HeadraceError):
+    """The server wants a token (or a certificate) that was missing or wrong."""
+
+    default_code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class PermissionDeniedError(HeadraceError):
+    """The caller is known, and may not do this."""
+
+    default_code = grpc.StatusCode.PERMISSION_DENIED
+
+
+class CallCancelledError(HeadraceError):
+    """The call was cancelled, by this client or on the way."""
+
+    default_code = grpc.StatusCode.CANCELLED
+
+
+class RequestFailedError(HeadraceError):
+    """The server failed to run the request; nothing about the request needs to change."""
+
+    default_code = grpc.StatusCode.UNKNOWN
+
+    @property
+    def error_id(self) -> str:
+        """What the operator finds the cause by in the server's log; empty if not given."""
+        return self.metadata.get("error_id", "")
+
+
+class InternalError(RequestFailedError):
+    """The server met a fault of its own; `error_id` names it to its operator."""
+
+    default_code = grpc.StatusCode.INTERNAL
+
+
+class ProtocolError(HeadraceError):
+    """The server's answer broke the contract: an event was missing, repeated or out of order."""
+
+    default_code = grpc.StatusCode.DATA_LOSS
+
+
+_CLASSES: dict[grpc.StatusCode, type[HeadraceError]] = {
+    kind.default_code: kind
+    for kind in (
+        InvalidArgumentError,
+        OutOfRangeError,
+        NotSupportedError,
+        AlreadyExistsError,
+        NotFoundError,
+        FailedPreconditionError,
+        ResourceExhaustedError,
+        UnavailableError,
+        DeadlineExceededError,
+        UnauthenticatedError,
+        PermissionDeniedError,
+        CallCancelledError,
+        InternalError,
+    )
+}
+
+
+def error_from_status(
+    status: status_pb2.Status, *, request_id: str = "", partial: Result | None = None
+) -> HeadraceError:
+    """The error that stands for a status (of an event, or of a call)."""
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    kind = _CLASSES.get(code, RequestFailedError)
+    message = status.message or code.name.replace("_", " ").lower()
+    return kind(message, status=status, request_id=request_id, partial=partial)
+
+
+def error_from_rpc(
+    error: grpc.RpcError,
+    *,
+    target: str = "",
+    request_id: str = "",
+    partial: Result | None = None,
+) -> HeadraceError:
+    """The error that stands for a call's end, with the details of its trailers if it has some."""
+    code, text, trailers = _parts(error)
+    status = _status_of(trailers)
+    if status is None or status.code != code.value[0]:
+        if code is grpc.StatusCode.UNAVAILABLE and target:
+            text = f"cannot reach a Headrace server at {target}: {text or 'connection lost'}"
+        status = status_pb2.Status(code=code.value[0], message=text)
+    return error_from_status(status, request_id=request_id, partial=partial)
+
+
+def invalid_argument(field: str, description: str) -> InvalidArgumentError:
+    """The error for a value that this client cannot even put in a message."""
+    message = f"{field}: {description}"
+    status = status_pb2.Status(code=code_pb2.INVALID_ARGUMENT, message=message)
+    violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
+    status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    return InvalidArgumentError(message, status=status)
+
+
+def _rebuild(
+    kind: type[HeadraceError], message: str, status: bytes, request_id: str
+) -> HeadraceError:
+    return kind(message, status=status_pb2.Status.FromString(status), request_id=request_id)
+
+
+def _violations(error: HeadraceError) -> Iterable[FieldViolation]:
+    found = error_details_pb2.BadRequest()
+    error._unpack(found)
+    return [FieldViolation(one.field, one.description) for one in found.field_violations]
+
+
+def _parts(error: Any) -> tuple[grpc.StatusCode, str, Iterable[tuple[str, str | bytes]]]:
+    """Code, text and trailers of any of the shapes that grpc raises."""
+    try:
+        code, text, trailers = error.code(), error.details(), error.trailing_metadata()
+    except (AttributeError, ValueError):  # such as a call on a closed channel
+        return grpc.StatusCode.UNKNOWN, str(error), ()
+    return code or grpc.StatusCode.UNKNOWN, text or "", trailers or ()
+
+
+def _status_of(trailers: Iterable[tuple[str, str | bytes]]) -> status_pb2.Status | None:
+    for key, value in trailers:
+        if key == _DETAILS_TRAILER and isinstance(value, bytes):
+            try:
+                return status_pb2.Status.FromString(value)
+            except DecodeError:
+                return None
+    return None

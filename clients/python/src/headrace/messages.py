@@ -1,0 +1,82 @@
+"""What a request says: messages of a conversation, tools, and the forms a prompt may have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
+
+from headrace.v1.generation_pb2 import GenerationSpec
+
+Role: TypeAlias = Literal["system", "user", "assistant", "tool", "developer"]
+"""Who speaks in a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool that the assistant made."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call; `parameters` is a JSON Schema object."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation."""
+
+    role: Role
+    content: str = ""
+    name: str = ""
+    """The speaker's name, for chat templates that use it."""
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str = ""
+    """For a message of a tool: the id of the call that it answers."""
+    reasoning_content: str = ""
+    """The assistant's reasoning before `content`, for chat templates that replay it."""
+
+    @classmethod
+    def system(cls, content: str) -> Message:
+        """Instructions by the operator of the conversation."""
+        return cls("system", content)
+
+    @classmethod
+    def user(cls, content: str, *, name: str = "") -> Message:
+        """What the human, or the program that asks, says."""
+        return cls("user", content, name=name)
+
+    @classmethod
+    def assistant(cls, content: str, *, tool_calls: Sequence[ToolCall] = ()) -> Message:
+        """What the model said."""
+        return cls("assistant", content, tool_calls=tool_calls)
+
+    @classmethod
+    def tool(cls, content: str, *, tool_call_id: str) -> Message:
+        """The result of a tool call."""
+        return cls("tool", content, tool_call_id=tool_call_id)
+
+
+class MessageDict(TypedDict):
+    """A message as a plain dictionary, as it comes out of JSON."""
+
+    role: Role
+    content: NotRequired[str]
+    name: NotRequired[str]
+    tool_calls: NotRequired[Sequence[Mapping[str, Any]]]
+    tool_call_id: NotRequired[str]
+    reasoning_content: NotRequired[str]
+
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Sequence[MessageDict] | GenerationSpec
+"""What to continue: text, token ids, a conversation, or the whole request as its protobuf
+message.
+"""

@@ -1,0 +1,85 @@
+"""What the server tells about its model and its limits."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.v1 import generation_pb2, model_service_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The server's limits. A request beyond one of them is refused."""
+
+    max_context_tokens: int
+    """Prompt and output together, in tokens."""
+    max_prompt_tokens: int
+    default_max_tokens: int
+    """`max_tokens` where a request does not say."""
+    max_choices: int
+    max_logprobs: int
+    max_stop_strings: int
+    max_stop_string_bytes: int
+    max_stop_token_ids: int
+    max_logit_bias: int
+    max_message_bytes: int
+    """The largest message that the server receives, in bytes."""
+    max_queue_size: int
+    """How many requests may wait."""
+    max_running_requests: int
+    max_lease: float
+    """The longest lease of a session, in seconds."""
+    result_retention: float
+    """How long the results of an ended request are kept, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """The model and the server."""
+
+    name: str
+    architecture: str
+    parameters: int
+    """How many parameters the model has."""
+    dtype: str
+    device: str
+    vocab_size: int
+    """Token ids are below this."""
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+    """Whether a prompt may be a conversation."""
+    default_sampling: generation_pb2.SamplingOptions
+    """What an absent sampling option comes to."""
+    limits: Limits
+    features: frozenset[str]
+    """What the server does beyond plain generation, by name."""
+    instance_id: str
+    server_version: str
+    contract_revision: int
+
+    @classmethod
+    def from_proto(cls, card: model_service_pb2.ModelCard) -> ModelCard:
+        """The card of a `GetModel` answer."""
+        limits = card.limits
+        durations = {"max_lease": limits.max_lease, "result_retention": limits.result_retention}
+        plain = [field.name for field in dataclasses.fields(Limits) if field.name not in durations]
+        values: dict[str, Any] = {name: getattr(limits, name) for name in plain}
+        values |= {name: one.seconds + one.nanos / 1e9 for name, one in durations.items()}
+        return cls(
+            name=card.name,
+            architecture=card.architecture,
+            parameters=card.parameters,
+            dtype=card.dtype,
+            device=card.device,
+            vocab_size=card.vocab_size,
+            eos_token_ids=tuple(card.eos_token_ids),
+            has_chat_template=card.has_chat_template,
+            default_sampling=card.default_sampling,
+            limits=Limits(**values),
+            features=frozenset(card.features),
+            instance_id=card.instance_id,
+            server_version=card.server_version,
+            contract_revision=card.contract_revision,
+        )

@@ -1,0 +1,389 @@
+"""Options of a request, and how a prompt and its options become the contract's `GenerationSpec`.
+
+An option that is left out (or None) is absent from the message, and the server's documented
+default holds. Ranges are the server's to judge; here a value is refused only where it cannot be
+put in the message at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypedDict, Unpack, cast
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message as ProtoMessage
+from google.protobuf.struct_pb2 import Struct
+
+from headrace.errors import HeadraceError, invalid_argument
+from headrace.messages import Message, MessageDict, Prompt, Tool, ToolCall
+from headrace.v1 import generation_pb2 as pb
+
+
+class GenerationOptions(TypedDict, total=False):
+    """The options of one request; each may be left out."""
+
+    request_id: str
+    """Your name for the request, 1 to 128 of `[A-Za-z0-9._:/-]`; made for you if left out."""
+    n: int
+    """How many independent continuations to make; default 1."""
+    adapter: str
+    """The name of an adapter (such as a LoRA) to apply."""
+
+    temperature: float
+    """Divides the logits; 0 is greedy."""
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    no_repeat_ngram_size: int
+    logit_bias: Mapping[int, float]
+    """Added to the logits of single tokens, by id."""
+    allowed_token_ids: Sequence[int]
+    banned_token_ids: Sequence[int]
+    seed: int
+    """Makes the draws repeatable; 0 to 2**64 - 1."""
+
+    max_tokens: int
+    """The most tokens to generate; 0 only processes the prompt."""
+    min_tokens: int
+    stop: str | Sequence[str]
+    """Strings that end the output where they first appear."""
+    stop_token_ids: Sequence[int]
+    eos_token_ids: Sequence[int]
+    """Replaces the model's own end-of-sequence ids."""
+    ignore_eos: bool
+    include_stop: bool
+    """Whether the text that ended the output is part of it; default no."""
+
+    delivery: Literal["stream", "final"]
+    """`final`: everything in one piece at the end."""
+    min_tokens_per_delta: int
+    """A chunk is sent once this many tokens are there."""
+    logprobs: int
+    """Log-probabilities with this many candidates per token; 0: the token's own only."""
+    prompt_logprobs: int
+    logprob_token_ids: Sequence[int]
+    echo: bool
+    """Whether the text starts with the prompt's."""
+    token_details: bool
+    record_timestamps: bool
+    skip_special_tokens: bool
+    omit_text: bool
+
+    json_schema: str | Mapping[str, Any]
+    json_object: bool
+    regex: str
+    grammar: str
+    choices: Sequence[str]
+    """The output must be one of these strings."""
+    structural_tag: str | Mapping[str, Any]
+
+    priority: int
+    """Requests of a higher number run first; -100 to 100, default 0."""
+    time_limit: float | timedelta
+    """Seconds (or a timedelta) the request may take; past it, it ends with TIME_LIMIT."""
+    cache_salt: str
+    bypass_prefix_cache: bool
+    truncate_prompt_to: int
+    """Cut a longer prompt to this many tokens."""
+    truncation_side: Literal["left", "right"]
+    """Which end `truncate_prompt_to` cuts; default the left, the oldest tokens."""
+
+    add_special_tokens: bool
+    """For a text prompt: whether the tokenizer adds its special tokens; default yes."""
+    tools: Sequence[Tool | Mapping[str, Any]]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    template_arguments: Mapping[str, Any]
+    """For a conversation: further named values for the chat template."""
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Request:
+    """A prompt with its own options, for `batch`."""
+
+    prompt: Prompt
+    options: GenerationOptions
+
+    def __init__(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> None:
+        object.__setattr__(self, "prompt", prompt)
+        object.__setattr__(self, "options", options)
+
+
+OPTION_NAMES = frozenset(GenerationOptions.__annotations__)
+"""The names of all options."""
+
+_ROLES = {
+    "system": pb.CHAT_ROLE_SYSTEM,
+    "user": pb.CHAT_ROLE_USER,
+    "assistant": pb.CHAT_ROLE_ASSISTANT,
+    "tool": pb.CHAT_ROLE_TOOL,
+    "developer": pb.CHAT_ROLE_DEVELOPER,
+}
+_CHAT_OPTIONS = ("tools", "add_generation_prompt", "continue_final_message", "template_arguments")
+_FORMATS = ("json_schema", "json_object", "regex", "grammar", "choices", "structural_tag")
+
+# Where an option goes: the part of the spec, and the field there if it has another name.
+_PLACES: dict[str, tuple[str, str]] = {
+    **{
+        name: ("sampling", name)
+        for name in (
+            "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty",
+            "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "logit_bias",
+            "allowed_token_ids", "banned_token_ids", "seed",
+        )
+    },
+    **{
+        name: ("stop", name)
+        for name in (
+            "max_tokens", "min_tokens", "stop_token_ids", "eos_token_ids", "ignore_eos",
+            "include_stop",
+        )
+    },
+    **{
+        name: ("output", name)
+        for name in (
+            "min_tokens_per_delta", "logprobs", "prompt_logprobs", "logprob_token_ids", "echo",
+            "token_details", "record_timestamps", "skip_special_tokens", "omit_text",
+        )
+    },
+    "stop": ("stop", "stop_strings"),
+    "delivery": ("output", "delivery"),
+    "json_schema": ("structured_output", "json_schema"),
+    "json_object": ("structured_output", "json_object"),
+    "regex": ("structured_output", "regex"),
+    "grammar": ("structured_output", "grammar"),
+    "structural_tag": ("structured_output", "structural_tag"),
+    "priority": ("scheduling", "priority"),
+    "cache_salt": ("cache", "salt"),
+    "bypass_prefix_cache": ("cache", "bypass_prefix_cache"),
+    "truncate_prompt_to": ("truncation", "max_prompt_tokens"),
+    "truncation_side": ("truncation", "side"),
+}  # fmt: skip
+_ENUMS: dict[str, dict[str, int]] = {
+    "delivery": {"stream": pb.DELIVERY_STREAM, "final": pb.DELIVERY_FINAL},
+    "truncation_side": {"left": pb.TRUNCATION_SIDE_LEFT, "right": pb.TRUNCATION_SIDE_RIGHT},
+}
+
+
+def build_spec(prompt: Prompt, options: GenerationOptions | None = None) -> pb.GenerationSpec:
+    """The contract's message for a prompt and its options.
+
+    A `GenerationSpec` is copied, and the options are set on the copy.
+
+    Raises:
+        TypeError: an option has no such name, or the prompt is none of its possible types.
+        InvalidArgumentError: a value cannot be put in the message (it is out of the field's range
+            or type).
+    """
+    given = {name: value for name, value in (options or {}).items() if value is not None}
+    if unknown := sorted(given.keys() - OPTION_NAMES):
+        raise TypeError(f"no such generation option: {', '.join(unknown)}")
+    spec = pb.GenerationSpec()
+    if isinstance(prompt, pb.GenerationSpec):
+        spec.CopyFrom(prompt)
+    else:
+        set_input(spec, prompt)
+    for name, value in given.items():
+        try:
+            _apply(spec, name, value)
+        except HeadraceError:
+            raise
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
+            raise invalid_argument(name, f"{value!r} does not fit: {error}") from None
+    formats = [name for name in _FORMATS if given.get(name) not in (None, False)]
+    if len(formats) > 1:
+        raise invalid_argument(formats[1], f"cannot be combined with {formats[0]}")
+    return spec
+
+
+def set_input(message: Any, prompt: Prompt) -> None:
+    """Puts a prompt in a message that has `text`, `tokens` and `chat` for it.
+
+    Raises:
+        TypeError: the prompt is none of its possible types.
+        InvalidArgumentError: it is empty, or a value in it does not fit.
+    """
+    if isinstance(prompt, str):
+        try:
+            message.text.text = prompt
+        except ValueError as error:  # a lone surrogate is no text
+            raise invalid_argument("prompt", f"is not valid Unicode text: {error}") from None
+        return
+    if isinstance(prompt, (bytes, Mapping, pb.GenerationSpec)) or not isinstance(prompt, Iterable):
+        raise TypeError(
+            "a prompt is a str, a sequence of token ids, or a sequence of messages; "
+            f"this is a {type(prompt).__name__}"
+        )
+    items = list(prompt)
+    if not items:
+        raise invalid_argument("prompt", "is empty")
+    if all(isinstance(item, (Message, Mapping)) for item in items):
+        message.chat.messages.extend(
+            message_to_proto(cast("Message | MessageDict", item)) for item in items
+        )
+        return
+    if "tokens" not in message.DESCRIPTOR.fields_by_name:
+        raise TypeError("token ids are tokenized already")
+    try:
+        message.tokens.ids.extend(items)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, TypeError) and not any(isinstance(item, int) for item in items):
+            raise TypeError(
+                "a prompt that is a sequence holds token ids, or messages (Message or dict)"
+            ) from None
+        raise invalid_argument("prompt", f"holds what is no token id: {error}") from None
+
+
+def message_to_proto(message: Message | MessageDict) -> pb.ChatMessage:
+    """A message of a conversation, from a `Message` or a dictionary.
+
+    Raises:
+        InvalidArgumentError: the role or a field is unknown, or a value does not fit.
+    """
+    if isinstance(message, Mapping):
+        try:
+            calls = [
+                call if isinstance(call, ToolCall) else ToolCall(**call)
+                for call in message.get("tool_calls") or ()
+            ]
+            fields: dict[str, Any] = {**message, "tool_calls": calls}
+            message = Message(**fields)
+        except TypeError as error:
+            raise invalid_argument("messages", f"a message is not understood: {error}") from None
+    if message.role not in _ROLES:
+        raise invalid_argument(
+            "messages.role", f"{message.role!r} is not one of {', '.join(_ROLES)}"
+        )
+    try:
+        return pb.ChatMessage(
+            role=_ROLES[message.role],
+            content=message.content or "",
+            name=message.name,
+            tool_calls=[
+                pb.ToolCall(id=call.id, name=call.name, arguments=_struct(call.arguments))
+                for call in message.tool_calls
+            ],
+            tool_call_id=message.tool_call_id,
+            reasoning_content=message.reasoning_content,
+        )
+    except (TypeError, ValueError) as error:
+        raise invalid_argument("messages", f"a value does not fit: {error}") from None
+
+
+def duration(value: float | timedelta, name: str) -> Duration:
+    """Seconds, or a timedelta, as a protobuf Duration.
+
+    Raises:
+        InvalidArgumentError: it is negative, or no finite number.
+    """
+    seconds = value.total_seconds() if isinstance(value, timedelta) else float(value)
+    if not math.isfinite(seconds) or seconds < 0:
+        raise invalid_argument(name, f"{value!r} is no length of time")
+    whole = math.floor(seconds)
+    return Duration(seconds=whole, nanos=min(round((seconds - whole) * 1e9), 999_999_999))
+
+
+def choices_of(spec: pb.GenerationSpec) -> int:
+    """How many choices a request has."""
+    return spec.n if spec.HasField("n") else 1
+
+
+def _apply(spec: pb.GenerationSpec, name: str, value: Any) -> None:
+    if special := _SPECIAL.get(name):
+        special(spec, value)
+    elif name in _CHAT_OPTIONS:
+        _apply_chat(spec, name, value)
+    elif name in ("request_id", "adapter", "n"):
+        setattr(spec, name, value)
+    else:
+        part, field = _PLACES[name]
+        _put(getattr(spec, part), field, _plain(name, value))
+
+
+def _plain(name: str, value: Any) -> Any:
+    """The value as the field wants it."""
+    if name in _ENUMS:
+        if value not in _ENUMS[name]:
+            raise invalid_argument(name, f"{value!r} is not one of {', '.join(_ENUMS[name])}")
+        return _ENUMS[name][value]
+    if name == "stop" and isinstance(value, str):
+        return [value]
+    if name in ("json_schema", "structural_tag") and not isinstance(value, str):
+        return json.dumps(value)
+    if name in ("logprobs", "prompt_logprobs") and isinstance(value, bool):
+        raise invalid_argument(name, "is a number of candidates; 0 for the token's own only")
+    return value
+
+
+def _put(message: ProtoMessage, field: str, value: Any) -> None:
+    kept = getattr(message, field)
+    if isinstance(value, Mapping):
+        message.ClearField(field)
+        kept = getattr(message, field)
+        for key, item in value.items():
+            kept[int(key)] = item  # JSON has no other keys than strings
+    elif hasattr(kept, "extend"):
+        message.ClearField(field)
+        getattr(message, field).extend(value)
+    else:
+        setattr(message, field, value)
+
+
+def _apply_time_limit(spec: pb.GenerationSpec, value: float | timedelta) -> None:
+    spec.scheduling.time_limit.CopyFrom(duration(value, "time_limit"))
+
+
+def _apply_choices(spec: pb.GenerationSpec, value: Sequence[str]) -> None:
+    if isinstance(value, str):
+        raise invalid_argument("choices", "is a sequence of strings")
+    spec.structured_output.choice.choices[:] = value
+
+
+def _apply_add_special_tokens(spec: pb.GenerationSpec, value: bool) -> None:
+    if spec.WhichOneof("input") != "text":
+        raise invalid_argument("add_special_tokens", "belongs to a text prompt")
+    spec.text.add_special_tokens = value
+
+
+def _apply_chat(spec: pb.GenerationSpec, name: str, value: Any) -> None:
+    if spec.WhichOneof("input") != "chat":
+        raise invalid_argument(name, "belongs to a prompt of messages")
+    set_chat_option(spec.chat, name, value)
+
+
+def set_chat_option(chat: pb.ChatInput, name: str, value: Any) -> None:
+    """Sets one of the options that only a conversation has."""
+    if name == "tools":
+        tools = [tool if isinstance(tool, Tool) else Tool(**tool) for tool in value]
+        del chat.tools[:]
+        chat.tools.extend(
+            pb.Tool(
+                name=tool.name, description=tool.description, parameters=_struct(tool.parameters)
+            )
+            for tool in tools
+        )
+    elif name == "template_arguments":
+        chat.template_arguments.CopyFrom(_struct(value))
+    else:
+        setattr(chat, name, value)
+
+
+def _struct(value: Mapping[str, Any]) -> Struct:
+    struct = Struct()
+    struct.update(dict(value))
+    return struct
+
+
+_SPECIAL: dict[str, Callable[[pb.GenerationSpec, Any], None]] = {
+    "time_limit": _apply_time_limit,
+    "choices": _apply_choices,
+    "add_special_tokens": _apply_add_special_tokens,
+}

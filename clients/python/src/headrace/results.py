@@ -1,0 +1,436 @@
+"""What a request gives: pieces while it runs (`Chunk`), and the whole (`Result`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+
+from headrace.v1 import generation_pb2, generation_service_pb2
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """A stop string, a stop id or an end-of-sequence token."""
+    LENGTH = "length"
+    """`max_tokens` was reached."""
+    CONTEXT = "context"
+    """The context is full."""
+    CANCELLED = "cancelled"
+    """It was cancelled."""
+    TIME_LIMIT = "time_limit"
+    """Its time limit was reached."""
+    UNKNOWN = "unknown"
+    """A reason that this version of the client does not know."""
+
+
+class CancelStatus(StrEnum):
+    """What became of a cancel."""
+
+    CANCELLED = "cancelled"
+    """The request is being ended."""
+    ALREADY_FINISHED = "already_finished"
+    """It had ended already."""
+    NOT_FOUND = "not_found"
+    """No such request of this caller is on this server."""
+    UNKNOWN = "unknown"
+    """An answer that this version of the client does not know."""
+
+
+class HealthStatus(StrEnum):
+    """What the server says of its health."""
+
+    UNKNOWN = "unknown"
+    SERVING = "serving"
+    NOT_SERVING = "not_serving"
+    SERVICE_UNKNOWN = "service_unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCandidate:
+    """A token that could have been chosen."""
+
+    id: int
+    text: str
+    bytes: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInfo:
+    """One token with its details."""
+
+    id: int
+    text: str
+    """The token's own text; a part of a character shows as U+FFFD. Not to be joined."""
+    bytes: bytes
+    logprob: float | None = None
+    """The natural logarithm of its probability, where asked for."""
+    rank: int | None = None
+    """Its place among all tokens by probability; 1 is the most likely."""
+    candidates: tuple[TokenCandidate, ...] = ()
+    time: float | None = None
+    """Seconds from the request's acceptance to this token, with `record_timestamps`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request cost, in tokens."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """How many of the prompt's tokens were found in the prefix cache."""
+    completion_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and output together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """How long a request took: seconds since it was accepted. What did not happen is None."""
+
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+    preemptions: int = 0
+    """How often it gave up its cache blocks to others and was computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """How a request was taken in."""
+
+    request_id: str
+    instance_id: str
+    """The server process that has the request."""
+    prompt_tokens: int
+    queue_position: int
+    """How many requests were waiting before it."""
+    seed: int | None
+    """The seed that is used, the caller's or the one that the server drew."""
+    accepted_at: datetime | None
+    """By the server's clock, in UTC."""
+    sampling: generation_pb2.SamplingOptions
+    """The parameters that are used, every default filled in."""
+    stop: generation_pb2.StopOptions
+    """The limits that are used, every default filled in."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInfo:
+    """What was learnt from the prompt."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    tokens: tuple[TokenInfo, ...] = ()
+    """The prompt's tokens, where `prompt_logprobs` asked for them; the first has no logprob."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New output of one choice. Texts and ids of all chunks, joined, are the exact output."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    tokens: tuple[TokenInfo, ...] = ()
+    choice_index: int = 0
+    token_offset: int = 0
+    """How many tokens of this choice came before."""
+    seq: int = 0
+    """The event's number in its request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One whole output of a request (it has `n` of them)."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_string: str | None = None
+    """The stop string that was found, if one was."""
+    stop_token_id: int | None = None
+    """The stop or end-of-sequence id that was generated, if one was."""
+    tokens: tuple[TokenInfo, ...] = ()
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+
+    @property
+    def logprobs(self) -> tuple[float | None, ...]:
+        """Each token's log-probability; empty unless `logprobs` asked for them."""
+        return tuple(token.logprob for token in self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The whole result of a request. The plain properties are those of the first choice."""
+
+    request_id: str
+    choices: tuple[Choice, ...]
+    usage: Usage
+    """What it cost, all choices together."""
+    prompt: PromptInfo | None = None
+    accepted: Accepted | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The token ids of the first choice."""
+        return self.choices[0].token_ids
+
+    @property
+    def tokens(self) -> tuple[TokenInfo, ...]:
+        """The first choice's tokens with their details, where they were asked for."""
+        return self.choices[0].tokens
+
+    @property
+    def logprobs(self) -> tuple[float | None, ...]:
+        """The log-probabilities of the first choice's tokens, where they were asked for."""
+        return self.choices[0].logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the first choice ended."""
+        return self.choices[0].finish_reason
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the first choice, if one did."""
+        return self.choices[0].stop_string
+
+    @property
+    def stop_token_id(self) -> int | None:
+        """The token id that ended the first choice, if one did."""
+        return self.choices[0].stop_token_id
+
+    @property
+    def timings(self) -> Timings:
+        """How long the first choice took, in seconds."""
+        return self.choices[0].timings
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that was used."""
+        return self.accepted.seed if self.accepted else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON-ready values: one choice's fields in place, or `choices` if there
+        are more.
+        """
+        found: dict[str, Any] = {"request_id": self.request_id}
+        if len(self.choices) == 1:
+            found |= _choice_dict(self.choices[0])
+            del found["index"]
+        else:
+            found["choices"] = [_choice_dict(choice) for choice in self.choices]
+        found["usage"] = dataclasses.asdict(self.usage)
+        if self.seed is not None:
+            found["seed"] = self.seed
+        if self.prompt is not None and self.prompt.tokens:
+            found["prompt_tokens"] = [_token_dict(token) for token in self.prompt.tokens]
+        return found
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenization:
+    """The tokens of a text or a conversation."""
+
+    token_ids: tuple[int, ...]
+    tokens: tuple[TokenInfo, ...] = ()
+    """The tokens with their text and bytes, where asked for."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def _choice_dict(choice: Choice) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "index": choice.index,
+        "text": choice.text,
+        "token_ids": list(choice.token_ids),
+        "finish_reason": str(choice.finish_reason),
+    }
+    if choice.stop_string is not None:
+        found["stop_string"] = choice.stop_string
+    if choice.stop_token_id is not None:
+        found["stop_token_id"] = choice.stop_token_id
+    if choice.tokens:
+        found["tokens"] = [_token_dict(token) for token in choice.tokens]
+    found["timings"] = dataclasses.asdict(choice.timings)
+    return found
+
+
+def _token_dict(token: TokenInfo) -> dict[str, Any]:
+    found: dict[str, Any] = {"id": token.id, "text": token.text, "bytes": list(token.bytes)}
+    if token.logprob is not None:
+        found["logprob"] = token.logprob
+    if token.rank is not None:
+        found["rank"] = token.rank
+    if token.candidates:
+        found["candidates"] = [
+            {"id": one.id, "text": one.text, "bytes": list(one.bytes), "logprob": one.logprob}
+            for one in token.candidates
+        ]
+    if token.time is not None:
+        found["time"] = token.time
+    return found
+
+
+# ---- from the messages of the contract -----------------------------------------------------------
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
+
+
+def token_from_proto(message: generation_pb2.TokenInfo) -> TokenInfo:
+    """A token of an answer."""
+    return TokenInfo(
+        id=message.id,
+        text=message.text,
+        bytes=message.bytes,
+        logprob=message.logprob if message.HasField("logprob") else None,
+        rank=message.rank if message.HasField("rank") else None,
+        candidates=tuple(
+            TokenCandidate(one.id, one.text, one.bytes, one.logprob) for one in message.candidates
+        ),
+        time=_seconds(message.time) if message.HasField("time") else None,
+    )
+
+
+def tokens_from_proto(messages: Iterable[generation_pb2.TokenInfo]) -> tuple[TokenInfo, ...]:
+    """The tokens of an answer."""
+    return tuple(token_from_proto(message) for message in messages)
+
+
+def usage_from_proto(message: generation_pb2.Usage) -> Usage:
+    """What a request cost."""
+    return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens)
+
+
+def timings_from_proto(message: generation_pb2.Timings) -> Timings:
+    """How long a request took."""
+
+    def optional(name: str, duration: Duration) -> float | None:
+        return _seconds(duration) if message.HasField(name) else None  # type: ignore[arg-type]
+
+    return Timings(
+        first_scheduled=optional("first_scheduled", message.first_scheduled),
+        first_token=optional("first_token", message.first_token),
+        last_token=optional("last_token", message.last_token),
+        finished=optional("finished", message.finished),
+        preemptions=message.preemptions,
+    )
+
+
+def accepted_from_proto(request_id: str, message: generation_pb2.Accepted) -> Accepted:
+    """How a request was taken in."""
+    return Accepted(
+        request_id=request_id,
+        instance_id=message.instance_id,
+        prompt_tokens=message.prompt_tokens,
+        queue_position=message.queue_position,
+        seed=message.sampling.seed if message.sampling.HasField("seed") else None,
+        accepted_at=(
+            message.accepted_at.ToDatetime(tzinfo=UTC) if message.HasField("accepted_at") else None
+        ),
+        sampling=message.sampling,
+        stop=message.stop,
+    )
+
+
+def prompt_from_proto(message: generation_pb2.PromptProcessed) -> PromptInfo:
+    """What was learnt from the prompt."""
+    return PromptInfo(
+        message.prompt_tokens, message.cached_tokens, tokens_from_proto(message.tokens)
+    )
+
+
+def finish_reason_from_proto(reason: generation_pb2.FinishReason.ValueType) -> FinishReason:
+    """Why a request ended; a reason that is newer than this client is UNKNOWN."""
+    return _FINISH_REASONS.get(reason, FinishReason.UNKNOWN)
+
+
+def choice_from_proto(
+    index: int,
+    text: str,
+    token_ids: tuple[int, ...],
+    tokens: tuple[TokenInfo, ...],
+    finished: generation_pb2.Finished,
+) -> Choice:
+    """One whole output and how it ended."""
+    matched = finished.WhichOneof("matched")
+    return Choice(
+        index=index,
+        text=text,
+        token_ids=token_ids,
+        tokens=tokens,
+        finish_reason=finish_reason_from_proto(finished.reason),
+        stop_string=finished.stop_string if matched == "stop_string" else None,
+        stop_token_id=finished.stop_token_id if matched == "stop_token_id" else None,
+        usage=usage_from_proto(finished.usage),
+        timings=timings_from_proto(finished.timings),
+    )
+
+
+def result_from_proto(message: generation_service_pb2.GenerateResponse) -> Result:
+    """The answer of the unary `Generate`."""
+    return Result(
+        request_id=message.request_id,
+        choices=tuple(
+            choice_from_proto(
+                choice.index,
+                choice.text,
+                tuple(choice.token_ids),
+                tokens_from_proto(choice.tokens),
+                choice.finished,
+            )
+            for choice in message.choices
+        ),
+        usage=usage_from_proto(message.usage),
+        prompt=prompt_from_proto(message.prompt) if message.HasField("prompt") else None,
+        accepted=(
+            accepted_from_proto(message.request_id, message.accepted)
+            if message.HasField("accepted")
+            else None
+        ),
+    )
+
+
+def cancel_status_from_proto(status: generation_service_pb2.CancelStatus.ValueType) -> CancelStatus:
+    """What became of a cancel."""
+    return _CANCEL_STATUSES.get(status, CancelStatus.UNKNOWN)
+
+
+_FINISH_REASONS: dict[int, FinishReason] = {
+    generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    generation_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    generation_pb2.FINISH_REASON_CONTEXT: FinishReason.CONTEXT,
+    generation_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+    generation_pb2.FINISH_REASON_TIME_LIMIT: FinishReason.TIME_LIMIT,
+}
+_CANCEL_STATUSES: dict[int, CancelStatus] = {
+    generation_service_pb2.CANCEL_STATUS_CANCELLED: CancelStatus.CANCELLED,
+    generation_service_pb2.CANCEL_STATUS_ALREADY_FINISHED: CancelStatus.ALREADY_FINISHED,
+    generation_service_pb2.CANCEL_STATUS_NOT_FOUND: CancelStatus.NOT_FOUND,
+}

@@ -1,0 +1,302 @@
+"""Many requests on one stream, from ordinary threads."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+
+from headrace._calls import open_call
+from headrace._channel import ChannelSettings
+from headrace._fold import Fold
+from headrace._session import Record, SessionCore
+from headrace.errors import DeadlineExceededError, HeadraceError, error_from_rpc
+from headrace.messages import Prompt
+from headrace.options import GenerationOptions, build_spec
+from headrace.results import Accepted, Chunk, Result
+from headrace.v1.generation_pb2 import GenerationSpec
+from headrace.v1.generation_service_pb2 import StreamResultRequest
+from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
+
+_CLOSE_SECONDS = 5.0  # how long close() waits for the server to answer cancels
+
+_log = logging.getLogger("headrace")
+
+
+class Session:
+    """A session: many requests on one stream, their results interleaved. Made by `Client.session`.
+
+    All methods may be called from any thread. Leaving the `with` block waits for the requests that
+    are still running; leaving it by an exception cancels them.
+
+        with client.session() as session:
+            handles = [session.submit(prompt, max_tokens=32) for prompt in prompts]
+            for handle in handles:
+                print(handle.result().text)
+    """
+
+    def __init__(
+        self,
+        stub: GenerationServiceStub,
+        settings: ChannelSettings,
+        *,
+        lease: float | timedelta | None = None,
+        initial_credit: int = 0,
+    ) -> None:
+        self._core = SessionCore(lease=lease, initial_credit=initial_credit)
+        self._target = settings.target
+        self._lock = threading.Lock()
+        self._outgoing: queue.SimpleQueue[StreamResultRequest | None] = queue.SimpleQueue()
+        self._half_closed = False
+        commands = iter(self._outgoing.get, None)  # None ends it
+        self._call = open_call(stub.StreamResult, commands, settings.metadata)
+        self._flush()
+        self._reader = threading.Thread(target=self._read, name="headrace-session", daemon=True)
+        self._reader.start()
+
+    def submit(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> RequestHandle:
+        """Starts a request and returns at once.
+
+        What the server refuses is raised by the handle, not here.
+
+        Raises:
+            InvalidArgumentError: a value cannot be sent at all.
+            AlreadyExistsError: a live request of this session has that `request_id`.
+            UnavailableError: the session has ended.
+        """
+        return self._submit(build_spec(prompt, options))
+
+    def attach(self, request_id: str, *, from_seq: int = 1, n: int = 1) -> RequestHandle:
+        """Continues a request of an earlier session, or of `Client.add_request`, on this one.
+
+        Args:
+            request_id: the request.
+            from_seq: the number of the first event wanted; the handle knows only what follows.
+            n: how many choices the request has.
+
+        Raises:
+            AlreadyExistsError: a live request of this session has that `request_id`.
+            UnavailableError: the session has ended.
+        """
+        return self._attach(Fold(request_id, n=n, from_seq=from_seq))
+
+    def resume(self, handle: RequestHandle) -> RequestHandle:
+        """Continues a request whose session was lost, where its handle left off.
+
+        The new handle has all output from the beginning. This works while the lost session's
+        lease holds.
+
+        Raises:
+            AlreadyExistsError: the request is live on this session.
+            UnavailableError: the session has ended.
+        """
+        return self._attach(handle._record.fold.reopened())
+
+    @property
+    def live(self) -> int:
+        """How many requests have not ended."""
+        with self._lock:
+            return len(self._core.records)
+
+    @property
+    def lease(self) -> float | None:
+        """The lease that the server granted, in seconds; None until it answered, or if none was
+        asked for.
+        """
+        with self._lock:
+            opened = self._core.opened
+        return None if opened is None else opened.lease.seconds + opened.lease.nanos / 1e9
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Ends the session: no more requests; returns when the live ones have ended.
+
+        Args:
+            cancel: whether to cancel the live requests instead of waiting for them.
+        """
+        with self._lock:
+            if cancel:
+                for record in list(self._core.records.values()):
+                    self._core.cancel(record)
+            self._flush()
+            if not self._half_closed:
+                self._half_closed = True
+                self._outgoing.put(None)
+        try:
+            self._reader.join(_CLOSE_SECONDS if cancel else None)
+        finally:
+            if self._reader.is_alive():
+                self._call.cancel()
+                self._reader.join(_CLOSE_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(cancel=kind is not None)
+
+    def _submit(
+        self, spec: GenerationSpec, on_done: Callable[[RequestHandle], None] | None = None
+    ) -> RequestHandle:
+        with self._lock:
+            return self._handle(self._core.add(spec), on_done)
+
+    def _attach(self, fold: Fold) -> RequestHandle:
+        with self._lock:
+            return self._handle(self._core.attach(fold), None)
+
+    def _handle(
+        self, record: Record, on_done: Callable[[RequestHandle], None] | None
+    ) -> RequestHandle:
+        handle = RequestHandle(self, record)
+        if on_done is not None:
+            record.on_done = lambda: on_done(handle)
+        self._flush()
+        return handle
+
+    def _flush(self) -> None:
+        """Sends what the core wants sent; the lock is held, or nobody else is there yet."""
+        if not self._half_closed:
+            for command in self._core.outbox:
+                self._outgoing.put(command)
+        self._core.outbox.clear()
+
+    def _read(self) -> None:
+        error: HeadraceError | None = None
+        try:
+            for response in self._call:
+                with self._lock:
+                    changed = self._core.receive(response)
+                    self._flush()
+                    _wake(changed)
+                    if self._core.ended:
+                        self._call.cancel()
+                        return
+        except grpc.RpcError as failure:
+            error = error_from_rpc(failure, target=self._target)
+        except Exception as failure:  # of a callback: nobody may be left waiting for this thread
+            _log.exception("the session's reader failed")
+            error = HeadraceError(f"the session's reader failed: {failure}")
+            self._call.cancel()
+        finally:
+            with self._lock:
+                if not self._core.ended:
+                    _wake(self._core.end(error))
+                self._half_closed = True
+            self._outgoing.put(None)  # lets gRPC's sending thread go
+
+
+def _wake(records: list[Record]) -> None:
+    for record in records:
+        record.wake()
+        if record.fold.done and record.on_done is not None:
+            record.on_done()
+
+
+class RequestHandle:
+    """One request of a session. Iterating gives its chunks; several threads may wait for it.
+
+    handle = session.submit("Once upon a time")
+    for chunk in handle:
+        print(chunk.text, end="")
+    result = handle.result()
+    """
+
+    def __init__(self, session: Session, record: Record) -> None:
+        self._session = session
+        self._record = record
+        self._changed = threading.Condition(session._lock)
+        record.wake = self._changed.notify_all
+
+    @property
+    def request_id(self) -> str:
+        """The request's id, yours or the one that the client made."""
+        return self._record.request_id
+
+    @property
+    def next_seq(self) -> int:
+        """The number of the event that comes next: where `Session.attach` would continue."""
+        return self._record.fold.next_seq
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended, well or not."""
+        return self._record.fold.done
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """All chunks from the first on, as they come; may be iterated more than once.
+
+        Raises:
+            HeadraceError: the request was refused, failed, or its session was lost.
+        """
+        record, position = self._record, 0
+        while True:
+            with self._changed:
+                while position >= len(record.fold.chunks) and not record.fold.done:
+                    self._changed.wait()
+                if position >= len(record.fold.chunks):
+                    break
+                chunk = record.fold.chunks[position]
+                position += 1
+                self._session._core.pay(record, position)
+                self._session._flush()
+            yield chunk
+        if record.fold.error is not None:
+            raise record.fold.error
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Waits for the end and returns the whole result. A cancelled request has one too.
+
+        Args:
+            timeout: how many seconds to wait at most; the request goes on afterwards.
+
+        Raises:
+            DeadlineExceededError: `timeout` passed first.
+            HeadraceError: the request was refused, failed, or its session was lost.
+        """
+        with self._changed:
+            self._session._core.pay_all(self._record)
+            self._session._flush()
+            if not self._changed.wait_for(lambda: self._record.fold.done, timeout):
+                raise DeadlineExceededError(
+                    f"request {self.request_id} has not ended within {timeout} s",
+                    request_id=self.request_id,
+                )
+        return self._record.fold.result()
+
+    def accepted(self, timeout: float | None = None) -> Accepted:
+        """Waits until the server has taken the request in; tells the effective parameters.
+
+        Args:
+            timeout: how many seconds to wait at most.
+
+        Raises:
+            DeadlineExceededError: `timeout` passed first.
+            HeadraceError: the request was refused, or its session was lost.
+        """
+        fold = self._record.fold
+        with self._changed:
+            if not self._changed.wait_for(lambda: fold.accepted or fold.done, timeout):
+                raise DeadlineExceededError(
+                    f"request {self.request_id} was not accepted within {timeout} s",
+                    request_id=self.request_id,
+                )
+        if fold.accepted is None:
+            raise fold.error or HeadraceError("the request was attached after its acceptance")
+        return fold.accepted
+
+    def cancel(self) -> None:
+        """Asks the server to end the request; it then ends with CANCELLED and what it has."""
+        with self._session._lock:
+            self._session._core.cancel(self._record)
+            self._session._flush()

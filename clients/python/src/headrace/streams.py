@@ -1,0 +1,208 @@
+"""One request whose output is read as it comes, from an ordinary thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import grpc
+
+from headrace._calls import poll_request
+from headrace._fold import Fold
+from headrace.errors import HeadraceError, ProtocolError, UnavailableError, error_from_rpc
+from headrace.results import Accepted, Chunk, Result
+from headrace.v1.generation_pb2 import ResultEvent
+from headrace.v1.generation_service_pb2 import GetResultRequest, GetResultResponse
+
+
+class EventSource(Protocol):
+    """Where a stream's events come from, a message at a time."""
+
+    def __iter__(self) -> Self: ...
+
+    def __next__(self) -> Iterable[ResultEvent]: ...
+
+    def cancel(self) -> None:
+        """Ends it; does nothing if it has ended."""
+
+
+class CallEvents:
+    """The events of a server-streaming call."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Iterable[ResultEvent]:
+        events: Iterable[ResultEvent] = next(self._call).events
+        return events
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class PolledEvents:
+    """The events of a request that runs by itself, read by repeated `GetResult` calls."""
+
+    def __init__(self, fetch: Callable[[GetResultRequest], GetResultResponse], fold: Fold) -> None:
+        self._fetch = fetch
+        self._fold = fold
+        self._done = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Iterable[ResultEvent]:
+        while not self._done:
+            response = self._fetch(poll_request(self._fold))
+            self._done = response.done
+            if response.events:
+                return response.events
+        self._fold.end()
+        raise StopIteration
+
+    def cancel(self) -> None:
+        self._done = True
+
+
+class Stream:
+    """The output of one request, as it comes. Made by `Client.stream` and `Client.attach`.
+
+    The request starts when the `with` block is entered, or with the first chunk. Leaving the block
+    before the end cancels it (a stream of `Client.attach` only stops reading).
+
+        with client.stream("Once upon a time", max_tokens=64) as stream:
+            for chunk in stream:
+                print(chunk.text, end="", flush=True)
+        result = stream.result()
+    """
+
+    def __init__(
+        self,
+        source: Callable[[], EventSource],
+        fold: Fold,
+        *,
+        cancel: Callable[[str], Any],
+        target: str,
+    ) -> None:
+        self._source = source
+        self._fold = fold
+        self._cancel = cancel
+        self._target = target
+        self._events: EventSource | None = None
+        self._position = 0
+        self._closed = False
+
+    @property
+    def request_id(self) -> str:
+        """The request's id, yours or the one that the client made."""
+        return self._fold.request_id
+
+    @property
+    def accepted(self) -> Accepted | None:
+        """How the request was taken in; None before the first chunk."""
+        return self._fold.accepted
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Chunk:
+        """The next piece of output.
+
+        Raises:
+            StopIteration: the request has ended.
+            HeadraceError: the request was refused, failed, or the connection was lost.
+        """
+        while self._position >= len(self._fold.chunks):
+            if self._closed or not self._read():
+                if self._fold.error is not None:
+                    raise self._fold.error
+                raise StopIteration
+        self._position += 1
+        return self._fold.chunks[self._position - 1]
+
+    def result(self) -> Result:
+        """Reads to the end, if that was not done, and returns the whole result.
+
+        After `close` it is what had arrived until then, with the reason UNKNOWN if the end had not.
+
+        Raises:
+            HeadraceError: the request was refused, failed, or the connection was lost.
+        """
+        while not self._closed and self._read():
+            pass
+        return self._fold.result()
+
+    def cancel(self) -> None:
+        """Asks the server to end the request; the stream then ends with CANCELLED and what there
+        is.
+
+        Raises:
+            HeadraceError: the server cannot be reached.
+        """
+        if not self._fold.done:
+            self._cancel(self._fold.request_id)
+
+    def close(self) -> None:
+        """Stops reading; cancels the request if it has not ended."""
+        self._closed = True
+        if self._events is not None:
+            self._events.cancel()
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(self) -> EventSource:
+        if self._events is None:
+            self._events = self._source()
+        return self._events
+
+    def _has_ended(self) -> bool:
+        return self._fold.done
+
+    def _read(self) -> bool:
+        """Takes in the next message; False: there is none."""
+        if self._has_ended():
+            return False
+        try:
+            for event in next(self._start()):
+                self._fold.add(event)
+        except StopIteration:
+            if not self._fold.done:
+                self._fold.fail(UnavailableError("the server ended the stream before the request"))
+            return False
+        except grpc.RpcError as failure:
+            error = error_from_rpc(failure, target=self._target, request_id=self.request_id)
+            self._fold.fail(error)
+            return False
+        except HeadraceError as error:  # of a source that makes unary calls
+            self._fold.fail(error)
+            return False
+        if self._has_ended():
+            self._finish()
+        return True
+
+    def _finish(self) -> None:
+        """Lets the call end by itself, so that the server does not count it as broken off."""
+        events = self._start()
+        if isinstance(self._fold.error, ProtocolError):
+            events.cancel()
+            return
+        try:
+            next(events, None)
+        except (grpc.RpcError, HeadraceError):
+            pass  # the status of a failure that its last event has told already
+        else:
+            events.cancel()

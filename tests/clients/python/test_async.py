@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+from contextlib import aclosing
+
+import headrace
+import pytest
+from headrace import AsyncClient, FinishReason, Result
+
+from tests.clients.python.scripted import ScriptedServer
+
+
+async def until(server: ScriptedServer, condition: object) -> None:
+    await asyncio.to_thread(server.wait_for, condition)  # type: ignore[arg-type]
+
+
+async def test_generate(aclient: AsyncClient, server: ScriptedServer) -> None:
+    assert (await aclient.generate("to be or not", max_tokens=2)).text == "to be"
+    with pytest.raises(headrace.InvalidArgumentError) as caught:
+        await aclient.generate("refuse")
+    assert caught.value.reason == "BAD_FIELD"
+    server.unavailable_left = 1
+    assert (await aclient.generate("busy now")).text == "busy now"
+
+
+async def test_a_cancelled_task_cancels_its_request(
+    aclient: AsyncClient, server: ScriptedServer
+) -> None:
+    task = asyncio.create_task(aclient.generate("hold on", request_id="g"))
+    await until(server, lambda: "g" in server.live)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(server, lambda: server.cancelled == ["g"])
+
+
+async def test_stream(aclient: AsyncClient, server: ScriptedServer) -> None:
+    async with aclient.stream("one two three") as stream:
+        assert [chunk.text async for chunk in stream] == ["one", " two", " three"]
+    assert (await stream.result()).text == "one two three"
+    await until(server, lambda: not server.live)
+    assert server.cancelled == []
+
+
+async def test_breaking_out_cancels(aclient: AsyncClient, server: ScriptedServer) -> None:
+    async with aclient.stream("hold on") as stream:
+        async for chunk in stream:
+            assert chunk.text == "hold"
+            break
+    await until(server, lambda: server.cancelled == [stream.request_id])
+    assert (await stream.result()).text == "hold"
+
+
+async def test_a_stream_that_is_forgotten_cancels(
+    aclient: AsyncClient, server: ScriptedServer
+) -> None:
+    async for _ in aclient.stream("hold on", request_id="lost"):
+        break
+    gc.collect()
+    await until(server, lambda: server.cancelled == ["lost"])
+
+
+async def test_cancelling_a_stream(aclient: AsyncClient) -> None:
+    async with aclient.stream("hold on") as stream:
+        await anext(stream)
+        await stream.cancel()
+        assert (await stream.result()).finish_reason is FinishReason.CANCELLED
+    with pytest.raises(headrace.ProtocolError):
+        await aclient.stream("gap b c").result()
+    with pytest.raises(headrace.InternalError):
+        await aclient.stream("fail").result()
+
+
+async def test_a_task_cancelled_in_a_stream(aclient: AsyncClient, server: ScriptedServer) -> None:
+    async def read() -> None:
+        async with aclient.stream("hold on", request_id="t") as stream:
+            async for _ in stream:
+                pass
+
+    task = asyncio.create_task(read())
+    await until(server, lambda: "t" in server.live)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(server, lambda: server.cancelled == ["t"])
+
+
+async def test_64_requests(aclient: AsyncClient) -> None:
+    async with aclient.session() as session:
+        results = await asyncio.gather(*(session.submit(f"number {i}") for i in range(64)))
+        assert [result.text for result in results] == [f"number {i}" for i in range(64)]
+
+
+async def test_session(aclient: AsyncClient, server: ScriptedServer) -> None:
+    async with aclient.session(lease=3) as session:
+        held, refused, good = (session.submit(p) for p in ("hold on", "refuse", "a b"))
+        with pytest.raises(headrace.InvalidArgumentError):
+            await refused
+        assert [chunk.text async for chunk in good] == ["a", " b"]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await held
+        held.cancel()
+        assert (await held).finish_reason is FinishReason.CANCELLED
+        assert (await good.accepted()).prompt_tokens == 2
+        assert session.lease == 3.0
+        again = session.attach(good.request_id, from_seq=4)
+        assert (await again).text == " b"
+    with pytest.raises(headrace.UnavailableError):
+        session.submit("late")
+
+
+async def test_leaving_by_an_exception_cancels(
+    aclient: AsyncClient, server: ScriptedServer
+) -> None:
+    handles = []
+
+    async def leave() -> None:
+        async with aclient.session() as session:
+            handles.append(session.submit("hold on"))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        await leave()
+    assert (await handles[0]).finish_reason is FinishReason.CANCELLED
+
+
+async def test_a_lost_connection_ends_all(aclient: AsyncClient, server: ScriptedServer) -> None:
+    async with aclient.session() as session:
+        handles = [session.submit("hold on") for _ in range(5)]
+        await until(server, lambda: len(server.live) == 5)
+        await asyncio.to_thread(server.stop)
+        for handle in handles:
+            with pytest.raises(headrace.UnavailableError):
+                await handle
+    with pytest.raises(headrace.UnavailableError):
+        await aclient.generate("x")
+
+
+async def test_batch(aclient: AsyncClient, server: ScriptedServer) -> None:
+    server.finish_at, server.total = 8, 50
+    prompts = [f"number {index}" for index in range(50)]
+    outcomes = {index: o async for index, o in aclient.batch(prompts, max_in_flight=8)}
+    assert [outcomes[i].text for i in range(50)] == prompts  # type: ignore[union-attr]
+    assert server.peak == 8
+
+
+async def test_leaving_a_batch_cancels(aclient: AsyncClient, server: ScriptedServer) -> None:
+    async with aclosing(aclient.batch(["busy a", "hold c"])) as outcomes:  # type: ignore[type-var]
+        async for index, outcome in outcomes:
+            assert index == 0
+            assert isinstance(outcome, Result)
+            break
+    await until(server, lambda: len(server.cancelled) == 1)
+
+
+async def test_requests_that_run_by_themselves(
+    aclient: AsyncClient, server: ScriptedServer
+) -> None:
+    accepted = await aclient.add_request("hold on")
+    async with aclient.attach(accepted.request_id) as stream:
+        assert (await anext(stream)).text == "hold"
+        await aclient.cancel(accepted.request_id)
+        assert (await stream.result()).finish_reason is FinishReason.CANCELLED
+    assert (await aclient.get_result(accepted.request_id)).text == "hold"
+
+
+async def test_the_model_and_the_server(aclient: AsyncClient) -> None:
+    assert (await aclient.model()).name == "scripted"
+    assert len(await aclient.tokenize("a b c")) == 3
+    assert await aclient.detokenize([1]) == "x"
+    await aclient.wait_until_ready()
+
+
+async def test_a_closed_client(server: ScriptedServer) -> None:
+    client = AsyncClient(server.target)
+    assert (await client.generate("x")).text == "x"
+    await client.close()
+    with pytest.raises(headrace.UnavailableError, match="closed"):
+        await client.generate("x")

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import headrace
+import pytest
+from headrace import Message, build_spec
+from headrace._channel import is_local, make_settings, normalise_target, service_config
+from headrace.options import OPTION_NAMES
+from headrace.v1 import generation_pb2 as pb
+
+EXAMPLES: dict[str, Any] = {
+    "request_id": "a", "n": 2, "adapter": "x", "temperature": 0.5, "top_k": 3, "top_p": 0.5,
+    "min_p": 0.25, "typical_p": 0.5, "repetition_penalty": 1.5, "presence_penalty": -1.0,
+    "frequency_penalty": 1.0, "no_repeat_ngram_size": 2, "logit_bias": {3: -1.5},
+    "allowed_token_ids": [1], "banned_token_ids": [2], "seed": 2**64 - 1, "max_tokens": 0,
+    "min_tokens": 1, "stop": ["a", "b"], "stop_token_ids": [1], "eos_token_ids": [2],
+    "ignore_eos": True, "include_stop": True, "delivery": "final", "min_tokens_per_delta": 4,
+    "logprobs": 0, "prompt_logprobs": 1, "logprob_token_ids": [5], "echo": True,
+    "token_details": True, "record_timestamps": True, "skip_special_tokens": False,
+    "omit_text": True, "json_schema": {"type": "object"}, "json_object": True, "regex": "a+",
+    "grammar": "start: x", "choices": ["a", "b"], "structural_tag": "{}", "priority": -3,
+    "time_limit": 1.5, "cache_salt": "s", "bypass_prefix_cache": True, "truncate_prompt_to": 9,
+    "truncation_side": "right", "add_special_tokens": False, "tools": [{"name": "f"}],
+    "add_generation_prompt": True, "continue_final_message": True, "template_arguments": {"a": 1},
+}  # fmt: skip
+CHAT_ONLY = {"tools", "add_generation_prompt", "continue_final_message", "template_arguments"}
+
+
+def leaf_paths(descriptor: Any, prefix: str = "") -> set[str]:
+    paths = set()
+    for field in descriptor.fields:
+        inner = field.message_type
+        if inner is not None and inner.full_name.startswith("headrace") and not field.is_repeated:
+            paths |= leaf_paths(inner, f"{prefix}{field.name}.")
+        else:
+            paths.add(prefix + field.name)
+    return paths
+
+
+def set_paths(message: Any, prefix: str = "") -> set[str]:
+    paths = set()
+    for field, value in message.ListFields():
+        inner = field.message_type
+        if inner is not None and inner.full_name.startswith("headrace") and not field.is_repeated:
+            paths |= set_paths(value, f"{prefix}{field.name}.")
+        else:
+            paths.add(prefix + field.name)
+    return paths
+
+
+def spec_for(name: str) -> pb.GenerationSpec:
+    prompt: Any = [Message.user("hi")] if name in CHAT_ONLY else "hi"
+    return build_spec(prompt, {name: EXAMPLES[name]})  # type: ignore[arg-type]
+
+
+def test_every_field_of_the_contract_can_be_reached() -> None:
+    assert EXAMPLES.keys() == OPTION_NAMES
+    reached = {path for name in OPTION_NAMES for path in set_paths(spec_for(name))}
+    reached |= set_paths(build_spec([1, 2]))
+    assert reached == leaf_paths(pb.GenerationSpec.DESCRIPTOR)
+
+
+def test_absent_options_are_absent() -> None:
+    spec = build_spec("hi", {"temperature": None})  # type: ignore[arg-type]
+    assert [field.name for field, _ in spec.ListFields()] == ["text"]
+    assert build_spec("hi", {"temperature": 0.0}).sampling.HasField("temperature")
+
+
+def test_options_are_set_on_a_copy_of_a_raw_spec() -> None:
+    raw = pb.GenerationSpec(tokens=pb.TokenInput(ids=[1]))
+    raw.stop.stop_strings.append("old")
+    spec = build_spec(raw, {"stop": "new", "time_limit": timedelta(milliseconds=1500)})
+    assert list(spec.stop.stop_strings) == ["new"]
+    assert spec.scheduling.time_limit.ToMilliseconds() == 1500
+    assert list(raw.stop.stop_strings) == ["old"]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"top_k": -1}, "top_k"),
+        ({"seed": 2**64}, "seed"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"delivery": "soon"}, "delivery"),
+        ({"time_limit": float("nan")}, "time_limit"),
+        ({"logprobs": True}, "logprobs"),
+        ({"tools": []}, "tools"),
+        ({"choices": "ab"}, "choices"),
+        ({"regex": "a", "grammar": "b"}, "grammar"),
+    ],
+)
+def test_values_that_do_not_fit_name_their_option(options: Any, field: str) -> None:
+    with pytest.raises(headrace.InvalidArgumentError) as caught:
+        build_spec("hi", options)
+    assert caught.value.field_violations[0].field == field
+    assert isinstance(caught.value, ValueError)
+
+
+def test_prompts_of_wrong_types() -> None:
+    with pytest.raises(TypeError, match="no such generation option: temprature"):
+        build_spec("hi", {"temprature": 1})  # type: ignore[arg-type]
+    prompt: Any
+    for prompt in (b"hi", {"role": "user"}, 3, ["a"]):
+        with pytest.raises(TypeError):
+            build_spec(prompt)
+    bad: Any
+    for bad in ([], [-1], "\ud800", [{"role": "robot"}], [{"role": "user", "colour": 1}]):
+        with pytest.raises(headrace.InvalidArgumentError):
+            build_spec(bad)
+
+
+def test_messages_from_dictionaries() -> None:
+    call: Any = {"id": "1", "name": "f", "arguments": {"x": 1}}
+    messages: Any = [{"role": "assistant", "tool_calls": [call]}]
+    spec = build_spec(messages)
+    assert spec.chat.messages[0].tool_calls[0].arguments["x"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("localhost", "localhost:50051"),
+        ("host:1", "host:1"),
+        ("dns:///host", "dns:///host:50051"),
+        ("[::1]", "[::1]:50051"),
+        ("/run/x.sock", "unix:/run/x.sock"),
+        ("unix:/run/x.sock", "unix:/run/x.sock"),
+    ],
+)
+def test_targets(given: str, wanted: str) -> None:
+    assert normalise_target(given) == wanted
+
+
+def test_a_token_does_not_travel_in_clear_text_unasked() -> None:
+    with pytest.raises(ValueError, match="in clear text"):
+        headrace.Client("example.org:1", token="secret")
+    headrace.Client("example.org:1", token="secret", tls=False).close()
+    with pytest.raises(ValueError, match="is a URL"):
+        headrace.Client("http://localhost:1")
+    assert is_local("[::1]:50051")
+    assert not is_local("10.0.0.1:1")
+
+
+def test_only_unary_calls_are_retried() -> None:
+    names = service_config(3, "pick_first")["methodConfig"][0]["name"]
+    assert not {"GenerateStream", "StreamResult"} & {name.get("method") for name in names}
+    assert "methodConfig" not in service_config(0, "round_robin")
+
+
+def test_secrets_are_not_in_reprs() -> None:
+    settings = make_settings(
+        "localhost", tls=None, ca=None, client_cert=None, client_key=None, server_name=None,
+        token="hush", metadata=None, keepalive=None, max_message_bytes=1, retries=0,
+        load_balancing="pick_first", channel_options=(),
+    )  # fmt: skip
+    assert "hush" not in repr(settings)
+
+
+def test_errors_survive_pickling() -> None:
+    with pytest.raises(headrace.InvalidArgumentError) as caught:
+        build_spec("hi", {"top_k": -1})
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert again.field_violations == caught.value.field_violations
