@@ -13,8 +13,8 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
-    GptOssConfig,
     GPTJConfig,
+    GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -114,9 +114,11 @@ REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def make_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A model with random float32 weights, large enough that its outputs differ from prompt to prompt."""
+    """A model with random float32 weights, large enough that outputs differ between prompts."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "norm" not in name:

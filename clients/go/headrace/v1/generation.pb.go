@@ -107,7 +107,7 @@ const (
 	Delivery_DELIVERY_UNSPECIFIED Delivery = 0
 	// As they come.
 	Delivery_DELIVERY_STREAM Delivery = 1
-	// All at the end: Accepted at once, then one Delta of everything before Finished.
+	// All at the end: Accepted at once, then everything in one Delta (more of them where it is large) before Finished.
 	Delivery_DELIVERY_FINAL Delivery = 2
 )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from google.rpc import (  # type: ignore[import-untyped]  # it ships none
+from google.rpc import (
     code_pb2,
     error_details_pb2,
     status_pb2,

@@ -78,7 +78,7 @@ class _DeliveryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Delivery.Val
     DELIVERY_STREAM: _Delivery.ValueType  # 1
     """As they come."""
     DELIVERY_FINAL: _Delivery.ValueType  # 2
-    """All at the end: Accepted at once, then one Delta of everything before Finished."""
+    """All at the end: Accepted at once, then everything in one Delta (more of them where it is large) before Finished."""
 
 class Delivery(_Delivery, metaclass=_DeliveryEnumTypeWrapper):
     """When results are sent."""
@@ -88,7 +88,7 @@ DELIVERY_UNSPECIFIED: Delivery.ValueType  # 0
 DELIVERY_STREAM: Delivery.ValueType  # 1
 """As they come."""
 DELIVERY_FINAL: Delivery.ValueType  # 2
-"""All at the end: Accepted at once, then one Delta of everything before Finished."""
+"""All at the end: Accepted at once, then everything in one Delta (more of them where it is large) before Finished."""
 Global___Delivery: _TypeAlias = Delivery  # noqa: Y015
 
 class _TruncationSide:

@@ -7,7 +7,7 @@ Errors of RPCs are google.rpc.Status with ErrorInfo (domain "headrace"), and Bad
 The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field that this server does
 not do yet), ALREADY_EXISTS (a request of that id lives), NOT_FOUND, OUT_OF_RANGE (a seq that is no longer kept),
 FAILED_PRECONDITION, RESOURCE_EXHAUSTED (a queue or limit is full; RetryInfo), UNAVAILABLE (loading, draining or
-restarting), INTERNAL (ErrorInfo carries an error_id that the operator finds in the server's log).
+restarting), ABORTED (the request's results moved to another stream, by attach), INTERNAL (ErrorInfo carries an error_id that the operator finds in the server's log).
 """
 
 from collections import abc as _abc

@@ -93,8 +93,8 @@ class GenerationServiceServicer(object):
 
     def AddRequest(self, request, context):
         """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a
-        session that attaches to it, and for ModelCard.limits.result_retention after its end. The end of this RPC does not
-        touch the request. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
+        session that attaches to it, and for ModelCard.limits.result_retention after its end. Neither the end of this RPC nor
+        the loss of a session that attached to the request touches it. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
         was taken in.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

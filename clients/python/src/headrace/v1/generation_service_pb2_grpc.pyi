@@ -7,7 +7,7 @@ Errors of RPCs are google.rpc.Status with ErrorInfo (domain "headrace"), and Bad
 The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field that this server does
 not do yet), ALREADY_EXISTS (a request of that id lives), NOT_FOUND, OUT_OF_RANGE (a seq that is no longer kept),
 FAILED_PRECONDITION, RESOURCE_EXHAUSTED (a queue or limit is full; RetryInfo), UNAVAILABLE (loading, draining or
-restarting), INTERNAL (ErrorInfo carries an error_id that the operator finds in the server's log).
+restarting), ABORTED (the request's results moved to another stream, by attach), INTERNAL (ErrorInfo carries an error_id that the operator finds in the server's log).
 """
 
 from collections import abc as _abc
@@ -58,8 +58,8 @@ class GenerationServiceStub:
     """
     AddRequest: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.AddRequestRequest, _generation_service_pb2.AddRequestResponse]
     """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a
-    session that attaches to it, and for ModelCard.limits.result_retention after its end. The end of this RPC does not
-    touch the request. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
+    session that attaches to it, and for ModelCard.limits.result_retention after its end. Neither the end of this RPC nor
+    the loss of a session that attached to the request touches it. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
     was taken in.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.CancelRequest, _generation_service_pb2.CancelResponse]
@@ -105,8 +105,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """
     AddRequest: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.AddRequestRequest, _generation_service_pb2.AddRequestResponse]  # type: ignore[assignment]
     """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a
-    session that attaches to it, and for ModelCard.limits.result_retention after its end. The end of this RPC does not
-    touch the request. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
+    session that attaches to it, and for ModelCard.limits.result_retention after its end. Neither the end of this RPC nor
+    the loss of a session that attached to the request touches it. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
     was taken in.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.CancelRequest, _generation_service_pb2.CancelResponse]  # type: ignore[assignment]
@@ -161,8 +161,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.AddRequestResponse, _abc.Awaitable[_generation_service_pb2.AddRequestResponse]]:
         """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a
-        session that attaches to it, and for ModelCard.limits.result_retention after its end. The end of this RPC does not
-        touch the request. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
+        session that attaches to it, and for ModelCard.limits.result_retention after its end. Neither the end of this RPC nor
+        the loss of a session that attached to the request touches it. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
         was taken in.
         """
 

@@ -1417,7 +1417,7 @@ export enum Delivery {
   STREAM = 1,
 
   /**
-   * All at the end: Accepted at once, then one Delta of everything before Finished.
+   * All at the end: Accepted at once, then everything in one Delta (more of them where it is large) before Finished.
    *
    * @generated from enum value: DELIVERY_FINAL = 2;
    */

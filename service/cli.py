@@ -1,0 +1,153 @@
+"""The command `headrace-server`. Every option is also an environment variable; a flag wins over
+its variable.
+
+Nothing heavy is imported before `serve` runs: `--help` and `--version` answer at once, without
+torch.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from service import options
+
+app = typer.Typer(
+    name="headrace-server",
+    help="Headrace: a gRPC server for text generation, with continuous batching.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def default_model() -> str:
+    """The demo model of the repository."""
+    return str(Path(__file__).resolve().parent.parent / "models" / "demo")
+
+
+def _version() -> str:
+    try:
+        return version("headrace-server")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"headrace-server {_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Headrace: a gRPC server for text generation, with continuous batching."""
+
+
+@app.command()
+def serve(
+    listen: options.Listen = ["127.0.0.1:50051"],  # noqa: B006 - typer copies it
+    insecure: options.Insecure = False,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
+    unix_socket_mode: options.UnixSocketMode = "0660",
+    max_message_bytes: options.MaxMessageBytes = 16 << 20,
+    model: options.Model = None,
+    served_name: options.ServedName = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    block_size: options.BlockSize = 32,
+    num_blocks: options.NumBlocks = None,
+    max_memory_percent: options.MaxMemoryPercent = None,
+    max_batch_tokens: options.MaxBatchTokens = None,
+    max_requests_per_batch: options.MaxRequestsPerBatch = None,
+    max_queue_size: options.MaxQueueSize = 1024,
+    max_open_requests: options.MaxOpenRequests = 8192,
+    default_max_tokens: options.DefaultMaxTokens = 256,
+    default_time_limit: options.DefaultTimeLimit = 3600.0,
+    max_time_limit: options.MaxTimeLimit = 86400.0,
+    max_lease: options.MaxLease = 300.0,
+    result_retention: options.ResultRetention = 300.0,
+    max_kept_results: options.MaxKeptResults = 1000,
+    max_kept_bytes: options.MaxKeptBytes = 64 << 20,
+    drain_timeout: options.DrainTimeout = 30.0,
+    log_level: options.LogLevel = "info",
+) -> None:
+    """Serve a model until a signal comes."""
+    # Imported here: --help is to be fast.
+    from engine.config import ContinuousBatchingConfig, LoadConfig
+    from engine.errors import ConfigError
+    from service.config import ServiceConfig
+
+    try:
+        config = ServiceConfig(
+            listen=tuple(listen),
+            served_name=served_name,
+            insecure=insecure,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            drain_timeout_s=drain_timeout,
+            max_queue_size=max_queue_size,
+            max_open_requests=max_open_requests,
+            default_max_tokens=default_max_tokens,
+            default_time_limit_s=default_time_limit,
+            max_time_limit_s=max_time_limit,
+            max_message_bytes=max_message_bytes,
+            max_lease_s=max_lease,
+            result_retention_s=result_retention,
+            max_kept_results=max_kept_results,
+            max_kept_bytes=max_kept_bytes,
+            unix_socket_mode=_mode(unix_socket_mode),
+            log_level=log_level.lower(),
+        )
+        batching = ContinuousBatchingConfig(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_batch_tokens=max_batch_tokens,
+            max_memory_percent=max_memory_percent,
+            max_requests_per_batch=max_requests_per_batch,
+            max_queue_size=config.max_queue_size,
+            per_request_processors=True,
+        )
+        load = LoadConfig(dtype=dtype, device=device, threads=threads)  # type: ignore[arg-type]
+    except ConfigError as error:
+        # Named as the flag: the rest of the message is the option's own.
+        flag = error.option.removesuffix("_s").replace("_", "-")
+        message = str(error).removeprefix(f"{error.option}: ")
+        typer.echo(f"headrace-server: --{flag}: {message}", err=True)
+        raise typer.Exit(2) from error
+
+    # Importing torch takes seconds on a cold machine: say something before.
+    typer.echo(f"headrace-server {_version()}: starting", err=True)
+    from engine.local_client import LocalEngineClient
+    from service.process import run
+
+    raise typer.Exit(run(config, LocalEngineClient(model or default_model(), batching, load)))
+
+
+def _mode(text: str) -> int:
+    from engine.errors import ConfigError
+
+    try:
+        return int(text, 8)
+    except ValueError as error:
+        raise ConfigError(
+            "unix_socket_mode", f"is {text!r}; it must be an octal number such as 0660"
+        ) from error
+
+
+def main() -> None:
+    """The entry point."""
+    app()

@@ -1,0 +1,186 @@
+"""The service's options: what each means, its default and its bounds.
+
+Every option is a flag of `headrace-server serve` and an environment variable HEADRACE_…
+(`service.cli` is the only place that reads them). The engine's options are in `engine.config`.
+Frozen and checked when made: a config that exists is valid.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MIB = 1 << 20
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """Options of the server. Raises ConfigError for a value out of bounds.
+
+    Attributes:
+        listen: addresses to listen on, at least one: "host:port", "[::]:port" or "unix:/path"; port
+            0 takes a free one.
+        served_name: the model's name in the model card; None: the last part of its path.
+        insecure: allow addresses beyond loopback without TLS.
+        tls_cert, tls_key: PEM files of the certificate chain and its key; both or none. TLS is
+            then used on all TCP addresses.
+        drain_timeout_s: how long live requests may go on after the first signal; 0 to a day.
+        max_queue_size: how many requests may wait in the engine; one more is refused. 1 to
+            1,000,000.
+        max_open_requests: how many requests may run, or have results that their stream has not
+            read. 1 to 1,000,000.
+        default_max_tokens: max_tokens where a request does not say; 1 to 2^31 − 1.
+        default_time_limit_s: the time limit where a request does not say; 0: none; at most
+            max_time_limit_s.
+        max_time_limit_s: the longest time limit of a request; 0: any.
+        max_message_bytes: the largest message received or sent; 64 KiB to 1 GiB.
+        max_lease_s: the longest lease of a session; 0 to a day.
+        result_retention_s: how long an ended request's results are kept; 0 to a day.
+        max_kept_results, max_kept_bytes: how many ended requests are kept, and about how many
+            bytes of results; beyond them the oldest go. 0 to 1,000,000; 0 to 64 GiB.
+        unix_socket_mode: the permissions of Unix sockets.
+        log_level: debug, info, warning or error.
+    """
+
+    listen: tuple[str, ...] = ("127.0.0.1:50051",)
+    served_name: str | None = None
+    insecure: bool = False
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    drain_timeout_s: float = 30.0
+    max_queue_size: int = 1024
+    max_open_requests: int = 8192
+    default_max_tokens: int = 256
+    default_time_limit_s: float = 3600.0
+    max_time_limit_s: float = DAY_S
+    max_message_bytes: int = 16 * MIB
+    max_lease_s: float = 300.0
+    result_retention_s: float = 300.0
+    max_kept_results: int = 1000
+    max_kept_bytes: int = 64 * MIB
+    unix_socket_mode: int = 0o660
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if not self.listen:
+            raise ConfigError(
+                "listen", "is empty; give at least one address, such as 127.0.0.1:50051"
+            )
+        for address in self.listen:
+            parse_address(address)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError(
+                "tls_cert", "and tls_key belong together; give both files, or neither"
+            )
+        _within("drain_timeout_s", self.drain_timeout_s, 0, DAY_S)
+        _within("max_queue_size", self.max_queue_size, 1, 1_000_000)
+        _within("max_open_requests", self.max_open_requests, 1, 1_000_000)
+        _within("default_max_tokens", self.default_max_tokens, 1, 2**31 - 1)
+        _within("max_time_limit_s", self.max_time_limit_s, 0, 365 * DAY_S)
+        _within(
+            "default_time_limit_s",
+            self.default_time_limit_s,
+            0,
+            self.max_time_limit_s or 365 * DAY_S,
+        )
+        if self.max_time_limit_s and not self.default_time_limit_s:
+            raise ConfigError(
+                "default_time_limit_s",
+                "is 0 (none), above max_time_limit_s; set max_time_limit_s to 0 too",
+            )
+        _within("max_message_bytes", self.max_message_bytes, 64 << 10, 1 << 30)
+        _within("max_lease_s", self.max_lease_s, 0, DAY_S)
+        _within("result_retention_s", self.result_retention_s, 0, DAY_S)
+        _within("max_kept_results", self.max_kept_results, 0, 1_000_000)
+        _within("max_kept_bytes", self.max_kept_bytes, 0, 64 << 30)
+        _within("unix_socket_mode", self.unix_socket_mode, 0, 0o777)
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(
+                "log_level", f"is {self.log_level!r}; it must be one of {', '.join(LOG_LEVELS)}"
+            )
+        self._check_exposure()
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether TCP addresses speak TLS."""
+        return self.tls_cert is not None
+
+    def _check_exposure(self) -> None:
+        """Prompts and outputs do not leave the machine in the clear unless somebody said so."""
+        if self.insecure or self.uses_tls:
+            return
+        for text in self.listen:
+            if not parse_address(text).is_local:
+                raise ConfigError(
+                    "listen",
+                    f"{text} can be reached from other machines; give tls_cert and tls_key, or "
+                    "allow plain text there with insecure",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where to listen. `path`: of a Unix socket; else host and port."""
+
+    host: str = ""
+    port: int = 0
+    path: str | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        if self.path is not None or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def target(self) -> str:
+        """The address as gRPC writes it, for servers and clients."""
+        if self.path is not None:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """Read an address.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix:")
+        if path.startswith("//"):
+            path = path[2:]
+        # The kernel's sockaddr_un has room for 107 bytes of path.
+        if not path or "\0" in path or len(path.encode()) > 107:
+            raise ConfigError(
+                "listen", f"{text!r} is not a path of 1 to 107 bytes, as in unix:/run/headrace.sock"
+            )
+        return Address(path=path)
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    if (
+        not colon
+        or not host
+        or (":" in host) != bracketed
+        or not (port.isascii() and port.isdigit())
+    ):
+        raise ConfigError(
+            "listen", f"{text!r} is not an address; write host:port, [IPv6]:port or unix:/path"
+        )
+    if int(port) > 65535:
+        raise ConfigError("listen", f"{text!r} has the port {port}; ports go up to 65535")
+    return Address(host=host, port=int(port))
+
+
+def _within(option: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # false for NaN too
+        raise ConfigError(option, f"is {value}; it must be between {low:g} and {high:g}")

@@ -1,0 +1,82 @@
+"""The model card: what a client may want to know before it sends a request."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from headrace.v1 import model_service_pb2
+
+from engine.client import ModelInfo
+from engine.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRING_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+from engine.text import Tokenizer
+from service.config import ServiceConfig
+from service.convert.response import sampling_message
+from service.convert.values import to_duration
+
+CONTRACT_REVISION = 1
+"""Grows with every change to the contract."""
+_FEATURES = (
+    "sessions",
+    "attach",
+    "lease",
+    "logprobs",
+    "echo",
+    "stop_strings",
+    "token_details",
+    "timestamps",
+    "truncation",
+    "time_limit",
+)
+
+
+def server_version() -> str:
+    """The version of the installed server."""
+    try:
+        return version("headrace-server")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def model_card(
+    info: ModelInfo, tokenizer: Tokenizer, config: ServiceConfig, instance_id: str
+) -> model_service_pb2.ModelCard:
+    """Describe the model and the server's limits."""
+    features = [*_FEATURES, *(["chat"] if tokenizer.has_chat_template else [])]
+    return model_service_pb2.ModelCard(
+        name=config.served_name or info.name,
+        architecture=info.architecture,
+        parameters=info.parameters,
+        dtype=info.dtype,
+        device=info.device,
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        has_chat_template=tokenizer.has_chat_template,
+        # Without a seed: an absent one is drawn for each request.
+        default_sampling=sampling_message(info.default_sampling, seed=False),
+        limits=model_service_pb2.Limits(
+            max_context_tokens=info.max_context_tokens,
+            max_prompt_tokens=info.max_context_tokens - 1,
+            default_max_tokens=config.default_max_tokens,
+            max_choices=1,
+            max_logprobs=MAX_LOGPROBS,
+            max_stop_strings=MAX_STOP_STRINGS,
+            max_stop_string_bytes=MAX_STOP_STRING_BYTES,
+            max_stop_token_ids=MAX_STOP_TOKEN_IDS,
+            max_logit_bias=MAX_LOGIT_BIAS,
+            max_message_bytes=config.max_message_bytes,
+            max_queue_size=info.max_queue_size,
+            max_running_requests=info.max_running_requests,
+            max_lease=to_duration(config.max_lease_s),
+            result_retention=to_duration(config.result_retention_s),
+        ),
+        features=sorted(features),
+        instance_id=instance_id,
+        server_version=server_version(),
+        contract_revision=CONTRACT_REVISION,
+    )

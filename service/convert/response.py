@@ -1,0 +1,276 @@
+"""Delivery's events and answers become messages.
+
+One `Responder` for a loaded model. `batch` is the path of every token of a session: it makes one
+message of everything that a stream took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from google.protobuf import duration_pb2, timestamp_pb2
+from headrace.v1 import generation_pb2, generation_service_pb2
+
+from engine.outputs import Finish, FinishReason, TokenLogprobs
+from engine.outputs import Usage as EngineUsage
+from engine.sampling_params import SamplingParams, StopParams
+from engine.text import Tokenizer
+from service.convert.values import to_duration
+from service.delivery import events
+from service.delivery.log import RequestLog
+from service.delivery.session import Batch
+from service.errors import failure_status, to_status
+
+_REASONS = {
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CONTEXT: generation_pb2.FINISH_REASON_CONTEXT,
+    FinishReason.CANCELLED: generation_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.TIME_LIMIT: generation_pb2.FINISH_REASON_TIME_LIMIT,
+}
+_CANCEL_STATUSES = {
+    events.CANCELLED: generation_service_pb2.CANCEL_STATUS_CANCELLED,
+    events.ALREADY_FINISHED: generation_service_pb2.CANCEL_STATUS_ALREADY_FINISHED,
+    events.NOT_FOUND: generation_service_pb2.CANCEL_STATUS_NOT_FOUND,
+}
+
+
+def sampling_message(
+    params: SamplingParams, *, seed: bool = True
+) -> generation_pb2.SamplingOptions:
+    """The effective parameters, every field set."""
+    message = generation_pb2.SamplingOptions(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        typical_p=1.0,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        no_repeat_ngram_size=0,
+        logit_bias=dict(params.logit_bias),
+    )
+    if seed:
+        message.seed = params.seed
+    return message
+
+
+def _stop_message(
+    params: StopParams, stop_strings: Iterable[str], include_stop: bool
+) -> generation_pb2.StopOptions:
+    return generation_pb2.StopOptions(
+        max_tokens=min(params.max_tokens, 2**32 - 1),
+        min_tokens=params.min_tokens,
+        stop_strings=stop_strings,
+        stop_token_ids=params.stop_token_ids,
+        eos_token_ids=params.eos_token_ids,
+        ignore_eos=params.ignore_eos,
+        include_stop=include_stop,
+    )
+
+
+def _usage(usage: EngineUsage) -> generation_pb2.Usage:
+    return generation_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+    )
+
+
+def _timings(finish: Finish, last_token: float | None) -> generation_pb2.Timings:
+    timings = finish.timings
+
+    def since(moment: float | None) -> duration_pb2.Duration | None:
+        return None if moment is None else to_duration(moment - timings.arrival)
+
+    return generation_pb2.Timings(
+        first_scheduled=since(timings.first_scheduled),
+        first_token=since(timings.first_token),
+        last_token=since(last_token),
+        finished=since(timings.finished),
+        preemptions=timings.preemptions,
+    )
+
+
+class Responder:
+    """Makes messages of events."""
+
+    def __init__(self, tokenizer: Tokenizer, instance_id: str) -> None:
+        self._tokenizer = tokenizer
+        self._instance_id = instance_id
+
+    def batch(self, batch: Batch) -> generation_service_pb2.StreamResultResponse:
+        """Everything that a session took, as one message."""
+        message = generation_service_pb2.StreamResultResponse(
+            events=self.event_messages(batch.events)
+        )
+        for reply in batch.replies:
+            self._reply(message, reply)
+        return message
+
+    def event_messages(
+        self, taken: Iterable[tuple[RequestLog, list[events.NumberedEvent]]]
+    ) -> list[generation_pb2.ResultEvent]:
+        """The events of several requests."""
+        event = self.event
+        return [event(log.request_id, numbered) for log, run in taken for numbered in run]
+
+    def event(self, request_id: str, numbered: events.NumberedEvent) -> generation_pb2.ResultEvent:
+        """One event."""
+        event = numbered.event
+        if isinstance(event, events.Delta):
+            return generation_pb2.ResultEvent(
+                request_id=request_id, seq=numbered.seq, delta=self.delta(event)
+            )
+        message = generation_pb2.ResultEvent(request_id=request_id, seq=numbered.seq)
+        match event:
+            case events.Accepted():
+                message.accepted.CopyFrom(self.accepted(event))
+            case events.PromptProcessed():
+                message.prompt.CopyFrom(self.prompt(event))
+            case events.Finished():
+                message.finished.CopyFrom(self.finished(event))
+            case events.Failed():
+                message.failed.CopyFrom(self.failed(event))
+        return message
+
+    def accepted(self, event: events.Accepted) -> generation_pb2.Accepted:
+        """How a request was taken in."""
+        at = timestamp_pb2.Timestamp()
+        at.FromNanoseconds(int(event.accepted_at * 1e9))
+        return generation_pb2.Accepted(
+            instance_id=self._instance_id,
+            sampling=sampling_message(event.sampling),
+            stop=_stop_message(event.stop, event.stop_strings, event.include_stop),
+            prompt_tokens=event.prompt_tokens,
+            queue_position=event.queue_position,
+            command_id=event.command_id,
+            accepted_at=at,
+            n=1,
+        )
+
+    def prompt(self, event: events.PromptProcessed) -> generation_pb2.PromptProcessed:
+        """What was learnt from the prompt."""
+        return generation_pb2.PromptProcessed(
+            prompt_tokens=event.prompt_tokens, cached_tokens=event.cached_tokens
+        )
+
+    def delta(self, event: events.Delta) -> generation_pb2.Delta:
+        """New output."""
+        if not event.detailed:
+            return generation_pb2.Delta(
+                token_ids=event.token_ids, text=event.text, token_offset=event.token_offset
+            )
+        return generation_pb2.Delta(
+            text=event.text, tokens=self.tokens(event), token_offset=event.token_offset
+        )
+
+    def tokens(self, event: events.Delta) -> list[generation_pb2.TokenInfo]:
+        """The tokens of a delta, one by one."""
+        infos = [self.token(token_id) for token_id in event.token_ids]
+        for info, logprobs in zip(infos, event.logprobs or (), strict=False):
+            self._add_logprobs(info, logprobs)
+        for info, moment in zip(infos, event.times or (), strict=False):
+            info.time.CopyFrom(to_duration(moment))
+        return infos
+
+    def token(self, token_id: int) -> generation_pb2.TokenInfo:
+        """One token with its text and bytes."""
+        raw = self._tokenizer.token_bytes(token_id)
+        return generation_pb2.TokenInfo(id=token_id, text=raw.decode("utf-8", "replace"), bytes=raw)
+
+    def _add_logprobs(self, info: generation_pb2.TokenInfo, logprobs: TokenLogprobs) -> None:
+        info.logprob = logprobs.logprob
+        info.rank = logprobs.rank
+        for token_id, logprob in logprobs.candidates:
+            raw = self._tokenizer.token_bytes(token_id)
+            info.candidates.add(
+                id=token_id,
+                text=raw.decode("utf-8", "replace"),
+                bytes=raw,
+                logprob=logprob,
+            )
+
+    def finished(self, event: events.Finished) -> generation_pb2.Finished:
+        """How a request ended."""
+        message = generation_pb2.Finished(
+            reason=_REASONS[event.reason],
+            usage=_usage(event.usage),
+            timings=_timings(event.finish, event.last_token),
+        )
+        if event.stop_string is not None:
+            message.stop_string = event.stop_string
+        elif event.reason is FinishReason.STOP and event.finish.stop_token_id is not None:
+            message.stop_token_id = event.finish.stop_token_id
+        return message
+
+    def failed(self, event: events.Failed) -> generation_pb2.Failed:
+        """How a request failed."""
+        finish = event.finish
+        message = generation_pb2.Failed(
+            usage=_usage(finish.usage), timings=_timings(finish, finish.timings.last_token)
+        )
+        if finish.failure is not None:
+            message.status.CopyFrom(failure_status(finish.failure))
+        return message
+
+    def result(
+        self, request_id: str, run: Iterable[events.NumberedEvent]
+    ) -> generation_service_pb2.GenerateResponse:
+        """All events of a finished request, folded into one result."""
+        message = generation_service_pb2.GenerateResponse(request_id=request_id)
+        choice = message.choices.add(index=0)
+        text: list[str] = []
+        for numbered in run:
+            match numbered.event:
+                case events.Accepted() as event:
+                    message.accepted.CopyFrom(self.accepted(event))
+                case events.PromptProcessed() as event:
+                    message.prompt.CopyFrom(self.prompt(event))
+                case events.Delta() as event:
+                    text.append(event.text)
+                    choice.token_ids.extend(event.token_ids)
+                    if event.detailed:
+                        choice.tokens.extend(self.tokens(event))
+                case events.Finished() as event:
+                    choice.finished.CopyFrom(self.finished(event))
+                    message.usage.CopyFrom(_usage(event.usage))
+                case events.Failed():
+                    pass  # the RPC's status says it
+        choice.text = "".join(text)
+        return message
+
+    def _reply(
+        self, message: generation_service_pb2.StreamResultResponse, reply: events.Reply
+    ) -> None:
+        match reply:
+            case events.Rejected():
+                message.rejections.add(
+                    command_id=reply.command_id,
+                    request_id=reply.request_id,
+                    status=to_status(reply.error, reply.prefix),
+                )
+            case events.Opened():
+                message.opened.command_id = reply.command_id
+                message.opened.instance_id = self._instance_id
+                message.opened.lease.CopyFrom(to_duration(reply.lease_s))
+            case events.Attached():
+                message.attached.add(
+                    command_id=reply.command_id,
+                    request_id=reply.request_id,
+                    from_seq=reply.from_seq,
+                )
+            case events.CancelAnswered():
+                message.cancelled.append(
+                    cancel_result(reply.request_id, reply.outcome, reply.command_id)
+                )
+
+
+def cancel_result(
+    request_id: str, outcome: str, command_id: int = 0
+) -> generation_service_pb2.CancelResult:
+    """The answer to one cancel."""
+    return generation_service_pb2.CancelResult(
+        request_id=request_id, status=_CANCEL_STATUSES[outcome], command_id=command_id
+    )

@@ -1,0 +1,51 @@
+"""What delivery refuses, beside the engine's own errors. `service.errors` maps these classes to
+gRPC codes.
+"""
+
+from __future__ import annotations
+
+from engine.errors import HeadraceError
+from engine.outputs import RequestFailure
+
+
+class ResultGoneError(HeadraceError):
+    """An event was asked for that is no longer kept, or that does not exist yet."""
+
+    def __init__(self, request_id: str, wanted: int, earliest: int, following: int) -> None:
+        super().__init__(
+            f"from_seq: event {wanted} of request {request_id!r} is not here; "
+            f"the events that can be asked for are {earliest} to {following}"
+        )
+        self.request_id = request_id
+        self.earliest = earliest
+        self.following = following
+
+
+class TooManyResultsError(HeadraceError):
+    """Too many accepted requests have results that their clients have not read."""
+
+    def __init__(self, limit: int, retry_after_s: float = 1.0) -> None:
+        super().__init__(
+            f"{limit} requests are running or have results that were not read yet "
+            "(max_open_requests); read the results, or try again later"
+        )
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+
+
+class RequestMovedError(HeadraceError):
+    """The request's results continue on another stream, which attached to it."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"the results of request {request_id!r} moved to a stream that attached to it"
+        )
+        self.request_id = request_id
+
+
+class RequestFailedError(HeadraceError):
+    """An accepted request failed."""
+
+    def __init__(self, failure: RequestFailure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure

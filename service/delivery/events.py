@@ -1,0 +1,187 @@
+"""The events of a request and the answers to a session's commands, as plain data.
+
+`log.RequestLog` makes the events, the command handler of `service.servicers` makes the answers;
+both are turned into messages by `service.convert.response`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.outputs import Finish, FinishReason, TokenLogprobs, Usage
+from engine.sampling_params import SamplingParams, StopParams
+from engine.types import TokenId
+
+MAX_DELTA_BYTES = 1 << 20
+"""A delta that would become larger than about this is cut in several, so that messages stay
+receivable.
+"""
+_EVENT_BYTES = 96
+_TOKEN_BYTES = 6
+_DETAIL_BYTES = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeliveryOptions:
+    """How a request's results are delivered.
+
+    Attributes:
+        final: everything at the end, in one delta.
+        min_tokens_per_delta: a delta waits for this many tokens, or for the end. At least 1.
+        token_details: tokens are described one by one.
+        candidates: how many candidates come with each token; only to estimate sizes.
+        record_times: each token carries when it was made.
+    """
+
+    final: bool = False
+    min_tokens_per_delta: int = 1
+    token_details: bool = False
+    candidates: int = 0
+    record_times: bool = False
+
+    @property
+    def bytes_per_token(self) -> int:
+        """About how large one token is in a message."""
+        if not self.token_details:
+            return _TOKEN_BYTES
+        return _DETAIL_BYTES * (1 + self.candidates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """The request was taken in. All parameters are the effective ones; accepted_at is wall-clock
+    seconds.
+    """
+
+    sampling: SamplingParams
+    stop: StopParams
+    stop_strings: tuple[str, ...]
+    include_stop: bool
+    prompt_tokens: int
+    queue_position: int
+    command_id: int
+    accepted_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptProcessed:
+    """The prompt was processed."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output.
+
+    Attributes:
+        token_ids, text: the new tokens, and the new text (which may belong to earlier tokens).
+        token_offset: how many tokens came before.
+        detailed: whether the tokens are described one by one.
+        logprobs: one entry a token, where asked for.
+        times: seconds since the request was accepted, one a token, where asked for.
+        size: about how many bytes it takes in a message.
+    """
+
+    token_ids: tuple[TokenId, ...]
+    text: str
+    token_offset: int
+    detailed: bool
+    logprobs: tuple[TokenLogprobs, ...] | None
+    times: tuple[float, ...] | None
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end, as it should be. `reason` is never ERROR."""
+
+    reason: FinishReason
+    stop_string: str | None
+    finish: Finish
+    usage: Usage
+    last_token: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The end by a failure; `finish.failure` says why."""
+
+    finish: Finish
+
+
+Event = Accepted | PromptProcessed | Delta | Finished | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedEvent:
+    """An event with its number in its request; the pair never changes."""
+
+    seq: int
+    event: Event
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it takes in a message, and in memory."""
+        return self.event.size if isinstance(self.event, Delta) else _EVENT_BYTES
+
+
+def at_most(run: list[NumberedEvent], limit: int) -> list[NumberedEvent]:
+    """The first events, as many as fit a message of about this size; at least one."""
+    size = 0
+    for index, numbered in enumerate(run):
+        size += numbered.size
+        if size > limit:
+            return run[: max(index, 1)]
+    return run
+
+
+def delta_size(text: str, tokens: int, options: DeliveryOptions) -> int:
+    """About how many bytes a delta takes in a message."""
+    return _EVENT_BYTES + len(text) + tokens * options.bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A command was refused. `prefix` completes the field paths of the error, such as
+    "add.spec.".
+    """
+
+    command_id: int
+    request_id: str
+    error: Exception
+    prefix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The session was set up."""
+
+    command_id: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A request's results continue on this session."""
+
+    command_id: int
+    request_id: str
+    from_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAnswered:
+    """What became of a cancel."""
+
+    command_id: int
+    request_id: str
+    outcome: str
+
+
+CANCELLED = "cancelled"
+ALREADY_FINISHED = "already_finished"
+NOT_FOUND = "not_found"
+
+Reply = Rejected | Opened | Attached | CancelAnswered

@@ -1,0 +1,381 @@
+"""All requests that are running, or whose results are kept: by identity and request id.
+
+A request enters by `start` and leaves
+- when its terminal event was taken by its stream, where nothing is kept (Generate, GenerateStream,
+  sessions without a lease);
+- else when its retention after the end has passed, or when newer results need the room (count and
+  bytes are bounded; the oldest go first).
+
+A request whose stream is lost goes on for the stream's lease and is then cancelled; one that came
+by AddRequest depends on no stream. All methods run on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+
+from engine.client import EngineClient
+from engine.errors import DuplicateRequestError, RequestNotFoundError
+from engine.outputs import RequestFailure, StepOutputs
+from engine.request import GenerationRequest
+from engine.text import TextStream
+from engine.types import RequestId
+from service.delivery.errors import TooManyResultsError
+from service.delivery.events import (
+    ALREADY_FINISHED,
+    CANCELLED,
+    NOT_FOUND,
+    Accepted,
+    DeliveryOptions,
+)
+from service.delivery.log import RequestLog
+from service.delivery.session import ResultStream
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """What is kept, and how much of it.
+
+    Attributes:
+        retention_s: how long results are kept after a request's end.
+        max_results, max_bytes: the most ended requests that are kept, and about how many bytes of
+            events in them.
+        max_open: the most requests that run, or have ended and were not read by their stream.
+    """
+
+    retention_s: float
+    max_results: int
+    max_bytes: int
+    max_open: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A checked request, ready for the engine.
+
+    Attributes:
+        identity, request_id: whose it is, and its name there.
+        request: what the engine gets, under a name that `Registry.engine_id` made.
+        options: how its results are delivered.
+        make_text: makes the output's text; None: no text is wanted.
+        stop_strings, include_stop: as asked for.
+    """
+
+    identity: str
+    request_id: str
+    request: GenerationRequest
+    options: DeliveryOptions
+    make_text: Callable[[], TextStream] | None
+    stop_strings: tuple[str, ...]
+    include_stop: bool
+
+
+class Registry:
+    """The requests of this process."""
+
+    def __init__(self, client: EngineClient, retention: Retention) -> None:
+        self._client = client
+        self._retention = retention
+        self._logs: dict[tuple[str, str], RequestLog] = {}
+        self._by_engine: dict[RequestId, RequestLog] = {}
+        self._kept: dict[RequestLog, int] = {}  # ended and kept, oldest first, with their sizes
+        self._kept_bytes = 0
+        self._numbers = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._live = 0
+        self.streams: set[ResultStream] = set()
+        self.attached = 0  # requests on streams, ended and unread ones too; counted by ResultStream
+
+    # Starting
+
+    def engine_id(self, identity: str, request_id: str) -> RequestId:
+        """A name for the engine: tells whose request it is, and is never used twice."""
+        return RequestId(f"{identity}/{request_id}#{next(self._numbers)}")
+
+    @property
+    def live(self) -> int:
+        """Requests that have not ended."""
+        return self._live
+
+    def check_free(self, identity: str, request_id: str) -> None:
+        """Refuse a name that is taken, and any request where too many are open.
+
+        Raises:
+            DuplicateRequestError, TooManyResultsError: as they say.
+        """
+        if (identity, request_id) in self._logs:
+            raise DuplicateRequestError(request_id)
+        if max(self._live, self.attached) >= self._retention.max_open:
+            raise TooManyResultsError(self._retention.max_open)
+
+    async def start(
+        self,
+        submission: Submission,
+        stream: ResultStream | None,
+        *,
+        durable: bool = False,
+        command_id: int = 0,
+    ) -> RequestLog:
+        """Hand a request to the engine, and its results to `stream` (or keep them, where durable).
+
+        Raises:
+            DuplicateRequestError, TooManyResultsError: as they say.
+            InvalidRequestError, QueueFullError, EngineUnavailableError: the engine's refusals.
+        """
+        self.check_free(submission.identity, submission.request_id)
+        request = submission.request
+        log = RequestLog(
+            identity=submission.identity,
+            request_id=submission.request_id,
+            engine_id=request.request_id,
+            options=submission.options,
+            text_stream=submission.make_text() if submission.make_text is not None else None,
+            ending_ids=request.stop.ending_token_ids,
+            prompt_tokens=len(request.prompt),
+            now=time.monotonic(),
+            on_stop=self._on_stop,
+        )
+        log.durable = durable
+        log.keep = durable or (stream is not None and stream.lease_s > 0)
+        self._add(log)
+        try:
+            admission = await self._client.submit(request)
+        except asyncio.CancelledError:
+            # Whether the engine has it is not known: end it there, and here once that is certain.
+            log.keep = log.durable = False
+            log.abandoned = True
+            self._spawn(self._abandon(log))
+            raise
+        except BaseException:
+            self._forget(log)
+            raise
+        log.accept(
+            Accepted(
+                sampling=request.sampling,
+                stop=request.stop,
+                stop_strings=submission.stop_strings,
+                include_stop=submission.include_stop,
+                prompt_tokens=len(request.prompt),
+                queue_position=admission.queue_position,
+                command_id=command_id,
+                accepted_at=time.time(),
+            )
+        )
+        if stream is not None:
+            stream.attach(log, 1)
+        if log.cancel_wanted:
+            self._spawn(self._cancel(log))
+        log.notify()
+        return log
+
+    def _add(self, log: RequestLog) -> None:
+        self._logs[log.identity, log.request_id] = log
+        self._by_engine[log.engine_id] = log
+        self._live += 1
+        self._idle.clear()
+
+    def _forget(self, log: RequestLog) -> None:
+        """The request is gone: its name is free."""
+        if self._logs.get((log.identity, log.request_id)) is log:
+            del self._logs[log.identity, log.request_id]
+        if log.timer is not None:
+            log.timer.cancel()
+            log.timer = None
+        self._kept_bytes -= self._kept.pop(log, 0)
+        if self._by_engine.pop(log.engine_id, None) is not None:
+            self._count_end()
+
+    def _count_end(self) -> None:
+        self._live -= 1
+        if self._live == 0:
+            self._idle.set()
+
+    # Results
+
+    def on_step(self, step: StepOutputs) -> None:
+        """The engine's sink: take one step's outputs and wake the streams concerned."""
+        logs = self._by_engine
+        now = step.time
+        for output in step.outputs:
+            log = logs.get(output.request_id)
+            if log is None:
+                continue
+            try:
+                log.push(output, now)
+            except Exception as error:
+                self._fail(log, now, error)
+            stream = log.stream
+            if stream is not None and log.has(log.cursor):
+                stream.mark(log)
+            if log.watchers:
+                log.notify()
+            if log.ended:
+                self._on_end(log)
+
+    def _fail(self, log: RequestLog, now: float, error: Exception) -> None:
+        """The front end could not go on with this request: it alone ends."""
+        error_id = secrets.token_hex(8)
+        logger.error("delivery of a request failed [error_id=%s]", error_id, exc_info=error)
+        log.fail(RequestFailure("the request's output could not be delivered", error_id), now)
+        self._spawn(self._cancel(log))
+
+    def _on_stop(self, log: RequestLog, num_tokens: int) -> None:
+        self._spawn(self._finish(log, num_tokens))
+
+    def _on_end(self, log: RequestLog) -> None:
+        """The terminal event is there."""
+        if self._by_engine.pop(log.engine_id, None) is None:
+            return
+        self._count_end()
+        if log.timer is not None:  # a lease that was running: from now on it is the retention's
+            log.timer.cancel()
+            log.timer = None
+        if log.keep:
+            self._retain(log)
+        elif log.stream is None and (log.accepted is not None or log.abandoned):
+            # Nobody will take it. (One that is not accepted yet is about to get its stream.)
+            self._forget(log)
+
+    def _retain(self, log: RequestLog) -> None:
+        loop = asyncio.get_running_loop()
+        log.timer = loop.call_later(self._retention.retention_s, self._forget, log)
+        self._kept[log] = size = log.pending_size()
+        self._kept_bytes += size
+        while self._kept and (
+            len(self._kept) > self._retention.max_results
+            or self._kept_bytes > self._retention.max_bytes
+        ):
+            self._forget(next(iter(self._kept)))
+
+    # Streams
+
+    def on_delivered(self, log: RequestLog) -> None:
+        """A stream took the log's terminal event."""
+        if not log.keep:
+            self._forget(log)
+
+    def on_lost(self, stream: ResultStream, logs: Iterable[RequestLog]) -> None:
+        """A stream was lost with these requests on it."""
+        loop = asyncio.get_running_loop()
+        for log in logs:
+            log.stream = None
+            if log.ended:
+                if not log.keep:
+                    self._forget(log)
+            elif log.durable:
+                continue
+            elif stream.lease_s > 0:
+                log.timer = loop.call_later(stream.lease_s, self._on_lease_end, log)
+            else:
+                log.keep = False
+                self.cancel_log(log)
+
+    def _on_lease_end(self, log: RequestLog) -> None:
+        log.timer = None
+        if log.stream is None and not log.ended:
+            self.cancel_log(log)
+
+    def attach(self, identity: str, request_id: str, from_seq: int, stream: ResultStream) -> None:
+        """Move a request's results to a stream.
+
+        Raises:
+            RequestNotFoundError: no request of that name is kept for this identity.
+            ResultGoneError: the events from `from_seq` on are not all there.
+        """
+        log = self.find(identity, request_id)
+        log.check_from(from_seq)
+        if log.timer is not None and not log.ended:
+            log.timer.cancel()
+            log.timer = None
+        stream.attach(log, from_seq)
+        if not log.ended:
+            keep = log.durable or stream.lease_s > 0
+            if log.keep and not keep:
+                log.drop_taken()
+            log.keep = keep
+
+    def find(self, identity: str, request_id: str) -> RequestLog:
+        """The log of an accepted request.
+
+        Raises:
+            RequestNotFoundError: no request of that name is here for this identity.
+        """
+        log = self._logs.get((identity, request_id))
+        if log is None or log.accepted is None:
+            raise RequestNotFoundError(request_id)
+        return log
+
+    # Ending
+
+    def cancel(self, identity: str, request_id: str) -> str:
+        """End a request by its name; returns CANCELLED, ALREADY_FINISHED or NOT_FOUND. Does not
+        wait.
+        """
+        log = self._logs.get((identity, request_id))
+        if log is None:
+            return NOT_FOUND
+        if log.ended:
+            return ALREADY_FINISHED
+        self.cancel_log(log)
+        return CANCELLED
+
+    def cancel_log(self, log: RequestLog) -> None:
+        """End a request: its terminal event follows within one step."""
+        if log.accepted is None:
+            log.cancel_wanted = True
+        else:
+            self._spawn(self._cancel(log))
+
+    def cancel_all(self) -> None:
+        """End all requests."""
+        for log in list(self._by_engine.values()):
+            self.cancel_log(log)
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is live."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Forget everything and wait for what is under way."""
+        for log in list(self._logs.values()):
+            self._forget(log)
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # Calls to the engine that nobody waits for
+
+    def _spawn(self, call: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _cancel(self, log: RequestLog) -> None:
+        try:
+            await self._client.cancel(log.engine_id)
+        except Exception:
+            logger.exception("cancelling %s in the engine failed", log.engine_id)
+
+    async def _finish(self, log: RequestLog, num_tokens: int) -> None:
+        try:
+            await self._client.finish(log.engine_id, num_tokens)
+        except Exception:
+            logger.exception("finishing %s in the engine failed", log.engine_id)
+
+    async def _abandon(self, log: RequestLog) -> None:
+        live = False
+        try:
+            live = await self._client.cancel(log.engine_id)
+        except Exception:
+            logger.exception("cancelling %s in the engine failed", log.engine_id)
+        if not live:
+            self._forget(log)

@@ -1,0 +1,187 @@
+"""A stream of results: what one RPC receives of the requests that are attached to it.
+
+    registry ──mark──▶ dirty requests ──take──▶ Batch ──▶ the RPC's writer (one message)
+
+The writer loops: take a batch and send it; when there is none, end if `finished`, else wait. While
+a send is blocked nothing is taken, so everything merges in the requests' logs. The reader of a
+session (StreamResult) adds requests and answers; GenerateStream and Generate have one request and
+no reader.
+
+How a stream ends:
+- `finished`: the client said that nothing follows (or the server drains), and all requests are
+  delivered.
+- `lost`: the RPC ended before that. Its requests go on for the lease, or are cancelled. Whether a
+  half-close was one or the first sign of a lost connection cannot be told when it is seen; it is
+  concluded only by a normal end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from service.delivery.events import NumberedEvent, Reply
+
+if TYPE_CHECKING:
+    from service.delivery.log import RequestLog
+    from service.delivery.registry import Registry
+
+MAX_BATCH_BYTES = 2 << 20
+"""A message that is about this large is sent; the rest goes into the next one."""
+MAX_REPLIES = 512
+"""With this many answers unread, no further command is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What goes into one message."""
+
+    replies: list[Reply]
+    events: list[tuple[RequestLog, list[NumberedEvent]]]
+
+
+class ResultStream:
+    """The requests and answers of one RPC.
+
+    Attributes:
+        lease_s: how long its requests go on after it was lost.
+        closing: nothing more is to come from the client, or from the server because it drains.
+        busy: commands that are being carried out; the stream is not finished before they are.
+        logs: the requests that are attached and not fully delivered.
+        moved: the last request that another stream took over.
+    """
+
+    def __init__(self, registry: Registry, *, closing: bool = False) -> None:
+        self._registry = registry
+        self._dirty: dict[RequestLog, None] = {}
+        self._replies: list[Reply] = []
+        self._wake = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._over = False
+        self.logs: set[RequestLog] = set()
+        self.moved: RequestLog | None = None
+        self.lease_s = 0.0
+        self.closing = closing
+        self.busy = 0
+        registry.streams.add(self)
+
+    # The registry's and the reader's side
+
+    def attach(self, log: RequestLog, from_seq: int) -> None:
+        """Make the log's events from `from_seq` on (which was checked) go here, away from where
+        they went.
+        """
+        if log.stream is not None and log.stream is not self:
+            log.stream.detach(log)
+        log.stream = self
+        log.cursor = from_seq
+        if log not in self.logs:
+            self.logs.add(log)
+            self._registry.attached += 1
+        if log.has(from_seq):
+            self.mark(log)
+        elif log.delivered:
+            self._release(log)
+        if self._over:  # it was lost while the request was on its way
+            self._drop(log)
+            self._registry.on_lost(self, [log])
+
+    def detach(self, log: RequestLog) -> None:
+        """The log's events go elsewhere from now on."""
+        self._drop(log)
+        self._dirty.pop(log, None)
+        self.moved = log
+        self._wake.set()
+
+    def mark(self, log: RequestLog) -> None:
+        """The log has something to take."""
+        self._dirty[log] = None
+        self._wake.set()
+
+    def reply(self, reply: Reply) -> None:
+        """Answer a command."""
+        self._replies.append(reply)
+        if len(self._replies) >= MAX_REPLIES:
+            self._room.clear()
+        self._wake.set()
+
+    async def room(self) -> None:
+        """Wait until answers are being read: a client that only writes is not listened to for
+        ever.
+        """
+        await self._room.wait()
+
+    def close(self) -> None:
+        """Nothing more is to come: end once everything is delivered."""
+        self.closing = True
+        self._wake.set()
+
+    def nudge(self) -> None:
+        """Let the writer look again whether the stream is finished."""
+        self._wake.set()
+
+    # The writer's side
+
+    def take(self) -> Batch | None:
+        """Take what is pending; None: nothing is."""
+        self._wake.clear()
+        if not self._dirty and not self._replies:
+            return None
+        replies, self._replies = self._replies, []
+        self._room.set()
+        events = []
+        size = 0
+        while self._dirty and size < MAX_BATCH_BYTES:
+            log = next(iter(self._dirty))
+            del self._dirty[log]
+            taken = log.take_for_stream(MAX_BATCH_BYTES - size)
+            if taken:
+                events.append((log, taken))
+                size += sum(event.size for event in taken)
+            if log.delivered:
+                self._release(log)
+            elif log.has(log.cursor):
+                self._dirty[log] = None  # it goes on in the next message
+        if not replies and not events:
+            return None
+        return Batch(replies, events)
+
+    def _drop(self, log: RequestLog) -> None:
+        if log in self.logs:
+            self.logs.remove(log)
+            self._registry.attached -= 1
+
+    def _release(self, log: RequestLog) -> None:
+        self._drop(log)
+        log.stream = None
+        self._registry.on_delivered(log)
+
+    async def wait(self) -> None:
+        """Wait until there may be something to take, or the stream may be finished."""
+        await self._wake.wait()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the RPC ends now: nothing is left and nothing is to come."""
+        return self.closing and not (self.busy or self.logs or self._dirty or self._replies)
+
+    def complete(self) -> None:
+        """The RPC ended as it should."""
+        self._over = True
+        self._registry.streams.discard(self)
+
+    def lost(self) -> None:
+        """The RPC is over. Unless it was complete: its requests go on for the lease, or are
+        cancelled.
+        """
+        if self._over:
+            return
+        self._over = True
+        self._registry.streams.discard(self)
+        logs = list(self.logs)
+        for log in logs:
+            self._drop(log)
+        self._dirty.clear()
+        self._registry.on_lost(self, logs)

@@ -1,0 +1,346 @@
+"""Every error that a caller may see: one table from exception classes to gRPC codes and google.rpc
+details.
+
+`to_status` makes the google.rpc.Status of any exception; RPCs send it as their status
+(`interceptors.Recovery`), and sessions in-band. The message and the details say what to change. An
+exception that is in no row of the table is an error of ours: it is logged under an error id, and
+the caller gets INTERNAL with that id and nothing else.
+
+Everything that a caller's text can reach is cut to a bound, so that the details stay below 4 KiB:
+above 8 KiB of trailers clients see RESOURCE_EXHAUSTED in place of the real code.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from engine.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    EngineUnavailableError,
+    HeadraceError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestNotFoundError,
+    UnsupportedFeatureError,
+)
+from engine.outputs import RequestFailure
+from engine.text import ChatTemplateUnavailableError
+from service.delivery.errors import (
+    RequestFailedError,
+    RequestMovedError,
+    ResultGoneError,
+    TooManyResultsError,
+)
+
+logger = logging.getLogger(__name__)
+
+DOMAIN = "headrace"
+DETAILS_KEY = "grpc-status-details-bin"
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
+_MAX_MESSAGE_BYTES = 600
+_MAX_FIELD_BYTES = 160
+_RESTART_DELAY_S = 1.0
+
+
+class NotReadyError(EngineUnavailableError):
+    """The server takes no work now. `reason`: LOADING, DRAINING or ENGINE_STOPPED."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class FieldError(HeadraceError):
+    """A field of an RPC's own message is wrong, its full path given (see InvalidRequestError for
+    the spec's fields).
+    """
+
+    def __init__(self, path: str, description: str) -> None:
+        super().__init__(f"{path}: {description}")
+        self.path = path
+        self.description = description
+
+
+class MalformedMessageError(HeadraceError):
+    """A message's bytes are not what its type says."""
+
+    def __init__(self) -> None:
+        super().__init__("the message is not valid protobuf of the type that this RPC takes")
+
+
+class PreconditionError(HeadraceError):
+    """A command that is right in itself, at the wrong time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Public:
+    """What is said of an error."""
+
+    code: grpc.StatusCode
+    reason: str
+    message: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    violation: tuple[str, str] | None = None  # field path, what to change
+    retry_after_s: float | None = None
+
+
+def _invalid(error: InvalidRequestError, prefix: str) -> _Public:
+    path = prefix + _proto_path(error.field)
+    return _Public(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "INVALID_FIELD",
+        f"{path}: {error.description}",
+        {"field": path},
+        (path, error.description),
+    )
+
+
+def _field(error: FieldError, _prefix: str) -> _Public:
+    return _Public(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "INVALID_FIELD",
+        str(error),
+        {"field": error.path},
+        (error.path, error.description),
+    )
+
+
+def _malformed(error: MalformedMessageError, _prefix: str) -> _Public:
+    return _Public(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", str(error))
+
+
+def _unsupported(error: UnsupportedFeatureError, prefix: str) -> _Public:
+    path = prefix + error.field
+    return _Public(
+        grpc.StatusCode.UNIMPLEMENTED,
+        "UNSUPPORTED_FIELD",
+        f"{path}: {error.description}",
+        {"field": path},
+        (path, error.description),
+    )
+
+
+def _duplicate(error: DuplicateRequestError, _prefix: str) -> _Public:
+    return _Public(
+        grpc.StatusCode.ALREADY_EXISTS,
+        "DUPLICATE_REQUEST_ID",
+        str(error),
+        {"request_id": error.request_id},
+    )
+
+
+def _not_found(error: RequestNotFoundError, _prefix: str) -> _Public:
+    return _Public(
+        grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND", str(error), {"request_id": error.request_id}
+    )
+
+
+def _gone(error: ResultGoneError, _prefix: str) -> _Public:
+    return _Public(
+        grpc.StatusCode.OUT_OF_RANGE,
+        "RESULT_OUT_OF_RANGE",
+        str(error),
+        {
+            "request_id": error.request_id,
+            "earliest_seq": str(error.earliest),
+            "next_seq": str(error.following),
+        },
+    )
+
+
+def _moved(error: RequestMovedError, _prefix: str) -> _Public:
+    return _Public(
+        grpc.StatusCode.ABORTED, "REQUEST_MOVED", str(error), {"request_id": error.request_id}
+    )
+
+
+def _queue_full(error: QueueFullError, _prefix: str) -> _Public:
+    return _Public(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "QUEUE_FULL",
+        str(error),
+        {"max_queue_size": str(error.limit)},
+        retry_after_s=error.retry_after_s,
+    )
+
+
+def _too_many(error: TooManyResultsError, _prefix: str) -> _Public:
+    return _Public(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "TOO_MANY_OPEN_REQUESTS",
+        str(error),
+        {"max_open_requests": str(error.limit)},
+        retry_after_s=error.retry_after_s,
+    )
+
+
+def _unavailable(error: EngineUnavailableError, _prefix: str) -> _Public:
+    reason = error.reason if isinstance(error, NotReadyError) else "ENGINE_STOPPED"
+    return _Public(grpc.StatusCode.UNAVAILABLE, reason, str(error), retry_after_s=_RESTART_DELAY_S)
+
+
+def _no_template(error: ChatTemplateUnavailableError, _prefix: str) -> _Public:
+    return _Public(grpc.StatusCode.FAILED_PRECONDITION, "NO_CHAT_TEMPLATE", str(error))
+
+
+def _precondition(error: PreconditionError, _prefix: str) -> _Public:
+    return _Public(grpc.StatusCode.FAILED_PRECONDITION, "FAILED_PRECONDITION", str(error))
+
+
+def _failed(error: RequestFailedError, _prefix: str) -> _Public:
+    return _of_failure(error.failure)
+
+
+def _of_failure(failure: RequestFailure) -> _Public:
+    metadata = {"error_id": failure.error_id}
+    if failure.retryable:
+        return _Public(
+            grpc.StatusCode.UNAVAILABLE,
+            "ENGINE_STOPPED",
+            failure.message,
+            metadata,
+            retry_after_s=_RESTART_DELAY_S,
+        )
+    return _Public(grpc.StatusCode.INTERNAL, "REQUEST_FAILED", failure.message, metadata)
+
+
+def _config(error: ConfigError, _prefix: str) -> _Public:
+    # An option of the engine that a request ran into: the operator's to change.
+    return _Public(grpc.StatusCode.FAILED_PRECONDITION, "SERVER_CONFIGURATION", str(error))
+
+
+# The table. The first row whose class fits counts: subclasses stand before their bases.
+_TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
+    (FieldError, _field),
+    (InvalidRequestError, _invalid),
+    (MalformedMessageError, _malformed),
+    (UnsupportedFeatureError, _unsupported),
+    (DuplicateRequestError, _duplicate),
+    (RequestNotFoundError, _not_found),
+    (ResultGoneError, _gone),
+    (RequestMovedError, _moved),
+    (QueueFullError, _queue_full),
+    (TooManyResultsError, _too_many),
+    (EngineUnavailableError, _unavailable),
+    (ChatTemplateUnavailableError, _no_template),
+    (PreconditionError, _precondition),
+    (RequestFailedError, _failed),
+    (ConfigError, _config),
+)
+
+
+def to_status(error: BaseException, prefix: str = "") -> status_pb2.Status:
+    """The public status of an exception; logs it where it is an error of ours.
+
+    Args:
+        error: any exception.
+        prefix: completes the field paths of a spec's errors, such as "spec." or "add.spec.".
+    """
+    return _to_message(_public(error, prefix))
+
+
+def failure_status(failure: RequestFailure) -> status_pb2.Status:
+    """The status of an accepted request that failed."""
+    return _to_message(_of_failure(failure))
+
+
+def code_of(error: BaseException) -> grpc.StatusCode:
+    """The gRPC code of an exception, without logging it."""
+    for kind, describe in _TABLE:
+        if isinstance(error, kind):
+            return describe(error, "").code
+    return grpc.StatusCode.INTERNAL
+
+
+def trailers(status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
+    """The trailing metadata that carries a status, and retry advice where clients' retry policies
+    look for it.
+    """
+    metadata: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
+    if status.code == _number(grpc.StatusCode.RESOURCE_EXHAUSTED):
+        retry = error_details_pb2.RetryInfo()
+        for detail in status.details:
+            if detail.Unpack(retry):
+                metadata.append((PUSHBACK_KEY, str(max(1, retry.retry_delay.ToMilliseconds()))))
+    return tuple(metadata)
+
+
+def status_code(status: status_pb2.Status) -> grpc.StatusCode:
+    """The gRPC code of a status."""
+    return _CODES[status.code]
+
+
+def _public(error: BaseException, prefix: str) -> _Public:
+    for kind, describe in _TABLE:
+        if isinstance(error, kind):
+            return describe(error, prefix)
+    error_id = secrets.token_hex(8)
+    logger.error("unexpected error [error_id=%s]", error_id, exc_info=error)
+    return _Public(
+        grpc.StatusCode.INTERNAL,
+        "INTERNAL",
+        f"an unexpected error happened in the server; its log has it under error id {error_id}",
+        {"error_id": error_id},
+    )
+
+
+def _to_message(public: _Public) -> status_pb2.Status:
+    status = status_pb2.Status(
+        code=_number(public.code), message=_cut(public.message, _MAX_MESSAGE_BYTES)
+    )
+    info = error_details_pb2.ErrorInfo(reason=public.reason, domain=DOMAIN)
+    for key, value in public.metadata.items():
+        info.metadata[key] = _cut(value, _MAX_FIELD_BYTES)
+    _add(status, info)
+    if public.violation is not None:
+        path, description = public.violation
+        request = error_details_pb2.BadRequest()
+        request.field_violations.add(
+            field=_cut(path, _MAX_FIELD_BYTES), description=_cut(description, _MAX_MESSAGE_BYTES)
+        )
+        _add(status, request)
+    if public.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(max(1, int(public.retry_after_s * 1000)))
+        _add(status, error_details_pb2.RetryInfo(retry_delay=delay))
+    return status
+
+
+def _add(status: status_pb2.Status, detail: Message) -> None:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    status.details.append(packed)
+
+
+def _cut(text: str, limit: int) -> str:
+    """The text, cut to at most `limit` bytes of UTF-8 between characters."""
+    raw = text.encode("utf-8", "replace")
+    if len(raw) <= limit:
+        return raw.decode()
+    return raw[: limit - 3].decode("utf-8", "ignore") + "..."
+
+
+def _proto_path(path: str) -> str:
+    """An engine's field path in the words of GenerationSpec."""
+    if path == "prompt" or path.startswith("prompt["):
+        return "tokens.ids" + path.removeprefix("prompt")
+    if path == "time_limit_s":
+        return "scheduling.time_limit"
+    return path
+
+
+def _number(code: grpc.StatusCode) -> int:
+    number: int = code.value[0]
+    return number
+
+
+_CODES = {_number(code): code for code in grpc.StatusCode}

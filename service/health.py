@@ -1,0 +1,82 @@
+"""grpc.health.v1: liveness and readiness, which are different things.
+
+The empty name answers for the process: SERVING as soon as it serves anything. The services' names
+answer for their readiness: NOT_SERVING while the model loads, when the engine has stopped and when
+the server drains. Watches end when it drains: an open one would hold the shutdown for its whole
+grace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped base
+    """Answers health checks."""
+
+    def __init__(self, services: Iterable[str]) -> None:
+        self._ready = dict.fromkeys(services, False)
+        self._changed = asyncio.Event()
+        self._ending = False
+
+    def set_ready(self, ready: bool) -> None:
+        """Whether the services can be used now."""
+        for name in self._ready:
+            self._ready[name] = ready
+        self._wake()
+
+    def end(self) -> None:
+        """The server drains: nothing is ready any more, and Watches end."""
+        self._ending = True
+        self.set_ready(False)
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _status(self, service: str) -> int:
+        if not service:
+            return int(_SERVING)
+        ready = self._ready.get(service)
+        if ready is None:
+            return int(_UNKNOWN)
+        return int(_SERVING if ready else _NOT_SERVING)
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        """The status of one service."""
+        status = self._status(request.service)
+        if status == _UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def List(self, request: Any, context: Any) -> Any:
+        """The status of all services."""
+        return health_pb2.HealthListResponse(
+            statuses={
+                name: health_pb2.HealthCheckResponse(status=self._status(name))
+                for name in ("", *self._ready)
+            }
+        )
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        """The status of one service, now and whenever it changes, until the server drains."""
+        last = None
+        while True:
+            changed = self._changed
+            status = self._status(request.service)
+            if status != last:
+                last = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            if self._ending:
+                return
+            if changed is self._changed:
+                await changed.wait()

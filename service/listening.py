@@ -1,0 +1,96 @@
+"""Binding the server to its addresses: TLS or plain text, TCP or Unix sockets."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+
+from engine.errors import ConfigError
+from service.config import Address, ServiceConfig, parse_address
+from service.tls import server_credentials
+
+
+def bind(server: grpc.aio.Server, config: ServiceConfig) -> tuple[Address, ...]:
+    """Bind all addresses; returns them with the ports that were chosen.
+
+    Raises:
+        ConfigError: an address is taken or cannot be used.
+    """
+    credentials = server_credentials(config)
+    bound = []
+    for text in config.listen:
+        address = parse_address(text)
+        try:
+            if address.path is not None:
+                _bind_unix(server, address, config.unix_socket_mode)
+                bound.append(address)
+            elif credentials is not None:
+                port = server.add_secure_port(address.target, credentials)
+                bound.append(Address(host=address.host, port=port))
+            else:
+                port = server.add_insecure_port(address.target)
+                bound.append(Address(host=address.host, port=port))
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(
+                "listen",
+                f"cannot listen on {text}: {_reason(address, error)}",
+            ) from error
+    return tuple(bound)
+
+
+def unlink_sockets(addresses: tuple[Address, ...]) -> None:
+    """Remove the files of Unix sockets."""
+    for address in addresses:
+        if address.path is not None:
+            with suppress(OSError):
+                os.unlink(address.path)
+
+
+def _bind_unix(server: grpc.aio.Server, address: Address, mode: int) -> None:
+    path = address.path or ""
+    _remove_stale(path)
+    # TLS adds nothing on a Unix socket: its file's permissions say who may connect. Until chmod
+    # they are narrower.
+    server.add_insecure_port(address.target)
+    os.chmod(path, mode)
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket file that nobody listens on any more (a server was killed)."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise OSError(errno.EEXIST, "a file of that name is there, and it is not a socket")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink(missing_ok=True)
+            return
+    raise OSError(errno.EADDRINUSE, "another server listens there")
+
+
+def _reason(address: Address, error: Exception) -> str:
+    """Why binding failed; gRPC only says that it did, so the kernel is asked again."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if address.path is not None:
+        return "the path cannot be used; does its directory exist, and may this user write there?"
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address.host, address.port))
+    except OSError as cause:
+        if cause.errno == errno.EADDRINUSE:
+            return "the port is taken; stop the other program, or choose another port"
+        return cause.strerror or str(cause)
+    return "gRPC could not bind it"

@@ -1,0 +1,227 @@
+"""The options of `headrace-server serve`: for each flag its type, its environment variable, its
+help and its place in it. The defaults stand in the signature of `service.cli.serve`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+_NETWORK = "Network"
+_MODEL = "Model and engine"
+_REQUESTS = "Requests and results"
+_PROCESS = "Process"
+
+
+def _option(name: str, variable: str, text: str, panel: str, **more: Any) -> Any:
+    return typer.Option(
+        f"--{name}", envvar=f"HEADRACE_{variable}", help=text, rich_help_panel=panel, **more
+    )
+
+
+Listen = Annotated[
+    list[str],
+    _option(
+        "listen",
+        "LISTEN",
+        "Where to listen: host:port, \\[IPv6]:port or unix:/path. May be given several times; in "
+        "the variable, separated by blanks.",
+        _NETWORK,
+    ),
+]
+Insecure = Annotated[
+    bool,
+    _option(
+        "insecure",
+        "INSECURE",
+        "Allow addresses beyond this machine without TLS.",
+        _NETWORK,
+    ),
+]
+TlsCert = Annotated[
+    str | None,
+    _option("tls-cert", "TLS_CERT", "The certificate chain, a PEM file.", _NETWORK),
+]
+TlsKey = Annotated[
+    str | None, _option("tls-key", "TLS_KEY", "The certificate's key, a PEM file.", _NETWORK)
+]
+UnixSocketMode = Annotated[
+    str,
+    _option(
+        "unix-socket-mode",
+        "UNIX_SOCKET_MODE",
+        "Permissions of Unix sockets, octal.",
+        _NETWORK,
+    ),
+]
+MaxMessageBytes = Annotated[
+    int,
+    _option(
+        "max-message-bytes",
+        "MAX_MESSAGE_BYTES",
+        "The largest message, either way.",
+        _NETWORK,
+    ),
+]
+Model = Annotated[
+    str | None,
+    _option(
+        "model",
+        "MODEL",
+        "A model directory or hub id.",
+        _MODEL,
+        show_default="the demo model",
+    ),
+]
+ServedName = Annotated[
+    str | None,
+    _option("served-name", "SERVED_NAME", "The model's name in the model card.", _MODEL),
+]
+Dtype = Annotated[
+    str,
+    _option(
+        "dtype",
+        "DTYPE",
+        "Type of the weights: auto, float32, bfloat16 or float16.",
+        _MODEL,
+    ),
+]
+Device = Annotated[str, _option("device", "DEVICE", "auto, cpu, cuda or cuda:N.", _MODEL)]
+Threads = Annotated[
+    int | None,
+    _option(
+        "threads",
+        "THREADS",
+        "CPU threads for the model.",
+        _MODEL,
+        show_default="the CPUs that are allowed",
+    ),
+]
+BlockSize = Annotated[
+    int, _option("block-size", "BLOCK_SIZE", "Tokens in a block of the KV cache.", _MODEL)
+]
+NumBlocks = Annotated[
+    int | None,
+    _option(
+        "num-blocks",
+        "NUM_BLOCKS",
+        "Blocks of the KV cache.",
+        _MODEL,
+        show_default="from the memory",
+    ),
+]
+MaxMemoryPercent = Annotated[
+    float | None,
+    _option(
+        "max-memory-percent",
+        "MAX_MEMORY_PERCENT",
+        "The part of the free memory that the KV cache may take, above 0 and at most 1.",
+        _MODEL,
+        show_default="0.5 on a CPU, 0.9 on CUDA",
+    ),
+]
+MaxBatchTokens = Annotated[
+    int | None,
+    _option(
+        "max-batch-tokens",
+        "MAX_BATCH_TOKENS",
+        "Most tokens computed in one step.",
+        _MODEL,
+        show_default="1024 on a CPU, 8192 on CUDA",
+    ),
+]
+MaxRequestsPerBatch = Annotated[
+    int | None,
+    _option(
+        "max-requests-per-batch",
+        "MAX_REQUESTS_PER_BATCH",
+        "Most requests that run at the same time.",
+        _MODEL,
+        show_default="64 on a CPU, 256 on CUDA",
+    ),
+]
+MaxQueueSize = Annotated[
+    int,
+    _option(
+        "max-queue-size",
+        "MAX_QUEUE_SIZE",
+        "Most requests that wait; more are refused.",
+        _REQUESTS,
+    ),
+]
+MaxOpenRequests = Annotated[
+    int,
+    _option(
+        "max-open-requests",
+        "MAX_OPEN_REQUESTS",
+        "Most requests that run or are not read to their end.",
+        _REQUESTS,
+    ),
+]
+DefaultMaxTokens = Annotated[
+    int,
+    _option(
+        "default-max-tokens",
+        "DEFAULT_MAX_TOKENS",
+        "max_tokens where a request does not say.",
+        _REQUESTS,
+    ),
+]
+DefaultTimeLimit = Annotated[
+    float,
+    _option(
+        "default-time-limit",
+        "DEFAULT_TIME_LIMIT",
+        "Seconds a request may take where it does not say; 0: any.",
+        _REQUESTS,
+    ),
+]
+MaxTimeLimit = Annotated[
+    float,
+    _option(
+        "max-time-limit",
+        "MAX_TIME_LIMIT",
+        "The longest time limit of a request, in seconds; 0: any.",
+        _REQUESTS,
+    ),
+]
+MaxLease = Annotated[
+    float,
+    _option("max-lease", "MAX_LEASE", "The longest lease of a session, seconds.", _REQUESTS),
+]
+ResultRetention = Annotated[
+    float,
+    _option(
+        "result-retention",
+        "RESULT_RETENTION",
+        "Seconds that results are kept after a request's end.",
+        _REQUESTS,
+    ),
+]
+MaxKeptResults = Annotated[
+    int,
+    _option(
+        "max-kept-results",
+        "MAX_KEPT_RESULTS",
+        "Most ended requests whose results are kept.",
+        _REQUESTS,
+    ),
+]
+MaxKeptBytes = Annotated[
+    int,
+    _option("max-kept-bytes", "MAX_KEPT_BYTES", "Most bytes of kept results.", _REQUESTS),
+]
+DrainTimeout = Annotated[
+    float,
+    _option(
+        "drain-timeout",
+        "DRAIN_TIMEOUT",
+        "Seconds that live requests may go on after a signal.",
+        _PROCESS,
+    ),
+]
+LogLevel = Annotated[
+    str,
+    _option("log-level", "LOG_LEVEL", "debug, info, warning or error.", _PROCESS),
+]

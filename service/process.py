@@ -1,0 +1,145 @@
+"""The server as a process: logging, signals, exit codes.
+
+SIGTERM or SIGINT once: drain (see `service.server`), exit 0
+                 twice: end at once, exit 128 + the signal's number
+the model cannot be loaded, a port is taken: a message, exit 1
+the engine dies: readiness goes, live requests have failed; exit 1, for a supervisor to restart
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from engine.client import EngineClient
+from engine.errors import HeadraceError
+from service.config import ServiceConfig
+from service.listening import unlink_sockets
+from service.server import HeadraceServer, TokenizerLoader, load_tokenizer
+from service.welcome import welcome
+
+logger = logging.getLogger(__name__)
+
+_FAILED = 1
+
+
+def say(line: str) -> None:
+    """A line for whoever started the process; logs go to the same place."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def set_up_logging(level: str) -> None:
+    """Log to stderr, one line an event."""
+    logging.basicConfig(
+        level=level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+
+
+def run(
+    config: ServiceConfig,
+    client: EngineClient,
+    *,
+    tokenizer_loader: TokenizerLoader = load_tokenizer,
+) -> int:
+    """Serve until a signal comes; returns the exit code."""
+    set_up_logging(config.log_level)
+    return asyncio.run(_Process(config, client, tokenizer_loader).run())
+
+
+class _Process:
+    def __init__(
+        self, config: ServiceConfig, client: EngineClient, tokenizer_loader: TokenizerLoader
+    ) -> None:
+        self._config = config
+        self._server = HeadraceServer(
+            config, client, progress=self._progress, tokenizer_loader=tokenizer_loader
+        )
+        self._began = time.monotonic()
+        self._signalled = asyncio.Event()
+
+    def _progress(self, line: str) -> None:
+        say(f"[{time.monotonic() - self._began:6.1f} s] {line}")
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            await self._server.start()
+        except HeadraceError as error:
+            say(f"headrace-server: {error}")
+            return _FAILED
+        self._progress(f"port open on {', '.join(self._server.addresses)}; loading the model")
+        signalled = loop.create_task(self._wait_for_signal())
+        loading = loop.create_task(self._server.ready())
+        try:
+            await asyncio.wait({signalled, loading}, return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                return await self._interrupted(loading)
+            loading.result()
+        except HeadraceError as error:
+            say(f"headrace-server: the model cannot be served: {error}")
+            await self._server.stop()
+            return _FAILED
+        except Exception:
+            logger.exception("loading the model failed")
+            await self._server.stop()
+            return _FAILED
+        else:
+            return await self._serve(signalled)
+        finally:
+            signalled.cancel()
+
+    async def _serve(self, signalled: asyncio.Task[None]) -> int:
+        state = self._server.state
+        seconds = time.monotonic() - self._began
+        say(welcome(self._config, state.front.info, self._server.bound, seconds))
+        failed = asyncio.create_task(self._server.failed())
+        ends: set[asyncio.Task[Any]] = {signalled, failed}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            say(f"headrace-server: the engine has stopped: {failed.result()}")
+            await self._server.drain(0)
+            return _FAILED
+        failed.cancel()
+        live = self._server.registry.live
+        say(f"Draining: {live} live requests, at most {self._config.drain_timeout_s:g} s.")
+        await self._server.drain()
+        say("Stopped.")
+        return 0
+
+    async def _interrupted(self, loading: asyncio.Task[None]) -> int:
+        """A signal while the model loads: its thread cannot be interrupted, so the process ends
+        around it.
+        """
+        loading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await loading
+        say("Stopped while loading.")
+        self._exit(0)
+        return 0
+
+    async def _wait_for_signal(self) -> None:
+        await self._signalled.wait()
+
+    def _on_signal(self, number: int) -> None:
+        if self._signalled.is_set():
+            say("Stopped at once.")
+            self._exit(128 + number)
+        self._signalled.set()
+
+    def _exit(self, code: int) -> None:
+        """End without waiting for anything: threads that load or compute cannot be interrupted."""
+        unlink_sockets(self._server.bound)
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(code)

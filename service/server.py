@@ -1,0 +1,272 @@
+"""The server: wiring, start and ordered shutdown. `HeadraceServer` can be embedded (tests do);
+`service.process` runs it as a process with signals.
+
+Start: the port opens first, so that probes see a live process, and everything but health and
+reflection is refused while the model loads. Then the front end is made and the services become
+ready.
+
+Shutdown (`drain`):
+1. readiness goes: health says NOT_SERVING, Watches end, new work is refused with UNAVAILABLE;
+2. streams are told that nothing follows: idle sessions end now, others with their last request;
+3. live requests finish; after the timeout they are cancelled, and their streams still get their
+   ends;
+4. the gRPC server stops, with a short grace for last messages on their way;
+5. the engine is closed, then the threads, the Unix sockets' files and telemetry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from headrace.v1 import (
+    generation_service_pb2,
+    generation_service_pb2_grpc,
+    model_service_pb2,
+    model_service_pb2_grpc,
+)
+
+from engine.client import EngineClient, ModelInfo, ProgressSink
+from engine.text import Tokenizer
+from service import telemetry
+from service.config import Address, ServiceConfig
+from service.convert.inputs import InputEncoder
+from service.convert.model import model_card
+from service.convert.request import Converter, RequestLimits
+from service.convert.response import Responder
+from service.delivery.registry import Registry, Retention
+from service.health import HealthServicer
+from service.interceptors import Readiness, Recovery
+from service.listening import bind, unlink_sockets
+from service.reflection import add_reflection
+from service.servicers.generation import GenerationServicer
+from service.servicers.model import ModelServicer
+from service.state import FrontEnd, Phase, ServerState
+
+logger = logging.getLogger(__name__)
+
+SERVICES = (
+    generation_service_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+    model_service_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
+)
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_TEXT_THREADS = 2
+_STOP_GRACE_S = 5.0
+_CANCEL_GRACE_S = 5.0
+_FAILURE_POLL_S = 0.5
+
+TokenizerLoader = Callable[[ModelInfo], Tokenizer]
+
+
+def load_tokenizer(info: ModelInfo) -> Tokenizer:
+    """The tokenizer of the loaded model."""
+    return Tokenizer.load(Path(info.path), info.vocab_size)
+
+
+def _grpc_options(config: ServiceConfig) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        # Off: two servers on one port would share its connections silently; a taken port is an
+        # error instead.
+        ("grpc.so_reuseport", 0),
+        # Clients may ping every 10 s (by default a server drops those that ping more than once in
+        # 5 minutes, which ends long generations with "Too many pings"), also while they have no
+        # RPC open.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Our own pings find clients whose machine is gone: their requests would run to the end for
+        # nobody.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+class HeadraceServer:
+    """A server around an engine. All methods run on one event loop."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        client: EngineClient,
+        *,
+        progress: ProgressSink | None = None,
+        tokenizer_loader: TokenizerLoader = load_tokenizer,
+    ) -> None:
+        """Wire the server; nothing is opened yet.
+
+        Args:
+            config: the service's options.
+            client: the engine, not started yet.
+            progress: takes lines of start-up progress; by default they are logged.
+            tokenizer_loader: loads the model's tokenizer, in a thread.
+        """
+        self._config = config
+        self._client = client
+        self._progress = progress or logger.info
+        self._load_tokenizer = tokenizer_loader
+        self.instance_id = f"hr-{secrets.token_hex(8)}"
+        self.state = ServerState(self.instance_id)
+        self.registry = Registry(
+            client,
+            Retention(
+                retention_s=config.result_retention_s,
+                max_results=config.max_kept_results,
+                max_bytes=config.max_kept_bytes,
+                max_open=config.max_open_requests,
+            ),
+        )
+        self._pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="headrace-text")
+        self._health = HealthServicer(SERVICES)
+        self._telemetry = telemetry.Telemetry()
+        self._server: grpc.aio.Server | None = None
+        self._loading: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._closed = False
+        self.bound: tuple[Address, ...] = ()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where the server listens, as gRPC clients write it."""
+        return tuple(address.target for address in self.bound)
+
+    async def start(self) -> None:
+        """Open the ports and begin to load the model; `ready` waits for it.
+
+        Raises:
+            ConfigError: an address is taken, a TLS file cannot be used, ...
+        """
+        self._telemetry = telemetry.set_up(os.environ)
+        server = grpc.aio.server(
+            # Recovery sees everything; spans see what readiness refuses.
+            interceptors=(Recovery(), *self._telemetry.interceptors, Readiness(self.state)),
+            options=_grpc_options(self._config),
+        )
+        generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
+            GenerationServicer(self.state), server
+        )
+        model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.state), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        add_reflection(server, (*SERVICES, _HEALTH))
+        self.bound = bind(server, self._config)
+        self._server = server
+        await server.start()
+        self._loading = asyncio.create_task(self._load())
+
+    async def _load(self) -> None:
+        try:
+            info = await self._client.start(self.registry.on_step, self._progress)
+            tokenizer = await asyncio.get_running_loop().run_in_executor(
+                self._pool, self._load_tokenizer, info
+            )
+        except Exception:
+            self.state.phase = Phase.FAILED
+            raise
+        self.state.loaded(self._front_end(info, tokenizer))
+        if self.state.phase is Phase.READY:
+            self._health.set_ready(True)
+            self._watching = asyncio.create_task(self._watch_engine())
+
+    def _front_end(self, info: ModelInfo, tokenizer: Tokenizer) -> FrontEnd:
+        config = self._config
+        encoder = InputEncoder(tokenizer, self._pool, info.vocab_size)
+        limits = RequestLimits(
+            default_max_tokens=config.default_max_tokens,
+            default_time_limit_s=config.default_time_limit_s or None,
+            max_time_limit_s=config.max_time_limit_s or None,
+        )
+        return FrontEnd(
+            info=info,
+            card=model_card(info, tokenizer, config, self.instance_id),
+            tokenizer=tokenizer,
+            encoder=encoder,
+            converter=Converter(info, tokenizer, encoder, limits),
+            responder=Responder(tokenizer, self.instance_id),
+            registry=self.registry,
+            max_lease_s=config.max_lease_s,
+        )
+
+    async def ready(self) -> None:
+        """Wait until the model is loaded.
+
+        Raises:
+            HeadraceError: it cannot be loaded; the message gives the reason.
+        """
+        if self._loading is not None:
+            await asyncio.shield(self._loading)
+
+    async def failed(self) -> Exception:
+        """Wait until the engine is dead; returns why."""
+        # The seam has nothing to wait on, so it is looked at.
+        while (failure := self._client.failure) is None:  # noqa: ASYNC110
+            await asyncio.sleep(_FAILURE_POLL_S)
+        return failure
+
+    async def _watch_engine(self) -> None:
+        failure = await self.failed()
+        logger.error("the engine has stopped: %s", failure)
+        if self.state.phase is Phase.READY:
+            self.state.phase = Phase.FAILED
+            self._health.set_ready(False)
+
+    async def drain(self, timeout_s: float | None = None) -> None:
+        """Finish live requests, then stop. After `timeout_s` (default: the configuration's) the
+        rest is cancelled.
+        """
+        timeout_s = self._config.drain_timeout_s if timeout_s is None else timeout_s
+        self._begin_drain()
+        if not await self._idle_within(timeout_s):
+            logger.warning(
+                "%d requests are still live after %g s of draining; they are cancelled",
+                self.registry.live,
+                timeout_s,
+            )
+            self.registry.cancel_all()
+            await self._idle_within(_CANCEL_GRACE_S)
+        await self._shut_down(_STOP_GRACE_S)
+
+    async def stop(self) -> None:
+        """Stop at once; live requests are lost."""
+        self._begin_drain()
+        await self._shut_down(0)
+
+    def _begin_drain(self) -> None:
+        self.state.phase = Phase.DRAINING
+        self._health.end()
+        for stream in list(self.registry.streams):
+            stream.close()
+
+    async def _idle_within(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.registry.wait_idle()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _shut_down(self, grace_s: float) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        if self._loading is not None and not self._loading.done():
+            self._loading.cancel()
+        await self._client.close()
+        await self.registry.close()
+        for task in (self._loading, self._watching):
+            if task is not None:
+                await asyncio.gather(task, return_exceptions=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        unlink_sockets(self.bound)
+        self._telemetry.shutdown()

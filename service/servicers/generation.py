@@ -1,0 +1,204 @@
+"""GenerationService: requests and their results.
+
+Every RPC that starts a request goes the same way: refuse unknown fields, convert the spec to a
+`Submission`, hand it to the registry. They differ in where the results go: to a session, to this
+RPC's own stream, or nowhere (AddRequest), to be read later. The writers of streams take and yield;
+they are async generators, never `context.write`, because the tracing interceptor breaks that.
+
+A stream tells delivery that it is over in two ways, whichever comes first: the generator's
+`finally`, and the RPC's done callback. The second is needed because a generator that is suspended
+in a `yield` (its message is being written) learns of the RPC's end only when it is collected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from headrace.v1 import generation_service_pb2, generation_service_pb2_grpc
+
+from engine.errors import InvalidRequestError
+from service.convert.request import check_request_id
+from service.convert.response import cancel_result
+from service.convert.unknown import refuse_unknown
+from service.convert.values import seconds
+from service.delivery.errors import RequestFailedError, RequestMovedError
+from service.delivery.events import Failed, at_most
+from service.delivery.log import RequestLog
+from service.delivery.session import MAX_BATCH_BYTES, ResultStream
+from service.errors import FieldError
+from service.servicers.commands import CommandReader
+from service.servicers.submit import submission_of
+from service.state import IDENTITY, FrontEnd, ServerState
+
+MAX_CANCEL_IDS = 1024
+MAX_WAIT_S = 60.0
+
+
+class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
+    """Answers GenerationService."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    # Starting requests
+
+    async def AddRequest(
+        self, request: generation_service_pb2.AddRequestRequest, context: Any
+    ) -> generation_service_pb2.AddRequestResponse:
+        """Start a request and keep its results."""
+        front = self._state.front
+        refuse_unknown(request)
+        submission = await submission_of(front, request)
+        log = await front.registry.start(submission, None, durable=True)
+        response = generation_service_pb2.AddRequestResponse(request_id=log.request_id)
+        if log.accepted is not None:
+            response.accepted.CopyFrom(front.responder.accepted(log.accepted))
+        return response
+
+    async def Generate(
+        self, request: generation_service_pb2.GenerateRequest, context: Any
+    ) -> generation_service_pb2.GenerateResponse:
+        """Run one request and return its whole result."""
+        front = self._state.front
+        refuse_unknown(request)
+        stream = ResultStream(front.registry, closing=True)
+        try:
+            submission = await submission_of(front, request, final=True)
+            log = await front.registry.start(submission, stream)
+            run = []
+            while not stream.finished:
+                await stream.wait()
+                if (batch := stream.take()) is not None:
+                    run += [numbered for _, events in batch.events for numbered in events]
+            _raise_failure(log, stream)
+            stream.complete()
+        finally:
+            stream.lost()
+        return front.responder.result(log.request_id, run)
+
+    async def GenerateStream(
+        self, request: generation_service_pb2.GenerateStreamRequest, context: Any
+    ) -> AsyncIterator[generation_service_pb2.GenerateStreamResponse]:
+        """Run one request and stream its events."""
+        front = self._state.front
+        refuse_unknown(request)
+        stream = ResultStream(front.registry, closing=True)
+        context.add_done_callback(lambda _: stream.lost())
+        try:
+            submission = await submission_of(front, request)
+            log = await front.registry.start(submission, stream)
+            while True:
+                if (batch := stream.take()) is not None:
+                    yield generation_service_pb2.GenerateStreamResponse(
+                        events=front.responder.event_messages(batch.events)
+                    )
+                elif stream.finished:
+                    break
+                else:
+                    await stream.wait()
+            stream.complete()
+            _raise_failure(log, stream)
+        finally:
+            stream.lost()
+
+    async def StreamResult(
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[generation_service_pb2.StreamResultResponse]:
+        """A session: the reader carries out commands, and this writer sends what they bring."""
+        front = self._state.front
+        stream = ResultStream(front.registry)
+        context.add_done_callback(lambda _: stream.lost())
+        reader = asyncio.create_task(
+            CommandReader(front, self._state, stream).run(request_iterator)
+        )
+        reader.add_done_callback(lambda _: stream.nudge())
+        try:
+            while True:
+                if (batch := stream.take()) is not None:
+                    yield front.responder.batch(batch)
+                elif stream.finished:
+                    break
+                elif reader.done() and not stream.closing:
+                    await reader  # raises: it only ends by itself at the half-close
+                else:
+                    await stream.wait()
+            stream.complete()
+        finally:
+            stream.lost()
+            reader.cancel()
+
+    # Requests that are there
+
+    async def Cancel(
+        self, request: generation_service_pb2.CancelRequest, context: Any
+    ) -> generation_service_pb2.CancelResponse:
+        """End requests by their ids. All of them are ended before anything is awaited."""
+        registry = self._state.front.registry
+        refuse_unknown(request)
+        ids = request.request_ids
+        if not 1 <= len(ids) <= MAX_CANCEL_IDS:
+            raise FieldError(
+                "request_ids", f"has {len(ids)} entries; give between 1 and {MAX_CANCEL_IDS}"
+            )
+        return generation_service_pb2.CancelResponse(
+            results=[
+                cancel_result(request_id, registry.cancel(IDENTITY, request_id))
+                for request_id in ids
+            ]
+        )
+
+    async def GetResult(
+        self, request: generation_service_pb2.GetResultRequest, context: Any
+    ) -> generation_service_pb2.GetResultResponse:
+        """Read a request's events from a number on."""
+        front = self._state.front
+        refuse_unknown(request)
+        wait_s = _wait(request)
+        from_seq = request.from_seq or 1
+        log = _find(front, request.request_id)
+        log.check_from(from_seq)
+        try:
+            async with asyncio.timeout(wait_s):
+                while not (log.ended if request.until_done else log.has(from_seq)):
+                    if log.ended or wait_s == 0:
+                        break
+                    await log.changed()
+        except TimeoutError:
+            pass  # the answer is what is there
+        log.check_from(from_seq)  # it may have been let go meanwhile
+        events = at_most(log.take_from(from_seq), MAX_BATCH_BYTES)
+        next_seq = events[-1].seq + 1 if events else from_seq
+        return generation_service_pb2.GetResultResponse(
+            events=[front.responder.event(log.request_id, event) for event in events],
+            next_seq=next_seq,
+            done=log.ended and next_seq == log.next_seq,
+        )
+
+
+def _find(front: FrontEnd, request_id: str) -> RequestLog:
+    try:
+        check_request_id(request_id)
+    except InvalidRequestError as error:
+        raise FieldError(error.field, error.description) from error
+    return front.registry.find(IDENTITY, request_id)
+
+
+def _wait(request: generation_service_pb2.GetResultRequest) -> float:
+    try:
+        wait_s = seconds(request.wait, "wait")
+    except InvalidRequestError as error:
+        raise FieldError(error.field, error.description) from error
+    if wait_s > MAX_WAIT_S:
+        raise FieldError("wait", f"is {wait_s:g} s; at most {MAX_WAIT_S:g} s are allowed")
+    return wait_s
+
+
+def _raise_failure(log: RequestLog, stream: ResultStream) -> None:
+    """Raise what the RPC's status has to say of its request's end."""
+    terminal = log.terminal
+    if stream.moved is log:
+        raise RequestMovedError(log.request_id)
+    if isinstance(terminal, Failed) and terminal.finish.failure is not None:
+        raise RequestFailedError(terminal.finish.failure)

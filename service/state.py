@@ -1,0 +1,89 @@
+"""What the process knows of itself: its phase, and, once the model is loaded, the front end that
+serves requests.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from headrace.v1 import model_service_pb2
+
+from engine.client import ModelInfo
+from engine.text import Tokenizer
+from service.convert.inputs import InputEncoder
+from service.convert.request import Converter
+from service.convert.response import Responder
+from service.delivery.registry import Registry
+from service.errors import NotReadyError
+
+IDENTITY = "anonymous"
+"""The identity of every caller: there is no authentication yet. All names are kept by identity
+already.
+"""
+
+
+class Phase(enum.Enum):
+    """Where the process is in its life."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEnd:
+    """Everything that requests need, made when the model is loaded."""
+
+    info: ModelInfo
+    card: model_service_pb2.ModelCard
+    tokenizer: Tokenizer
+    encoder: InputEncoder
+    converter: Converter
+    responder: Responder
+    registry: Registry
+    max_lease_s: float
+
+
+class ServerState:
+    """The phase and the front end; set by `service.server`, read by interceptors and servicers."""
+
+    def __init__(self, instance_id: str) -> None:
+        self.instance_id = instance_id
+        self.phase = Phase.LOADING
+        self._front: FrontEnd | None = None
+
+    def loaded(self, front: FrontEnd) -> None:
+        """The model is there."""
+        self._front = front
+        if self.phase is Phase.LOADING:
+            self.phase = Phase.READY
+
+    @property
+    def front(self) -> FrontEnd:
+        """The front end.
+
+        Raises:
+            NotReadyError: the model is still loading.
+        """
+        if self._front is None:
+            raise NotReadyError("LOADING", "the model is still loading; try again soon")
+        return self._front
+
+    def check(self, *, new_work: bool) -> None:
+        """Refuse an RPC that this phase does not serve. `new_work`: it may start requests.
+
+        Raises:
+            NotReadyError: with the reason.
+        """
+        if self.phase is Phase.FAILED:
+            raise NotReadyError(
+                "ENGINE_STOPPED", "the engine has stopped; the server takes no requests"
+            )
+        if self._front is None:
+            raise NotReadyError("LOADING", "the model is still loading; try again soon")
+        if self.phase is Phase.DRAINING and new_work:
+            raise NotReadyError(
+                "DRAINING", "the server is shutting down and takes no new requests; use another one"
+            )

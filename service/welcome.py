@@ -1,0 +1,74 @@
+"""What the server prints when it is ready: its address, and lines to paste that are right for
+it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from engine.client import ModelInfo
+from service.config import Address, ServiceConfig
+
+_DEFAULT_TARGET = "127.0.0.1:50051"
+_PROMPT = "Once upon a time"
+_SPEC = '{"spec":{"text":{"text":"Once upon a time"},"stop":{"max_tokens":32}}}'
+_METHOD = "headrace.v1.GenerationService/GenerateStream"
+_ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def welcome(
+    config: ServiceConfig, info: ModelInfo, bound: tuple[Address, ...], seconds: float
+) -> str:
+    """The lines."""
+    name = config.served_name or info.name
+    where = ", ".join(address.target for address in bound)
+    lines = [
+        f"Ready in {seconds:.1f} s: {name} ({info.architecture}, {info.parameters:,} parameters, "
+        f"{info.dtype} on {info.device}), up to {info.max_running_requests} requests at once, "
+        f"{info.max_context_tokens} tokens each.",
+        f"Listening on {where}" + (" with TLS" if config.uses_tls else "") + ".",
+        "",
+        "Try it:",
+        f"  {_command(config, bound[0])}",
+        f"  {_python(config, bound[0])}",
+        f"  {_grpcurl(config, bound[0])}",
+        "",
+        "Stop it with Ctrl-C (twice: at once).",
+    ]
+    return "\n".join(lines)
+
+
+def _client_target(address: Address) -> str:
+    """The address as a client on this machine writes it."""
+    return dataclasses.replace(address, host=_ANY_HOST.get(address.host, address.host)).target
+
+
+def _secure(config: ServiceConfig, address: Address) -> bool:
+    return config.uses_tls and address.path is None
+
+
+def _command(config: ServiceConfig, address: Address) -> str:
+    target = _client_target(address)
+    options = "" if target == _DEFAULT_TARGET else f" --target {target}"
+    if _secure(config, address):
+        options += f" --ca {config.tls_cert}"
+    return f'headrace generate "{_PROMPT}"{options}'
+
+
+def _python(config: ServiceConfig, address: Address) -> str:
+    target = _client_target(address)
+    arguments = [] if target == _DEFAULT_TARGET else [f'"{target}"']
+    if _secure(config, address):
+        arguments.append(f'ca="{config.tls_cert}"')
+    return (
+        f"python -c 'import headrace; print(headrace.Client({', '.join(arguments)})"
+        f'.generate("{_PROMPT}", max_tokens=32).text)\''
+    )
+
+
+def _grpcurl(config: ServiceConfig, address: Address) -> str:
+    security = f"-cacert {config.tls_cert}" if _secure(config, address) else "-plaintext"
+    target = _client_target(address)
+    if address.path is not None:
+        security, target = "-plaintext -unix", address.path
+    return f"grpcurl {security} -d '{_SPEC}' {target} {_METHOD}"

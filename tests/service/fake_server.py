@@ -1,0 +1,47 @@
+"""The real process around the fake engine: `python -m tests.service.fake_server ADDRESS [--refuse
+| --hang]`.
+
+Every request goes on until it is cancelled or reaches max_tokens, one token every 5 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from engine.client import ModelInfo, ProgressSink, StepSink
+from engine.errors import ModelRefusedError
+from service.config import ServiceConfig
+from service.process import run
+from tests.service.fake_engine import FakeEngine, byte_tokenizer, says
+
+
+class SlowEngine(FakeEngine):
+    """A fake engine that takes its time."""
+
+    async def _run_loop(self) -> None:
+        while True:
+            self.step()
+            await asyncio.sleep(0.005)
+
+
+class HangingEngine(FakeEngine):
+    """An engine that never has its model."""
+
+    async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+def main() -> int:
+    """Serve."""
+    address, *options = sys.argv[1:]
+    engine = HangingEngine() if "--hang" in options else SlowEngine(script=says("x", eos=False))
+    if "--refuse" in options:
+        engine.load_error = ModelRefusedError("the model is of a kind that would be run wrongly")
+    config = ServiceConfig(listen=(address,), drain_timeout_s=30)
+    return run(config, engine, tokenizer_loader=lambda _info: byte_tokenizer())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

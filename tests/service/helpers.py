@@ -1,0 +1,239 @@
+"""A server around a fake engine, real gRPC over loopback, and short ways to say what tests say
+often.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+from headrace.v1 import generation_pb2 as pb
+from headrace.v1 import generation_service_pb2 as rpc
+from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
+from headrace.v1.model_service_pb2_grpc import ModelServiceStub
+
+from engine.text import Tokenizer
+from service.config import ServiceConfig
+from service.server import HeadraceServer
+from tests.service.fake_engine import FakeEngine, byte_tokenizer
+
+DEADLINE_S = 10.0
+"""No single wait of a test takes longer: what does is stuck."""
+
+
+class Harness:
+    """A running server and a client of it."""
+
+    def __init__(self, server: HeadraceServer, engine: FakeEngine, channel: Any) -> None:
+        self.server = server
+        self.engine = engine
+        self.channel = channel
+        self.generation: Any = GenerationServiceStub(channel)
+        self.models: Any = ModelServiceStub(channel)
+
+    @property
+    def registry(self) -> Any:
+        """The server's registry."""
+        return self.server.registry
+
+    def session(self, **options: Any) -> Session:
+        """A new session."""
+        return Session(self.generation.StreamResult(**options))
+
+    async def generate(self, spec: pb.GenerationSpec) -> rpc.GenerateResponse:
+        """Call Generate."""
+        return await self.generation.Generate(rpc.GenerateRequest(spec=spec), timeout=DEADLINE_S)
+
+    async def stream(self, spec: pb.GenerationSpec) -> list[rpc.GenerateStreamResponse]:
+        """Call GenerateStream and read it to its end."""
+        call = self.generation.GenerateStream(
+            rpc.GenerateStreamRequest(spec=spec), timeout=DEADLINE_S
+        )
+        return [message async for message in call]
+
+
+class Session:
+    """A client's side of StreamResult."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.messages: list[rpc.StreamResultResponse] = []
+
+    async def send(self, command_id: int = 0, **command: Any) -> None:
+        """Send a command, such as add=AddCommand(...)."""
+        await self.call.write(rpc.StreamResultRequest(command_id=command_id, **command))
+
+    async def add(self, spec: pb.GenerationSpec, command_id: int = 0) -> None:
+        """Send an add."""
+        await self.send(command_id, add=rpc.AddCommand(spec=spec))
+
+    async def read(self) -> rpc.StreamResultResponse:
+        """The next message."""
+        async with asyncio.timeout(DEADLINE_S):
+            message = await self.call.read()
+        assert message is not grpc.aio.EOF, "the session ended"
+        self.messages.append(message)
+        return message
+
+    async def read_until(
+        self, wanted: Callable[[rpc.StreamResultResponse], Any]
+    ) -> rpc.StreamResultResponse:
+        """Read until a message fits."""
+        while True:
+            message = await self.read()
+            if wanted(message):
+                return message
+
+    async def end(self) -> list[rpc.StreamResultResponse]:
+        """Half-close and read the rest; returns all messages of the session."""
+        await self.call.done_writing()
+        return await self.rest()
+
+    async def rest(self) -> list[rpc.StreamResultResponse]:
+        """Read to the end, which must be OK; returns all messages of the session."""
+        async with asyncio.timeout(DEADLINE_S):
+            while (message := await self.call.read()) is not grpc.aio.EOF:
+                self.messages.append(message)
+            assert await self.call.code() is grpc.StatusCode.OK
+        return self.messages
+
+    def events(self) -> dict[str, list[pb.ResultEvent]]:
+        """All events so far, by request."""
+        return by_request(event for message in self.messages for event in message.events)
+
+
+@asynccontextmanager
+async def serving(
+    engine: FakeEngine | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    ready: bool = True,
+    **options: Any,
+) -> AsyncIterator[Harness]:
+    """A server on a free loopback port (unless `listen` says otherwise), stopped at the end."""
+    engine = engine or FakeEngine()
+    tokenizer = tokenizer or byte_tokenizer()
+    config = ServiceConfig(**{"listen": ("127.0.0.1:0",), **options})
+    server = HeadraceServer(config, engine, tokenizer_loader=lambda _info: tokenizer)
+    await server.start()
+    try:
+        if ready:
+            await server.ready()
+        async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
+            yield Harness(server, engine, channel)
+    finally:
+        await server.stop()
+
+
+def spec(text: str = "hi", **fields: Any) -> pb.GenerationSpec:
+    """A spec with a text input; fields as of the message, such as stop={"max_tokens": 5}."""
+    if not {"tokens", "chat"} & fields.keys():
+        fields["text"] = {"text": text}
+    return pb.GenerationSpec(**fields)
+
+
+def by_request(events: Iterable[pb.ResultEvent]) -> dict[str, list[pb.ResultEvent]]:
+    """Events by their request."""
+    found: dict[str, list[pb.ResultEvent]] = {}
+    for event in events:
+        found.setdefault(event.request_id, []).append(event)
+    return found
+
+
+def kinds(events: Iterable[pb.ResultEvent]) -> list[str]:
+    """What each event is."""
+    return [event.WhichOneof("event") for event in events]
+
+
+def text_of(events: Iterable[pb.ResultEvent]) -> str:
+    """The text of all deltas."""
+    return "".join(event.delta.text for event in events)
+
+
+def ids_of(events: Iterable[pb.ResultEvent]) -> list[int]:
+    """The token ids of all deltas."""
+    return [
+        token_id
+        for event in events
+        for token_id in (*event.delta.token_ids, *(token.id for token in event.delta.tokens))
+    ]
+
+
+def check_course(events: list[pb.ResultEvent], *, first: int = 1) -> None:
+    """The laws of a request's events: numbers without gaps, one terminal event, at the end."""
+    assert [event.seq for event in events] == list(range(first, first + len(events)))
+    names = kinds(events)
+    if first == 1:
+        assert names[0] == "accepted"
+    assert names[-1] in ("finished", "failed")
+    assert not {"finished", "failed"} & set(names[:-1])
+    assert names.count("accepted") == (first == 1)
+    offset = None
+    for event in events:
+        if event.WhichOneof("event") == "delta":
+            delta = event.delta
+            assert offset is None or delta.token_offset == offset
+            offset = delta.token_offset + len(delta.token_ids) + len(delta.tokens)
+
+
+def details(status: status_pb2.Status) -> dict[str, Any]:
+    """A status's details, by their type's name."""
+    found: dict[str, Any] = {}
+    for detail in status.details:
+        for kind in (
+            error_details_pb2.ErrorInfo,
+            error_details_pb2.BadRequest,
+            error_details_pb2.RetryInfo,
+        ):
+            message = kind()
+            if detail.Unpack(message):
+                found[kind.DESCRIPTOR.name] = message
+    return found
+
+
+class Refused:
+    """An RPC's error, taken apart."""
+
+    def __init__(self, error: grpc.aio.AioRpcError) -> None:
+        self.code = error.code()
+        self.message = error.details() or ""
+        self.trailers = dict(error.trailing_metadata() or ())
+        raw = self.trailers.get("grpc-status-details-bin", b"")
+        self.status = status_pb2.Status.FromString(raw if isinstance(raw, bytes) else raw.encode())
+        self.details = details(self.status)
+
+    @property
+    def reason(self) -> str:
+        """ErrorInfo's reason."""
+        return str(self.details["ErrorInfo"].reason)
+
+    @property
+    def field(self) -> str:
+        """The first violated field."""
+        return str(self.details["BadRequest"].field_violations[0].field)
+
+
+async def refused(call: Any) -> Refused:
+    """The error that an RPC must end with; its details must be consistent."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        found = Refused(error)
+        if found.status.code:
+            assert found.status.code == found.code.value[0]
+            assert found.status.message == found.message
+            assert found.details["ErrorInfo"].domain == "headrace"
+            assert found.status.ByteSize() < 4096
+        return found
+    raise AssertionError("the RPC was not refused")
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Let the event loop run until something is true."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.001)

@@ -1,0 +1,183 @@
+"""The service's options, the command line, and the errors' table."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.client import ModelInfo
+from engine.errors import ConfigError
+from service import cli
+from service.config import Address, ServiceConfig, parse_address
+from service.welcome import welcome
+from tests.service.fake_engine import model_info
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("listen", ()),
+        ("listen", ("50051",)),
+        ("listen", ("host:",)),
+        ("listen", ("::1:50051",)),
+        ("listen", ("127.0.0.1:70000",)),
+        ("listen", ("unix:",)),
+        ("listen", ("unix:/" + "x" * 120,)),
+        ("listen", ("0.0.0.0:50051",)),
+        ("listen", ("[::]:50051",)),
+        ("listen", ("example.org:50051",)),
+        ("tls_cert", "cert.pem"),
+        ("drain_timeout_s", -1.0),
+        ("drain_timeout_s", float("nan")),
+        ("max_queue_size", 0),
+        ("default_max_tokens", 0),
+        ("default_time_limit_s", 0.0),
+        ("max_message_bytes", 1),
+        ("max_lease_s", 1e9),
+        ("result_retention_s", -0.1),
+        ("max_kept_results", -1),
+        ("unix_socket_mode", 0o1000),
+        ("log_level", "loud"),
+    ],
+)
+def test_options_out_of_bounds(option: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServiceConfig(**{option: value})
+    assert caught.value.option == option
+
+
+def test_addresses() -> None:
+    assert parse_address("localhost:1") == Address("localhost", 1)
+    assert parse_address("[::1]:0").target == "[::1]:0"
+    assert parse_address("unix:/run/s").target == "unix:/run/s"
+    assert parse_address("unix:///run/s").path == "/run/s"
+    assert parse_address("127.8.0.1:1").is_local
+    assert not parse_address("10.0.0.1:1").is_local
+    ServiceConfig(listen=("0.0.0.0:1", "[::]:2"), insecure=True)
+    ServiceConfig(listen=("0.0.0.0:1",), tls_cert="c", tls_key="k")
+
+
+def test_welcome_lines_fit_the_address() -> None:
+    info: ModelInfo = model_info()
+    plain = welcome(ServiceConfig(), info, (Address("127.0.0.1", 50051),), 1.0)
+    assert 'headrace generate "Once upon a time"\n' in plain
+    assert "headrace.Client()" in plain
+    assert (
+        'grpcurl -plaintext -d \'{"spec":{"text":{"text":"Once upon a time"},'
+        '"stop":{"max_tokens":32}}}\' 127.0.0.1:50051 '
+        "headrace.v1.GenerationService/GenerateStream" in plain
+    )
+    secure = ServiceConfig(listen=("0.0.0.0:1",), tls_cert="c.pem", tls_key="k.pem")
+    lines = welcome(secure, info, (Address("0.0.0.0", 443),), 1.0)
+    assert "grpcurl -cacert c.pem" in lines
+    assert "--target 127.0.0.1:443 --ca c.pem" in lines
+    assert 'headrace.Client("127.0.0.1:443", ca="c.pem")' in lines
+    unix = welcome(ServiceConfig(), info, (Address(path="/run/s"),), 1.0)
+    assert "grpcurl -plaintext -unix" in unix
+    assert 'headrace.Client("unix:/run/s")' in unix
+
+
+def test_help_and_version_need_no_torch() -> None:
+    blocked = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'grpc', 'tokenizers'): sys.modules[name] = None\n"
+        "sys.argv = ['headrace-server', *sys.argv[1:]]\n"
+        "from service.cli import main\n"
+        "main()\n"
+    )
+    for arguments in (["--help"], ["serve", "--help"], ["--version"]):
+        done = subprocess.run(
+            [sys.executable, "-c", blocked, *arguments], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert "headrace-server" in done.stdout
+
+
+def run_serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: str) -> Any:
+    """Run `serve` up to the point where it would load a model; returns what it would serve."""
+    started: list[Any] = []
+
+    class Client:
+        def __init__(self, model: str, batching: Any, load: Any) -> None:
+            started.extend((model, batching, load))
+
+    local = type(sys)("engine.local_client")
+    local.LocalEngineClient = Client  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "engine.local_client", local)
+    monkeypatch.setattr("service.process.run", lambda config, _client: started.append(config))
+    result = CliRunner().invoke(cli.app, ["serve", *arguments], env=environment)
+    return result, started
+
+
+def test_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, (model, batching, load, config) = run_serve(
+        monkeypatch,
+        "--listen",
+        "127.0.0.1:1",
+        "--max-queue-size",
+        "7",
+        "--dtype",
+        "float32",
+        HEADRACE_MODEL="/models/m",
+        HEADRACE_BLOCK_SIZE="32",
+        HEADRACE_MAX_QUEUE_SIZE="9",
+        HEADRACE_DRAIN_TIMEOUT="4.5",
+        HEADRACE_UNIX_SOCKET_MODE="0600",
+    )
+    assert result.exit_code == 0, result.output
+    assert model == "/models/m"
+    assert (batching.block_size, batching.max_queue_size) == (32, 7)
+    assert load.dtype == "float32"
+    assert config.listen == ("127.0.0.1:1",)
+    assert (config.drain_timeout_s, config.unix_socket_mode) == (4.5, 0o600)
+
+
+def test_defaults_are_said_twice_but_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, started = run_serve(monkeypatch)
+    assert started[3] == ServiceConfig()
+
+
+def test_several_addresses_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, started = run_serve(monkeypatch, HEADRACE_LISTEN="127.0.0.1:1 unix:/run/s")
+    assert started[3].listen == ("127.0.0.1:1", "unix:/run/s")
+    assert started[0] == str(ROOT / "models" / "demo")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--listen", "0.0.0.0:1"], "--listen"),
+        (["--drain-timeout", "-1"], "--drain-timeout"),
+        (["--device", "tpu"], "--device"),
+        (["--block-size", "0"], "--block-size"),
+        (["--unix-socket-mode", "9"], "--unix-socket-mode"),
+    ],
+)
+def test_wrong_options_name_the_flag(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    result, started = run_serve(monkeypatch, *arguments)
+    assert result.exit_code == 2
+    assert f"headrace-server: {said}: " in result.stderr
+    assert not started
+
+
+def test_every_flag_has_a_variable() -> None:
+    import typer
+
+    command = typer.main.get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
+    for option in command.params:
+        if option.name == "help":
+            continue
+        assert option.envvar == "HEADRACE_" + option.opts[0].removeprefix("--").upper().replace(
+            "-", "_"
+        )
+    assert "HEADRACE_LISTEN" not in os.environ

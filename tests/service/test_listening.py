@@ -1,0 +1,207 @@
+"""Addresses, TLS, health, reflection, tracing: what surrounds the RPCs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import stat
+import subprocess
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+from headrace.v1 import generation_service_pb2 as rpc
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from engine.errors import ConfigError
+from service import telemetry
+from service.config import ServiceConfig
+from service.server import HeadraceServer
+from tests.service.fake_engine import FakeEngine, says
+from tests.service.helpers import Harness, check_course, refused, serving, spec, until
+
+HEALTH = health_pb2.HealthCheckResponse
+
+
+async def test_unix_socket_its_mode_and_a_stale_file(tmp_path: Path) -> None:
+    path = tmp_path / "headrace.sock"
+    with socket.socket(socket.AF_UNIX) as left_over:  # its owner dies without removing it
+        left_over.bind(str(path))
+    listen = ("127.0.0.1:0", f"unix:{path}")
+    async with serving(FakeEngine(script=says("x")), listen=listen, unix_socket_mode=0o600) as h:
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+        async with grpc.aio.insecure_channel(h.server.addresses[1]) as channel:
+            other = Harness(h.server, h.engine, channel)
+            session = other.session()
+            await session.add(spec(request_id="a"))
+            await session.end()
+            check_course(session.events()["a"])
+        with pytest.raises(ConfigError, match="another server listens"):
+            async with serving(listen=(f"unix:{path}",)):
+                pass
+    assert not path.exists()
+
+
+async def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "precious"
+    path.write_text("data")
+    with pytest.raises(ConfigError, match="not a socket"):
+        async with serving(listen=(f"unix:{path}",)):
+            pass
+    assert path.read_text() == "data"
+
+
+async def test_a_taken_port_is_a_clear_error() -> None:
+    async with serving() as h:
+        server = HeadraceServer(ServiceConfig(listen=h.server.addresses), FakeEngine())
+        with pytest.raises(ConfigError, match="the port is taken"):
+            await server.start()
+        await server.stop()
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate of this machine's own, and its key."""
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run(
+        [*command.split(), "-keyout", str(key), "-out", str(cert), *names],
+        check=True,
+        capture_output=True,
+    )
+    return cert, key
+
+
+async def test_tls(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command")
+    cert, key = await asyncio.to_thread(make_certificate, tmp_path)
+    options = {"tls_cert": str(cert), "tls_key": str(key)}
+    async with serving(FakeEngine(script=says("x")), listen=("0.0.0.0:0",), **options) as h:
+        port = h.server.addresses[0].rpartition(":")[2]
+        credentials = grpc.ssl_channel_credentials(cert.read_bytes())
+        async with grpc.aio.secure_channel(f"localhost:{port}", credentials) as channel:
+            result = await Harness(h.server, h.engine, channel).generate(spec())
+            assert result.choices[0].text == "x"
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            error = await refused(Harness(h.server, h.engine, channel).generate(spec()))
+            assert error.code is grpc.StatusCode.UNAVAILABLE
+    swapped = ServiceConfig(tls_cert=str(key), tls_key=str(cert), listen=("127.0.0.1:0",))
+    with pytest.raises(ConfigError, match="tls_cert"):
+        await HeadraceServer(swapped, FakeEngine()).start()
+    gone = ServiceConfig(tls_cert="/no/file", tls_key="/no/file", listen=("127.0.0.1:0",))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        await HeadraceServer(gone, FakeEngine()).start()
+
+
+async def test_health_check_list_and_watch() -> None:
+    async with serving() as h:
+        stub = health_pb2_grpc.HealthStub(h.channel)
+        listed = await stub.List(health_pb2.HealthListRequest())
+        assert {name: entry.status for name, entry in listed.statuses.items()} == {
+            "": HEALTH.SERVING,
+            "headrace.v1.GenerationService": HEALTH.SERVING,
+            "headrace.v1.ModelService": HEALTH.SERVING,
+        }
+        unknown = health_pb2.HealthCheckRequest(service="nothing")
+        assert (await refused(stub.Check(unknown))).code is grpc.StatusCode.NOT_FOUND
+        strange = stub.Watch(unknown)
+        assert (await strange.read()).status == HEALTH.SERVICE_UNKNOWN
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="headrace.v1.ModelService"))
+        assert (await watch.read()).status == HEALTH.SERVING
+        h.engine.die(RuntimeError("gone"))
+        assert (await watch.read()).status == HEALTH.NOT_SERVING
+        live = await stub.Check(health_pb2.HealthCheckRequest())
+        assert live.status == HEALTH.SERVING
+        strange.cancel()
+        watch.cancel()
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection(version: str) -> None:
+    async with serving() as h:
+        call = h.channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        listed = (await call.read()).list_services_response
+        await call.write(
+            reflection_pb2.ServerReflectionRequest(
+                file_containing_symbol="headrace.v1.GenerationService"
+            )
+        )
+        found = (await call.read()).file_descriptor_response
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+    assert {service.name for service in listed.service} == {
+        "headrace.v1.GenerationService",
+        "headrace.v1.ModelService",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+    assert found.file_descriptor_proto
+
+
+async def test_unknown_methods_are_unimplemented() -> None:
+    async with serving() as h:
+        call = h.channel.unary_unary("/headrace.v1.GenerationService/Nothing")(b"")
+        assert (await refused(call)).code is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4317"}, True),
+        ({"OTEL_TRACES_EXPORTER": "console"}, True),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}, False),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_SDK_DISABLED": "TRUE"}, False),
+    ],
+)
+def test_when_there_is_tracing(environment: dict[str, str], wanted: bool) -> None:
+    assert telemetry.is_wanted(environment) is wanted
+
+
+async def test_spans_tell_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    made = telemetry.Telemetry(telemetry.interceptors(provider))
+    monkeypatch.setattr(telemetry, "set_up", lambda _environ: made)
+    engine = FakeEngine(script=says("x"))
+    async with serving(engine) as h:
+        await h.generate(spec())
+        await h.stream(spec())
+        await refused(h.generate(spec(n=2)))
+        engine.auto = False
+        assert engine._loop is not None
+        engine._loop.cancel()
+        call = h.generation.GenerateStream(rpc.GenerateStreamRequest(spec=spec()))
+        await call.read()
+        call.cancel()
+        await refused(h.generation.Generate(rpc.GenerateRequest(spec=spec()), timeout=0.05))
+        await health_pb2_grpc.HealthStub(h.channel).Check(health_pb2.HealthCheckRequest())
+        await until(lambda: len(exporter.get_finished_spans()) == 5)
+    spans = [
+        (
+            span.name.rpartition("/")[2],
+            span.status.is_ok,
+            (span.attributes or {})["rpc.grpc.status_code"],
+        )
+        for span in exporter.get_finished_spans()
+    ]
+    assert sorted(spans) == [
+        ("Generate", False, 4),
+        ("Generate", False, 12),
+        ("Generate", True, 0),
+        ("GenerateStream", False, 1),
+        ("GenerateStream", True, 0),
+    ]

@@ -1,0 +1,258 @@
+"""The promises under random courses: exactly one terminal event, numbers without gaps, and the
+texts that the oracle works out from the script alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import grpc
+from headrace.v1 import generation_pb2 as pb
+from headrace.v1 import generation_service_pb2 as rpc
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.outputs import Finish, FinishReason, RequestOutput, Timings, Usage
+from engine.request import GenerationRequest
+from engine.sampling_params import SamplingParams, StopParams
+from engine.text import TextStream
+from engine.types import RequestId, TokenId
+from service.delivery.events import Accepted, DeliveryOptions, Delta, Finished, NumberedEvent
+from service.delivery.log import RequestLog
+from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer
+from tests.service.helpers import Harness, check_course, ids_of, serving, spec, text_of, until
+
+TOKENIZER = byte_tokenizer()
+TEXTS = st.text(alphabet="abcé€😀 ", max_size=40)
+
+
+def expected(text: str, stop: str) -> tuple[str, int]:
+    """The text before a stop string, and the number of byte tokens up to its end."""
+    place = text.find(stop) if stop else -1
+    if place < 0:
+        return text, len(text.encode())
+    return text[:place], len(text[: place + len(stop)].encode())
+
+
+def make_log(stop: str, options: DeliveryOptions, stopped: list[int]) -> RequestLog:
+    """A log that was accepted."""
+    log = RequestLog(
+        identity="i",
+        request_id="r",
+        engine_id=RequestId("i/r#1"),
+        options=options,
+        text_stream=TextStream(TOKENIZER, stop_strings=[stop] if stop else []),
+        ending_ids=frozenset((TokenId(EOS),)),
+        prompt_tokens=3,
+        now=0.0,
+        on_stop=lambda _log, tokens: stopped.append(tokens),
+    )
+    log.accept(
+        Accepted(
+            sampling=SamplingParams(),
+            stop=StopParams(max_tokens=100),
+            stop_strings=(),
+            include_stop=False,
+            prompt_tokens=3,
+            queue_position=0,
+            command_id=0,
+            accepted_at=0.0,
+        )
+    )
+    return log
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    text=TEXTS,
+    stop=st.sampled_from(["", "a", "b ", "é€", "cab", "😀"]),
+    steps=st.lists(st.integers(1, 7), max_size=60),
+    takes=st.lists(st.booleans(), max_size=60),
+    keep=st.booleans(),
+    at_least=st.integers(1, 5),
+    final=st.booleans(),
+    rewinds=st.lists(st.integers(1, 30), max_size=5),
+)
+def test_a_log_under_any_steps_and_takes(
+    text: str,
+    stop: str,
+    steps: list[int],
+    takes: list[bool],
+    keep: bool,
+    at_least: int,
+    final: bool,
+    rewinds: list[int],
+) -> None:
+    ids = [TokenId(byte) for byte in text.encode()]
+    stopped: list[int] = []
+    log = make_log(stop, DeliveryOptions(final=final, min_tokens_per_delta=at_least), stopped)
+    log.keep = keep
+    taken: list[NumberedEvent] = []
+    place = 0
+    choice = iter(takes)
+    for number, size in enumerate([*steps, len(ids) + 1]):
+        part = tuple(ids[place : place + size])
+        place += size
+        over = place >= len(ids)
+        finish = None
+        if over:
+            usage = Usage(3, 0, len(ids))
+            finish = Finish(FinishReason.LENGTH, usage, Timings(0, 0, 0, 1, 1, 0))
+        log.push(RequestOutput(log.engine_id, part, None, 0 if number == 0 else None, finish), 1.0)
+        if next(choice, False):
+            taken += log.take_for_stream(1 << 20)
+        if over:
+            break
+    log.push(RequestOutput(log.engine_id, (TokenId(97),)), 2.0)  # too late: nothing happens
+    taken += log.take_for_stream(1 << 20)
+    assert log.delivered
+    assert log.take_for_stream(1 << 20) == []
+    want_text, want_tokens = expected(text, stop)
+    assert [event.seq for event in taken] == list(range(1, len(taken) + 1))
+    deltas = [event.event for event in taken if isinstance(event.event, Delta)]
+    assert "".join(delta.text for delta in deltas) == want_text
+    assert [t for delta in deltas for t in delta.token_ids] == ids[:want_tokens]
+    assert sum(isinstance(event.event, Finished) for event in taken) == 1
+    end = taken[-1].event
+    assert isinstance(end, Finished)
+    found = want_text != text
+    assert end.reason is (FinishReason.STOP if found else FinishReason.LENGTH)
+    assert end.usage.completion_tokens == want_tokens
+    assert stopped in ([], [want_tokens])
+    if final:
+        assert len(deltas) <= 1
+    assert all(len(delta.token_ids) >= at_least for delta in deltas[:-2])
+    if keep:
+        for seq in rewinds:
+            if seq <= len(taken) + 1:
+                log.check_from(seq)
+                assert log.take_from(seq) == taken[seq - 1 :]
+
+
+def chaos_script(request: GenerationRequest) -> Sequence[int]:
+    """What the oracle knows: 1 to 24 characters that depend on the prompt, then the end."""
+    return [*chaos_text(bytes(request.prompt).decode()).encode(), EOS]
+
+
+def chaos_text(prompt: str) -> str:
+    """The output for a prompt."""
+    source = random.Random(prompt)
+    return "".join(source.choice("abcdé€ ") for _ in range(source.randint(1, 24)))
+
+
+class Client:
+    """One session that starts many requests and cancels some of them at random moments."""
+
+    def __init__(self, harness: Harness, number: int, requests: int) -> None:
+        self.session = harness.session()
+        self.source = random.Random(number)
+        self.names = [f"c{number}-{i}" for i in range(requests)]
+        self.stops = {name: self.source.choice(["", "", "a", "b€", " "]) for name in self.names}
+        self.cancelled: set[str] = set()
+
+    async def run(self) -> None:
+        reading = asyncio.ensure_future(self.session.rest())
+        for name in self.names:
+            stop = {"stop_strings": [self.stops[name]]} if self.stops[name] else {}
+            await self.session.add(spec(name, request_id=name, stop=stop))
+            if self.source.random() < 0.2:
+                victim = self.source.choice(self.names[max(0, self.names.index(name) - 20) :])
+                self.cancelled.add(victim)
+                await self.session.send(cancel=rpc.CancelCommand(request_id=victim))
+        await self.session.call.done_writing()
+        await reading
+
+    def check(self) -> int:
+        """Check all courses; returns how many were cancelled."""
+        assert not any(message.rejections for message in self.session.messages)
+        events = self.session.events()
+        assert sorted(events) == sorted(self.names)
+        cancelled = 0
+        for name, run in events.items():
+            check_course(run)
+            text, tokens = expected(chaos_text(name), self.stops[name])
+            finished = run[-1].finished
+            assert finished.usage.completion_tokens == len(ids_of(run))
+            if finished.reason == pb.FINISH_REASON_CANCELLED:
+                cancelled += 1
+                assert name in self.cancelled
+                # A character that was cut shows as U+FFFD; held back text is sent.
+                got = text_of(run).rstrip("\N{REPLACEMENT CHARACTER}")
+                assert chaos_text(name).startswith(got)
+            else:
+                assert finished.reason == pb.FINISH_REASON_STOP
+                assert text_of(run) == text
+                found = finished.WhichOneof("matched") == "stop_string"
+                assert found == (text != chaos_text(name))
+                assert len(ids_of(run)) == (tokens if found else tokens + 1)  # with the EOS
+        return cancelled
+
+
+async def test_thousands_of_requests_with_cancels_and_stop_strings() -> None:
+    engine = FakeEngine(script=chaos_script)
+    async with serving(engine) as h:
+        clients = [Client(h, number, 500) for number in range(6)]
+        await asyncio.gather(*(client.run() for client in clients))
+        cancelled = [client.check() for client in clients]
+        assert h.registry.live == 0
+        assert h.registry.attached == 0
+        assert not h.registry._logs
+        assert engine.num_live == 0
+    assert len(engine.submitted) == engine.ended == 3000
+    assert sum(cancelled) > 0
+
+
+async def test_lost_streams_resume_without_loss_or_repetition() -> None:
+    """Each client loses its stream again and again in the middle, and attaches from what it has."""
+    engine = FakeEngine(script=chaos_script)
+    async with serving(engine) as h:
+        total = 0
+        for seed in range(40):
+            source = random.Random(seed)
+            names = [f"s{seed}-{i}" for i in range(10)]
+            events: dict[str, list[pb.ResultEvent]] = {name: [] for name in names}
+            session = h.session()
+            await session.send(open=rpc.OpenCommand(lease={"seconds": 60}))
+            for name in names:
+                await session.add(spec(name, request_id=name))
+            while not all(events[n] for n in names):
+                collect(events, await session.read())
+            while any(not over(run) for run in events.values()):
+                session.call.cancel()
+                session = h.session()
+                await session.send(open=rpc.OpenCommand(lease={"seconds": 60}))
+                for name, run in events.items():
+                    if not over(run):
+                        await session.send(
+                            attach=rpc.AttachCommand(request_id=name, from_seq=len(run) + 1)
+                        )
+                for _ in range(source.randint(2, 6)):
+                    message = await session.call.read()
+                    if message is grpc.aio.EOF:
+                        break
+                    assert not message.rejections
+                    collect(events, message)
+                    if all(over(run) for run in events.values()):
+                        break
+            session.call.cancel()
+            for name, run in events.items():
+                check_course(run)
+                assert text_of(run) == chaos_text(name)
+                total += 1
+        await until(lambda: not h.registry.streams)
+        assert not engine.cancelled
+        assert h.registry.attached == 0
+    assert total == 400
+
+
+def collect(events: dict[str, list[pb.ResultEvent]], message: rpc.StreamResultResponse) -> None:
+    """Append events, which must follow on what is there."""
+    for event in message.events:
+        assert event.seq == len(events[event.request_id]) + 1
+        events[event.request_id].append(event)
+
+
+def over(run: list[pb.ResultEvent]) -> bool:
+    """Whether the terminal event is there."""
+    return bool(run) and run[-1].WhichOneof("event") in ("finished", "failed")

@@ -1,0 +1,235 @@
+"""Every field that is refused: the code, the path, and what to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from headrace.v1 import generation_pb2 as pb
+from headrace.v1 import generation_service_pb2 as rpc
+from headrace.v1 import model_service_pb2 as model
+
+from tests.service.fake_engine import FakeEngine, says
+from tests.service.helpers import Harness, refused, serving, spec
+
+USER = {"role": pb.CHAT_ROLE_USER, "content": "hi"}
+
+UNSUPPORTED = {
+    "n": {"n": 2},
+    "adapter": {"adapter": "lora"},
+    "structured_output": {"structured_output": {"json_object": True}},
+    "sampling.typical_p": {"sampling": {"typical_p": 0.5}},
+    "sampling.no_repeat_ngram_size": {"sampling": {"no_repeat_ngram_size": 2}},
+    "sampling.allowed_token_ids": {"sampling": {"allowed_token_ids": [1]}},
+    "sampling.banned_token_ids": {"sampling": {"banned_token_ids": [1]}},
+    "output.prompt_logprobs": {"output": {"prompt_logprobs": 0}},
+    "output.logprob_token_ids": {"output": {"logprob_token_ids": [1]}},
+    "scheduling.priority": {"scheduling": {"priority": 1}},
+}
+
+INVALID = [
+    ("request_id", {"request_id": "with blank"}),
+    ("request_id", {"request_id": "x" * 129}),
+    ("text.text", {"text": ""}),
+    ("text.text", {"text": "x" * 2048}),
+    ("tokens.ids", {"tokens": {}}),
+    ("tokens.ids[1]", {"tokens": {"ids": [1, 258]}}),
+    ("chat.messages", {"chat": {}}),
+    ("chat.messages[0].role", {"chat": {"messages": [{"content": "hi"}]}}),
+    ("chat.messages[0].tool_call_id", {"chat": {"messages": [{**USER, "tool_call_id": "x"}]}}),
+    ("chat.tools[0].name", {"chat": {"messages": [USER], "tools": [{}]}}),
+    (
+        "chat.template_arguments.messages",
+        {"chat": {"messages": [USER], "template_arguments": {"messages": "x"}}},
+    ),
+    (
+        "chat.template_arguments.x",
+        {"chat": {"messages": [USER], "template_arguments": {"x": math.inf}}},
+    ),
+    (
+        "chat.continue_final_message",
+        {
+            "chat": {
+                "messages": [USER],
+                "add_generation_prompt": True,
+                "continue_final_message": True,
+            }
+        },
+    ),
+    ("sampling.temperature", {"sampling": {"temperature": -1}}),
+    ("sampling.temperature", {"sampling": {"temperature": math.nan}}),
+    ("sampling.temperature", {"sampling": {"temperature": math.inf}}),
+    ("sampling.top_p", {"sampling": {"top_p": 0}}),
+    ("sampling.min_p", {"sampling": {"min_p": 1.5}}),
+    ("sampling.repetition_penalty", {"sampling": {"repetition_penalty": 0}}),
+    ("sampling.presence_penalty", {"sampling": {"presence_penalty": 2.5}}),
+    ("sampling.frequency_penalty", {"sampling": {"frequency_penalty": -math.inf}}),
+    ("sampling.logit_bias[300]", {"sampling": {"logit_bias": {300: 1.0}}}),
+    ("sampling.logit_bias[3]", {"sampling": {"logit_bias": {3: math.nan}}}),
+    ("stop.min_tokens", {"stop": {"max_tokens": 2, "min_tokens": 3}}),
+    ("stop.stop_strings", {"stop": {"stop_strings": ["x"] * 17}}),
+    ("stop.stop_strings[1]", {"stop": {"stop_strings": ["x", ""]}}),
+    ("stop.stop_strings[0]", {"stop": {"stop_strings": ["x" * 257]}}),
+    ("stop.stop_token_ids[0]", {"stop": {"stop_token_ids": [258]}}),
+    ("stop.stop_token_ids", {"stop": {"stop_token_ids": [1] * 257}}),
+    ("stop.eos_token_ids[1]", {"stop": {"eos_token_ids": [1, 999]}}),
+    ("stop.stop_strings", {"stop": {"stop_strings": ["x"]}, "output": {"omit_text": True}}),
+    ("output.echo", {"output": {"omit_text": True, "echo": True}}),
+    ("output.logprobs", {"output": {"logprobs": 129}}),
+    ("output.min_tokens_per_delta", {"output": {"min_tokens_per_delta": 0}}),
+    ("output.delivery", {"output": {"delivery": 7}}),
+    ("scheduling.time_limit", {"scheduling": {"time_limit": {}}}),
+    ("scheduling.time_limit", {"scheduling": {"time_limit": {"seconds": -1}}}),
+    ("scheduling.time_limit", {"scheduling": {"time_limit": {"nanos": 2_000_000_000}}}),
+    ("scheduling.time_limit", {"scheduling": {"time_limit": {"seconds": 100_000}}}),
+    ("cache.salt", {"cache": {"salt": "x" * 129}}),
+    ("truncation.max_prompt_tokens", {"truncation": {}}),
+    ("truncation.side", {"truncation": {"max_prompt_tokens": 1, "side": 9}}),
+]
+
+
+def make(fields: dict[str, object]) -> pb.GenerationSpec:
+    fields = dict(fields)
+    text = fields.pop("text", "hi")
+    arguments = None
+    chat = fields.get("chat")
+    if isinstance(chat, dict) and "template_arguments" in chat:
+        arguments = chat["template_arguments"]
+        fields["chat"] = {k: v for k, v in chat.items() if k != "template_arguments"}
+    message = spec(str(text), **fields)
+    if arguments is not None:
+        message.chat.template_arguments.update(arguments)
+    return message
+
+
+async def check_everywhere(h: Harness, message: pb.GenerationSpec, path: str) -> None:
+    """The same answer in every RPC that takes a spec, and nothing reaches the engine."""
+    calls = (
+        h.generate(message),
+        h.generation.AddRequest(rpc.AddRequestRequest(spec=message)),
+        h.generation.GenerateStream(rpc.GenerateStreamRequest(spec=message)).read(),
+    )
+    for call in calls:
+        error = await refused(call)
+        assert error.field == path
+        assert error.message.startswith(path)
+    assert not h.engine.submitted
+    assert not h.registry._logs
+
+
+async def test_what_is_not_done_yet_is_refused_by_name() -> None:
+    async with serving() as h:
+        for path, fields in UNSUPPORTED.items():
+            await check_everywhere(h, make(fields), f"spec.{path}")
+            error = await refused(h.generate(make(fields)))
+            assert (error.code, error.reason) == (
+                grpc.StatusCode.UNIMPLEMENTED,
+                "UNSUPPORTED_FIELD",
+            )
+
+
+async def test_what_is_wrong_is_refused_by_name() -> None:
+    async with serving() as h:
+        for path, fields in INVALID:
+            await check_everywhere(h, make(fields), f"spec.{path}")
+            error = await refused(h.generate(make(fields)))
+            assert (error.code, error.reason) == (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "INVALID_FIELD",
+            )
+
+
+async def test_neutral_values_and_cache_options_pass() -> None:
+    neutral = spec(
+        n=1,
+        sampling={"typical_p": 1, "no_repeat_ngram_size": 0},
+        cache={"salt": "s" * 128, "bypass_prefix_cache": True},
+        scheduling={"priority": 0},
+    )
+    async with serving(FakeEngine(script=says("x"))) as h:
+        await h.generate(neutral)
+
+
+async def test_missing_parts() -> None:
+    async with serving() as h:
+        assert (await refused(h.generate(pb.GenerationSpec()))).field == "spec.input"
+        error = await refused(h.generation.Generate(rpc.GenerateRequest()))
+        assert error.field == "spec"
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("spec.", lambda s: s),
+        ("spec.sampling.", lambda s: s.sampling),
+        ("spec.scheduling.time_limit.", lambda s: s.scheduling.time_limit),
+        ("spec.chat.messages[1].", lambda s: s.chat.messages[1]),
+        (
+            "spec.chat.template_arguments.fields[a].",
+            lambda s: s.chat.template_arguments.fields["a"],
+        ),
+    ],
+)
+async def test_unknown_fields_are_refused_at_any_depth(
+    path: str, place: Callable[[pb.GenerationSpec], Any]
+) -> None:
+    message = spec(chat={"messages": [USER, USER]})
+    message.sampling.top_k = 1
+    message.scheduling.time_limit.seconds = 1
+    message.chat.template_arguments.update({"a": {"b": 1}})
+    place(message).MergeFromString(b"\xf8\x07\x01")  # field 127, a varint
+    async with serving() as h:
+        error = await refused(h.generate(message))
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.field == f"{path}127"
+
+
+async def test_long_texts_in_errors_are_cut() -> None:
+    async with serving() as h:
+        chat = {"messages": [USER]}
+        message = spec(chat=chat)
+        message.chat.template_arguments.update({"ä" * 5000: 1})
+        error = await refused(h.generate(message))
+        assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.status.ByteSize() < 2500
+
+
+async def test_messages_above_the_limit_are_refused_and_the_connection_lives() -> None:
+    async with serving(max_message_bytes=1 << 16) as h:
+        error = await refused(h.generate(spec("x" * 100_000)))
+        assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await h.generate(spec(stop={"max_tokens": 1}))
+
+
+async def test_model_service() -> None:
+    async with serving(served_name="mine") as h:
+        card = (await h.models.GetModel(model.GetModelRequest())).model
+        tokens = await h.models.Tokenize(
+            model.TokenizeRequest(text={"text": "aé"}, token_details=True)
+        )
+        chat = await h.models.Tokenize(model.TokenizeRequest(chat={"messages": [USER]}))
+        text = await h.models.Detokenize(
+            model.DetokenizeRequest(token_ids=[97, 256, 0xC3], skip_special_tokens=False)
+        )
+        plain = await h.models.Detokenize(model.DetokenizeRequest(token_ids=[97, 256]))
+        errors = [
+            await refused(h.models.Tokenize(model.TokenizeRequest())),
+            await refused(h.models.Tokenize(model.TokenizeRequest(chat={}))),
+            await refused(h.models.Detokenize(model.DetokenizeRequest(token_ids=[1, 999]))),
+        ]
+    assert (card.name, card.vocab_size, card.has_chat_template) == ("mine", 258, True)
+    assert card.limits.max_context_tokens == 2048
+    assert card.limits.max_prompt_tokens == 2047
+    assert card.limits.max_queue_size == 1024
+    assert card.default_sampling.temperature == pytest.approx(0.7)
+    assert not card.default_sampling.HasField("seed")
+    assert {"chat", "logprobs", "stop_strings"} <= set(card.features)
+    assert list(tokens.token_ids) == [97, 0xC3, 0xA9]
+    assert tokens.tokens[1].bytes == b"\xc3"
+    assert bytes(chat.token_ids) == b"[user]hi[assistant]"
+    assert text.text == "a<eos>\N{REPLACEMENT CHARACTER}"
+    assert plain.text == "a"
+    assert [e.field for e in errors] == ["input", "chat.messages", "token_ids[1]"]

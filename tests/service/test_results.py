@@ -1,0 +1,200 @@
+"""AddRequest, GetResult, Cancel and attach: requests that belong to no stream."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+from headrace.v1 import generation_pb2 as pb
+from headrace.v1 import generation_service_pb2 as rpc
+
+from tests.service.fake_engine import FakeEngine, says
+from tests.service.helpers import (
+    Harness,
+    check_course,
+    ids_of,
+    kinds,
+    refused,
+    serving,
+    spec,
+    text_of,
+    until,
+)
+
+
+async def add(h: Harness, request_id: str = "a", **fields: object) -> rpc.AddRequestResponse:
+    message = rpc.AddRequestRequest(spec=spec(request_id=request_id, **fields))
+    return await h.generation.AddRequest(message, timeout=10)
+
+
+async def get(h: Harness, request_id: str = "a", **fields: object) -> rpc.GetResultResponse:
+    message = rpc.GetResultRequest(request_id=request_id, **fields)
+    return await h.generation.GetResult(message, timeout=10)
+
+
+async def cancel(h: Harness, *ids: str) -> list[int]:
+    answer = await h.generation.Cancel(rpc.CancelRequest(request_ids=ids), timeout=10)
+    assert [result.request_id for result in answer.results] == list(ids)
+    return [result.status for result in answer.results]
+
+
+async def test_add_then_read_everything() -> None:
+    async with serving(FakeEngine(script=says("abc"))) as h:
+        added = await add(h)
+        result = await get(h, wait={"seconds": 10}, until_done=True)
+        again = await get(h, from_seq=1)
+        rest = await get(h, from_seq=result.next_seq)
+    assert added.accepted.prompt_tokens == 2
+    assert result.done
+    assert result.events[0].accepted == added.accepted
+    check_course(list(result.events))
+    assert text_of(result.events) == "abc"
+    assert again == result
+    assert (list(rest.events), rest.next_seq, rest.done) == ([], result.next_seq, True)
+
+
+async def test_reading_while_it_runs() -> None:
+    async with serving(FakeEngine(script=says("abcd"), auto=False)) as h:
+        await add(h)
+        first = await get(h)
+        assert (kinds(first.events), first.next_seq, first.done) == (["accepted"], 2, False)
+        assert not (await get(h, from_seq=2)).events
+        assert not (await get(h, from_seq=2, wait={"nanos": 1_000_000})).events
+        h.engine.step()
+        h.engine.step()
+        second = await get(h, from_seq=2)
+        assert kinds(second.events) == ["prompt", "delta"]
+        waiting = asyncio.ensure_future(get(h, from_seq=second.next_seq, wait={"seconds": 10}))
+        log = h.registry.find("anonymous", "a")
+        await until(lambda: log.watchers)
+        h.engine.step()
+        third = await waiting
+        h.engine.run()
+        last = await get(h, from_seq=third.next_seq)
+        assert last.done
+        events = [*first.events, *second.events, *third.events, *last.events]
+        assert list((await get(h)).events) == events
+    check_course(events)
+    assert text_of(events) == "abcd"
+    assert not log.watchers
+
+
+async def test_the_end_of_a_reading_rpc_does_not_touch_the_request() -> None:
+    async with serving(FakeEngine(script=says("abcd"), auto=False)) as h:
+        await add(h)
+        message = rpc.GetResultRequest(request_id="a", from_seq=2, wait={"seconds": 30})
+        call = h.generation.GetResult(message)
+        log = h.registry.find("anonymous", "a")
+        await until(lambda: log.watchers)
+        call.cancel()
+        await until(lambda: not log.watchers)
+        h.engine.run()
+        assert not h.engine.cancelled
+        assert (await get(h)).done
+
+
+async def test_attach_from_the_first_event_and_from_later() -> None:
+    async with serving(FakeEngine(script=says("abcd"), auto=False)) as h:
+        await add(h)
+        h.engine.step()
+        seen = await get(h)
+        session = h.session()
+        await session.send(1, attach=rpc.AttachCommand(request_id="a"))
+        message = await session.read()
+        assert message.attached[0].from_seq == 1
+        assert message.events[: len(seen.events)] == seen.events
+        # A lost session does not end a request that came by AddRequest.
+        session.call.cancel()
+        await until(lambda: not h.registry.streams)
+        assert not h.engine.cancelled
+        h.engine.run()
+        late = h.session()
+        await late.send(1, attach=rpc.AttachCommand(request_id="a", from_seq=seen.next_seq))
+        await late.end()
+        everything = await get(h)
+    events = [*seen.events, *late.events()["a"]]
+    assert list(everything.events) == events
+    check_course(events)
+
+
+async def test_attach_to_an_ended_request_that_was_read() -> None:
+    async with serving(FakeEngine(script=says("x"))) as h:
+        await add(h)
+        result = await get(h, until_done=True, wait={"seconds": 10})
+        session = h.session()
+        await session.send(1, attach=rpc.AttachCommand(request_id="a", from_seq=result.next_seq))
+        messages = await session.end()
+    assert [len(m.attached) for m in messages] == [1]
+    assert not session.events()
+
+
+async def test_out_of_range_and_not_found() -> None:
+    async with serving(FakeEngine(auto=False)) as h:
+        await add(h)
+        error = await refused(get(h, from_seq=3))
+        assert (error.code, error.reason) == (grpc.StatusCode.OUT_OF_RANGE, "RESULT_OUT_OF_RANGE")
+        assert error.details["ErrorInfo"].metadata["earliest_seq"] == "1"
+        assert (await refused(get(h, "b"))).code is grpc.StatusCode.NOT_FOUND
+        assert (await refused(get(h, "no name"))).field == "request_id"
+        assert (await refused(get(h, wait={"seconds": 61}))).field == "wait"
+        assert (await refused(get(h, wait={"seconds": -1}))).field == "wait"
+
+
+async def test_a_kept_name_is_taken_until_it_is_forgotten() -> None:
+    async with serving(FakeEngine(script=says("x")), result_retention_s=0.02) as h:
+        await add(h)
+        assert (await refused(add(h))).code is grpc.StatusCode.ALREADY_EXISTS
+        await until(lambda: not h.registry._logs)
+        assert (await refused(get(h))).code is grpc.StatusCode.NOT_FOUND
+        await add(h)
+
+
+async def test_kept_results_are_bounded_in_count_and_bytes() -> None:
+    for bounds in ({"max_kept_results": 3}, {"max_kept_bytes": 2000}):
+        async with serving(FakeEngine(script=says("x" * 200)), **bounds) as h:
+            for i in range(10):
+                await add(h, f"r{i}")
+                await until(lambda: h.registry.live == 0)
+            kept = [log.request_id for log in h.registry._kept]
+            assert 1 <= len(kept) <= 5
+            assert kept == [f"r{i}" for i in range(10 - len(kept), 10)]  # the newest
+            assert (await refused(get(h, "r0"))).code is grpc.StatusCode.NOT_FOUND
+            assert (await get(h, "r9")).done
+
+
+async def test_cancel_answers_for_each_id() -> None:
+    async with serving(FakeEngine(script=says("abc"), auto=False)) as h:
+        await add(h, "live")
+        await add(h, "over")
+        h.engine.time_out(h.engine.submitted[1].request_id)
+        h.engine.step()
+        status = await cancel(h, "live", "over", "nobody")
+        assert status == [
+            rpc.CANCEL_STATUS_CANCELLED,
+            rpc.CANCEL_STATUS_ALREADY_FINISHED,
+            rpc.CANCEL_STATUS_NOT_FOUND,
+        ]
+        await until(lambda: h.engine.cancelled)
+        h.engine.step()
+        live, over = await get(h, "live"), await get(h, "over")
+        assert (await cancel(h, "live"))[0] == rpc.CANCEL_STATUS_ALREADY_FINISHED
+        for ids in ((), ("x",) * 1025):
+            error = await refused(h.generation.Cancel(rpc.CancelRequest(request_ids=ids)))
+            assert error.field == "request_ids"
+    assert live.events[-1].finished.reason == pb.FINISH_REASON_CANCELLED
+    assert over.events[-1].finished.reason == pb.FINISH_REASON_TIME_LIMIT
+    assert over.events[-1].finished.usage.completion_tokens == len(ids_of(over.events))
+
+
+async def test_engine_death_fails_live_requests_and_readiness() -> None:
+    async with serving(FakeEngine(auto=False)) as h:
+        await add(h)
+        h.engine.step()
+        h.engine.die(RuntimeError("the device is gone"))
+        result = await get(h, until_done=True, wait={"seconds": 10})
+        status = result.events[-1].failed.status
+        assert status.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        assert "device" not in status.message
+        error = await refused(add(h, "b"))
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_STOPPED")
+    check_course(list(result.events))

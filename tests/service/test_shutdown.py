@@ -1,0 +1,207 @@
+"""Draining, in this process and as a process with signals."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from headrace.v1 import generation_pb2 as pb
+from headrace.v1 import generation_service_pb2 as rpc
+from headrace.v1 import generation_service_pb2_grpc
+
+from tests.service.fake_engine import FakeEngine, says
+from tests.service.helpers import (
+    DEADLINE_S,
+    Session,
+    check_course,
+    refused,
+    serving,
+    spec,
+    text_of,
+    until,
+)
+
+
+async def test_drain_ends_watches_and_idle_sessions_and_finishes_live_requests() -> None:
+    async with serving(FakeEngine(script=says("abc"), auto=False), result_retention_s=60) as h:
+        watch = health_pb2_grpc.HealthStub(h.channel).Watch(
+            health_pb2.HealthCheckRequest(service="headrace.v1.GenerationService")
+        )
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        idle, live = h.session(), h.session()
+        await idle.send(1, open=rpc.OpenCommand())
+        await idle.read()
+        await live.add(spec(request_id="a"))
+        await live.read()
+        h.engine.step()
+        await h.generation.AddRequest(rpc.AddRequestRequest(spec=spec(request_id="b")))
+        draining = asyncio.ensure_future(h.server.drain(60))
+        # The idle session and the Watch end at once, while a request is live.
+        await idle.rest()
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await watch.read() is grpc.aio.EOF
+        # New work is refused, on new RPCs and on sessions that are still there; the rest is served.
+        error = await refused(h.generate(spec()))
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        assert (await refused(h.session().call.read())).reason == "DRAINING"
+        await live.add(spec(request_id="c"), 7)
+        message = await live.read_until(lambda m: m.rejections)
+        assert message.rejections[0].status.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        waiting = asyncio.ensure_future(
+            h.generation.GetResult(
+                rpc.GetResultRequest(request_id="b", until_done=True, wait={"seconds": 30})
+            )
+        )
+        await until(lambda: h.registry.find("anonymous", "b").watchers)
+        assert not draining.done()
+        h.engine.run()
+        await live.rest()
+        assert (await waiting).done
+        began = time.monotonic()
+        await draining
+        assert time.monotonic() - began < 2
+        assert h.engine.closed
+    check_course(live.events()["a"])
+    assert text_of(live.events()["a"]) == "abc"
+
+
+async def test_after_the_drain_timeout_the_rest_is_cancelled() -> None:
+    async with serving(FakeEngine(script=says("x", eos=False))) as h:
+        engine = h.engine
+        session = h.session()
+        await session.add(spec(request_id="a", stop={"stop_strings": ["never"]}))
+        await session.read()
+        engine.auto = False
+        assert engine._loop is not None
+        engine._loop.cancel()  # the request goes on for ever from here
+        draining = asyncio.ensure_future(h.server.drain(0.01))
+        await until(lambda: engine.cancelled)
+        engine.step()
+        await session.rest()
+        await draining
+    events = session.events()["a"]
+    check_course(events)
+    assert events[-1].finished.reason == pb.FINISH_REASON_CANCELLED
+
+
+async def test_stop_ends_live_requests_and_leaves_nothing() -> None:
+    async with serving(FakeEngine(auto=False)) as h:
+        call = asyncio.ensure_future(h.generate(spec()))
+        await until(lambda: h.engine.num_live == 1)
+        await h.server.stop()
+        error = await refused(call)
+        assert error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert not h.registry._logs
+        await h.server.stop()  # again: harmless
+
+
+async def test_while_the_model_loads() -> None:
+    gate = asyncio.Event()
+    async with serving(FakeEngine(load_gate=gate, script=says("x")), ready=False) as h:
+        health = health_pb2_grpc.HealthStub(h.channel)
+        name = "headrace.v1.ModelService"
+        live = await health.Check(health_pb2.HealthCheckRequest())
+        ready = await health.Check(health_pb2.HealthCheckRequest(service=name))
+        assert live.status == health_pb2.HealthCheckResponse.SERVING
+        assert ready.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        error = await refused(h.generate(spec()))
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "LOADING")
+        gate.set()
+        await h.server.ready()
+        ready = await health.Check(health_pb2.HealthCheckRequest(service=name))
+        assert ready.status == health_pb2.HealthCheckResponse.SERVING
+        await h.generate(spec())
+
+
+async def test_stop_while_the_model_loads() -> None:
+    async with serving(FakeEngine(load_gate=asyncio.Event()), ready=False) as h:
+        await h.server.stop()
+
+
+# As a process
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@asynccontextmanager
+async def process(address: str, *options: str) -> AsyncIterator[Process]:
+    started = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.service.fake_server", address, *options, cwd=ROOT, stderr=PIPE
+    )
+    try:
+        yield started
+    finally:
+        if started.returncode is None:
+            started.kill()
+            await started.wait()
+
+
+async def read_until(started: Process, mark: str) -> str:
+    """What the process says, up to a line with this mark."""
+    assert started.stderr is not None
+    said = ""
+    async with asyncio.timeout(30):
+        while mark not in said:
+            line = (await started.stderr.readline()).decode()
+            assert line, f"the process ended: {said}"
+            said += line
+    return said
+
+
+async def ended(started: Process) -> int:
+    async with asyncio.timeout(DEADLINE_S):
+        assert started.stderr is not None
+        await started.stderr.read()
+        return await started.wait()
+
+
+async def test_the_first_signal_drains_and_the_second_ends_at_once(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s"
+    async with process(address) as server:
+        said = await read_until(server, "Stop it with")
+        assert "grpcurl -plaintext -unix -d " in said
+        assert f" {tmp_path}/s headrace.v1.GenerationService/GenerateStream" in said
+        async with grpc.aio.insecure_channel(address) as channel:
+            session = Session(
+                generation_service_pb2_grpc.GenerationServiceStub(channel).StreamResult()
+            )
+            await session.add(spec(request_id="a", stop={"max_tokens": 30}))
+            await session.read()
+            server.send_signal(signal.SIGTERM)
+            await read_until(server, "Draining: 1 live")
+            await session.rest()
+            check_course(session.events()["a"])
+        assert await ended(server) == 0
+    assert not (tmp_path / "s").exists()
+
+    async with process(address) as server:
+        await read_until(server, "Stop it with")
+        async with grpc.aio.insecure_channel(address) as channel:
+            session = Session(
+                generation_service_pb2_grpc.GenerationServiceStub(channel).StreamResult()
+            )
+            await session.add(spec(request_id="a", stop={"max_tokens": 1_000_000}))
+            await session.read()
+            server.send_signal(signal.SIGINT)
+            await read_until(server, "Draining")
+            server.send_signal(signal.SIGINT)
+            assert await ended(server) == 128 + signal.SIGINT
+    assert not (tmp_path / "s").exists()
+
+
+async def test_a_model_that_cannot_be_loaded_and_a_signal_while_loading(tmp_path: Path) -> None:
+    async with process(f"unix:{tmp_path}/s", "--refuse") as server:
+        await read_until(server, "the model cannot be served: the model is of a kind")
+        assert await ended(server) == 1
+    async with process(f"unix:{tmp_path}/s", "--hang") as server:
+        await read_until(server, "loading the model")
+        server.send_signal(signal.SIGTERM)
+        assert await ended(server) == 0
