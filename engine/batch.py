@@ -29,7 +29,7 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """One step. `requests`: those that compute one token first, then the others."""
+    """One step. `requests`: one-token ones first, then the others; each by position."""
 
     requests: tuple[ScheduledRequest, ...]
     num_tokens: int

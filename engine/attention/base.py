@@ -25,7 +25,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The KV of one layer, as the model was seen to make it (not as its config says: MLA differs)."""
+    """The KV of one layer, as the model makes it (not as its config says: MLA differs)."""
 
     num_kv_heads: int
     key_dim: int
@@ -109,7 +109,7 @@ class AttentionBackend(ABC):
     def prepare(
         self, layout: BatchLayout, window: int | None, like: torch.Tensor
     ) -> AttentionMetadata:
-        """Make one group's metadata for a step. `like`: a tensor of the cache's dtype and device."""
+        """One group's metadata for a step. `like`: a tensor of the cache's dtype and device."""
 
     @abstractmethod
     def forward(

@@ -1,17 +1,16 @@
 """Paged attention in plain torch: the reference for every other backend, and what runs where none
 of them can.
 
-Requests that compute one token are served together: their contexts are gathered into one padded
-tensor. The query heads that share a key/value head are laid out as query positions, so that nothing
-is repeated per query head:
+Requests that compute one token are served in buckets of similar length: the blocks of their
+contexts are gathered into one padded tensor a bucket. The query heads that share a key/value head
+are laid out as query positions, so that nothing is repeated per query head:
 
-    q [R, Hkv, G, D] · k [R, Hkv, L, D] → scores [R, Hkv, G, L]          L: the longest context in
-    the step
+    q [R, Hkv, G, D] · k [R, Hkv, L, D] → scores [R, Hkv, G, L]     L: the bucket's longest context,
+                                                                    in whole blocks
 
 Requests that compute several tokens are served one after the other, with heads as the batch:
 
-    q [Hkv, G, n, D] · k [Hkv, 1→G, S, D] → scores [Hkv, G, n, S]        S: tokens that the chunk
-    can see
+    q [Hkv, G, n, D] · k [Hkv, 1→G, S, D] → scores [Hkv, G, n, S]   S: tokens that the chunk can see
 """
 
 from __future__ import annotations
@@ -29,6 +28,9 @@ from engine.attention.base import (
     BatchLayout,
     LayerCache,
 )
+
+_MIN_BUCKET = 4
+"""Fewer requests than this are not made a bucket of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +51,35 @@ class _Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Requests of similar length that compute one token each.
+
+    Attributes:
+        begin, end: their rows, and their tokens in the flat row.
+        blocks: int64 [R · B], the cache blocks that they see, B of them each.
+        mask: [R, 1, 1, B · block_size], added to the scores; None: all of it is visible.
+    """
+
+    begin: int
+    end: int
+    blocks: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class TorchMetadata(AttentionMetadata):
     """One group's metadata.
 
     Attributes:
         slot_mapping: int64 [T], where each token's key and value are written.
-        num_decodes: R, how many requests compute one token.
-        decode_slots: int64 [R · L], where their contexts are cached; None if R = 0.
-        decode_mask: [R, 1, 1, L], added to the scores; None: all contexts have length L.
-        chunks: the other requests.
+        block_size: tokens in a block.
+        buckets: the requests that compute one token.
+        chunks: the others.
     """
 
     slot_mapping: torch.Tensor
-    num_decodes: int
-    decode_slots: torch.Tensor | None
-    decode_mask: torch.Tensor | None
+    block_size: int
+    buckets: tuple[_Bucket, ...]
     chunks: tuple[_Chunk, ...]
 
 
@@ -76,7 +92,6 @@ class TorchAttentionBackend(AttentionBackend):
         """Make one group's metadata for a step."""
         row_of_token = np.repeat(np.arange(len(layout.counts)), layout.counts)
         slots = _slots(layout, row_of_token, layout.positions)
-        decode_slots, decode_mask = self._prepare_decodes(layout, window, like)
         chunks: list[_Chunk] = []
         begin = layout.num_decodes
         for row in range(layout.num_decodes, len(layout.counts)):
@@ -85,30 +100,10 @@ class TorchAttentionBackend(AttentionBackend):
             begin += count
         return TorchMetadata(
             slot_mapping=torch.from_numpy(slots).to(like.device),
-            num_decodes=layout.num_decodes,
-            decode_slots=decode_slots,
-            decode_mask=decode_mask,
+            block_size=layout.block_size,
+            buckets=_prepare_buckets(layout, window, like),
             chunks=tuple(chunks),
         )
-
-    def _prepare_decodes(
-        self, layout: BatchLayout, window: int | None, like: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        count = layout.num_decodes
-        if count == 0:
-            return None, None
-        last = layout.starts[:count]  # the position of the token itself: the last one that it sees
-        first = np.zeros_like(last) if window is None else np.maximum(last - window + 1, 0)
-        longest = int((last - first).max()) + 1
-        positions = first[:, None] + np.arange(longest)  # [R, L]
-        visible = positions <= last[:, None]
-        np.minimum(positions, last[:, None], out=positions)  # padding reads a slot that is there
-        slots = _slots(layout, np.arange(count)[:, None], positions)
-        mask = None
-        if not visible.all():
-            bias = np.where(visible, 0.0, -np.inf).astype(np.float32)
-            mask = torch.from_numpy(bias).to(like).view(count, 1, 1, longest)
-        return torch.from_numpy(slots.reshape(-1)).to(like.device), mask
 
     def forward(
         self,
@@ -126,10 +121,10 @@ class TorchAttentionBackend(AttentionBackend):
         cache.keys.index_copy_(0, metadata.slot_mapping, key.transpose(0, 1))
         cache.values.index_copy_(0, metadata.slot_mapping, value.transpose(0, 1))
         output = query.new_empty((num_tokens, num_heads, value.shape[-1]))
-        if metadata.decode_slots is not None:
-            count = metadata.num_decodes
-            output[:count] = _attend_decodes(
-                query[:, :count], cache, metadata.decode_slots, metadata.decode_mask, params
+        for bucket in metadata.buckets:
+            rows = slice(bucket.begin, bucket.end)
+            output[rows] = _attend_bucket(
+                query[:, rows], cache, bucket, metadata.block_size, params
             )
         for chunk in metadata.chunks:
             output[chunk.begin : chunk.end] = _attend_chunk(query, key, value, cache, chunk, params)
@@ -149,6 +144,57 @@ def _slots(
         layout.tables[rows, block].astype(np.int64) * layout.block_size + offset
     )
     return slots
+
+
+def _prepare_buckets(
+    layout: BatchLayout, window: int | None, like: torch.Tensor
+) -> tuple[_Bucket, ...]:
+    """Cut the requests that compute one token into buckets, and find what each bucket gathers."""
+    count = layout.num_decodes
+    if count == 0:
+        return ()
+    size = layout.block_size
+    last = layout.starts[:count]  # the position of the token itself: the last one that it sees
+    first = np.zeros_like(last) if window is None else np.maximum(last - window + 1, 0)
+    first_block, last_block = first // size, last // size
+    lengths = last_block - first_block + 1
+    buckets = []
+    for begin, end in _bucket_bounds(lengths.tolist()):
+        rows = np.arange(begin, end)[:, None]
+        width = int(lengths[begin:end].max())
+        index = first_block[begin:end, None] + np.arange(width)
+        # Padding reads the request's own last block, which is there; it is masked.
+        index = np.minimum(index, last_block[begin:end, None])
+        blocks = layout.tables[rows, index].astype(np.int64)
+        positions = first_block[begin:end, None] * size + np.arange(width * size)
+        visible = (positions >= first[begin:end, None]) & (positions <= last[begin:end, None])
+        mask = None
+        if not visible.all():
+            bias = np.where(visible, 0.0, -np.inf).astype(np.float32)
+            mask = torch.from_numpy(bias).to(like).view(end - begin, 1, 1, width * size)
+        buckets.append(
+            _Bucket(begin, end, torch.from_numpy(blocks.reshape(-1)).to(like.device), mask)
+        )
+    return tuple(buckets)
+
+
+def _bucket_bounds(lengths: list[int]) -> list[tuple[int, int]]:
+    """Cut rows into runs whose lengths (in blocks) differ by less than a third.
+
+    Batches are ordered by position, so that such runs are long; in any other order the cut is still
+    right, only less good. Short runs are not cut: a call costs more than their padding.
+    """
+    bounds = []
+    begin, low, high = 0, lengths[0], lengths[0]
+    for row, length in enumerate(lengths[1:], 1):
+        new_low, new_high = min(low, length), max(high, length)
+        if row - begin >= _MIN_BUCKET and new_high > new_low + max(1, new_low // 3):
+            bounds.append((begin, row))
+            begin, low, high = row, length, length
+        else:
+            low, high = new_low, new_high
+    bounds.append((begin, len(lengths)))
+    return bounds
 
 
 def _prepare_chunk(
@@ -176,36 +222,44 @@ def _prepare_chunk(
     return _Chunk(begin=begin, end=begin + count, slots=slots, mask=mask)
 
 
-def _attend_decodes(
+def _attend_bucket(
     query: torch.Tensor,
     cache: LayerCache,
-    slots: torch.Tensor,
-    mask: torch.Tensor | None,
+    bucket: _Bucket,
+    block_size: int,
     params: AttentionParams,
 ) -> torch.Tensor:
     """query: [Hq, R, D] → [R, Hq, Dv]."""
     num_heads, count, head_dim = query.shape
     num_kv_heads = cache.keys.shape[1]
-    keys = cache.keys.index_select(0, slots).view(
-        count, -1, num_kv_heads, head_dim
-    )  # [R, L, Hkv, D]
-    values = cache.values.index_select(0, slots).view(count, keys.shape[1], num_kv_heads, -1)
-    grouped = query.transpose(0, 1).reshape(
-        count, num_kv_heads, num_heads // num_kv_heads, head_dim
-    )
+    groups = num_heads // num_kv_heads
+    # Whole blocks are gathered: long copies instead of one a token. [R, L, Hkv, D] and [R, L, Hkv,
+    # Dv]
+    keys = _gather_blocks(cache.keys, bucket.blocks, block_size, count)
+    values = _gather_blocks(cache.values, bucket.blocks, block_size, count)
+    grouped = query.transpose(0, 1).reshape(count, num_kv_heads, groups, head_dim)
     sinks = params.sinks
     if sinks is not None:
-        sinks = sinks.view(1, num_kv_heads, num_heads // num_kv_heads, 1)
+        sinks = sinks.view(1, num_kv_heads, groups, 1)
     output = _attention(
         grouped,
         keys.transpose(1, 2),
         values.transpose(1, 2),
-        mask,
+        bucket.mask,
         params,
         sinks,
         is_causal=False,
     )
     return output.reshape(count, num_heads, -1)
+
+
+def _gather_blocks(
+    cache: torch.Tensor, blocks: torch.Tensor, block_size: int, count: int
+) -> torch.Tensor:
+    """The blocks' contents, [num_slots, H, D] → [count, blocks a request · block_size, H, D]."""
+    _, heads, dim = cache.shape
+    rows = cache.view(-1, block_size * heads * dim).index_select(0, blocks)
+    return rows.view(count, -1, heads, dim)
 
 
 def _attend_chunk(

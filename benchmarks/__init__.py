@@ -1,0 +1,1 @@
+"""Measurements: named workloads, paired runs, one results format."""
