@@ -8,6 +8,7 @@ to anything but "off": it is never swallowed. `LoadConfig` says how a model is b
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -98,10 +99,13 @@ class ContinuousBatchingConfig:
         _bounded("max_requests_per_batch", self.max_requests_per_batch, 1, 65536)
         _bounded("max_queue_size", self.max_queue_size, 0, 2**31 - 1)
         percent = self.max_memory_percent
-        if percent is not None and not 0.0 < percent <= 1.0:
+        if percent is not None and not (_is_number(percent) and 0.0 < percent <= 1.0):
             raise ConfigError(
-                "max_memory_percent", f"is {percent}; it must be above 0 and at most 1"
+                "max_memory_percent", f"is {percent!r}; it must be above 0 and at most 1"
             )
+        for option in ("return_logprobs", "per_request_processors", "drop_unsupported_processors"):
+            if not isinstance(getattr(self, option), bool):
+                raise ConfigError(option, f"is {getattr(self, option)!r}; it must be True or False")
         if self.scheduler_type not in SCHEDULER_TYPES:
             raise ConfigError(
                 "scheduler_type",
@@ -134,14 +138,20 @@ class LoadConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError("dtype", f"is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
-        kind, _, index = self.device.partition(":")
-        if kind not in ("auto", "cpu", "cuda") or (
-            index and (kind != "cuda" or not index.isdigit())
-        ):
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ConfigError("device", f"is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
         _bounded("threads", self.threads, 1, 1024)
 
 
-def _bounded(option: str, value: int | None, low: int, high: int) -> None:
-    if value is not None and not low <= value <= high:
-        raise ConfigError(option, f"is {value}; it must be between {low} and {high}")
+def _bounded(option: str, value: object, low: int, high: int) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(
+            option, f"is {value!r}; it must be a whole number between {low} and {high}"
+        )
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value that says it is a number is one: configs are also made from text."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

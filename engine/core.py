@@ -96,7 +96,7 @@ class EngineCore:
         self.scheduler.add(request)
 
     def cancel(self, request_id: RequestId) -> bool:
-        """End a request with CANCELLED; its output comes with the next step. False: it is not live."""
+        """End a request with CANCELLED; its output comes with the next step. False: not live."""
         request = self._requests.get(request_id)
         if request is None:
             return False

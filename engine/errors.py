@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class HeadraceError(Exception):
-    """Base of all errors that Headrace raises on purpose. `str(error)` is safe to show to a caller."""
+    """Base of all errors that Headrace raises on purpose. `str(error)` may be shown to a caller."""
 
 
 class ConfigError(HeadraceError):
@@ -47,8 +47,8 @@ class DuplicateRequestError(HeadraceError):
 
     def __init__(self, request_id: str) -> None:
         super().__init__(
-            f"request_id: {request_id!r} belongs to a request that is still live or whose results are still kept; "
-            "choose another id, or wait for that request's end"
+            f"request_id: {request_id!r} belongs to a request that is still live or whose results "
+            "are still kept; choose another id, or wait for that request's end"
         )
         self.request_id = request_id
 
@@ -68,7 +68,8 @@ class QueueFullError(HeadraceError):
 
     def __init__(self, limit: int, retry_after_s: float) -> None:
         super().__init__(
-            f"the queue is full: {limit} requests are waiting (max_queue_size); try again in {retry_after_s:.1f} s"
+            f"the queue is full: {limit} requests are waiting (max_queue_size); "
+            f"try again in {retry_after_s:.1f} s"
         )
         self.limit = limit
         self.retry_after_s = retry_after_s

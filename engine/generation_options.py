@@ -93,12 +93,27 @@ class GenerationDefaults:
         *,
         drop_unsupported: bool,
         return_logprobs: bool,
+        vocab_size: int | None = None,
     ) -> None:
+        """Read a generation config.
+
+        Args:
+            generation_config: None: nothing is set.
+            model_eos_token_ids: where the generation config names none.
+            drop_unsupported, return_logprobs: see ContinuousBatchingConfig.
+            vocab_size: end-of-sequence ids of the generation config from here on are left out: they
+                cannot be generated, and no request is to blame for them. None: all are kept.
+        """
         self._values = {
             name: getattr(generation_config, name, None)
             for name in (*REQUEST_KEYS, "max_new_tokens", "max_length", "eos_token_id")
         }
-        self._model_eos = model_eos_token_ids
+        self._eos_token_ids = model_eos_token_ids
+        if self._values["eos_token_id"] is not None:
+            ids = _ids("eos_token_id", self._values["eos_token_id"])
+            self._eos_token_ids = tuple(
+                token for token in ids if token >= 0 and (vocab_size is None or token < vocab_size)
+            )
         self._return_logprobs = return_logprobs
         for name, neutral in _NEUTRAL.items():
             value = getattr(generation_config, name, None)
@@ -126,7 +141,8 @@ class GenerationDefaults:
             UnsupportedFeatureError: a keyword that this engine knows and does not do.
         """
         _check_keys(overrides)
-        values = {**self._values, **{k: v for k, v in overrides.items() if v is not None}}
+        overrides = {name: value for name, value in overrides.items() if value is not None}
+        values = {**self._values, **overrides}
         if "temperature" in overrides and "do_sample" not in overrides:
             values["do_sample"] = overrides["temperature"] != 0
         eos = self._eos(eos_token_id)
@@ -153,10 +169,9 @@ class GenerationDefaults:
         )
 
     def _eos(self, eos_token_id: int | Iterable[int] | None) -> tuple[TokenId, ...]:
-        chosen = eos_token_id if eos_token_id is not None else self._values["eos_token_id"]
-        if chosen is None:
-            return self._model_eos
-        ids = _ids("eos_token_id", chosen)
+        if eos_token_id is None:
+            return self._eos_token_ids
+        ids = _ids("eos_token_id", eos_token_id)
         return tuple(token for token in ids if token >= 0)  # −1 is a way to say "none"
 
     def _max_tokens(self, num_prompt_tokens: int, max_new_tokens: int | None) -> int:

@@ -115,10 +115,15 @@ class ContinuousBatchingManager:
         """Start the engine's thread. Harmless while it runs.
 
         Raises:
-            EngineUnavailableError: the engine has died; a new manager is needed.
+            EngineUnavailableError: the engine has died, and a new manager is needed; or it is being
+                stopped and has not ended yet.
         """
         with self._changed:
             if self._thread is not None and self._thread.is_alive():
+                if self._stopping:
+                    raise EngineUnavailableError(
+                        "the engine is still being stopped; call join() before start()"
+                    )
                 return
             if self._failure is not None:
                 raise EngineUnavailableError("the engine has failed and cannot be started again")
@@ -282,8 +287,6 @@ class ContinuousBatchingManager:
         )
         find_stop = self._stop_finder(options.stop_strings)
         prompt = tuple(TokenId(token) for token in input_ids)
-        if self._router.has(name):
-            raise DuplicateRequestError(name)
         self._router.expect(
             name,
             prompt,
@@ -353,6 +356,8 @@ class ContinuousBatchingManager:
             try:
                 if not self._wait_for_work():
                     break
+                # Ends that commands have brought do not wait for a step, which may be a long one.
+                self._deliver(self._core.take_outputs())
                 outputs = self._core.step()
                 failed_steps = 0
             except Exception as error:
@@ -364,7 +369,7 @@ class ContinuousBatchingManager:
         self._router.close()
 
     def _wait_for_work(self) -> bool:
-        """Carry out the commands; sleep while there is nothing to do. False: the thread shall end."""
+        """Carry out the commands; sleep while there is nothing to do. False: it is time to end."""
         with self._changed:
             while True:
                 while self._inbox:
@@ -387,20 +392,28 @@ class ContinuousBatchingManager:
         again.
         """
         error_id = new_error_id()
-        logger.exception("error %s: the engine's loop failed; all live requests end", error_id)
+        logger.error(
+            "error %s: the engine's loop failed; all live requests end", error_id, exc_info=error
+        )
+        outputs: tuple[RequestOutput, ...] = ()
         try:
             self._core.fail_all(f"the engine failed (error {error_id}); try again", retryable=True)
-            outputs = self._core.take_outputs()
+            outputs = self._core.take_outputs().outputs
         except Exception:
             logger.exception("error %s: the engine cannot be recovered", error_id)
-            outputs, dead = self._ends_of_all(error_id), True
+            dead = True
         if dead:
             with self._changed:
                 self._failure, self._accepting = error, False
-        return outputs
+            outputs += self._ends_of_all_but(outputs, error_id)
+        return StepOutputs(time.monotonic(), outputs)
 
-    def _ends_of_all(self, error_id: str) -> StepOutputs:
-        """Terminal outputs for all live requests, made without the core."""
+    def _ends_of_all_but(
+        self, outputs: Sequence[RequestOutput], error_id: str
+    ) -> tuple[RequestOutput, ...]:
+        """Terminal outputs, made without the core, for live requests that `outputs` does not end:
+        those that a broken core has lost, and those that have not left the inbox.
+        """
         now = time.monotonic()
         failure = RequestFailure(f"the engine failed (error {error_id})", error_id, retryable=True)
         finish = Finish(
@@ -409,9 +422,10 @@ class ContinuousBatchingManager:
             timings=Timings(now, None, None, None, now, 0),
             failure=failure,
         )
+        ended = {output.request_id for output in outputs if output.finish is not None}
         with self._changed:
-            names = sorted(self._live)
-        return StepOutputs(now, tuple(RequestOutput(name, finish=finish) for name in names))
+            names = sorted(self._live - ended)
+        return tuple(RequestOutput(name, finish=finish) for name in names)
 
     def _deliver(self, outputs: StepOutputs) -> None:
         """Hand one step's outputs to the sink; ids of ended requests are free before their ends are

@@ -7,9 +7,10 @@ outputs = model.generate_batch([[1, 2, 3], [4, 5]], max_new_tokens=32)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from engine.assembly import build_manager
 from engine.config import ContinuousBatchingConfig, LoadConfig
-from engine.errors import HeadraceError, InvalidRequestError, ModelRefusedError
+from engine.errors import HeadraceError, InvalidRequestError, ModelRefusedError, QueueFullError
 from engine.generation_options import GenerationDefaults
 from engine.manager import ContinuousBatchingManager
 from engine.request import RequestStatus
 from engine.results import GenerationOutput
-from engine.runner.loader import VerifiedModel, eos_token_ids, load_model, verify_model
+from engine.runner.loader import VerifiedModel, load_model, verify_model
 from engine.text import Tokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
@@ -82,14 +83,41 @@ class LoadedModel:
         chosen = generation_config or self.generation_config
         defaults = GenerationDefaults(
             chosen,
-            eos_token_ids(self.generation_config, self.model.config),
+            self._verified.eos_token_ids,
             drop_unsupported=config.drop_unsupported_processors,
             return_logprobs=config.return_logprobs,
+            vocab_size=self._verified.vocab_size,
         )
         manager, _, _ = build_manager(
             self._verified, config, logger.info, defaults=defaults, tokenizer=self.tokenizer
         )
         return manager
+
+    @contextlib.contextmanager
+    def continuous_batching_context_manager(
+        self,
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        *,
+        block: bool = True,
+        timeout: float | None = None,
+        warmup: bool = True,
+    ) -> Iterator[ContinuousBatchingManager]:
+        """A started manager, stopped at the end of the block: live requests are finished first.
+
+        Args:
+            generation_config, continuous_batching_config: see `init_continuous_batching`.
+            block, timeout: how the end of the block waits; see `ContinuousBatchingManager.stop`.
+            warmup: whether to run what is slow the first time before the first prompt.
+        """
+        manager = self.init_continuous_batching(generation_config, continuous_batching_config)
+        if warmup:
+            manager.warmup()
+        manager.start()
+        try:
+            yield manager
+        finally:
+            manager.stop(block=block, timeout=timeout)
 
     def generate_batch(
         self,
@@ -129,32 +157,39 @@ class LoadedModel:
         manager = self._manager_for(generation_config, config, warmup)
         results: dict[str, GenerationOutput] = {}
         try:
-            pending: set[str] = set()
-            for index, prompt in enumerate(inputs):
-                name = f"req_{index}"
-                try:
-                    manager.add_request(
-                        prompt,
-                        request_id=name,
-                        max_new_tokens=max_new_tokens,
-                        record_timestamps=record_timestamps,
-                        eos_token_id=eos_token_id,
-                    )
-                    pending.add(name)
-                except InvalidRequestError as error:
-                    results[name] = _refused(name, prompt, error)
-            with tqdm(
-                total=len(inputs), initial=len(results), disable=not progress_bar, unit="request"
-            ) as bar:
-                while pending and (output := manager.get_result()) is not None:
-                    results[output.request_id] = output
-                    pending.discard(output.request_id)
-                    bar.update()
+            with tqdm(total=len(inputs), disable=not progress_bar, unit="request") as bar:
+
+                def take(timeout: float | None) -> bool:
+                    output = manager.get_result(timeout=timeout)
+                    if output is not None:
+                        results[output.request_id] = output
+                        bar.update()
+                    return output is not None
+
+                for index, prompt in enumerate(inputs):
+                    name = f"req_{index}"
+                    try:
+                        while not _add(
+                            manager,
+                            prompt,
+                            request_id=name,
+                            max_new_tokens=max_new_tokens,
+                            record_timestamps=record_timestamps,
+                            eos_token_id=eos_token_id,
+                        ):
+                            take(timeout=0.05)  # the queue is full: results make room
+                    except InvalidRequestError as error:
+                        results[name] = _refused(name, prompt, error)
+                        bar.update()
+                    while take(timeout=0):
+                        pass  # unread results are bounded: they are read while prompts are added
+                while len(results) < len(inputs) and take(timeout=None):
+                    pass
         finally:
-            if manager is not self._kept or not persistent_manager:
-                manager.stop(abort=len(results) < len(inputs))
-                if manager is self._kept:
-                    self._kept = self._kept_key = None
+            complete = len(results) == len(inputs)
+            if not (persistent_manager and complete):
+                manager.stop(abort=not complete)
+                self._kept = self._kept_key = None
         return {f"req_{index}": results[f"req_{index}"] for index in range(len(inputs))}
 
     def close(self) -> None:
@@ -224,6 +259,15 @@ def from_model(
         raise ModelRefusedError("the model is in training mode; call model.eval() first")
     path = Path(model.config.name_or_path or ".")
     return LoadedModel(verify_model(model, path, logger.info), config)
+
+
+def _add(manager: ContinuousBatchingManager, prompt: Sequence[int], **options: Any) -> bool:
+    """Add a request; False: the queue is full, try again later."""
+    try:
+        manager.add_request(prompt, **options)
+    except QueueFullError:
+        return False
+    return True
 
 
 def _refused(name: str, prompt: Sequence[int], error: HeadraceError) -> GenerationOutput:

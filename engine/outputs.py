@@ -125,7 +125,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """All that one step produced, in one piece. `time`: monotonic seconds at the end of the step."""
+    """All that one step produced, in one piece. `time`: monotonic seconds at the step's end."""
 
     time: float
     outputs: tuple[RequestOutput, ...]

@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.errors import RequestNotFoundError
+from engine.errors import DuplicateRequestError, RequestNotFoundError
 from engine.outputs import Finish, FinishReason, RequestOutput, StepOutputs
 from engine.request import RequestStatus
 from engine.types import RequestId, TokenId
@@ -110,7 +110,7 @@ class ResultRouter:
         self._records: dict[RequestId, _Record] = {}
         self._unread: OrderedDict[int, tuple[RequestId, int, bool]] = OrderedDict()
         self._next = 0
-        self._closed = False
+        self._closed = True
 
     def expect(
         self,
@@ -121,8 +121,14 @@ class ResultRouter:
         record_timestamps: bool,
         find_stop: StopFinder | None,
     ) -> None:
-        """Prepare for a request that is about to be submitted."""
+        """Prepare for a request that is about to be submitted.
+
+        Raises:
+            DuplicateRequestError: a request of that id is live or has results that were not read.
+        """
         with self._changed:
+            if request_id in self._records:
+                raise DuplicateRequestError(request_id)
             self._records[request_id] = _Record(
                 prompt=prompt,
                 streaming=streaming,
@@ -135,11 +141,6 @@ class ResultRouter:
         """Undo `expect` for a request that was refused."""
         with self._changed:
             self._records.pop(request_id, None)
-
-    def has(self, request_id: RequestId) -> bool:
-        """Whether a request is live here or has results that were not read."""
-        with self._changed:
-            return request_id in self._records
 
     def reopen(self) -> None:
         """The engine's thread was started: readers may wait again."""

@@ -126,7 +126,8 @@ class StopParams:
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise InvalidRequestError(
                 "stop.min_tokens",
-                f"is {self.min_tokens}; it must be between 0 and max_tokens, which is {self.max_tokens}",
+                f"is {self.min_tokens}; it must be between 0 and max_tokens, "
+                f"which is {self.max_tokens}",
             )
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),
@@ -164,11 +165,11 @@ class LogprobParams:
             )
 
 
-def check_stop_strings(stop_strings: tuple[str, ...]) -> None:
+def check_stop_strings(stop_strings: tuple[object, ...]) -> None:
     """Check a request's stop strings against their bounds.
 
     Raises:
-        InvalidRequestError: too many of them, or an empty or too long one.
+        InvalidRequestError: too many of them, one that is no text, or an empty or too long one.
     """
     if len(stop_strings) > MAX_STOP_STRINGS:
         raise InvalidRequestError(
@@ -176,12 +177,20 @@ def check_stop_strings(stop_strings: tuple[str, ...]) -> None:
             f"has {len(stop_strings)} entries; at most {MAX_STOP_STRINGS} are allowed",
         )
     for index, text in enumerate(stop_strings):
+        if not isinstance(text, str) or not _is_encodable(text):
+            raise InvalidRequestError(
+                f"stop.stop_strings[{index}]", f"is {text!r}; it must be text that UTF-8 can hold"
+            )
         size = len(text.encode())
         if not 1 <= size <= MAX_STOP_STRING_BYTES:
             raise InvalidRequestError(
                 f"stop.stop_strings[{index}]",
                 f"is {size} bytes long; it must have between 1 and {MAX_STOP_STRING_BYTES} bytes",
             )
+
+
+def _is_encodable(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _between(

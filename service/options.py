@@ -118,7 +118,7 @@ MaxMemoryPercent = Annotated[
         "MAX_MEMORY_PERCENT",
         "The part of the free memory that the KV cache may take, above 0 and at most 1.",
         _MODEL,
-        show_default="0.5 on a CPU, 0.9 on CUDA",
+        show_default="0.5 on a CPU, 0.8 on CUDA",
     ),
 ]
 MaxBatchTokens = Annotated[

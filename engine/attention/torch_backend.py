@@ -73,12 +73,14 @@ class TorchMetadata(AttentionMetadata):
     Attributes:
         slot_mapping: int64 [T], where each token's key and value are written.
         block_size: tokens in a block.
+        fresh_blocks: int64, blocks that the step begins and does not fill; None: there are none.
         buckets: the requests that compute one token.
         chunks: the others.
     """
 
     slot_mapping: torch.Tensor
     block_size: int
+    fresh_blocks: torch.Tensor | None
     buckets: tuple[_Bucket, ...]
     chunks: tuple[_Chunk, ...]
 
@@ -101,6 +103,7 @@ class TorchAttentionBackend(AttentionBackend):
         return TorchMetadata(
             slot_mapping=torch.from_numpy(slots).to(like.device),
             block_size=layout.block_size,
+            fresh_blocks=_fresh_blocks(layout, like.device),
             buckets=_prepare_buckets(layout, window, like),
             chunks=tuple(chunks),
         )
@@ -118,6 +121,11 @@ class TorchAttentionBackend(AttentionBackend):
         if not isinstance(metadata, TorchMetadata):
             raise TypeError(f"metadata of another backend: {type(metadata).__name__}")
         num_heads, num_tokens, _ = query.shape
+        if metadata.fresh_blocks is not None:
+            # Whole blocks are gathered: what an earlier owner left behind this step's tokens is
+            # masked, but a NaN would pass through the mask.
+            for tensor in (cache.keys, cache.values):
+                _as_blocks(tensor, metadata.block_size).index_fill_(0, metadata.fresh_blocks, 0.0)
         cache.keys.index_copy_(0, metadata.slot_mapping, key.transpose(0, 1))
         cache.values.index_copy_(0, metadata.slot_mapping, value.transpose(0, 1))
         output = query.new_empty((num_tokens, num_heads, value.shape[-1]))
@@ -144,6 +152,17 @@ def _slots(
         layout.tables[rows, block].astype(np.int64) * layout.block_size + offset
     )
     return slots
+
+
+def _fresh_blocks(layout: BatchLayout, device: torch.device) -> torch.Tensor | None:
+    """The last block of each request, where this step writes its first slot but not its last."""
+    ends = layout.starts + layout.counts
+    index = (ends - 1) // layout.block_size
+    begins = index * layout.block_size
+    rows = np.flatnonzero((begins >= layout.starts) & (ends < begins + layout.block_size))
+    if len(rows) == 0:
+        return None
+    return torch.from_numpy(layout.tables[rows, index[rows]].astype(np.int64)).to(device)
 
 
 def _prepare_buckets(
@@ -258,8 +277,12 @@ def _gather_blocks(
 ) -> torch.Tensor:
     """The blocks' contents, [num_slots, H, D] → [count, blocks a request · block_size, H, D]."""
     _, heads, dim = cache.shape
-    rows = cache.view(-1, block_size * heads * dim).index_select(0, blocks)
-    return rows.view(count, -1, heads, dim)
+    return _as_blocks(cache, block_size).index_select(0, blocks).view(count, -1, heads, dim)
+
+
+def _as_blocks(cache: torch.Tensor, block_size: int) -> torch.Tensor:
+    """[num_slots, H, D] as one row a block: [num_blocks, block_size · H · D]."""
+    return cache.view(-1, block_size * cache.shape[1] * cache.shape[2])
 
 
 def _attend_chunk(

@@ -163,8 +163,9 @@ class _Probe:
         error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
         if not error < _LAYER_TOLERANCE:
             raise ModelRefusedError(
-                f"{type(module).__name__}, layer {layer}: paged attention differs from the model's own "
-                f"by {error.item():.2%}; the layer does something that this engine does not know"
+                f"{type(module).__name__}, layer {layer}: paged attention differs from the model's "
+                f"own by {error.item():.2%}; the layer does something that this engine does not "
+                "know"
             )
 
 
@@ -174,7 +175,8 @@ def _eager_attention(module: torch.nn.Module) -> Callable[..., Any]:
     function: Callable[..., Any] | None = getattr(source, "eager_attention_forward", None)
     if function is None:
         raise ModelRefusedError(
-            f"{type(module).__name__} has no eager attention to compare with, so it cannot be verified"
+            f"{type(module).__name__} has no eager attention to compare with, "
+            "so it cannot be verified"
         )
     return function
 
@@ -242,8 +244,7 @@ def probe_layers(model: PreTrainedModel, backend: AttentionBackend, num_layers: 
     for count in _PROBE_TOKENS:
         ids = torch.randint(0, vocab_size, (1, count), generator=generator)
         probe.calls.clear()
-        with torch.inference_mode():
-            output = model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=1)
+        output = _eager_forward(model, ids.to(model.device))
         logits.append(output.logits[0, -1].float())
         prompts.append(tuple(TokenId(token) for token in ids[0].tolist()))
         _check_calls(model, probe, num_layers)
@@ -260,6 +261,17 @@ def probe_layers(model: PreTrainedModel, backend: AttentionBackend, num_layers: 
     )
 
 
+def _eager_forward(model: PreTrainedModel, ids: torch.Tensor) -> Any:
+    try:
+        with torch.inference_mode():
+            return model(input_ids=ids, use_cache=False, logits_to_keep=1)
+    except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ModelRefusedError(
+            f"{type(model).__name__} fails on a prompt of {ids.shape[1]} tokens, "
+            f"which every model must be able to process: {error}"
+        ) from error
+
+
 def _check_calls(model: PreTrainedModel, probe: _Probe, num_layers: int) -> None:
     name = type(model).__name__
     wrong = {layer: probe.calls.get(layer, 0) for layer in range(num_layers)}
@@ -269,7 +281,18 @@ def _check_calls(model: PreTrainedModel, probe: _Probe, num_layers: int) -> None
             f"{name} has {num_layers} layers, but the attention calls by layer were {probe.calls}; "
             "each layer must attend once"
         )
-    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    text_config = model.config.get_text_config()
+    kinds = getattr(text_config, "layer_types", None)
+    # A window that only the mask has is longer than our prompts and does not show in them.
+    window = getattr(text_config, "sliding_window", None)
+    used = window and getattr(text_config, "use_sliding_window", True) and not kinds
+    if used and all(shape.window is None for shape in probe.shapes.values()):
+        longest = getattr(text_config, "max_position_embeddings", None)
+        if longest is None or window < longest:
+            raise ModelRefusedError(
+                f"{name}: the config has a sliding window of {window} tokens, but no layer passes "
+                "it to its attention, so it would be lost"
+            )
     for layer, kind in enumerate(kinds or ()):
         if (kind == "sliding_attention") != (probe.shapes[layer].window is not None):
             raise ModelRefusedError(
@@ -324,8 +347,8 @@ def self_check(
         error = ((actual[row].float() - expected).norm() / expected.norm().clamp(min=1e-6)).item()
         if not error < _LOGITS_TOLERANCE.get(probe.dtype, 8e-2):
             raise ModelRefusedError(
-                f"{type(model).__name__}: logits through the paged cache differ from the model's own "
-                f"by {error:.2%}; it would be run wrongly"
+                f"{type(model).__name__}: logits through the paged cache differ from the model's "
+                f"own by {error:.2%}; it would be run wrongly"
             )
 
 

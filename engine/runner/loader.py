@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.base import AttentionBackend
 from engine.attention.registry import choose_backend, register
@@ -98,7 +101,8 @@ def resolve_path(model: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelRefusedError(
             f"{model} is neither a directory here nor a model that the hub gives us "
-            f"({type(error).__name__}); give a directory that exists, or check the id and the network"
+            f"({type(error).__name__}); give a directory that exists, or check the id and the "
+            "network"
         ) from error
 
 
@@ -138,6 +142,7 @@ def verify_model(
     self_check(model, probe, backend, model.device)
     progress(f"verified: paged attention ({backend.name}) equals the model's own in every layer")
     embeddings = model.get_input_embeddings().weight.shape[0]
+    vocab_size = min(embeddings, probe.logits[0].shape[-1])
     return VerifiedModel(
         model=model,
         path=path,
@@ -145,8 +150,8 @@ def verify_model(
         backend=backend,
         probe=probe,
         context_length=_context_length(text_config),
-        vocab_size=min(embeddings, probe.logits[0].shape[-1]),
-        eos_token_ids=eos_token_ids(model.generation_config, model.config),
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids(model.generation_config, model.config, vocab_size),
         default_sampling=default_sampling(model.generation_config),
     )
 
@@ -199,18 +204,28 @@ def _load_weights(path: Path, load_config: LoadConfig, device: torch.device) -> 
             f"{path}: model type {config.model_type!r} has no causal language model in transformers"
         )
     check_config(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # a bar is for a person who waits, not for a log
     dtype = "auto" if load_config.dtype == "auto" else getattr(torch, load_config.dtype)
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel
+        model, info = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=dtype,
             attn_implementation="eager",
             use_safetensors=True,
             trust_remote_code=False,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelRefusedError(f"{path}: the weights cannot be read: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelRefusedError(
+            f"{path}: {len(missing)} weights are not in the checkpoint ({', '.join(missing[:3])}); "
+            "they would be random numbers"
+        )
     return model.eval().to(device)
 
 
@@ -240,15 +255,19 @@ def _set_threads(load_config: LoadConfig, device: torch.device) -> None:
 def _context_length(text_config: Any) -> int:
     """The longest request that the model allows, in tokens."""
     length = getattr(text_config, "max_position_embeddings", None) or _NO_LIMIT
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    if isinstance(rope, dict) and rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    # One set of parameters, or one for each kind of layer.
+    nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    for rope in nested or [parameters]:
+        if rope.get("rope_type") not in _LENGTH_DEPENDENT_ROPE:
+            continue
         original = rope.get("original_max_position_embeddings") or getattr(
             text_config, "original_max_position_embeddings", None
         )
         if original and original < length:
             logger.warning(
-                "context limited to %d of %d tokens: beyond that, %s rotary embeddings depend on the "
-                "longest request in a batch",
+                "context limited to %d of %d tokens: beyond that, %s rotary embeddings depend on "
+                "the longest request in a batch",
                 original,
                 length,
                 rope["rope_type"],
@@ -257,14 +276,22 @@ def _context_length(text_config: Any) -> int:
     return int(length)
 
 
-def eos_token_ids(generation_config: GenerationConfig | None, config: Any) -> tuple[TokenId, ...]:
-    """The model's end-of-sequence ids, in ascending order."""
+def eos_token_ids(
+    generation_config: GenerationConfig | None, config: Any, vocab_size: int
+) -> tuple[TokenId, ...]:
+    """The model's end-of-sequence ids, in ascending order, as far as the vocabulary has them:
+    configs that keep another tokenizer's are common.
+    """
     ids = generation_config.eos_token_id if generation_config is not None else None
     if ids is None:
         ids = getattr(config.get_text_config(), "eos_token_id", None)
     if ids is None:
         return ()
-    return tuple(TokenId(i) for i in sorted({ids} if isinstance(ids, int) else set(ids)))
+    named = sorted({ids} if isinstance(ids, int) else set(ids))
+    outside = [token for token in named if not 0 <= token < vocab_size]
+    if outside:
+        logger.warning("end-of-sequence ids %s are not in the vocabulary: left out", outside)
+    return tuple(TokenId(token) for token in named if token not in outside)
 
 
 def default_sampling(generation_config: GenerationConfig | None) -> SamplingParams:

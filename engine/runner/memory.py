@@ -28,7 +28,8 @@ _UNLIMITED = 1 << 60
 """cgroup v1 reports "no limit" as a huge number."""
 
 CPU_MEMORY_PERCENT = 0.5
-CUDA_MEMORY_PERCENT = 0.8
+CUDA_MEMORY_PERCENT = 0.9
+CUDA_PROCESSORS_MEMORY_PERCENT = 0.8
 
 
 def _read_number(path: Path) -> int | None:
@@ -88,13 +89,13 @@ class HostLimits:
 
 
 def _memory_limit(root: Path, own: Path) -> tuple[int | None, int]:
-    """The tightest memory limit of the cgroup and its parents, and what is used under it, in bytes."""
+    """The tightest memory limit of the cgroup and its parents, and what is used of it, in bytes."""
     directory = _cgroup_directory(root, own)
     tightest: tuple[int, int] | None = None
     for level in (directory, *directory.parents):
         limit = _read_number(level / "memory.max")
         if limit is not None:
-            used = _read_number(level / "memory.current") or 0
+            used = (_read_number(level / "memory.current") or 0) - _reclaimable(level)
             if tightest is None or limit - used < tightest[0] - tightest[1]:
                 tightest = (limit, used)
         if level == root:
@@ -105,6 +106,17 @@ def _memory_limit(root: Path, own: Path) -> tuple[int | None, int]:
     if limit is not None and limit < _UNLIMITED:
         return limit, _read_number(root / "memory" / "memory.usage_in_bytes") or 0
     return None, 0
+
+
+def _reclaimable(group: Path) -> int:
+    """Bytes of a cgroup (v2) that are cached files, given up when memory is short: a checkpoint
+    that was just read stands there as well as in the model.
+    """
+    try:
+        entries = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(entries.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return 0
 
 
 def _cpu_quota(root: Path, own: Path) -> float | None:
@@ -146,6 +158,15 @@ def available_memory(device: torch.device) -> int:
     return HostLimits.read().memory_available
 
 
+def _default_percent(config: ContinuousBatchingConfig, on_cuda: bool) -> float:
+    """Processors need temporaries as large as the vocabulary, for every row; on a GPU that counts."""
+    if not on_cuda:
+        return CPU_MEMORY_PERCENT
+    if config.per_request_processors:
+        return CUDA_PROCESSORS_MEMORY_PERCENT
+    return CUDA_MEMORY_PERCENT
+
+
 def plan_cache(
     config: ContinuousBatchingConfig,
     groups: tuple[LayerGroup, ...],
@@ -167,7 +188,7 @@ def plan_cache(
     on_cuda = device.type == "cuda"
     max_requests = config.max_requests_per_batch or (256 if on_cuda else 64)
     max_batch_tokens = config.max_batch_tokens or (8192 if on_cuda else 1024)
-    percent = config.max_memory_percent or (CUDA_MEMORY_PERCENT if on_cuda else CPU_MEMORY_PERCENT)
+    percent = config.max_memory_percent or _default_percent(config, on_cuda)
     budget = int(available * percent)
     block_size = config.block_size
 
@@ -202,8 +223,8 @@ def plan_cache(
         fit = _largest(cost, budget, num_blocks) * block_size
         raise InsufficientMemoryError(
             f"the KV cache needs {needed / GIB:.2f} GiB, and {budget / GIB:.2f} GiB may be used "
-            f"({percent:.0%} of {available / GIB:.2f} GiB free on {device}): {fit} tokens would fit; "
-            "lower num_blocks or block_size, or raise max_memory_percent"
+            f"({percent:.0%} of {available / GIB:.2f} GiB free on {device}): "
+            f"{fit} tokens would fit; lower num_blocks or block_size, or raise max_memory_percent"
         )
     plan = CachePlan(
         sizes(num_blocks), block_size, max_batch_tokens, max_requests, cost(num_blocks)

@@ -80,7 +80,7 @@ class Scheduler(ABC):
             request.first_scheduled = now
 
     def _preempt(self, request: Request) -> None:
-        """Take a request out of the batch: its blocks are freed, it goes to the head of the queue."""
+        """Take a request out of the batch: it frees its blocks and heads the queue."""
         del self.running[request.request_id]
         self.kv_cache.free(request.request_id)
         request.num_computed_tokens = 0

@@ -43,7 +43,7 @@ class FIFOScheduler(Scheduler):
                 preempted = True
         if not (preempted and batch):
             self._schedule_waiting(batch, budget, now)
-        batch.sort(key=_computes_many)
+        batch.sort(key=_step_order)
         return ScheduledBatch(
             requests=tuple(batch), num_tokens=sum(part.num_tokens for part in batch)
         )
@@ -74,5 +74,5 @@ class FIFOScheduler(Scheduler):
         return min(len(self.running), smallest // 10)
 
 
-def _computes_many(scheduled: ScheduledRequest) -> bool:
-    return scheduled.num_tokens > 1
+def _step_order(scheduled: ScheduledRequest) -> tuple[bool, int]:
+    return scheduled.num_tokens > 1, scheduled.start

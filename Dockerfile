@@ -1,0 +1,105 @@
+# The server's image. `docs/docker.md` tells how to build and run it.
+#
+#   docker build -t headrace .                                       any machine; CUDA where there is a GPU
+#   docker build -t headrace --build-arg TORCH=cpu \
+#       --build-arg TORCH_INDEX_URL=<PyTorch's CPU index> .          a few GB smaller; CPUs only
+#
+# PYTHON_IMAGE: any glibc image that has python3 (3.11 or newer) with venv, and useradd.
+ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+
+
+FROM ${PYTHON_IMAGE} AS build
+
+# cuda: torch as the package index has it. cpu: torch from TORCH_INDEX_URL or deploy/wheels.
+ARG TORCH=cuda
+ARG TORCH_INDEX_URL=
+# pip's own variables; unset, pip's defaults hold.
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_CERT
+
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+RUN python3 -m venv /opt/headrace
+ENV PATH=/opt/headrace/bin:$PATH
+WORKDIR /src
+
+# Dependencies first: they are gigabytes, and a change of the sources must not fetch them again.
+COPY constraints.txt pyproject.toml ./
+COPY clients/python/pyproject.toml clients/python/
+COPY deploy/dependencies.py deploy/
+COPY deploy/wheels /wheels
+RUN set -eu; \
+    case "$TORCH" in \
+    cuda) ;; \
+    cpu) \
+        if [ -n "$TORCH_INDEX_URL" ]; then set -- --index-url "$TORCH_INDEX_URL"; \
+        elif ls /wheels/torch-*.whl >/dev/null 2>&1; then set -- --no-index; \
+        else \
+            echo "TORCH=cpu needs TORCH_INDEX_URL, PyTorch's index of CPU wheels, or a torch wheel in deploy/wheels" >&2; \
+            exit 1; \
+        fi; \
+        # Alone: everything else comes from the usual index, and finds torch already there.
+        pip install --no-deps --constraint constraints.txt --find-links /wheels "$@" torch ;; \
+    *) echo "TORCH is '$TORCH'; it must be cpu or cuda" >&2; exit 1 ;; \
+    esac; \
+    python deploy/dependencies.py pyproject.toml clients/python/pyproject.toml > requirements.txt; \
+    pip install --constraint constraints.txt --find-links /wheels --requirement requirements.txt; \
+    if [ "$TORCH" = cpu ]; then \
+        python -c 'import torch; raise SystemExit(torch.version.cuda and "TORCH=cpu, but this torch is a CUDA build")'; \
+    fi
+
+# setuptools, the build backend, is there already: torch depends on it.
+COPY LICENSE README.md ./
+COPY clients/python/README.md clients/python/
+COPY clients/python/src clients/python/src
+COPY engine engine
+COPY service service
+RUN pip install --no-deps --no-build-isolation ./clients/python . \
+    && pip check \
+    && pip uninstall --yes pip
+
+COPY LICENSE deploy/healthcheck.py /opt/headrace/
+# Not under /models, where a mount would hide it.
+COPY models/demo /opt/headrace/models/demo
+# A checkout may have been made with a strict umask; the server's user must be able to read these.
+RUN chmod -R a+rX /opt/headrace/LICENSE /opt/headrace/healthcheck.py /opt/headrace/models
+
+
+FROM ${PYTHON_IMAGE}
+
+LABEL org.opencontainers.image.title="Headrace" \
+      org.opencontainers.image.description="A gRPC microservice that serves text generation: continuous batching over a paged KV cache" \
+      org.opencontainers.image.licenses="Apache-2.0"
+
+# Fixed ids, so that volumes and `runAsNonRoot` can rely on them. /models: mount models here.
+# /run/headrace: for Unix sockets.
+RUN groupadd --gid 10001 headrace \
+    && useradd --no-log-init --uid 10001 --gid 10001 --no-create-home --home-dir /tmp \
+        --shell /usr/sbin/nologin headrace \
+    && mkdir -p /models /run/headrace \
+    && chown headrace:headrace /run/headrace
+
+COPY --from=build /opt/headrace /opt/headrace
+
+# Settings are variables rather than arguments of CMD: other arguments leave them in force, and the
+# health check reads them too. INSECURE is what it says: plain text, until HEADRACE_TLS_CERT and
+# HEADRACE_TLS_KEY are given. Everything that anybody writes goes to /tmp: the root file system may
+# be read-only.
+ENV PATH=/opt/headrace/bin:$PATH \
+    HEADRACE_LISTEN=0.0.0.0:50051 \
+    HEADRACE_INSECURE=1 \
+    HEADRACE_MODEL=/opt/headrace/models/demo \
+    HOME=/tmp \
+    HF_HOME=/tmp/huggingface \
+    XDG_CACHE_HOME=/tmp/cache \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+
+USER 10001:10001
+WORKDIR /tmp
+EXPOSE 50051
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
+    CMD ["python3", "/opt/headrace/healthcheck.py"]
+# Exec form: the server is PID 1 and gets the signals itself. SIGTERM drains.
+ENTRYPOINT ["headrace-server"]
+CMD ["serve"]

@@ -1,0 +1,41 @@
+"""Tiny models, verified once a session, and one thread for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+import torch
+
+from engine.offline import LoadedModel, from_model
+from tests.engine.rig import WAIT, Rig
+from tests.tiny_models import FAMILIES, make_model
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@cache
+def _loaded(family: str) -> LoadedModel:
+    return from_model(make_model(FAMILIES[family]()))
+
+
+@pytest.fixture(scope="session")
+def loaded() -> Callable[[str], LoadedModel]:
+    """A family's tiny model behind the load gate; the same object for the whole session."""
+    return _loaded
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig(per_request_processors=True)
+    rig.manager.start()
+    yield rig
+    rig.let()
+    rig.manager.stop(abort=True, timeout=WAIT)
+    assert not rig.manager.is_running()
+    rig.kv_cache.check_integrity()
+    assert rig.kv_cache.num_used_blocks == 0

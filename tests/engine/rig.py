@@ -1,0 +1,67 @@
+"""A manager around a scripted runner whose steps a test can hold back, one by one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from engine.admission import AdmissionLimits
+from engine.batch import ScheduledBatch
+from engine.manager import ContinuousBatchingManager
+from engine.results import GenerationOutput
+from tests.engine.fake_runner import VOCAB, make_core
+
+WAIT = 20.0
+"""Seconds after which a test gives up; nothing waits that long unless it hangs."""
+
+
+class Rig:
+    """A manager, and a gate in front of each step."""
+
+    def __init__(self, **options: Any) -> None:
+        core_options = {
+            name: options.pop(name)
+            for name in ("num_blocks", "max_requests", "max_batch_tokens", "block_size")
+            if name in options
+        }
+        core, runner, kv_cache = make_core(
+            **{"num_blocks": 256, **core_options}, clock=time.monotonic
+        )
+        self.core, self.runner, self.kv_cache = core, runner, kv_cache
+        context = core.max_context_tokens
+        self.manager = ContinuousBatchingManager(
+            core,
+            AdmissionLimits(vocab_size=VOCAB, model_context=context, cache_context=context),
+            **options,
+        )
+        self.entered = threading.Semaphore(0)
+        self._gate = threading.Semaphore(0)
+        self._held = False
+
+    def hold(self) -> None:
+        """From now on each step waits for `let`."""
+        self._held = True
+        self.runner.hook = self._wait
+
+    def _wait(self, batch: ScheduledBatch) -> None:
+        self.entered.release()
+        if self._held:
+            assert self._gate.acquire(timeout=WAIT)
+
+    def wait_for_step(self) -> None:
+        assert self.entered.acquire(timeout=WAIT)
+
+    def let(self, steps: int | None = None) -> None:
+        """Let some steps, or all, go on."""
+        if steps is None:
+            self._held = False
+            steps = 1000
+        for _ in range(steps):
+            self._gate.release()
+
+
+def result(manager: ContinuousBatchingManager, name: str | None = None) -> GenerationOutput:
+    output = manager.get_result(name, timeout=WAIT)
+    assert output is not None
+    return output

@@ -1,0 +1,206 @@
+"""The load gate catches backends and models that would give wrong tokens without an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, PhimoeConfig
+
+from engine.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionParams,
+    BatchLayout,
+    LayerCache,
+)
+from engine.attention.registry import register
+from engine.attention.torch_backend import TorchAttentionBackend
+from engine.errors import ModelRefusedError
+from engine.runner.gate import check_config, probe_layers, self_check
+from tests.tiny_models import FAMILIES, make_model
+
+
+class Broken(AttentionBackend):
+    """Our backend with one mistake."""
+
+    name = "broken"
+
+    def __init__(
+        self,
+        *,
+        params: Callable[[AttentionParams], AttentionParams] = lambda p: p,
+        window: Callable[[int | None], int | None] = lambda w: w,
+        layout: Callable[[BatchLayout], BatchLayout] = lambda b: b,
+    ) -> None:
+        self.inner = TorchAttentionBackend()
+        self.params, self.window, self.layout = params, window, layout
+
+    def prepare(
+        self, layout: BatchLayout, window: int | None, like: torch.Tensor
+    ) -> AttentionMetadata:
+        return self.inner.prepare(self.layout(layout), self.window(window), like)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        metadata: Any,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        return self.inner.forward(query, key, value, cache, metadata, self.params(params))
+
+
+def _forgets_the_offset(layout: BatchLayout) -> BatchLayout:
+    """Attends as if a chunk began its prompt."""
+    if layout.num_decodes:
+        return layout
+    return replace(layout, starts=layout.starts * 0)
+
+
+def _forgets_decoded_context(layout: BatchLayout) -> BatchLayout:
+    """A decoding request sees all but the last token before it."""
+    if not layout.num_decodes:
+        return layout
+    tables = layout.tables.copy()
+    tables[:, 0] = 0
+    return replace(layout, tables=tables)
+
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "no softcap": lambda: Broken(params=lambda p: replace(p, softcap=None)),
+    "no sinks": lambda: Broken(params=lambda p: replace(p, sinks=None)),
+    "no window": lambda: Broken(window=lambda w: None),
+    "window too long": lambda: Broken(window=lambda w: None if w is None else w + 1),
+    "window too short": lambda: Broken(window=lambda w: None if w is None else w - 1),
+    "scaling": lambda: Broken(params=lambda p: replace(p, scaling=p.scaling * 1.1)),
+    "chunk offset": lambda: Broken(layout=_forgets_the_offset),
+    "decode table": lambda: Broken(layout=_forgets_decoded_context),
+}
+
+CAUGHT = [
+    ("gemma2", "no softcap"),
+    ("gpt_oss", "no sinks"),
+    *(
+        (family, mistake)
+        for family in ("mistral", "gemma2", "gpt_oss")
+        for mistake in (
+            "no window",
+            "window too long",
+            "window too short",
+            "scaling",
+            "chunk offset",
+            "decode table",
+        )
+    ),
+]
+
+
+def _gate(model: Any, backend: AttentionBackend) -> None:
+    register()
+    probe = probe_layers(model, backend, model.config.num_hidden_layers)
+    self_check(model, probe, backend, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
+def test_the_right_backend_passes(family: str) -> None:
+    _gate(make_model(FAMILIES[family]()), Broken())
+
+
+@pytest.mark.parametrize(("family", "mistake"), CAUGHT)
+def test_a_wrong_backend_is_caught(family: str, mistake: str) -> None:
+    model = make_model(FAMILIES[family]())
+    with pytest.raises(ModelRefusedError, match="differ"):
+        _gate(model, BACKENDS[mistake]())
+
+
+@pytest.mark.parametrize(("family", "mistake"), [("gemma2", "no softcap"), ("gpt_oss", "no sinks")])
+def test_small_weights_do_not_hide_a_mistake(family: str, mistake: str) -> None:
+    """As in a freshly initialised model, where the scores are near zero."""
+    model = make_model(FAMILIES[family]())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "norm" not in name:
+                parameter.mul_(0.25)
+    _gate(model, Broken())
+    with pytest.raises(ModelRefusedError, match="differ"):
+        _gate(model, BACKENDS[mistake]())
+
+
+def test_layer_types_that_say_something_else() -> None:
+    model = make_model(FAMILIES["llama"]())
+    model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
+    with pytest.raises(ModelRefusedError, match="layer 1: the config says sliding_attention"):
+        _gate(model, Broken())
+
+
+def test_a_window_that_the_mask_does_not_have() -> None:
+    model = make_model(FAMILIES["gemma2"]())
+    model.config.layer_types = ["full_attention"] * 3
+    with pytest.raises(ModelRefusedError, match="layer 0"):
+        _gate(model, Broken())
+
+
+@pytest.mark.parametrize("window", [24, 100])
+def test_a_window_that_only_the_mask_has(window: int) -> None:
+    """Also one that is longer than the prompts that the gate tries."""
+    config = PhimoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        sliding_window=window,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    with pytest.raises(ModelRefusedError):
+        _gate(make_model(config), Broken())
+    config.sliding_window = 256  # as long as the context: it never acts
+    _gate(make_model(config), Broken())
+
+
+def test_a_context_shorter_than_the_probe() -> None:
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32)
+    with pytest.raises(ModelRefusedError, match="fails on a prompt of 43 tokens"):
+        _gate(make_model(config), Broken())
+
+
+def test_unknown_layer_types() -> None:
+    config = FAMILIES["llama"]()
+    config.layer_types = ["full_attention", "linear_attention", "full_attention"]
+    with pytest.raises(ModelRefusedError, match="linear_attention"):
+        check_config(config, type(make_model(FAMILIES["llama"]())))
+
+
+def test_a_layer_that_never_attends() -> None:
+    model: Any = make_model(FAMILIES["llama"]())
+
+    def skip(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return hidden_states, None
+
+    model.model.layers[1].self_attn.forward = skip
+    with pytest.raises(ModelRefusedError, match="each layer must attend once"):
+        _gate(model, Broken())
+
+
+def test_a_model_of_nan_is_refused() -> None:
+    model = make_model(FAMILIES["llama"]())
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:] = float("nan")
+    with pytest.raises(ModelRefusedError):
+        _gate(model, Broken())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_half_precision_passes(family: str, dtype: torch.dtype) -> None:
+    _gate(make_model(FAMILIES[family]()).to(dtype), Broken())

@@ -1,0 +1,168 @@
+"""Every option acts, or is refused by name; every bound holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.errors import ConfigError
+from engine.offline import LoadedModel
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("block_size", 0),
+        ("block_size", 4097),
+        ("block_size", 16.5),
+        ("block_size", "16"),
+        ("block_size", True),
+        ("num_blocks", 0),
+        ("num_blocks", 2**31),
+        ("max_batch_tokens", 0),
+        ("max_batch_tokens", 2**20 + 1),
+        ("max_requests_per_batch", 0),
+        ("max_requests_per_batch", 65537),
+        ("max_queue_size", -1),
+        ("max_memory_percent", 0.0),
+        ("max_memory_percent", 1.01),
+        ("max_memory_percent", float("nan")),
+        ("max_memory_percent", "half"),
+        ("scheduler_type", "lifo"),
+        ("return_logprobs", "no"),
+        ("per_request_processors", 1),
+        ("drop_unsupported_processors", None),
+        # known, and not done yet
+        ("max_blocks_per_request", 4),
+        ("allow_block_sharing", True),
+        ("use_async_batching", True),
+        ("use_cuda_graph", True),
+        ("use_cuda_graph", (True, False)),
+        ("q_padding_interval_size", 8),
+        ("kv_padding_interval_size", 8),
+        ("max_cached_graphs", 8),
+        ("varlen_compile_config", object()),
+        ("decode_compile_config", object()),
+        ("use_default_compile_configs", True),
+        ("cpu_offload_space", 1.0),
+        ("cpu_offload_space_safety_threshold", 0.5),
+    ],
+)
+def test_refused_with_the_options_name(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=option) as caught:
+        ContinuousBatchingConfig(**{option: value})  # type: ignore[arg-type]
+    assert caught.value.option == option
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("block_size", 1),
+        ("block_size", 4096),
+        ("num_blocks", 1),
+        ("max_batch_tokens", 2**20),
+        ("max_requests_per_batch", 65536),
+        ("max_memory_percent", 1.0),
+        ("max_queue_size", 0),
+        ("max_blocks_per_request", 0),
+        ("use_cuda_graph", False),
+        ("use_cuda_graph", (False, False)),
+        ("use_async_batching", False),
+    ],
+)
+def test_bounds_are_allowed(option: str, value: object) -> None:
+    config = ContinuousBatchingConfig(**{option: value})  # type: ignore[arg-type]
+    assert getattr(config, option) == value
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("device", "cuda:x"),
+        ("device", "cuda:"),
+        ("device", "cpu:"),
+        ("device", "cpu:0"),
+        ("threads", 0),
+        ("threads", 1025),
+    ],
+)
+def test_load_options_are_bounded(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=option):
+        LoadConfig(**{option: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:3"])
+def test_devices(device: str) -> None:
+    assert LoadConfig(device=device).device == device
+
+
+# ---- each option acts ------------------------------------------------------------------------
+
+
+def _run(loaded: LoadedModel, **options: Any) -> tuple[Any, list[Any]]:
+    """The manager, and the batches of twelve short requests."""
+    config = ContinuousBatchingConfig(
+        **{"block_size": 8, "num_blocks": 64, "max_batch_tokens": 32, **options}
+    )
+    manager = loaded.init_continuous_batching(continuous_batching_config=config)
+    batches: list[Any] = []
+    runner: Any = manager._core.runner
+    execute = runner.execute
+
+    def watch(batch: Any) -> Any:
+        batches.append((len(batch.requests), batch.num_tokens))
+        return execute(batch)
+
+    runner.execute = watch
+    manager.start()
+    for index in range(12):
+        manager.add_request([5 + index] * 20, request_id=str(index), max_new_tokens=6)
+    manager.stop()
+    return manager, batches
+
+
+@pytest.fixture
+def llama(loaded: Callable[[str], LoadedModel]) -> LoadedModel:
+    return loaded("llama")
+
+
+def test_block_size_and_num_blocks_act(llama: LoadedModel) -> None:
+    manager, _ = _run(llama)
+    kv_cache = manager._core.scheduler.kv_cache
+    assert kv_cache.block_size == 8
+    assert kv_cache.num_blocks == 64
+    assert manager._core.runner._caches[0].keys.shape[0] == 65 * 8
+    few, _ = _run(llama, num_blocks=6)
+    assert few.stats().preemptions > manager.stats().preemptions == 0
+
+
+def test_max_batch_tokens_acts(llama: LoadedModel) -> None:
+    for budget in (7, 32, 100):
+        _, batches = _run(llama, max_batch_tokens=budget)
+        assert max(tokens for _, tokens in batches) == budget
+
+
+def test_max_requests_per_batch_acts(llama: LoadedModel) -> None:
+    for limit in (1, 3):
+        _, batches = _run(llama, max_requests_per_batch=limit)
+        assert max(requests for requests, _ in batches) == limit
+
+
+def test_max_memory_percent_acts(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.runner.loader.available_memory", lambda device: 4 << 20)
+    sizes = [
+        llama.init_continuous_batching(
+            continuous_batching_config=ContinuousBatchingConfig(
+                block_size=8, max_memory_percent=percent
+            )
+        )
+        .stats()
+        .blocks_total
+        for percent in (0.25, 0.5)
+    ]
+    assert sizes[1] == pytest.approx(2 * sizes[0], rel=0.05)

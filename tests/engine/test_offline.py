@@ -1,0 +1,290 @@
+"""generate_batch and managers of a loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from engine.config import ContinuousBatchingConfig
+from engine.errors import (
+    HeadraceError,
+    InsufficientMemoryError,
+    InvalidRequestError,
+    UnsupportedFeatureError,
+)
+from engine.offline import LoadedModel, from_model
+from engine.outputs import FinishReason
+from engine.request import RequestStatus
+from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
+
+SMALL = ContinuousBatchingConfig(block_size=8, num_blocks=64, max_batch_tokens=64)
+
+
+@pytest.fixture
+def llama(loaded: Callable[[str], LoadedModel]) -> LoadedModel:
+    return loaded("llama")
+
+
+def test_order_and_tokens(llama: LoadedModel) -> None:
+    prompts = make_prompts((20, 1, 7, 3))
+    outputs = llama.generate_batch(
+        prompts, continuous_batching_config=SMALL, max_new_tokens=6, progress_bar=False
+    )
+    assert list(outputs) == ["req_0", "req_1", "req_2", "req_3"]
+    for prompt, output in zip(prompts, outputs.values(), strict=True):
+        assert output.prompt_ids == prompt
+        assert output.generated_tokens == greedy_reference(llama.model, prompt, 6)
+        assert output.timestamps is None
+
+
+def test_a_refused_prompt_inside_a_batch(llama: LoadedModel) -> None:
+    outputs = llama.generate_batch(
+        [[5, 6], [], [7]],
+        continuous_batching_config=SMALL,
+        max_new_tokens=3,
+        progress_bar=False,
+        record_timestamps=True,
+    )
+    assert [output.status for output in outputs.values()] == [
+        RequestStatus.FINISHED,
+        RequestStatus.FAILED,
+        RequestStatus.FINISHED,
+    ]
+    assert outputs["req_1"].error is not None
+    assert "empty" in outputs["req_1"].error
+    assert outputs["req_0"].timestamps is not None
+
+
+def test_an_empty_batch(llama: LoadedModel) -> None:
+    assert llama.generate_batch([], continuous_batching_config=SMALL, progress_bar=False) == {}
+
+
+def test_progress_bar(llama: LoadedModel, capsys: pytest.CaptureFixture[str]) -> None:
+    options: Any = {"continuous_batching_config": SMALL, "max_new_tokens": 1}
+    llama.generate_batch([[5]], progress_bar=False, **options)
+    assert capsys.readouterr().err == ""
+    llama.generate_batch([[5]], progress_bar=True, **options)
+    assert "1/1" in capsys.readouterr().err
+
+
+def test_a_short_queue_does_not_end_a_batch(llama: LoadedModel) -> None:
+    prompts = make_prompts((3,) * 12)
+    outputs = llama.generate_batch(
+        prompts,
+        continuous_batching_config=SMALL,
+        max_new_tokens=2,
+        progress_bar=False,
+        max_queue_size=2,
+        max_requests_per_batch=2,
+    )
+    assert [output.status for output in outputs.values()] == [RequestStatus.FINISHED] * 12
+
+
+def test_a_persistent_manager(llama: LoadedModel) -> None:
+    def run(**options: Any) -> Any:
+        llama.generate_batch(
+            [[5, 6]],
+            continuous_batching_config=SMALL,
+            max_new_tokens=2,
+            progress_bar=False,
+            **options,
+        )
+        return llama._kept
+
+    first = run(persistent_manager=True)
+    assert first.is_running()
+    assert run(persistent_manager=True, warmup=False) is first
+    other = run(persistent_manager=True, block_size=4)
+    assert other is not first
+    assert not first.is_running()
+    llama.close()
+    assert not other.is_running()
+    assert run(persistent_manager=False) is None
+    llama.close()
+
+
+def test_an_interrupted_batch_leaves_nothing_behind(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: Any = {
+        "continuous_batching_config": SMALL,
+        "progress_bar": False,
+        "persistent_manager": True,
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.offline.tqdm.update", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llama.generate_batch([[5], [6], [7]], max_new_tokens=50, **options)
+    outputs = llama.generate_batch([[9]], max_new_tokens=2, **options)
+    assert outputs["req_0"].generated_tokens == greedy_reference(llama.model, [9], 2)
+    llama.close()
+
+
+def _interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_unknown_keywords(llama: LoadedModel) -> None:
+    with pytest.raises(InvalidRequestError, match=r"block_sise.*block_size"):
+        llama.generate_batch([[5]], block_sise=3)
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        llama.generate_batch([[5]], temperature=0.5)
+
+
+def test_eos_of_the_batch(llama: LoadedModel) -> None:
+    tokens = greedy_reference(llama.model, [5, 6, 7], 8)
+    outputs = llama.generate_batch(
+        [[5, 6, 7]],
+        continuous_batching_config=SMALL,
+        max_new_tokens=8,
+        eos_token_id=tokens[3],
+        progress_bar=False,
+    )
+    assert outputs["req_0"].generated_tokens == tokens[: tokens.index(tokens[3]) + 1]
+    assert outputs["req_0"].finish_reason is FinishReason.STOP
+
+
+def test_default_length_is_generates(llama: LoadedModel) -> None:
+    prompt = [5, 6, 7]
+    config = GenerationConfig(eos_token_id=None, do_sample=False)
+    outputs = llama.generate_batch(
+        [prompt],
+        generation_config=config,
+        eos_token_id=-1,
+        continuous_batching_config=SMALL,
+        progress_bar=False,
+    )
+    assert len(outputs["req_0"].generated_tokens) == 20
+
+
+def test_max_length_counts_the_prompt(llama: LoadedModel) -> None:
+    outputs = llama.generate_batch(
+        [[5] * 10],
+        generation_config=GenerationConfig(max_length=14),
+        eos_token_id=-1,
+        continuous_batching_config=SMALL,
+        progress_bar=False,
+    )
+    assert len(outputs["req_0"].generated_tokens) == 4
+
+
+def test_return_logprobs(llama: LoadedModel) -> None:
+    """log_softmax of the model's own logits, whatever sampling made of them."""
+    prompts = make_prompts((5, 40))
+    generation = GenerationConfig(do_sample=True, temperature=2.0, top_k=20, seed=4)
+    config = ContinuousBatchingConfig(
+        block_size=8, num_blocks=64, max_batch_tokens=16, return_logprobs=True
+    )
+    outputs = llama.generate_batch(
+        prompts,
+        generation_config=generation,
+        continuous_batching_config=config,
+        max_new_tokens=10,
+        progress_bar=False,
+    )
+    llama.model.set_attn_implementation("eager")
+    try:
+        for output in outputs.values():
+            ids = torch.tensor([output.prompt_ids + output.generated_tokens])
+            with torch.inference_mode():
+                logprobs = torch.log_softmax(llama.model(ids).logits[0].float(), dim=-1)
+            first = len(output.prompt_ids) - 1
+            right = [
+                logprobs[first + i, token].item() for i, token in enumerate(output.generated_tokens)
+            ]
+            assert output.logprobs == pytest.approx(right, abs=1e-5)
+    finally:
+        llama.model.set_attn_implementation("headrace_paged")
+
+
+def test_logprobs_are_off_unless_asked_for(llama: LoadedModel) -> None:
+    outputs = llama.generate_batch(
+        [[5]], continuous_batching_config=SMALL, max_new_tokens=2, progress_bar=False
+    )
+    assert outputs["req_0"].logprobs == []
+
+
+def test_unsupported_processors_are_dropped_or_refused(
+    llama: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    generation = GenerationConfig(no_repeat_ngram_size=2)
+    llama.init_continuous_batching(generation, SMALL)
+    assert "no_repeat_ngram_size" in caplog.text
+    strict = ContinuousBatchingConfig(num_blocks=4, drop_unsupported_processors=False)
+    with pytest.raises(UnsupportedFeatureError, match="no_repeat_ngram_size"):
+        llama.init_continuous_batching(generation, strict)
+
+
+def test_a_cache_that_does_not_fit(llama: LoadedModel) -> None:
+    with pytest.raises(InsufficientMemoryError, match="num_blocks"):
+        llama.generate_batch([[5]], num_blocks=2**31 - 1, progress_bar=False)
+    with pytest.raises(InsufficientMemoryError, match="num_blocks"):
+        llama.generate_batch([[5]], num_blocks=1, block_size=1, progress_bar=False)
+
+
+def test_an_eos_outside_the_vocabulary_is_no_ones_fault() -> None:
+    """Configs that keep another tokenizer's eos are common; requests must not be refused for it."""
+    config = FAMILIES["llama"]()
+    config.eos_token_id = 50256
+    model = make_model(config)
+    assert model.generation_config.eos_token_id == 50256
+    outputs = from_model(model).generate_batch(
+        [[5, 6]], continuous_batching_config=SMALL, max_new_tokens=3, progress_bar=False
+    )
+    assert outputs["req_0"].error is None
+    assert len(outputs["req_0"].generated_tokens) == 3
+
+
+def test_repetition_penalty_equals_generates_under_chunks_and_preemption(
+    llama: LoadedModel,
+) -> None:
+    prompts = make_prompts((3, 20, 45, 33, 60, 52))
+    generation = GenerationConfig(repetition_penalty=1.7, max_new_tokens=14, do_sample=False)
+    config = ContinuousBatchingConfig(block_size=4, num_blocks=24, max_batch_tokens=16)
+    manager = llama.init_continuous_batching(generation, config)
+    manager.start()
+    for index, prompt in enumerate(prompts):
+        manager.add_request(prompt, request_id=str(index), eos_token_id=-1)
+    manager.stop()
+    assert manager.stats().preemptions > 0
+    outputs = {output.request_id: output.generated_tokens for output in manager}
+    llama.model.set_attn_implementation("eager")
+    try:
+        for index, prompt in enumerate(prompts):
+            ids = torch.tensor([prompt])
+            right = llama.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=14,
+                min_new_tokens=14,
+                do_sample=False,
+                repetition_penalty=1.7,
+                pad_token_id=0,
+            )
+            free = right[0, len(prompt) :].tolist()
+            ours = outputs[str(index)]
+            if 2 not in ours:  # min_new_tokens keeps the eos out of the reference
+                assert ours == free
+    finally:
+        llama.model.set_attn_implementation("headrace_paged")
+
+
+def test_all_errors_are_ours(llama: LoadedModel) -> None:
+    with pytest.raises(HeadraceError):
+        llama.generate_batch([[5]], block_size=0)
+
+
+def test_context_manager_finishes_what_is_live(llama: LoadedModel) -> None:
+    prompt = make_prompts((9,))[0]
+    with llama.continuous_batching_context_manager(
+        GenerationConfig(max_new_tokens=6), SMALL
+    ) as manager:
+        name = manager.add_request(prompt)
+    output = manager.get_result(name)
+    assert output is not None
+    assert output.generated_tokens == greedy_reference(llama.model, prompt, 6)
+    assert not manager.is_running()

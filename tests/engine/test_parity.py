@@ -1,0 +1,133 @@
+"""Greedy output equals `model.generate`'s, whatever is done to the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from engine.config import ContinuousBatchingConfig
+from engine.errors import ModelRefusedError
+from engine.kv_cache.groups import window_blocks
+from engine.offline import LoadedModel, from_model
+from engine.request import RequestStatus
+from engine.results import GenerationOutput
+from tests.tiny_models import (
+    FAMILIES,
+    REFUSED,
+    WINDOW,
+    greedy_reference,
+    make_model,
+    make_prompts,
+)
+
+LENGTHS = (1, 2, WINDOW - 10, 31, 64, WINDOW + 100, 197, 300)
+NEW_TOKENS = 16
+
+
+@cache
+def _reference(family: str, length: int) -> tuple[int, ...]:
+    model = make_model(FAMILIES[family]())
+    (prompt,) = make_prompts((length,), seed=length)
+    return tuple(greedy_reference(model, prompt, NEW_TOKENS))
+
+
+def _prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    return [make_prompts((length,), seed=length)[0] for length in lengths]
+
+
+def _run(
+    loaded: LoadedModel, config: ContinuousBatchingConfig, prompts: list[list[int]]
+) -> tuple[list[GenerationOutput], int, int]:
+    """All outputs in order, how often a request was preempted, and the longest step in tokens."""
+    manager = loaded.init_continuous_batching(continuous_batching_config=config)
+    execute, longest = manager._core.runner.execute, 0
+
+    def watch(batch):  # type: ignore[no-untyped-def]
+        nonlocal longest
+        longest = max(longest, batch.num_tokens)
+        return execute(batch)
+
+    manager._core.runner.execute = watch  # type: ignore[method-assign]
+    manager.start()
+    for index, prompt in enumerate(prompts):
+        manager.add_request(prompt, request_id=str(index), max_new_tokens=NEW_TOKENS)
+    manager.stop()
+    outputs = {output.request_id: output for output in manager}
+    kv_cache = manager._core.scheduler.kv_cache
+    kv_cache.check_integrity()
+    assert kv_cache.num_used_blocks == 0
+    assert all(pool.num_free == pool.num_blocks for pool in kv_cache.pools)
+    ordered = [outputs[str(index)] for index in range(len(prompts))]
+    return ordered, manager.stats().preemptions, longest
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 32])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_generate(
+    loaded: Callable[[str], LoadedModel], family: str, block_size: int
+) -> None:
+    """Chunks of 48 tokens, and so few blocks that requests give them up while they run."""
+    lengths = {
+        1: (1, 2, WINDOW - 10, 31, 64, WINDOW + 100, 90, 33),
+        8: LENGTHS,
+        32: (1, 2, WINDOW - 10, 31, 32, WINDOW + 100, 64, 33),
+    }[block_size]
+    longest = max(lengths) + NEW_TOKENS
+    num_blocks = -(-longest // block_size)
+    if family == "mistral":  # all layers slide: it needs far fewer
+        num_blocks = window_blocks(WINDOW, block_size, 48)
+    config = ContinuousBatchingConfig(
+        block_size=block_size, num_blocks=num_blocks, max_batch_tokens=48
+    )
+    outputs, preemptions, longest_step = _run(loaded(family), config, _prompts(lengths))
+    for length, output in zip(lengths, outputs, strict=True):
+        assert output.status is RequestStatus.FINISHED
+        assert tuple(output.generated_tokens) == _reference(family, length), length
+    assert longest_step <= 48 < max(lengths), "prompts were cut in chunks"
+    assert preemptions > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
+def test_without_pressure_too(loaded: Callable[[str], LoadedModel], family: str) -> None:
+    config = ContinuousBatchingConfig(block_size=16, num_blocks=128, max_batch_tokens=1024)
+    outputs, preemptions, _ = _run(loaded(family), config, _prompts())
+    assert preemptions == 0
+    for length, output in zip(LENGTHS, outputs, strict=True):
+        assert tuple(output.generated_tokens) == _reference(family, length)
+
+
+def test_a_budget_of_one_token(loaded: Callable[[str], LoadedModel]) -> None:
+    config = ContinuousBatchingConfig(block_size=4, num_blocks=32, max_batch_tokens=1)
+    lengths = (1, 2, WINDOW - 10, 31)
+    outputs, _, longest_step = _run(loaded("mistral"), config, _prompts(lengths))
+    assert longest_step == 1
+    for length, output in zip(lengths, outputs, strict=True):
+        assert tuple(output.generated_tokens) == _reference("mistral", length)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("falcon", "AttentionInterface"),
+        ("gptj", "AttentionInterface"),
+        ("stablelm", "AttentionInterface"),
+        ("llama4", "chunked_attention"),
+    ],
+)
+def test_models_that_we_would_run_wrongly_are_refused(family: str, reason: str) -> None:
+    model = make_model(REFUSED[family]())
+    with pytest.raises(ModelRefusedError, match=reason):
+        from_model(model)
+
+
+def test_every_refused_family_is_tested() -> None:
+    assert set(REFUSED) == {"falcon", "gptj", "stablelm", "llama4"}
+
+
+def test_a_model_in_training_mode_is_refused() -> None:
+    model = make_model(FAMILIES["llama"]())
+    model.train()
+    with pytest.raises(ModelRefusedError, match=r"eval\(\)"):
+        from_model(model)

@@ -1,0 +1,158 @@
+"""A seeded request's tokens are its own: among any neighbours, batches, chunks and preemptions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import ContinuousBatchingConfig
+from engine.manager import ContinuousBatchingManager
+from engine.offline import LoadedModel
+from engine.outputs import FinishReason
+from engine.results import GenerationOutput
+from tests.tiny_models import VOCAB, greedy_reference, make_prompts
+
+PROMPT = make_prompts((30,), seed=77)[0]
+OPTIONS: dict[str, Any] = {
+    "temperature": 1.2,
+    "top_k": 40,
+    "top_p": 0.95,
+    "repetition_penalty": 1.1,
+    "frequency_penalty": 0.2,
+    "seed": 12345,
+}
+
+
+def _manager(loaded: LoadedModel, **options: Any) -> ContinuousBatchingManager:
+    config = ContinuousBatchingConfig(
+        **{
+            "block_size": 8,
+            "num_blocks": 100,
+            "max_batch_tokens": 256,
+            "per_request_processors": True,
+            **options,
+        }
+    )
+    manager = loaded.init_continuous_batching(continuous_batching_config=config)
+    manager.start()
+    return manager
+
+
+def _tokens(manager: ContinuousBatchingManager, neighbours: int, **options: Any) -> list[int]:
+    """The seeded request's tokens, with neighbours before and behind it in the queue."""
+    prompts = make_prompts(tuple(7 + 5 * i for i in range(neighbours)), seed=neighbours)
+    for index, prompt in enumerate(prompts):
+        if index == neighbours // 2:
+            break
+        manager.add_request(
+            prompt, max_new_tokens=20, temperature=0.5 + index, top_p=0.8, ignore_eos=True
+        )
+    manager.add_request(
+        PROMPT, request_id="seeded", max_new_tokens=20, ignore_eos=True, **{**OPTIONS, **options}
+    )
+    for prompt in prompts[neighbours // 2 :]:
+        manager.add_request(prompt, max_new_tokens=20, ignore_eos=True)
+    manager.stop()
+    return {output.request_id: output for output in manager}["seeded"].generated_tokens
+
+
+@pytest.fixture
+def model(loaded: Callable[[str], LoadedModel]) -> LoadedModel:
+    return loaded("gemma3")
+
+
+def test_the_same_seed_gives_the_same_tokens_anywhere(model: LoadedModel) -> None:
+    alone = _tokens(_manager(model), 0)
+    assert len(alone) == 20
+    assert len(set(alone)) > 5
+    assert _tokens(_manager(model), 0) == alone
+    assert _tokens(_manager(model), 3) == alone
+    assert _tokens(_manager(model), 12) == alone
+    assert _tokens(_manager(model, max_batch_tokens=16), 6) == alone, "in chunks"
+    crowded = _manager(model, num_blocks=14, max_batch_tokens=40)
+    assert _tokens(crowded, 8) == alone, "after preemptions"
+    assert crowded.stats().preemptions > 0
+    assert _tokens(_manager(model), 0, seed=54321) != alone
+
+
+def test_without_a_seed_draws_differ(model: LoadedModel) -> None:
+    manager = _manager(model)
+    for index in range(4):
+        manager.add_request(
+            PROMPT, request_id=str(index), max_new_tokens=12, temperature=1.5, ignore_eos=True
+        )
+    manager.stop()
+    assert len({tuple(output.generated_tokens) for output in manager}) == 4
+
+
+def _one(model: LoadedModel, prompt: list[int], **options: Any) -> GenerationOutput:
+    manager = _manager(model)
+    manager.add_request(prompt, **options)
+    manager.stop()
+    output = manager.get_result()
+    assert output is not None
+    return output
+
+
+def test_ends(model: LoadedModel) -> None:
+    """Stop ids, a request's own eos, ignore_eos and min_new_tokens, on the same greedy tokens."""
+    free = _one(model, PROMPT, max_new_tokens=12, eos_token_id=-1).generated_tokens
+    assert free == greedy_reference(model.model, PROMPT, 12)
+    chosen = free[4]
+    cut = free[: free.index(chosen) + 1]
+    for options in ({"stop_token_ids": [chosen]}, {"eos_token_id": [chosen, 1]}):
+        output = _one(model, PROMPT, max_new_tokens=12, **options)
+        assert output.generated_tokens == cut
+        assert output.finish_reason is FinishReason.STOP
+    output = _one(model, PROMPT, max_new_tokens=12, eos_token_id=chosen, ignore_eos=True)
+    assert output.generated_tokens == free
+    assert output.finish_reason is FinishReason.LENGTH
+    both = _one(
+        model, PROMPT, max_new_tokens=12, stop_token_ids=[chosen], ignore_eos=True, eos_token_id=3
+    )
+    assert both.generated_tokens == cut, "stop ids act although eos is ignored"
+    held = _one(model, PROMPT, max_new_tokens=12, eos_token_id=chosen, min_new_tokens=8)
+    assert len(held.generated_tokens) >= 8
+    assert chosen not in held.generated_tokens[:8]
+
+
+def test_min_new_tokens_is_generates(model: LoadedModel) -> None:
+    free = greedy_reference(model.model, PROMPT, 12)
+    chosen = free[2]
+    ours = _one(model, PROMPT, max_new_tokens=12, eos_token_id=chosen, min_new_tokens=6)
+    model.model.set_attn_implementation("eager")
+    try:
+        ids = torch.tensor([PROMPT])
+        right = model.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=12,
+            min_new_tokens=6,
+            eos_token_id=chosen,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    finally:
+        model.model.set_attn_implementation("headrace_paged")
+    assert ours.generated_tokens == right[0, len(PROMPT) :].tolist()
+
+
+def test_logit_bias(model: LoadedModel) -> None:
+    forced = _one(model, PROMPT, max_new_tokens=3, eos_token_id=-1, logit_bias={VOCAB - 1: 100.0})
+    assert forced.generated_tokens == [VOCAB - 1] * 3
+
+
+def test_frequency_penalty_ends_a_repetition(model: LoadedModel) -> None:
+    output = _one(
+        model,
+        PROMPT,
+        max_new_tokens=8,
+        eos_token_id=-1,
+        logit_bias={9: 60.0},
+        presence_penalty=2.0,
+        frequency_penalty=2.0,
+    )
+    assert output.generated_tokens[0] == 9
