@@ -159,7 +159,7 @@ def available_memory(device: torch.device) -> int:
 
 
 def _default_percent(config: ContinuousBatchingConfig, on_cuda: bool) -> float:
-    """Processors need temporaries as large as the vocabulary, for every row; on a GPU that counts."""
+    """Processors need vocabulary-sized temporaries for every row, which counts on a GPU."""
     if not on_cuda:
         return CPU_MEMORY_PERCENT
     if config.per_request_processors:
