@@ -17,6 +17,7 @@ from engine.outputs import StepOutputs
 from engine.request import GenerationRequest
 from engine.runner.loader import VerifiedModel, load_model
 from engine.stats import EngineStats
+from engine.threads import call_on_own_thread
 from engine.types import RequestId
 
 
@@ -56,7 +57,8 @@ class LocalEngineClient:
                 self._model, verified, limits.max_context_tokens, plan.max_requests, self._config
             )
 
-        manager, info = await asyncio.to_thread(build)
+        # On a thread that ends (engine.threads); the one that waits for it only waits.
+        manager, info = await asyncio.to_thread(call_on_own_thread, build, "headrace-load")
         manager.start()
         self._manager = manager
         return info

@@ -47,6 +47,7 @@ from engine.outputs import (
 from engine.request import GenerationRequest
 from engine.results import GenerationOutput, ResultHandler, ResultRouter, StopFinder
 from engine.stats import EngineStats
+from engine.threads import call_on_own_thread
 from engine.types import RequestId, TokenId
 
 logger = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ class ContinuousBatchingManager:
                 self._inbox.append(self._core.runner.warmup)
                 self._changed.notify_all()
                 return
-        self._core.runner.warmup()
+        call_on_own_thread(self._core.runner.warmup, "headrace-warmup")
 
     @property
     def failure(self) -> Exception | None:

@@ -26,6 +26,7 @@ from engine.request import RequestStatus
 from engine.results import GenerationOutput
 from engine.runner.loader import VerifiedModel, load_model, verify_model
 from engine.text import Tokenizer, TokenizerError
+from engine.threads import call_on_own_thread
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +245,11 @@ def load(path: str, config: ContinuousBatchingConfig | None = None, **options: A
         ModelRefusedError: the model cannot be loaded, or would be run wrongly.
         ConfigError: an option is out of its bounds.
     """
-    return LoadedModel(load_model(path, LoadConfig(**options), logger.info), config)
+    load_config = LoadConfig(**options)
+    verified = call_on_own_thread(
+        lambda: load_model(path, load_config, logger.info), "headrace-load"
+    )
+    return LoadedModel(verified, config)
 
 
 def from_model(

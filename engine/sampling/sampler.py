@@ -71,10 +71,9 @@ class Sampler:
         """
         raw = logits.float()
         processed = self._process(raw, requests)
-        tokens = torch.argmax(processed, dim=-1)
+        best, tokens = torch.max(processed, dim=-1)
         self._draw(processed, requests, tokens)
         # A row without one finite best logit (NaN, or nothing left to choose) fails alone.
-        best = processed.max(dim=-1).values
         tokens.masked_fill_(~torch.isfinite(best), INVALID_TOKEN)
         chosen = [TokenId(token) for token in tokens.tolist()]
         if any(request.spec.logprobs is not None for request in requests):
