@@ -195,7 +195,7 @@ def build_runner(
 def _load_weights(path: Path, load_config: LoadConfig, device: torch.device) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelRefusedError(
             f"{path}: no model config that this version of transformers knows: {error}"
         ) from error

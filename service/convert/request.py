@@ -190,11 +190,14 @@ class Converter:
         )
         if length == 0:
             raise InvalidRequestError(field, "comes to no token at all; at least one is needed")
-        limit = self._info.max_context_tokens - 1
+        # A prompt that fills the context can still be processed, where nothing is to follow it.
+        alone = spec.stop.HasField("max_tokens") and spec.stop.max_tokens == 0
+        limit = self._info.max_context_tokens - (0 if alone else 1)
         if length > limit:
+            name = "max_context_tokens" if alone else "max_prompt_tokens"
             raise InvalidRequestError(
                 field,
-                f"comes to {length} tokens; at most {limit} fit (limits.max_prompt_tokens): "
+                f"comes to {length} tokens; at most {limit} fit (limits.{name}): "
                 "shorten it, or set truncation",
             )
 
