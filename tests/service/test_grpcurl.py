@@ -1,0 +1,129 @@
+"""grpcurl, which knows nothing but reflection, against the real server; and the README's lines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.service.readme import shell_commands
+from tests.service.real_server import WAIT_S, RealServer
+
+GRPCURL = shutil.which("grpcurl")
+pytestmark = pytest.mark.skipif(GRPCURL is None, reason="needs grpcurl on the PATH")
+DEFAULT = "127.0.0.1:50051"
+SESSION = """
+{"command_id": 1, "add": {"spec": {"request_id": "a", "text": {"text": "The river"},
+  "sampling": {"temperature": 0}, "stop": {"max_tokens": 8, "ignore_eos": true}}}}
+{"command_id": 2, "add": {"spec": {"request_id": "b", "text": {"text": "Once upon a time"},
+  "sampling": {"temperature": 0}, "stop": {"max_tokens": 8, "ignore_eos": true}}}}
+"""
+
+
+def grpcurl(demo: RealServer, *arguments: str, data: str | None = None) -> str:
+    """What grpcurl prints; `data` goes to its stdin."""
+    options = ["-plaintext", *(["-d", "@"] if data is not None else [])]
+    done = subprocess.run(
+        [GRPCURL or "", *options, demo.addresses[0], *arguments],
+        input=data,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def messages(printed: str) -> list[dict[str, Any]]:
+    """The JSON messages that grpcurl prints one after another."""
+    decoder, found = json.JSONDecoder(), []
+    printed = printed.strip()
+    while printed:
+        message, end = decoder.raw_decode(printed)
+        found.append(message)
+        printed = printed[end:].strip()
+    return found
+
+
+def events(printed: str) -> list[dict[str, Any]]:
+    return [event for message in messages(printed) for event in message.get("events", ())]
+
+
+def test_list_and_describe(demo: RealServer) -> None:
+    assert grpcurl(demo, "list").split() == [
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+        "headrace.v1.GenerationService",
+        "headrace.v1.ModelService",
+    ]
+    described = grpcurl(demo, "describe", "headrace.v1.GenerationService.StreamResult")
+    assert (
+        "rpc StreamResult ( stream .headrace.v1.StreamResultRequest ) "
+        "returns ( stream .headrace.v1.StreamResultResponse );" in described
+    )
+    assert "oneof input" in grpcurl(demo, "describe", "headrace.v1.GenerationSpec")
+    for unknown in ("headrace.v1.GenerationService.Nothing", "headrace.v1.Nothing.Add", "nothing"):
+        with pytest.raises(AssertionError, match="Symbol not found"):
+            grpcurl(demo, "describe", unknown)
+
+
+def test_generate(demo: RealServer) -> None:
+    spec = '{"spec": {"text": {"text": "The river"}, "stop": {"max_tokens": 8}}}'
+    [answer] = messages(grpcurl(demo, "headrace.v1.GenerationService/Generate", data=spec))
+    [choice] = answer["choices"]
+    assert choice["finished"]["reason"] in ("FINISH_REASON_LENGTH", "FINISH_REASON_STOP")
+    assert 1 <= len(choice["token_ids"]) <= 8
+    assert answer["usage"]["completion_tokens"] == len(choice["token_ids"])
+
+
+def test_two_requests_from_stdin_on_one_session(demo: RealServer) -> None:
+    printed = grpcurl(demo, "headrace.v1.GenerationService/StreamResult", data=SESSION)
+    for name, command_id in (("a", "1"), ("b", "2")):
+        own = [event for event in events(printed) if event["request_id"] == name]
+        assert [int(event["seq"]) for event in own] == list(range(1, len(own) + 1))
+        assert own[0]["accepted"]["command_id"] == command_id
+        assert own[-1]["finished"]["reason"] == "FINISH_REASON_LENGTH"
+        ids = [i for event in own if "delta" in event for i in event["delta"]["token_ids"]]
+        assert len(ids) == 8
+
+
+def test_health(demo: RealServer) -> None:
+    for service in ("", "headrace.v1.GenerationService", "headrace.v1.ModelService"):
+        data = json.dumps({"service": service})
+        [answer] = messages(grpcurl(demo, "grpc.health.v1.Health/Check", data=data))
+        assert answer == {"status": "SERVING"}
+
+
+def test_there_are_lines_in_the_readme() -> None:
+    assert len(shell_commands("grpcurl ")) == 5
+
+
+@pytest.mark.parametrize("line", shell_commands("grpcurl "))
+def test_the_readmes_lines(demo: RealServer, line: str) -> None:
+    assert DEFAULT in line
+    done = subprocess.run(
+        ["bash", "-c", line.replace(DEFAULT, demo.addresses[0])],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert not done.stderr
+    if "/GenerateStream" in line:
+        assert "finished" in events(done.stdout)[-1]
+    if "/StreamResult" in line:
+        ended = {event["request_id"] for event in events(done.stdout) if "finished" in event}
+        assert ended == {"a", "b"}
+
+
+def test_the_lines_of_the_welcome(demo: RealServer) -> None:
+    lines = [line.strip() for line in demo.said.splitlines()]
+    [line] = [line for line in lines if line.startswith("grpcurl ")]
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, timeout=WAIT_S, check=True
+    )
+    assert "finished" in events(done.stdout)[-1]

@@ -1,0 +1,215 @@
+"""README.md says what is true: its lines run as they stand, its links lead somewhere, and
+docs/operations.md names every option.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+from service import cli
+from tests.service.readme import README, ROOT, code_blocks, lay_out, shell_commands
+from tests.service.real_server import WAIT_S, RealServer, clean_environment, demo_server
+
+DOCUMENTS = [
+    README,
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "protos" / "README.md",
+    ROOT / "models" / "demo" / "README.md",
+    *sorted((ROOT / "clients").glob("*/README.md")),
+]
+OPERATIONS = ROOT / "docs" / "operations.md"
+COMMANDS = shell_commands(".venv/bin/")
+
+
+@pytest.fixture(scope="module")
+def demo() -> RealServer:
+    return demo_server()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """What an example sets for the whole process is put back."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("example", code_blocks("python"))
+@pytest.mark.usefixtures("one_thread")
+def test_the_python_examples(
+    demo: RealServer,
+    example: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HEADRACE_TARGET", demo.addresses[0])
+    monkeypatch.chdir(ROOT)
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(example, str(README), "exec"), names)
+    if "engine" in names:
+        assert len(names["outputs"]) == 2
+        for output in names["outputs"].values():
+            assert 1 <= len(output.generated_tokens) <= 16
+    else:
+        printed = capsys.readouterr().out
+        assert len(names["handles"]) == 8
+        assert str([handle.result().text for handle in names["handles"]]) in printed
+
+
+def test_there_are_examples() -> None:
+    assert len(code_blocks("python")) == 2
+    assert [command.split()[0].removeprefix(".venv/bin/") for command in COMMANDS] == [
+        "headrace",
+        "python",
+        "headrace",
+        "headrace",
+        "headrace",
+    ]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands(demo: RealServer, command: str, tmp_path: Path) -> None:
+    lay_out(tmp_path)
+    example = re.search(r"#\s*(\{.*\}) a line$", command)
+    if example is not None:
+        json.loads(example[1])
+        (tmp_path / "requests.jsonl").write_text(f"{example[1]}\n")
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env=clean_environment(HEADRACE_TARGET=demo.addresses[0]),
+        input="What is a headrace?\n",
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    if example is not None:
+        [line] = (tmp_path / "results.jsonl").read_text().splitlines()
+        result = json.loads(line)
+        assert result["id"] == "a"
+        assert result["text"]
+    else:
+        assert done.stdout.strip()
+
+
+def test_the_make_targets() -> None:
+    listed = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=True
+    ).stdout
+    text = README.read_text(encoding="utf-8")
+    for target in ("run", "test", "check", "protos", "bench", "format", "help"):
+        assert re.search(rf"`{target}`|make {target}\b", text)
+        assert re.search(rf"^\s*make {target}\s", listed, re.M)
+
+
+# ---- links ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.S | re.M)
+    for target in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (document.parent / path).resolve() if path else document
+        assert found.exists(), f"{target} is not there"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.M)
+            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor in anchors, f"{target} has no such heading"
+
+
+# ---- docs/operations.md --------------------------------------------------------------------------
+
+
+def table_of_options() -> dict[str, tuple[str, str]]:
+    """Flag → variable and default, as docs/operations.md has them."""
+    rows = re.findall(
+        r"^\| `(--[a-z-]+)` \| `(HEADRACE_[A-Z_]+)` \| (.*?) \| ",
+        OPERATIONS.read_text(encoding="utf-8"),
+        re.M,
+    )
+    assert len(rows) == len({flag for flag, _, _ in rows})
+    return {flag: (variable, default) for flag, variable, default in rows}
+
+
+def test_the_options_are_those_of_the_command() -> None:
+    command = typer.main.get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
+    expected = {}
+    for option in command.params:
+        if option.name == "help":
+            continue
+        default = option.default() if callable(option.default) else option.default
+        if option.name == "listen":
+            shown = f"`{default[0]}`"
+        elif isinstance(option.show_default, str):
+            shown = option.show_default
+        elif default is None:
+            shown = "none"
+        elif isinstance(default, bool):
+            shown = "on" if default else "off"
+        else:
+            shown = f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
+        expected[option.opts[0]] = (option.envvar, shown)
+    assert table_of_options() == expected
+
+
+def _said() -> list[str]:
+    """All texts in the sources of service and engine; what is filled in shows as a NUL."""
+    found: list[str] = []
+    for path in (*(ROOT / "service").rglob("*.py"), *(ROOT / "engine").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (
+                    part.value if isinstance(part, ast.Constant) else "\0" for part in node.values
+                )
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%\.?\d*[sdgf]", "\0", node.value))
+    return found
+
+
+def test_the_messages_are_those_of_the_program() -> None:
+    text = OPERATIONS.read_text(encoding="utf-8")
+    sections = [
+        text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+        for title in ("Limits, and what refuses what", "Logs", "Troubleshooting")
+    ]
+    said = "\n".join(_said())
+    cells = re.findall(r"^\|(.*?)\|(.*?)\|", "\n".join(sections), re.M)
+    quoted = [
+        quote for cell in cells for column in cell for quote in re.findall("`([^`]+)`", column)
+    ]
+    # Of a limit, the second column quotes reasons; of the rest, the first quotes messages.
+    pieces = [
+        piece.strip(" :;()[],")
+        for quote in quoted
+        if not quote.startswith(("--", "HF_", "generation_config"))
+        for piece in re.split(r"…|\b(?:N|M|S)\b", quote)
+    ]
+    pieces = [piece for piece in pieces if len(piece) > 3]
+    assert len(pieces) > 40
+    assert not [piece for piece in pieces if piece not in said]
+
+
+def test_no_variable_is_invented() -> None:
+    known = {variable for variable, _ in table_of_options().values()}
+    clients = {"HEADRACE_TARGET", "HEADRACE_CA", "HEADRACE_TOKEN"}
+    for document in DOCUMENTS:
+        named = set(re.findall(r"\bHEADRACE_[A-Z_]+\b", document.read_text(encoding="utf-8")))
+        assert named <= known | clients, document
+    assert not {name for name in os.environ if name in known}
