@@ -74,14 +74,13 @@ async def test_drain_ends_watches_and_idle_sessions_and_finishes_live_requests()
 
 
 async def test_after_the_drain_timeout_the_rest_is_cancelled() -> None:
-    async with serving(FakeEngine(script=says("x", eos=False))) as h:
+    async with serving(FakeEngine(script=says("x", eos=False), auto=False)) as h:
         engine = h.engine
         session = h.session()
         await session.add(spec(request_id="a", stop={"stop_strings": ["never"]}))
-        await session.read()
-        engine.auto = False
-        assert engine._loop is not None
-        engine._loop.cancel()  # the request goes on for ever from here
+        await until(lambda: engine.num_live == 1)
+        engine.step()
+        await session.read()  # and from here the request goes on for ever: nobody steps
         draining = asyncio.ensure_future(h.server.drain(0.01))
         await until(lambda: engine.cancelled)
         engine.step()
