@@ -2,23 +2,28 @@
 
 event loop ── submit, cancel, finish ──▶ manager (thread-safe)
 event loop ◀── call_soon_threadsafe ───── engine thread, once a step
+
+torch and transformers are imported when the model is loaded, on the thread that loads it: the
+server's port is open by then.
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
-from engine.assembly import build_manager
 from engine.client import Admission, ModelInfo, ProgressSink, StepSink
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import EngineUnavailableError
 from engine.manager import ContinuousBatchingManager
 from engine.outputs import StepOutputs
 from engine.request import GenerationRequest
-from engine.runner.loader import VerifiedModel, load_model
 from engine.stats import EngineStats
 from engine.threads import call_on_own_thread
 from engine.types import RequestId
+
+if TYPE_CHECKING:
+    from engine.runner.loader import VerifiedModel
 
 
 class LocalEngineClient:
@@ -49,6 +54,10 @@ class LocalEngineClient:
                 loop.call_soon_threadsafe(sink, outputs)
 
         def build() -> tuple[ContinuousBatchingManager, ModelInfo]:
+            progress("importing torch and transformers")
+            from engine.assembly import build_manager
+            from engine.runner.loader import load_model
+
             verified = load_model(self._model, self._load_config, progress)
             manager, limits, plan = build_manager(verified, self._config, progress, sink=deliver)
             progress("warming up")

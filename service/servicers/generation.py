@@ -13,6 +13,7 @@ in a `yield` (its message is being written) learns of the RPC's end only when it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -159,14 +160,12 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         from_seq = request.from_seq or 1
         log = _find(front, request.request_id)
         log.check_from(from_seq)
-        try:
+        with contextlib.suppress(TimeoutError):  # the answer is what is there
             async with asyncio.timeout(wait_s):
                 while not (log.ended if request.until_done else log.has(from_seq)):
                     if log.ended or wait_s == 0:
                         break
                     await log.changed()
-        except TimeoutError:
-            pass  # the answer is what is there
         log.check_from(from_seq)  # it may have been let go meanwhile
         events = at_most(log.take_from(from_seq), MAX_BATCH_BYTES)
         next_seq = events[-1].seq + 1 if events else from_seq
