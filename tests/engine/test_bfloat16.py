@@ -1,4 +1,4 @@
-"""Exactness in bfloat16: produced tokens are judged by the same model in float32, teacher-forced."""
+"""Exactness in bfloat16: produced tokens are judged by the same model in float32."""
 
 from __future__ import annotations
 
