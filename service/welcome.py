@@ -5,6 +5,9 @@ it.
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import sys
+from pathlib import Path
 
 from engine.client import ModelInfo
 from service.config import Address, ServiceConfig
@@ -38,6 +41,18 @@ def welcome(
     return "\n".join(lines)
 
 
+def installed(program: str) -> str:
+    """How a program of this server's environment is called from a shell here: by its name where the
+    PATH leads to it, else by its path, which is the case where the environment is not activated.
+    """
+    path = Path(sys.executable).with_name(program)
+    found = shutil.which(program)
+    if not path.exists() or (found is not None and Path(found).parent == path.parent):
+        return program
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
 def _client_target(address: Address) -> str:
     """The address as a client on this machine writes it."""
     return dataclasses.replace(address, host=_ANY_HOST.get(address.host, address.host)).target
@@ -52,7 +67,7 @@ def _command(config: ServiceConfig, address: Address) -> str:
     options = "" if target == _DEFAULT_TARGET else f" --target {target}"
     if _secure(config, address):
         options += f" --ca {config.tls_cert}"
-    return f'headrace generate "{_PROMPT}"{options}'
+    return f'{installed("headrace")} generate "{_PROMPT}"{options}'
 
 
 def _python(config: ServiceConfig, address: Address) -> str:
@@ -61,7 +76,7 @@ def _python(config: ServiceConfig, address: Address) -> str:
     if _secure(config, address):
         arguments.append(f'ca="{config.tls_cert}"')
     return (
-        f"python -c 'import headrace; print(headrace.Client({', '.join(arguments)})"
+        f"{installed('python')} -c 'import headrace; print(headrace.Client({', '.join(arguments)})"
         f'.generate("{_PROMPT}", max_tokens=32).text)\''
     )
 

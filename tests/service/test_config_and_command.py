@@ -15,7 +15,7 @@ from engine.client import ModelInfo
 from engine.errors import ConfigError
 from service import cli
 from service.config import Address, ServiceConfig, parse_address
-from service.welcome import welcome
+from service.welcome import installed, welcome
 from tests.service.fake_engine import model_info
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +83,19 @@ def test_welcome_lines_fit_the_address() -> None:
     unix = welcome(ServiceConfig(), info, (Address(path="/run/s"),), 1.0)
     assert "grpcurl -plaintext -unix" in unix
     assert 'headrace.Client("unix:/run/s")' in unix
+
+
+def test_programs_are_called_as_a_shell_finds_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    programs = Path(sys.executable).parent
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert installed("headrace") == str(programs / "headrace")
+    monkeypatch.chdir(programs.parent)
+    assert installed("headrace") == "bin/headrace"
+    monkeypatch.setenv("PATH", str(programs))
+    assert installed("headrace") == "headrace"
 
 
 def test_help_and_version_need_no_torch() -> None:
