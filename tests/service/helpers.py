@@ -22,8 +22,8 @@ from service.server import HeadraceServer
 from tests.service.fake_engine import FakeEngine, byte_tokenizer
 
 DEADLINE_S = 30.0
-"""No single wait of a test takes longer: what does is stuck. A busy virtual machine was seen to stand
-still for ten seconds.
+"""No single wait of a test takes longer: what does is stuck. Busy virtual machines stand still for
+ten seconds now and then.
 """
 
 
