@@ -1,11 +1,10 @@
 """Runs a function on a thread of its own, which then ends.
 
 torch's OpenMP runtime keeps a team of worker threads for every thread that ever ran a parallel
-region, and
-counts them all: with more of them than CPUs, workers no longer spin between the regions of a step
-but sleep, and waking them costs more than many of those regions take. A model that was loaded on
-one thread and runs on another so decodes a fifth slower. A thread that ends takes its team with it:
-whatever runs the model before the engine's thread does, runs here.
+region, and counts them all: with more of them than CPUs, workers no longer spin between the regions
+of a step but sleep, and waking them costs more than many of those regions take. A model that was
+loaded on one thread and runs on another so decodes some eight percent slower. A thread that ends
+takes its team with it: whatever runs the model before the engine's thread does, runs here.
 """
 
 from __future__ import annotations
