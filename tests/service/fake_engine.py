@@ -137,7 +137,10 @@ class _Live:
 
 @dataclass(eq=False)
 class FakeEngine:
-    """See the module. Attributes beside the options: what happened, for tests to look at."""
+    """See the module. Attributes beside the options: what happened, for tests to look at.
+
+    `hold_at`: with auto, the loop stands still once this many steps were done, until `go_on`.
+    """
 
     script: Script = default_script
     auto: bool = True
@@ -147,6 +150,7 @@ class FakeEngine:
     load_gate: asyncio.Event | None = None
     refuse_next: list[BaseException] = field(default_factory=list)
     submit_gate: asyncio.Event | None = None
+    hold_at: int | None = None
     # What happened.
     submitted: list[GenerationRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -285,10 +289,16 @@ class FakeEngine:
         while self.step():
             pass
 
+    def go_on(self) -> None:
+        """End what `hold_at` began."""
+        self.hold_at = None
+        self._work.set()
+
     async def _run_loop(self) -> None:
         while True:
             await self._work.wait()
-            if not self.step():
+            held = self.hold_at is not None and self.steps >= self.hold_at
+            if held or not self.step():
                 self._work.clear()
             await asyncio.sleep(0)
 

@@ -101,8 +101,9 @@ async def test_the_sync_client(real: HeadraceServer) -> None:
     await asyncio.to_thread(run)
 
 
-async def test_a_lost_session_is_resumed(aclient: AsyncClient) -> None:
+async def test_a_lost_session_is_resumed(engine: FakeEngine, aclient: AsyncClient) -> None:
     whole = (await aclient.generate("hi", max_tokens=100)).text
+    engine.hold_at = engine.steps + 3  # the stream is lost while the request runs
     async with aclient.session(lease=20) as lost:
         handle = lost.submit("hi", max_tokens=100)
         seen = []
@@ -113,6 +114,7 @@ async def test_a_lost_session_is_resumed(aclient: AsyncClient) -> None:
         lost._call.cancel()
         with pytest.raises(headrace.UnavailableError):
             await handle
+    engine.go_on()
     async with aclient.session() as session:
         resumed = session.resume(handle)
         assert "".join([chunk.text async for chunk in resumed]) == whole
