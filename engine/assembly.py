@@ -9,7 +9,7 @@ from collections.abc import Callable
 from engine.admission import AdmissionLimits
 from engine.config import ContinuousBatchingConfig
 from engine.core import EngineCore
-from engine.errors import InsufficientMemoryError
+from engine.errors import ConfigError, InsufficientMemoryError
 from engine.generation_options import GenerationDefaults
 from engine.kv_cache.manager import KVCacheManager
 from engine.manager import ContinuousBatchingManager, StepSink
@@ -53,6 +53,11 @@ def build_manager(
     if limits.max_context_tokens < 2:
         raise InsufficientMemoryError(
             "num_blocks: the KV cache holds not even a prompt of one token and one more; raise it"
+        )
+    if config.scheduler_type not in SCHEDULERS:
+        raise ConfigError(
+            "scheduler_type",
+            f"is {config.scheduler_type!r}; it must be one of {', '.join(sorted(SCHEDULERS))}",
         )
     scheduler = SCHEDULERS[config.scheduler_type](
         kv_cache, max_batch_tokens=plan.max_batch_tokens, max_requests_per_batch=plan.max_requests

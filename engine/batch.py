@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.kv_cache.copies import NO_COPIES, StepCopies
 from engine.kv_cache.manager import BlockTable
 from engine.request import Request
 
@@ -29,7 +30,20 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """One step. `requests`: one-token ones first, then the others; each by position."""
+    """One step.
+
+    Attributes:
+        requests: one-token ones first, then the others; each by position. May be empty if there are
+            copies to make.
+        num_tokens: of all requests.
+        copies: block copies to make before anything is computed.
+    """
 
     requests: tuple[ScheduledRequest, ...]
     num_tokens: int
+    copies: StepCopies = NO_COPIES
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.requests and self.copies.is_empty

@@ -101,12 +101,12 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def finish(self, request_id: RequestId, num_tokens: int) -> None:
-        """End a request with STOP, as of its first `num_tokens` tokens: a stop string was found
+    async def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> None:
+        """End a choice with STOP, as of its first `num_tokens` tokens: a stop string was found
         there.
 
         What was generated beyond them is not billed. Harmless for a request that has ended already.
-        The request's `Finish` still arrives at the sink, and may carry another reason if it ended
+        The choice's `Finish` still arrives at the sink, and may carry another reason if it ended
         by itself first.
         """
         ...

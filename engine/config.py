@@ -1,9 +1,9 @@
-"""The engine's options: what each means, its bounds, its default, and what is refused because it
-does not act yet.
+"""The engine's options: what each means, its bounds and its default.
 
 `ContinuousBatchingConfig` carries the option names that users of transformers' continuous batching
-know, with their meaning. An option that this engine does not act on yet is refused when it is set
-to anything but "off": it is never swallowed. `LoadConfig` says how a model is brought into memory.
+know, with their meaning. What cannot be had on the device at hand is refused when a model is
+loaded, with the reason: no option is swallowed. `LoadConfig` says how a model is brought into
+memory.
 """
 
 from __future__ import annotations
@@ -14,33 +14,45 @@ from typing import Literal
 
 from engine.errors import ConfigError
 
-SCHEDULER_TYPES = ("fifo",)
+DEFAULT_BLOCK_SIZE = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
-_NOT_YET: dict[str, tuple[object, ...]] = {
-    # option: the values that mean "off", which is what the engine does
-    "max_blocks_per_request": (None, 0),
-    "allow_block_sharing": (False,),
-    "use_async_batching": (None, False),
-    "use_cuda_graph": (None, False, (False, False)),
-    "q_padding_interval_size": (0,),
-    "kv_padding_interval_size": (0,),
-    "max_cached_graphs": (0,),
-    "varlen_compile_config": (None,),
-    "decode_compile_config": (None,),
-    "use_default_compile_configs": (False,),
-    "cpu_offload_space": (0.0,),
-    "cpu_offload_space_safety_threshold": (0.8,),
+_BOUNDS = {
+    "block_size": (1, 4096),
+    "num_blocks": (1, 2**31 - 1),
+    "max_batch_tokens": (1, 2**20),
+    "max_requests_per_batch": (1, 65536),
+    "max_blocks_per_request": (0, 2**20),
+    "q_padding_interval_size": (0, 2**16),
+    "kv_padding_interval_size": (0, 2**20),
+    "max_cached_graphs": (0, 4096),
+    "default_compile_level": (0, 3),
+    "max_queue_size": (0, 2**31 - 1),
+    "seed": (0, 2**64 - 1),
 }
+_FRACTIONS = {
+    "max_memory_percent": 1.0,
+    "safety_margin": 1.0,
+    "cpu_offload_space": 1e6,
+    "cpu_offload_space_safety_threshold": 1.0,
+}
+_SWITCHES = (
+    "allow_block_sharing",
+    "use_default_compile_configs",
+    "return_logprobs",
+    "per_request_processors",
+    "drop_unsupported_processors",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuousBatchingConfig:
-    """Options of continuous batching. Raises ConfigError for a value out of bounds or not supported
-    yet.
+    """Options of continuous batching. Raises ConfigError for a value out of its bounds.
 
     Attributes:
         block_size: tokens in one block of the KV cache; 1 to 4096.
+        page_size: another name of block_size, which newer versions of transformers use; moved there
+            when the config is made.
         num_blocks: blocks for the layers with full attention; layers with a sliding window get as
             many as their window needs, at most this many. None: from the memory that may be used
             (see max_memory_percent).
@@ -52,35 +64,59 @@ class ContinuousBatchingConfig:
             used. On a CPU the cache takes less where the allowed concurrency needs less.
         max_requests_per_batch: most requests that run at the same time. None: 64 on a CPU, 256 on
             CUDA.
-        scheduler_type: "fifo": running requests first, decoding before prefilling; then the queue
-            in its order.
+        max_blocks_per_request: the decode fast path, in which all requests of a step compute one
+            token, has block tables of this width; a step with a longer request takes the path for
+            varying lengths. 0 turns the fast path off. None: as wide as the longest request.
+        allow_block_sharing: whether requests share the blocks of a common prefix, and blocks that
+            nobody holds keep their prefix until they are needed. It is allowed, not forced: a
+            model that cannot do it does without.
+        use_async_batching: whether the next step is prepared and launched while the last one runs,
+            with two sets of input buffers. None: on CUDA yes, on a CPU no, where it gains nothing.
+        use_cuda_graph: whether steps are captured as CUDA graphs and replayed: for both paths, or
+            (varlen, decode). None: on CUDA the decode path, elsewhere no. On other devices than
+            CUDA, True is refused when the model is loaded.
+        q_padding_interval_size: the number of tokens of a step is padded to a multiple of this;
+            0: 64 for steps that are captured, else not at all.
+        kv_padding_interval_size: the length of the context that is read is padded to a multiple of
+            this many tokens; 0: 4096 for steps that are captured, else not at all.
+        max_cached_graphs: most captured graphs that are kept, the one that was not used for longest
+            goes first; 0: 32.
+        varlen_compile_config, decode_compile_config: how torch.compile compiles the model for the
+            path of varying lengths and for the decode fast path: a transformers CompileConfig, or
+            any object with its fields; None: the generation config's compile_config, else see
+            default_compile_level.
+        default_compile_level: how paths without a compile config of their own are compiled. 0: not
+            at all; 1: mode "default", dynamic; 2: mode "max-autotune-no-cudagraphs", dynamic; 3:
+            the same for fixed shapes.
+        use_default_compile_configs: True is default_compile_level 3.
+        scheduler_type: the name of a scheduling policy: "fifo", "prefill_first", "priority", or one
+            that was registered (see `engine.scheduler`).
+        safety_margin: no waiting request is started that would leave less than this part of the
+            blocks free for the growth of the running ones; 0 to 1. None: the policy's own.
         return_logprobs: whether outputs of the offline API carry the chosen tokens'
             log-probabilities.
+        seed: from which the seeds of requests that have none are drawn, in the order of their
+            arrival; None: from the system's randomness.
+        cpu_offload_space: GiB of host memory that are set aside for the KV of preempted requests;
+            what fits there is brought back instead of computed again. 0: none.
+        cpu_offload_space_safety_threshold: cpu_offload_space is cut to this part of the memory that
+            the container allows; above 0, at most 1.
         max_queue_size: how many requests may wait; one more is refused at once. 0: no limit.
         per_request_processors: whether `add_request` takes sampling options of its own
             (temperature, top_k, …). Off, they are refused, and all requests use the generation
             config's.
         drop_unsupported_processors: what to do with options of a generation config that this engine
             does not do: True drops them with a warning, False raises.
-        max_blocks_per_request, allow_block_sharing, use_async_batching, use_cuda_graph,
-        q_padding_interval_size, kv_padding_interval_size, max_cached_graphs, varlen_compile_config,
-        decode_compile_config,
-        use_default_compile_configs, cpu_offload_space, cpu_offload_space_safety_threshold: known,
-            not supported yet; anything but "off" is refused.
     """
 
-    block_size: int = 256
+    block_size: int = DEFAULT_BLOCK_SIZE
+    page_size: int | None = None
     num_blocks: int | None = None
     max_batch_tokens: int | None = None
     max_memory_percent: float | None = None
     max_requests_per_batch: int | None = None
-    scheduler_type: str = "fifo"
-    return_logprobs: bool = False
-    max_queue_size: int = 0
-    per_request_processors: bool = False
-    drop_unsupported_processors: bool = True
     max_blocks_per_request: int | None = None
-    allow_block_sharing: bool = False
+    allow_block_sharing: bool = True
     use_async_batching: bool | None = None
     use_cuda_graph: bool | tuple[bool, bool] | None = None
     q_padding_interval_size: int = 0
@@ -88,36 +124,61 @@ class ContinuousBatchingConfig:
     max_cached_graphs: int = 0
     varlen_compile_config: object | None = None
     decode_compile_config: object | None = None
+    default_compile_level: int = 0
     use_default_compile_configs: bool = False
+    scheduler_type: str = "fifo"
+    safety_margin: float | None = None
+    return_logprobs: bool = False
+    seed: int | None = None
     cpu_offload_space: float = 0.0
     cpu_offload_space_safety_threshold: float = 0.8
+    max_queue_size: int = 0
+    per_request_processors: bool = False
+    drop_unsupported_processors: bool = True
 
     def __post_init__(self) -> None:
-        _bounded("block_size", self.block_size, 1, 4096)
-        _bounded("num_blocks", self.num_blocks, 1, 2**31 - 1)
-        _bounded("max_batch_tokens", self.max_batch_tokens, 1, 2**20)
-        _bounded("max_requests_per_batch", self.max_requests_per_batch, 1, 65536)
-        _bounded("max_queue_size", self.max_queue_size, 0, 2**31 - 1)
-        percent = self.max_memory_percent
-        if percent is not None and not (_is_number(percent) and 0.0 < percent <= 1.0):
-            raise ConfigError(
-                "max_memory_percent", f"is {percent!r}; it must be above 0 and at most 1"
-            )
-        for option in ("return_logprobs", "per_request_processors", "drop_unsupported_processors"):
+        _bounded("page_size", self.page_size, 1, 4096)
+        if self.page_size is not None:
+            if self.block_size not in (DEFAULT_BLOCK_SIZE, self.page_size):
+                raise ConfigError(
+                    "page_size",
+                    f"is {self.page_size}, and block_size is {self.block_size}; they are the same "
+                    "option, give one",
+                )
+            object.__setattr__(self, "block_size", self.page_size)
+            object.__setattr__(self, "page_size", None)
+        for option, (low, high) in _BOUNDS.items():
+            _bounded(option, getattr(self, option), low, high)
+        for option, highest in _FRACTIONS.items():
+            value = getattr(self, option)
+            if value is not None and not (_is_number(value) and 0.0 <= value <= highest):
+                raise ConfigError(option, f"is {value!r}; it must be between 0 and {highest:g}")
+        for option in ("max_memory_percent", "cpu_offload_space_safety_threshold"):
+            if getattr(self, option) == 0:
+                raise ConfigError(option, "is 0; it must be above 0 and at most 1")
+        for option in _SWITCHES:
             if not isinstance(getattr(self, option), bool):
                 raise ConfigError(option, f"is {getattr(self, option)!r}; it must be True or False")
-        if self.scheduler_type not in SCHEDULER_TYPES:
+        if not isinstance(self.use_async_batching, bool | None):
             raise ConfigError(
-                "scheduler_type",
-                f"is {self.scheduler_type!r}; this version has {', '.join(SCHEDULER_TYPES)}",
+                "use_async_batching",
+                f"is {self.use_async_batching!r}; it must be True, False or None",
             )
-        for option, off in _NOT_YET.items():
-            value = getattr(self, option)
-            if not any(value is entry or (value == entry and entry is not None) for entry in off):
-                raise ConfigError(
-                    option,
-                    f"is {value!r}; this version does not support it yet, leave it at {off[0]!r}",
-                )
+        graphs: object = self.use_cuda_graph  # configs are also made from text
+        if not isinstance(graphs, bool | None) and not (
+            isinstance(graphs, tuple)
+            and len(graphs) == 2
+            and all(isinstance(entry, bool) for entry in graphs)
+        ):
+            raise ConfigError(
+                "use_cuda_graph",
+                f"is {graphs!r}; it must be True, False, None or a pair of them: (varlen, decode)",
+            )
+        if self.use_default_compile_configs and self.default_compile_level not in (0, 3):
+            raise ConfigError(
+                "use_default_compile_configs",
+                f"is level 3, and default_compile_level is {self.default_compile_level}; give one",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,10 +80,10 @@ class LocalEngineClient:
         """End a request; see the protocol."""
         return self._manager is not None and self._manager.cancel_request(request_id)
 
-    async def finish(self, request_id: RequestId, num_tokens: int) -> None:
-        """End a request as of its first tokens; see the protocol."""
+    async def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> None:
+        """End a choice as of its first tokens; see the protocol."""
         if self._manager is not None:
-            self._manager.finish_request(request_id, num_tokens)
+            self._manager.finish_request(request_id, num_tokens, choice)
 
     async def stats(self) -> EngineStats:
         """The engine's figures now."""

@@ -26,7 +26,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from engine.admission import AdmissionLimits
-from engine.core import EngineCore, new_error_id
+from engine.core import EngineCore, MatcherFactory
+from engine.endings import new_error_id
 from engine.errors import (
     DuplicateRequestError,
     EngineUnavailableError,
@@ -195,8 +196,12 @@ class ContinuousBatchingManager:
 
     # ---- requests ------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest) -> int:
+    def submit(self, request: GenerationRequest, make_matcher: MatcherFactory | None = None) -> int:
         """Take a request in, or refuse it at once.
+
+        Args:
+            request: what is asked for.
+            make_matcher: of its compiled grammar, where it has one.
 
         Returns:
             How many requests were waiting before it.
@@ -220,7 +225,7 @@ class ContinuousBatchingManager:
             self._live.add(request.request_id)
             self._queued_adds += 1
             arrival = time.monotonic()
-            self._inbox.append(lambda: self._add(request, arrival))
+            self._inbox.append(lambda: self._add(request, arrival, make_matcher))
             self._changed.notify_all()
             return waiting
 
@@ -230,12 +235,12 @@ class ContinuousBatchingManager:
         """
         return self._command(RequestId(request_id), lambda name: self._core.cancel(name))
 
-    def finish_request(self, request_id: str, num_tokens: int) -> bool:
-        """End a request with STOP as of its first `num_tokens` output tokens. False: it is not
+    def finish_request(self, request_id: str, num_tokens: int, choice: int = 0) -> bool:
+        """End a choice with STOP as of its first `num_tokens` output tokens. False: it is not
         live.
         """
         return self._command(
-            RequestId(request_id), lambda name: self._core.finish(name, num_tokens)
+            RequestId(request_id), lambda name: self._core.finish(name, num_tokens, choice)
         )
 
     def stats(self) -> EngineStats:
@@ -384,9 +389,11 @@ class ContinuousBatchingManager:
                     return False
                 self._changed.wait()
 
-    def _add(self, request: GenerationRequest, arrival: float) -> None:
+    def _add(
+        self, request: GenerationRequest, arrival: float, make_matcher: MatcherFactory | None
+    ) -> None:
         self._queued_adds -= 1
-        self._core.add(request, arrival)
+        self._core.add(request, arrival, make_matcher)
 
     def _recover(self, error: Exception, *, dead: bool) -> StepOutputs:
         """The loop itself failed: end everything that lives, and go on unless it fails again and
@@ -423,10 +430,10 @@ class ContinuousBatchingManager:
             timings=Timings(now, None, None, None, now, 0),
             failure=failure,
         )
-        ended = {output.request_id for output in outputs if output.finish is not None}
+        ended = {output.request_id for output in outputs if output.ends_request}
         with self._changed:
             names = sorted(self._live - ended)
-        return tuple(RequestOutput(name, finish=finish) for name in names)
+        return tuple(RequestOutput(name, finish=finish, ends_request=True) for name in names)
 
     def _deliver(self, outputs: StepOutputs) -> None:
         """Hand one step's outputs to the sink; ids of ended requests are free before their ends are
@@ -434,7 +441,7 @@ class ContinuousBatchingManager:
         """
         if not outputs.outputs:
             return
-        ended = [output.request_id for output in outputs.outputs if output.finish is not None]
+        ended = [output.request_id for output in outputs.outputs if output.ends_request]
         if ended:
             with self._changed:
                 self._live.difference_update(ended)

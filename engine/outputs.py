@@ -39,11 +39,13 @@ class TokenLogprobs:
         logprob: the chosen token's.
         rank: the chosen token's place by probability; 1 is the most likely.
         candidates: (token id, log-probability) of the most likely tokens, most likely first.
+        requested: (token id, log-probability) of the ids that the request named.
     """
 
     logprob: float
     rank: int
     candidates: tuple[tuple[TokenId, float], ...]
+    requested: tuple[tuple[TokenId, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,28 +106,60 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one step produced for one request.
+    """What one step produced for one choice of a request.
 
     Attributes:
         request_id: the request.
+        choice: which of its choices.
         token_ids: the new tokens, usually one; empty where only the prompt was finished, or the
             request just ended.
         logprobs: one entry a token where the request asked for them, else None.
         prompt_done: set on the request's first output after its whole prompt was processed: the
             number of prompt tokens that came from the prefix cache; None on all other outputs.
-        finish: set on the request's last output, once and always.
+        prompt_logprobs: where the request asked for them, with prompt_done: one entry for each
+            prompt token from the second on.
+        finish: set on the choice's last output. Each choice has one; but an error ends the whole
+            request with one output, whatever was still to come of its choices.
+        ends_request: whether nothing of the request comes after this, once and always.
     """
 
     request_id: RequestId
+    choice: int = 0
     token_ids: tuple[TokenId, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_done: int | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     finish: Finish | None = None
+    ends_request: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step did, for telemetry.
+
+    Attributes:
+        duration_s: seconds from its launch to its results.
+        num_requests: requests in it.
+        num_prompt_tokens: tokens computed for prompts, or again after a preemption.
+        num_decode_tokens: tokens computed to get the next one.
+    """
+
+    duration_s: float
+    num_requests: int
+    num_prompt_tokens: int
+    num_decode_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """All that one step produced, in one piece. `time`: monotonic seconds at the step's end."""
+    """All that one step produced, in one piece.
+
+    Attributes:
+        time: monotonic seconds at the step's end.
+        outputs: request by request.
+        step: what the step did; None where outputs came without one.
+    """
 
     time: float
     outputs: tuple[RequestOutput, ...]
+    step: StepRecord | None = None

@@ -10,9 +10,19 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from engine.sampling_params import LogprobParams, SamplingParams, StopParams
-from engine.types import RequestId, TokenId
+import numpy as np
+import numpy.typing as npt
+
+from engine.outputs import TokenLogprobs
+from engine.sampling_params import GrammarParams, LogprobParams, SamplingParams, StopParams
+from engine.types import RequestId, RequestKey, TokenId
+
+PENDING_TOKEN = TokenId(-2)
+"""Stands in token_ids for a token that is being computed: its step was launched, its value is not
+on the host yet.
+"""
 
 
 class RequestStatus(enum.IntEnum):
@@ -46,6 +56,13 @@ class GenerationRequest:
         prompt: the prompt's token ids; at least one.
         sampling, stop: how tokens are chosen and when to stop.
         logprobs: which log-probabilities to report; None: none.
+        prompt_logprobs: how many candidates to report with each prompt token's log-probability;
+            None: nothing of the prompt is reported.
+        grammar: a form that the output must have; None: any.
+        n: how many independent continuations (choices) to make, 1 to MAX_CHOICES.
+        priority: schedulers that know priorities run higher numbers first; -100 to 100.
+        cache_salt: cached prefixes are shared only among requests with the same salt.
+        bypass_prefix_cache: neither use nor leave cached prefixes.
         time_limit_s: seconds from arrival after which the request ends with TIME_LIMIT; None: no
             limit. Above zero.
     """
@@ -55,18 +72,58 @@ class GenerationRequest:
     sampling: SamplingParams
     stop: StopParams
     logprobs: LogprobParams | None = None
+    prompt_logprobs: int | None = None
+    grammar: GrammarParams | None = None
+    n: int = 1
+    priority: int = 0
+    cache_salt: bytes = b""
+    bypass_prefix_cache: bool = False
     time_limit_s: float | None = None
+
+
+class TokenMatcher(Protocol):
+    """Follows one choice's output through a grammar. Made by `engine.structured`, used on the
+    engine's thread.
+    """
+
+    def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
+        """Write which tokens may come next: bit i of the row, little end first, is token i.
+
+        row: int32 [ceil(V / 32)], overwritten whole.
+        """
+        ...
+
+    def accept(self, token: TokenId) -> bool:
+        """Go on with a token. False: the grammar does not allow it; the state is unchanged."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output is whole and nothing can follow it."""
+        ...
+
+
+_NO_KEY = RequestKey(0)
+"""Of a record that no engine knows; real keys begin at 1."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The engine's record of a live request.
+    """The engine's record of one choice of a live request.
 
     Attributes:
         spec: what was asked for.
+        key: its name in the engine.
+        choice: which of the request's n choices it is.
+        matcher: follows its grammar; None: there is none.
         arrival: monotonic seconds, set at admission.
         token_ids: prompt, then output; appended to by the core.
         num_computed_tokens: how many of token_ids have their KV in the cache; set by the scheduler.
+        num_pending_tokens: how many of token_ids, at their end, are PENDING_TOKEN.
+        num_cached_tokens: how many prompt tokens came from the prefix cache when it was first
+            scheduled.
+        block_hashes: of its full blocks, as far as they were needed; kept by the KV cache.
+        prompt_logprobs: of the prompt's tokens from the second on, as far as they are known.
         max_total_tokens: the length at which the request must stop: prompt + max_tokens, or the
             context if less.
     """
@@ -74,14 +131,20 @@ class Request:
     spec: GenerationRequest
     arrival: float
     max_total_tokens: int
+    key: RequestKey = _NO_KEY
+    choice: int = 0
+    matcher: TokenMatcher | None = None
     token_ids: list[TokenId] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    num_cached_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
     preemptions: int = 0
     first_scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
-    prompt_reported: bool = False
     ending_token_ids: frozenset[TokenId] = frozenset()
 
     def __post_init__(self) -> None:
@@ -105,8 +168,20 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """The output so far, in tokens."""
+        """The output so far, in tokens; the pending ones too."""
         return len(self.token_ids) - len(self.spec.prompt)
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether the tokens that are there or pending are all that it may have, so that nothing is
+        left to schedule.
+        """
+        return self.num_pending_tokens > 0 and len(self.token_ids) >= self.max_total_tokens
+
+    @property
+    def needs_host_tokens(self) -> bool:
+        """Whether its next token can only be chosen when the ones before it are on the host."""
+        return self.matcher is not None or self.spec.sampling.needs_history
 
     @property
     def num_tokens_to_compute(self) -> int:

@@ -6,6 +6,7 @@ Nothing here imports torch. `engine.sampling` turns many of these into one batch
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 
@@ -16,6 +17,16 @@ MAX_LOGPROBS = 128
 """The most candidates that may be asked for with one token."""
 MAX_LOGIT_BIAS = 1024
 """The most logit_bias entries of one request."""
+MAX_LOGPROB_TOKEN_IDS = 128
+"""The most ids whose log-probabilities may be asked for with each token."""
+MAX_LISTED_TOKEN_IDS = 1 << 18
+"""The most allowed, and separately banned, token ids of one request."""
+MAX_NGRAM_SIZE = 1024
+"""The longest n-gram that may be kept from repeating."""
+MAX_CHOICES = 128
+"""The most choices of one request."""
+MAX_GRAMMAR_BYTES = 256 * 1024
+"""The longest schema, regular expression or grammar, in bytes of UTF-8; of all choices together."""
 MAX_STOP_TOKEN_IDS = 256
 """The most stop ids, and separately end-of-sequence ids, of one request."""
 MAX_STOP_STRINGS = 16
@@ -34,11 +45,17 @@ class SamplingParams:
         top_p: keep the fewest most likely tokens whose probabilities reach this sum. Above 0, at
             most 1.
         min_p: keep tokens at least this likely relative to the most likely one. 0 to 1.
+        typical_p: keep the fewest tokens of most typical information content whose probabilities
+            reach this sum (Meister et al. 2022, Locally Typical Sampling). Above 0, at most 1.
         repetition_penalty: divides positive and multiplies negative logits of the tokens seen in
             prompt and output (Keskar et al. 2019, CTRL). Above 0, at most 10.
         presence_penalty: subtracted from the logits of the tokens seen in the output. -2 to 2.
         frequency_penalty: subtracted per occurrence in the output. -2 to 2.
+        no_repeat_ngram_size: no sequence of this many tokens comes twice in prompt and output; 0:
+            any may.
         logit_bias: (token id, bias) pairs; -100 to 100 each.
+        allowed_token_ids: if any are given, no other token is generated.
+        banned_token_ids: these are never generated.
         seed: 64 bits; the draws depend on (seed, choice, position) only.
     """
 
@@ -46,10 +63,14 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
     logit_bias: tuple[tuple[TokenId, float], ...] = ()
+    allowed_token_ids: tuple[TokenId, ...] = ()
+    banned_token_ids: tuple[TokenId, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -60,6 +81,9 @@ class SamplingParams:
             )
         _between("sampling.top_p", self.top_p, 0.0, 1.0, "1 keeps all tokens", above_low=True)
         _between("sampling.min_p", self.min_p, 0.0, 1.0, "0 keeps all tokens")
+        _between(
+            "sampling.typical_p", self.typical_p, 0.0, 1.0, "1 keeps all tokens", above_low=True
+        )
         _between(
             "sampling.repetition_penalty",
             self.repetition_penalty,
@@ -77,6 +101,20 @@ class SamplingParams:
             )
         for token_id, bias in self.logit_bias:
             _between(f"sampling.logit_bias[{token_id}]", bias, -100.0, 100.0, "0 is none")
+        if not 0 <= self.no_repeat_ngram_size <= MAX_NGRAM_SIZE:
+            raise InvalidRequestError(
+                "sampling.no_repeat_ngram_size",
+                f"is {self.no_repeat_ngram_size}; it must be between 0 (off) and {MAX_NGRAM_SIZE}",
+            )
+        for name, ids in (
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("banned_token_ids", self.banned_token_ids),
+        ):
+            if len(ids) > MAX_LISTED_TOKEN_IDS:
+                raise InvalidRequestError(
+                    f"sampling.{name}",
+                    f"has {len(ids)} entries; at most {MAX_LISTED_TOKEN_IDS} are allowed",
+                )
         if not 0 <= self.seed < 2**64:
             raise InvalidRequestError(
                 "sampling.seed", f"is {self.seed}; it must be an unsigned number of 64 bits"
@@ -86,6 +124,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the choice depends on which tokens came before, so that they must be known."""
+        return self.has_penalties or self.no_repeat_ngram_size > 0
 
     @property
     def has_penalties(self) -> bool:
@@ -154,15 +197,71 @@ class LogprobParams:
     Attributes:
         top_n: how many most likely candidates; 0 reports the chosen token's own only. At most
             MAX_LOGPROBS.
+        token_ids: ids whose log-probabilities are reported with every token, beside the candidates.
     """
 
     top_n: int = 0
+    token_ids: tuple[TokenId, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.top_n <= MAX_LOGPROBS:
             raise InvalidRequestError(
                 "output.logprobs", f"is {self.top_n}; it must be between 0 and {MAX_LOGPROBS}"
             )
+        if len(self.token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise InvalidRequestError(
+                "output.logprob_token_ids",
+                f"has {len(self.token_ids)} entries; at most {MAX_LOGPROB_TOKEN_IDS} are allowed",
+            )
+
+
+class GrammarKind(enum.Enum):
+    """How the form of an output is described."""
+
+    JSON_SCHEMA = "json_schema"
+    """A JSON value that satisfies a JSON Schema, given as JSON text."""
+    JSON_OBJECT = "json_object"
+    """Any JSON object."""
+    REGEX = "regex"
+    """Text that matches a regular expression as a whole."""
+    LARK = "grammar"
+    """Text of a context-free grammar in Lark syntax."""
+    CHOICE = "choice"
+    """One of several strings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarParams:
+    """A form that the output must have.
+
+    Attributes:
+        kind: how it is described.
+        text: the schema, expression or grammar; empty for JSON_OBJECT and CHOICE.
+        choices: the strings of CHOICE, at least one; else empty.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+    choices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        field = f"structured_output.{self.kind.value}"
+        size = 0
+        for part in (self.text, *self.choices):
+            if not _is_encodable(part):
+                raise InvalidRequestError(field, "is not text that UTF-8 can hold")
+            size += len(part.encode())
+        if size > MAX_GRAMMAR_BYTES:
+            raise InvalidRequestError(
+                field, f"has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed"
+            )
+        if self.kind is GrammarKind.CHOICE:
+            if not self.choices or not all(self.choices):
+                raise InvalidRequestError(
+                    field, "needs at least one string, and none that is empty"
+                )
+        elif self.kind is not GrammarKind.JSON_OBJECT and not self.text:
+            raise InvalidRequestError(field, "is empty; describe the form, or leave it out")
 
 
 def check_stop_strings(stop_strings: tuple[object, ...]) -> None:

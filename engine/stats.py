@@ -13,13 +13,21 @@ class EngineStats:
 
     Attributes:
         running, waiting: requests in the batch, and in the queue.
-        blocks_total, blocks_used: KV cache blocks of all layer groups, without the null blocks.
+        blocks_total, blocks_used: KV cache blocks of all layer groups, without the null blocks;
+            used: held by requests.
+        blocks_cached: blocks that no request holds and that keep a prefix; they are given up when
+            blocks are needed.
+        host_blocks_total, host_blocks_used: blocks on the host, for the KV of preempted requests.
         steps: steps executed.
         prompt_tokens, generated_tokens: tokens computed for prompts (again after a preemption), and
             generated.
         requests_accepted, requests_finished: every accepted request is finished once, whatever the
             reason.
         preemptions: how often a request gave up its blocks.
+        offloads, restores: how often a preempted request's KV was kept on the host, and brought
+            back.
+        prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache, and
+            found.
         last_step_s: duration of the last step, in seconds.
     """
 
@@ -34,3 +42,10 @@ class EngineStats:
     requests_finished: int
     preemptions: int
     last_step_s: float
+    blocks_cached: int = 0
+    host_blocks_total: int = 0
+    host_blocks_used: int = 0
+    offloads: int = 0
+    restores: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0

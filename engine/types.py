@@ -9,6 +9,11 @@ RequestId = NewType("RequestId", str)
 collide.
 """
 
+RequestKey = NewType("RequestKey", int)
+"""The engine's own name of one choice of a request: unique for the life of an engine, never reused.
+A request of n choices is n records in the engine, each with a key.
+"""
+
 TokenId = NewType("TokenId", int)
 """An index into the model's vocabulary: 0 ≤ id < vocab_size."""
 

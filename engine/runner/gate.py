@@ -40,7 +40,7 @@ from engine.runner.kv_tensors import allocate_caches, make_groups
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams, StopParams
-from engine.types import RequestId, TokenId
+from engine.types import RequestId, RequestKey, TokenId
 
 _PROBE_NAME = "headrace_probe"
 _PROBE_TOKENS = (43, 11)
@@ -327,10 +327,10 @@ def self_check(
     manager = KVCacheManager(groups, blocks, _PROBE_BLOCK_SIZE)
     requests = [_probe_request(index, prompt) for index, prompt in enumerate(probe.prompts)]
     for request in requests:
-        manager.allocate(request.request_id, request.num_tokens)
+        manager.allocate(request.key, request.num_tokens)
 
     def part(request: Request, start: int, end: int) -> ScheduledRequest:
-        tables = manager.tables(request.request_id)
+        tables = manager.tables(request.key)
         return ScheduledRequest(request, start, end - start, tables, end == request.num_tokens)
 
     long, short = requests
@@ -359,4 +359,4 @@ def _probe_request(index: int, prompt: tuple[TokenId, ...]) -> Request:
         sampling=SamplingParams(),
         stop=StopParams(max_tokens=1),
     )
-    return Request(spec=spec, arrival=0.0, max_total_tokens=len(prompt) + 1)
+    return Request(spec=spec, arrival=0.0, max_total_tokens=len(prompt) + 1, key=RequestKey(index))

@@ -8,6 +8,7 @@ Sampler
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,10 +20,10 @@ from engine.kv_cache.groups import LayerGroup
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import GenerationRequest, Request
 from engine.runner.input_batch import InputBatch, build_input_batch
-from engine.runner_protocol import SampledTokens
+from engine.runner_protocol import PendingStep, SampledTokens
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams, StopParams
-from engine.types import RequestId, TokenId
+from engine.types import RequestId, RequestKey, TokenId
 
 
 class CausalModel(Protocol):
@@ -31,6 +32,17 @@ class CausalModel(Protocol):
     def __call__(self, **inputs: object) -> object:
         """The forward pass; its result has `logits` [1, S, V]."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _ComputedStep:
+    """A step that was over when it was launched."""
+
+    sampled: SampledTokens
+
+    def result(self) -> SampledTokens:
+        """Its results."""
+        return self.sampled
 
 
 class ModelRunner:
@@ -55,8 +67,11 @@ class ModelRunner:
         self._sampler = sampler
         self._device = device
 
-    def execute(self, batch: ScheduledBatch) -> SampledTokens:
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Compute a batch and sample. Raises whatever the model or the device raises."""
+        return _ComputedStep(self._compute(batch))
+
+    def _compute(self, batch: ScheduledBatch) -> SampledTokens:
         with torch.inference_mode():
             inputs = build_input_batch(batch, len(self._groups), self._block_size)
             logits = self._forward(inputs)
@@ -70,9 +85,9 @@ class ModelRunner:
         with torch.inference_mode():
             return self._forward(build_input_batch(batch, len(self._groups), self._block_size))
 
-    def release(self, request_id: RequestId) -> None:
-        """Forget what sampling keeps for a request."""
-        self._sampler.release(request_id)
+    def release(self, key: RequestKey) -> None:
+        """Forget what sampling keeps for a choice."""
+        self._sampler.release(key)
 
     def warmup(self) -> None:
         """Run one prefill and one decode step of a request of its own, in the null block's slots.
@@ -87,13 +102,13 @@ class ModelRunner:
         )
         request = Request(spec=spec, arrival=0.0, max_total_tokens=len(spec.prompt) + 1)
         manager = KVCacheManager(self._groups, [1] * len(self._groups), self._block_size)
-        manager.allocate(spec.request_id, len(spec.prompt))
-        tables = manager.tables(spec.request_id)
+        manager.allocate(request.key, len(spec.prompt))
+        tables = manager.tables(request.key)
         for table in tables:
             table.blocks[:] = 0
         count = len(spec.prompt)
-        self.execute(ScheduledBatch((ScheduledRequest(request, 0, count, tables, True),), count))
-        self.execute(ScheduledBatch((ScheduledRequest(request, count - 1, 1, tables, True),), 1))
+        self._compute(ScheduledBatch((ScheduledRequest(request, 0, count, tables, True),), count))
+        self._compute(ScheduledBatch((ScheduledRequest(request, count - 1, 1, tables, True),), 1))
 
     def _forward(self, inputs: InputBatch) -> torch.Tensor:
         metadata = [

@@ -18,7 +18,7 @@ from engine.request import Request
 from engine.runner_protocol import INVALID_TOKEN
 from engine.sampling import ops
 from engine.sampling.random import uniform
-from engine.types import RequestId, TokenId
+from engine.types import RequestKey, TokenId
 
 
 class _History:
@@ -50,11 +50,11 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._histories: dict[RequestId, _History] = {}
+        self._histories: dict[RequestKey, _History] = {}
 
-    def release(self, request_id: RequestId) -> None:
-        """Forget a request's history."""
-        self._histories.pop(request_id, None)
+    def release(self, key: RequestKey) -> None:
+        """Forget a choice's history."""
+        self._histories.pop(key, None)
 
     def sample(
         self, logits: torch.Tensor, requests: Sequence[Request]
@@ -112,10 +112,10 @@ class Sampler:
         histories = []
         for row in rows:
             request = requests[row]
-            history = self._histories.get(request.request_id)
+            history = self._histories.get(request.key)
             if history is None:
                 history = _History(request, self._vocab_size, self._device)
-                self._histories[request.request_id] = history
+                self._histories[request.key] = history
             history.catch_up(request)
             histories.append(history)
         params = [requests[row].spec.sampling for row in rows]
@@ -163,7 +163,7 @@ class Sampler:
         """The rows' logits over their temperatures, and their uniform numbers as float64 [R, 1]."""
         chosen = [requests[row] for row in rows]
         temperatures = self._column([request.spec.sampling.temperature for request in chosen])
-        numbers = [uniform(q.spec.sampling.seed, 0, q.num_output_tokens) for q in chosen]
+        numbers = [uniform(q.spec.sampling.seed, q.choice, q.num_output_tokens) for q in chosen]
         uniforms = self._tensor(numbers, torch.float64).unsqueeze(1)
         rows_logits = logits[self._tensor(rows)]
         # Subtracting the maximum first keeps a tiny temperature from overflowing.

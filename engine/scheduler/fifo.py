@@ -4,9 +4,8 @@ still prefill.
 
 from __future__ import annotations
 
-from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.request import Request
-from engine.scheduler.base import Scheduler
+from engine.scheduler.base import Scheduler, StepPlan
 
 
 class FIFOScheduler(Scheduler):
@@ -21,58 +20,27 @@ class FIFOScheduler(Scheduler):
        queue.
     """
 
-    def schedule(self, now: float) -> ScheduledBatch:
-        """Choose the next step; see the class."""
-        budget = self.max_batch_tokens
+    def choose(self, plan: StepPlan, now: float) -> None:
+        """Fill the step; see the class."""
         order = self._running_order()
-        batch: list[ScheduledRequest] = []
         preempted = False
         index = 0
-        while index < len(order) and budget > 0:
-            request = order[index]
-            num_tokens = min(request.num_tokens_to_compute, budget)
-            fits = self.kv_cache.allocate(
-                request.request_id, request.num_computed_tokens + num_tokens
-            )
-            if fits:
-                batch.append(self._scheduled(request, num_tokens))
-                budget -= num_tokens
+        while index < len(order) and plan.budget > 0:
+            if self.extend(plan, order[index]):
                 index += 1
             else:
-                self._preempt(order.pop())
+                self.preempt(order.pop())
                 preempted = True
-        if not (preempted and batch):
-            self._schedule_waiting(batch, budget, now)
-        batch.sort(key=_step_order)
-        return ScheduledBatch(
-            requests=tuple(batch), num_tokens=sum(part.num_tokens for part in batch)
-        )
+        if preempted and plan.parts:
+            return
+        while plan.budget > 0 and self.waiting:
+            if not self.admit(plan, next(iter(self.waiting.values())), now):
+                return
 
     def _running_order(self) -> list[Request]:
-        decoding = [r for r in self.running.values() if r.num_tokens_to_compute == 1]
-        if len(decoding) == len(self.running):
-            return decoding
-        return decoding + [r for r in self.running.values() if r.num_tokens_to_compute > 1]
-
-    def _schedule_waiting(self, batch: list[ScheduledRequest], budget: int, now: float) -> None:
-        while budget > 0 and self.waiting and len(self.running) < self.max_requests_per_batch:
-            request = next(iter(self.waiting.values()))
-            total = request.num_tokens_to_compute
-            num_tokens = min(total, budget)
-            if not self.kv_cache.can_admit(total, num_tokens, self._spare_blocks()):
-                return
-            self.kv_cache.allocate(request.request_id, num_tokens)
-            self._admit(request, now)
-            batch.append(self._scheduled(request, num_tokens))
-            budget -= num_tokens
-
-    def _spare_blocks(self) -> int:
-        """Blocks to leave for the growth of the running requests, so that a newcomer does not make
-        one preempt.
-        """
-        smallest = min((pool.num_blocks for pool in self.kv_cache.pools), default=0)
-        return min(len(self.running), smallest // 10)
-
-
-def _step_order(scheduled: ScheduledRequest) -> tuple[bool, int]:
-    return scheduled.num_tokens > 1, scheduled.start
+        decoding: list[Request] = []
+        prefilling: list[Request] = []
+        for request in self.running.values():
+            if not request.is_generated:
+                (decoding if request.num_tokens_to_compute == 1 else prefilling).append(request)
+        return decoding + prefilling

@@ -8,6 +8,7 @@ to two requests, freed too early, or left out of a table shows at the step that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.core import EngineCore
@@ -19,7 +20,7 @@ from engine.request import GenerationRequest
 from engine.runner_protocol import INVALID_TOKEN, SampledTokens
 from engine.sampling_params import SamplingParams, StopParams
 from engine.scheduler.fifo import FIFOScheduler
-from engine.types import GroupId, RequestId, TokenId
+from engine.types import GroupId, RequestId, RequestKey, TokenId
 
 VOCAB = 101
 
@@ -46,6 +47,16 @@ def expected_tokens(
     return tokens[len(prompt) :]
 
 
+@dataclass(frozen=True)
+class ComputedStep:
+    """A step that was over when it was launched."""
+
+    sampled: SampledTokens
+
+    def result(self) -> SampledTokens:
+        return self.sampled
+
+
 class FakeRunner:
     """See the module.
 
@@ -70,13 +81,13 @@ class FakeRunner:
         self.fail = 0
         self.invalid: set[RequestId] = set()
         self.hook: Callable[[ScheduledBatch], None] | None = None
-        self.released: list[RequestId] = []
+        self.released: list[RequestKey] = []
         self.steps = 0
         self.chunks = 0
         self.warmups = 0
         self._slots: list[dict[int, tuple[RequestId, int, int]]] = [{} for _ in kv_cache.groups]
 
-    def execute(self, batch: ScheduledBatch) -> SampledTokens:
+    def launch(self, batch: ScheduledBatch) -> ComputedStep:
         self.steps += 1
         if self.hook is not None:
             self.hook(batch)
@@ -99,10 +110,10 @@ class FakeRunner:
                 tokens.append(INVALID_TOKEN if request.request_id in self.invalid else token)
                 asked = request.spec.logprobs is not None
                 logprobs.append(TokenLogprobs(-0.5, 1, ()) if asked else None)
-        return SampledTokens(token_ids=tokens, logprobs=logprobs)
+        return ComputedStep(SampledTokens(token_ids=tokens, logprobs=logprobs))
 
-    def release(self, request_id: RequestId) -> None:
-        self.released.append(request_id)
+    def release(self, key: RequestKey) -> None:
+        self.released.append(key)
 
     def warmup(self) -> None:
         self.warmups += 1

@@ -112,13 +112,13 @@ def _run(loaded: LoadedModel, **options: Any) -> tuple[Any, list[Any]]:
     manager = loaded.init_continuous_batching(continuous_batching_config=config)
     batches: list[Any] = []
     runner: Any = manager._core.runner
-    execute = runner.execute
+    execute = runner.launch
 
     def watch(batch: Any) -> Any:
         batches.append((len(batch.requests), batch.num_tokens))
         return execute(batch)
 
-    runner.execute = watch
+    runner.launch = watch
     manager.start()
     for index in range(12):
         manager.add_request([5 + index] * 20, request_id=str(index), max_new_tokens=6)

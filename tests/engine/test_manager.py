@@ -41,7 +41,7 @@ def test_cancel_gives_a_terminal_result_and_frees_blocks_within_a_step(rig: Rig)
     rig.manager.add_request([7], request_id="b", max_new_tokens=1)
     rig.let(1)  # the step in which it stands; the next one has only the other request
     rig.wait_for_step()
-    assert list(rig.core.scheduler.running) == ["b"]
+    assert [r.request_id for r in rig.core.scheduler.running.values()] == ["b"]
     assert rig.kv_cache.num_used_blocks == 1
     rig.let()
     output = result(rig.manager, "a")
@@ -339,7 +339,7 @@ class BrokenScheduling:
         self.gate = threading.Semaphore(0)
         original = rig.core.scheduler.schedule
 
-        def schedule(now: float) -> ScheduledBatch:
+        def schedule(now: float, *, is_step_pending: bool = False) -> ScheduledBatch | None:
             if self.left:
                 self.left -= 1
                 self.entered.release()

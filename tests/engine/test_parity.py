@@ -42,14 +42,14 @@ def _run(
 ) -> tuple[list[GenerationOutput], int, int]:
     """All outputs in order, how often a request was preempted, and the longest step in tokens."""
     manager = loaded.init_continuous_batching(continuous_batching_config=config)
-    execute, longest = manager._core.runner.execute, 0
+    execute, longest = manager._core.runner.launch, 0
 
     def watch(batch):  # type: ignore[no-untyped-def]
         nonlocal longest
         longest = max(longest, batch.num_tokens)
         return execute(batch)
 
-    manager._core.runner.execute = watch  # type: ignore[method-assign]
+    manager._core.runner.launch = watch  # type: ignore[method-assign]
     manager.start()
     for index, prompt in enumerate(prompts):
         manager.add_request(prompt, request_id=str(index), max_new_tokens=NEW_TOKENS)

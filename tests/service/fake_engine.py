@@ -209,7 +209,7 @@ class FakeEngine:
         self.cancelled.append(request_id)
         return self._end(request_id, FinishReason.CANCELLED)
 
-    async def finish(self, request_id: RequestId, num_tokens: int) -> None:
+    async def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> None:
         """End a request with STOP at the next step."""
         self.finished.append((request_id, num_tokens))
         live = self._live.get(request_id)
@@ -337,7 +337,14 @@ class FakeEngine:
             start = live.generated - len(ids)
             top_n = live.spec.logprobs.top_n
             logprobs = tuple(token_logprobs(start + i, t, top_n) for i, t in enumerate(ids))
-        return RequestOutput(live.spec.request_id, ids, logprobs, prompt_done, finish)
+        return RequestOutput(
+            live.spec.request_id,
+            token_ids=ids,
+            logprobs=logprobs,
+            prompt_done=prompt_done,
+            finish=finish,
+            ends_request=finish is not None,
+        )
 
     def _generate(self, live: _Live, now: float) -> tuple[TokenId, ...]:
         stop, ids = live.spec.stop, []

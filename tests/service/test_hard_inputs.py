@@ -90,8 +90,8 @@ class Gate:
     """Stands before the engine's steps, on the engine's thread."""
 
     def __init__(self, runner: Any) -> None:
-        self._execute = runner.execute
-        runner.execute = self
+        self._execute = runner.launch
+        runner.launch = self
         self._hold = (threading.Event(), 0)  # exchanged as one: the engine's thread reads it
         self.open()
 

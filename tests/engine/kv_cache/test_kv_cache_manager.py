@@ -9,8 +9,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.kv_cache.groups import sliding_group_blocks, window_blocks
 from engine.kv_cache.manager import KVCacheManager
-from engine.types import RequestId
-from tests.engine.fake_runner import make_groups
+from engine.request import Request
+from engine.types import RequestKey
+from tests.engine.fake_runner import make_groups, make_request
+
+
+def _request(key: RequestKey, num_tokens: int = 1) -> Request:
+    spec = make_request(str(key), [1] * num_tokens)
+    return Request(spec=spec, arrival=0.0, max_total_tokens=10**9, key=key)
+
+
+def _commit(kv_cache: KVCacheManager, key: RequestKey, num_computed_tokens: int) -> None:
+    kv_cache.commit(_request(key, num_computed_tokens), num_computed_tokens)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -25,13 +35,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.kv_cache = KVCacheManager(
             make_groups(*windows), [num_blocks + i for i in range(len(windows))], block_size
         )
-        self.computed: dict[RequestId, int] = {}
+        self.computed: dict[RequestKey, int] = {}
         self.next_id = 0
 
     @rule(count=st.integers(1, 20))
     def add(self, count: int) -> None:
         self.next_id += 1
-        self._grow(RequestId(str(self.next_id)), 0, count)
+        self._grow(RequestKey(self.next_id), 0, count)
 
     @precondition(lambda self: self.computed)
     @rule(data=st.data(), count=st.integers(1, 9))
@@ -47,7 +57,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.kv_cache.free(name)  # harmless
         del self.computed[name]
 
-    def _grow(self, name: RequestId, computed: int, count: int) -> None:
+    def _grow(self, name: RequestKey, computed: int, count: int) -> None:
         kv_cache = self.kv_cache
         free = [pool.num_free for pool in kv_cache.pools]
         held = kv_cache.tables(name) if name in self.computed else None
@@ -69,7 +79,7 @@ class CacheMachine(RuleBasedStateMachine):
                 most = window_blocks(group.window, kv_cache.block_size, count)
                 assert len(table.held()) <= most
         self.computed[name] = computed + count
-        kv_cache.release_outside_window(name, computed + count)
+        _commit(kv_cache, name, computed + count)
 
     @invariant()
     def conserved(self) -> None:
@@ -89,10 +99,10 @@ TestKVCacheManager.settings = settings(
 
 def test_a_sliding_group_holds_a_bounded_number_of_blocks() -> None:
     kv_cache = KVCacheManager(make_groups(8), [window_blocks(8, 4, 1)], 4)
-    name = RequestId("a")
+    name = RequestKey(1)
     for computed in range(1000):
         assert kv_cache.allocate(name, computed + 1)
-        kv_cache.release_outside_window(name, computed + 1)
+        _commit(kv_cache, name, computed + 1)
     assert kv_cache.max_tokens_per_request(1) == 2**31 - 1
 
 
@@ -104,15 +114,15 @@ def test_the_longest_request_is_the_tightest_groups() -> None:
 
 def test_a_newcomer_leaves_room_for_those_who_run() -> None:
     kv_cache = KVCacheManager(make_groups(None), [10], 4)
-    assert kv_cache.can_admit(40, 8, 0)
-    assert not kv_cache.can_admit(40, 8, 1)
-    assert not kv_cache.can_admit(41, 8, 0)
+    assert kv_cache.can_start(_request(RequestKey(1), 40), 0, 8, 0)
+    assert not kv_cache.can_start(_request(RequestKey(1), 40), 0, 8, 1)
+    assert not kv_cache.can_start(_request(RequestKey(1), 41), 0, 8, 0)
 
 
 def test_in_a_sliding_group_a_newcomer_needs_its_first_chunk_only() -> None:
     kv_cache = KVCacheManager(make_groups(8), [5], 4)
-    assert kv_cache.can_admit(4000, 16, 1)
-    assert not kv_cache.can_admit(4000, 21, 0)
+    assert kv_cache.can_start(_request(RequestKey(1), 4000), 0, 16, 1)
+    assert not kv_cache.can_start(_request(RequestKey(1), 4000), 0, 21, 0)
 
 
 def test_sliding_pools_are_small() -> None:
@@ -122,8 +132,8 @@ def test_sliding_pools_are_small() -> None:
 
 def test_integrity_finds_a_block_in_two_tables() -> None:
     kv_cache = KVCacheManager(make_groups(None), [10], 4)
-    kv_cache.allocate(RequestId("a"), 4)
-    kv_cache.allocate(RequestId("b"), 4)
-    kv_cache.tables(RequestId("b"))[0].blocks[0] = kv_cache.tables(RequestId("a"))[0].blocks[0]
+    kv_cache.allocate(RequestKey(1), 4)
+    kv_cache.allocate(RequestKey(2), 4)
+    kv_cache.tables(RequestKey(2))[0].blocks[0] = kv_cache.tables(RequestKey(1))[0].blocks[0]
     with pytest.raises(ValueError, match="group 0"):
         kv_cache.check_integrity()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -23,10 +24,13 @@ from engine.sampling import ops
 from engine.sampling.random import uniform
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import LogprobParams, SamplingParams, StopParams
-from engine.types import RequestId, TokenId
+from engine.types import RequestId, RequestKey, TokenId
 
 VOCAB = 60
 CPU = torch.device("cpu")
+
+
+_KEYS = itertools.count(1)
 
 
 def make(
@@ -55,7 +59,7 @@ def make(
         ),
         logprobs=None if logprobs is None else LogprobParams(top_n=logprobs),
     )
-    request = Request(spec=spec, arrival=0.0, max_total_tokens=200)
+    request = Request(spec=spec, arrival=0.0, max_total_tokens=200, key=RequestKey(next(_KEYS)))
     request.token_ids += [TokenId(token) for token in output]
     return request
 
@@ -243,9 +247,9 @@ def test_histories_follow_a_request_and_go_with_it() -> None:
         seen.append(token)
     assert len(set(seen)) > 1
     assert len(sampler._histories) == 1
-    sampler.release(request.request_id)
+    sampler.release(request.key)
     assert not sampler._histories
-    sampler.release(request.request_id)
+    sampler.release(request.key)
     again = make("a", prompt=(2,), frequency_penalty=2.0, presence_penalty=1.0)
     assert sampler.sample(logits, [again])[0] == [10], "nothing is left of the first one"
 
