@@ -44,7 +44,12 @@ def build_manager(
     """
     loaded = build_runner(verified, config, progress)
     plan = loaded.plan
-    kv_cache = KVCacheManager(loaded.groups, plan.num_blocks, plan.block_size)
+    kv_cache = KVCacheManager(
+        loaded.groups,
+        plan.num_blocks,
+        plan.block_size,
+        share_blocks=config.allow_block_sharing,
+    )
     limits = AdmissionLimits(
         vocab_size=verified.vocab_size,
         model_context=verified.context_length,
@@ -60,7 +65,10 @@ def build_manager(
             f"is {config.scheduler_type!r}; it must be one of {', '.join(sorted(SCHEDULERS))}",
         )
     scheduler = SCHEDULERS[config.scheduler_type](
-        kv_cache, max_batch_tokens=plan.max_batch_tokens, max_requests_per_batch=plan.max_requests
+        kv_cache,
+        max_batch_tokens=plan.max_batch_tokens,
+        max_requests_per_batch=plan.max_requests,
+        safety_margin=config.safety_margin,
     )
     core = EngineCore(scheduler, loaded.runner, max_context_tokens=limits.max_context_tokens)
     manager = ContinuousBatchingManager(

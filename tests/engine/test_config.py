@@ -1,4 +1,4 @@
-"""Every option acts, or is refused by name; every bound holds."""
+"""Every option acts; every bound holds."""
 
 from __future__ import annotations
 
@@ -31,24 +31,33 @@ from engine.offline import LoadedModel
         ("max_memory_percent", 1.01),
         ("max_memory_percent", float("nan")),
         ("max_memory_percent", "half"),
-        ("scheduler_type", "lifo"),
         ("return_logprobs", "no"),
         ("per_request_processors", 1),
         ("drop_unsupported_processors", None),
-        # known, and not done yet
-        ("max_blocks_per_request", 4),
-        ("allow_block_sharing", True),
-        ("use_async_batching", True),
-        ("use_cuda_graph", True),
-        ("use_cuda_graph", (True, False)),
-        ("q_padding_interval_size", 8),
-        ("kv_padding_interval_size", 8),
-        ("max_cached_graphs", 8),
-        ("varlen_compile_config", object()),
-        ("decode_compile_config", object()),
-        ("use_default_compile_configs", True),
-        ("cpu_offload_space", 1.0),
-        ("cpu_offload_space_safety_threshold", 0.5),
+        ("page_size", 0),
+        ("page_size", 4097),
+        ("max_blocks_per_request", -1),
+        ("allow_block_sharing", 1),
+        ("allow_block_sharing", None),
+        ("use_async_batching", "yes"),
+        ("use_cuda_graph", "yes"),
+        ("use_cuda_graph", (True,)),
+        ("use_cuda_graph", (True, 1)),
+        ("use_cuda_graph", [True, False]),
+        ("q_padding_interval_size", -1),
+        ("kv_padding_interval_size", -1),
+        ("max_cached_graphs", -1),
+        ("default_compile_level", 4),
+        ("use_default_compile_configs", 3),
+        ("safety_margin", 1.1),
+        ("safety_margin", -0.1),
+        ("safety_margin", float("nan")),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("cpu_offload_space", -1.0),
+        ("cpu_offload_space", float("inf")),
+        ("cpu_offload_space_safety_threshold", 0.0),
+        ("cpu_offload_space_safety_threshold", 1.5),
     ],
 )
 def test_refused_with_the_options_name(option: str, value: object) -> None:
@@ -69,13 +78,29 @@ def test_refused_with_the_options_name(option: str, value: object) -> None:
         ("max_queue_size", 0),
         ("max_blocks_per_request", 0),
         ("use_cuda_graph", False),
-        ("use_cuda_graph", (False, False)),
+        ("use_cuda_graph", (False, True)),
         ("use_async_batching", False),
+        ("default_compile_level", 3),
+        ("safety_margin", 0.0),
+        ("seed", 2**64 - 1),
+        ("cpu_offload_space_safety_threshold", 1.0),
     ],
 )
 def test_bounds_are_allowed(option: str, value: object) -> None:
     config = ContinuousBatchingConfig(**{option: value})  # type: ignore[arg-type]
     assert getattr(config, option) == value
+
+
+def test_page_size_is_block_size() -> None:
+    assert ContinuousBatchingConfig(page_size=16) == ContinuousBatchingConfig(block_size=16)
+    assert ContinuousBatchingConfig(block_size=16, page_size=16).block_size == 16
+    with pytest.raises(ConfigError, match="same option"):
+        ContinuousBatchingConfig(block_size=32, page_size=16)
+
+
+def test_compile_levels_do_not_contradict() -> None:
+    with pytest.raises(ConfigError, match="give one"):
+        ContinuousBatchingConfig(use_default_compile_configs=True, default_compile_level=1)
 
 
 @pytest.mark.parametrize(
