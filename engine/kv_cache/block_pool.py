@@ -1,16 +1,27 @@
-"""The blocks of one layer group: which are free. Ids only; the tensors live in
-`engine.runner.kv_tensors`.
+"""The blocks of one layer group: which are free, held, or kept for their prefix. Ids only; the
+tensors live in `engine.runner.kv_tensors`.
 
 block id   0          1 … num_blocks
            null       allocatable
            (takes the writes of padding, is never allocated, and stands in block tables where a
            sliding window has moved on)
+
+           allocate                       publish: gives a used block its digest
+    free ───────────▶ used ──┐
+     ▲                 │ ▲   │ free, by its last holder
+     │  no digest      │ │   ▼
+     └─────────────────┘ └─ cached        holds a prefix that nobody needs just now; `share` revives
+                      share  │            it, `allocate` evicts it: least recently used first, and
+              ▲              │ evicted    only when no block is free
+              └──────────────┘
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
+from engine.kv_cache.prefix_index import PrefixIndex
 from engine.types import BlockId
 
 NULL_BLOCK = BlockId(0)
@@ -18,62 +29,141 @@ NULL_BLOCK = BlockId(0)
 
 
 class BlockPool:
-    """Hands out blocks and takes them back. free + used = total at all times.
+    """Hands out blocks, counts who holds them, takes them back. free + used + cached = total at all
+    times.
 
-    Last in, first out: a block that was just freed is likely still in the processor's cache.
+    Free blocks go last in, first out: one that was just freed is likely still in the processor's
+    cache.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, index: PrefixIndex | None = None) -> None:
+        """`index`: what the blocks hold; None: an index of its own."""
         self.num_blocks = num_blocks
+        self.index = index if index is not None else PrefixIndex()
         self._free: list[BlockId] = [BlockId(i) for i in range(num_blocks, 0, -1)]
-        self._used: set[BlockId] = set()
+        self._holders: dict[BlockId, int] = {}
+        self._cached: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
 
     @property
     def num_free(self) -> int:
-        """How many blocks can be allocated now."""
-        return len(self._free)
+        """How many blocks can be allocated now: the free ones, and the cached ones."""
+        return len(self._free) + len(self._cached)
 
     @property
     def num_used(self) -> int:
         """How many blocks are held by requests."""
-        return len(self._used)
+        return len(self._holders)
+
+    @property
+    def num_cached(self) -> int:
+        """How many blocks nobody holds that keep a prefix."""
+        return len(self._cached)
+
+    def is_cached(self, block: BlockId) -> bool:
+        """Whether a block keeps a prefix and nobody holds it."""
+        return block in self._cached
+
+    def holders(self, block: BlockId) -> int:
+        """How many hold a block."""
+        return self._holders.get(block, 0)
+
+    def used_blocks(self) -> frozenset[BlockId]:
+        """The blocks that are held."""
+        return frozenset(self._holders)
 
     def allocate(self, count: int) -> list[BlockId]:
-        """Take `count` blocks.
+        """Take `count` blocks, each held once and with no prefix.
 
         Raises:
             ValueError: fewer are free. Callers check `num_free` first; nothing was taken.
         """
-        if count > len(self._free):
-            raise ValueError(f"{count} blocks wanted, {len(self._free)} free")
+        if count > self.num_free:
+            raise ValueError(f"{count} blocks wanted, {self.num_free} free")
         if count == 0:
             return []
         taken = self._free[-count:]
         del self._free[-count:]
         taken.reverse()
-        self._used.update(taken)
+        while len(taken) < count:
+            block, _ = self._cached.popitem(last=False)
+            self.index.remove(block)
+            taken.append(block)
+        for block in taken:
+            self._holders[block] = 1
         return taken
 
+    def share(self, blocks: Iterable[BlockId]) -> None:
+        """Hold blocks that others hold, or that are cached, once more.
+
+        Raises:
+            ValueError: a block is free.
+        """
+        for block in blocks:
+            if block in self._holders:
+                self._holders[block] += 1
+            elif block in self._cached:
+                del self._cached[block]
+                self._holders[block] = 1
+                self.index.holders_changed(block)
+            else:
+                raise ValueError(f"block {block} holds nothing that could be shared")
+
     def free(self, blocks: Iterable[BlockId]) -> None:
-        """Give blocks back.
+        """Give blocks back, each once. Those that nobody holds any more become free, or cached if
+        they keep a prefix: the first given are the first evicted.
 
         Raises:
             ValueError: a block is not in use (freed twice, or never allocated).
         """
         for block in blocks:
-            if block not in self._used:
+            holders = self._holders.get(block)
+            if holders is None:
                 raise ValueError(f"block {block} is not in use")
-            self._used.remove(block)
-            self._free.append(block)
+            if holders > 1:
+                self._holders[block] = holders - 1
+                continue
+            del self._holders[block]
+            if self.index.digest(block) is None:
+                self._free.append(block)
+            else:
+                self._cached[block] = None
+                self.index.holders_changed(block)
 
-    def check_integrity(self) -> None:
-        """Check that every block is either free or used, once.
+    def publish(self, block: BlockId, digest: bytes) -> bool:
+        """Make a held block sharable: it is full, computed, and holds the prefix of this digest.
+
+        Returns:
+            Whether it was; False: an equal block is there already, this one stays private.
 
         Raises:
-            ValueError: blocks were lost or doubled.
+            ValueError: the block is not in use, or has a digest.
         """
-        free = set(self._free)
-        if len(free) != len(self._free) or free & self._used:
+        if block not in self._holders:
+            raise ValueError(f"block {block} is not in use")
+        return self.index.add(block, digest)
+
+    def forget_prefixes(self) -> None:
+        """Take all digests away: cached blocks become free."""
+        self.index.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()
+
+    def check_integrity(self) -> None:
+        """Check that every block is free, used or cached, once; and that the index agrees.
+
+        Raises:
+            ValueError: blocks were lost or doubled, or a law of sharing is broken.
+        """
+        self.index.check_integrity()
+        free, cached = set(self._free), set(self._cached)
+        if len(free) != len(self._free) or free & cached or (free | cached) & set(self._holders):
             raise ValueError("a block is listed twice")
-        if free | self._used != set(range(1, self.num_blocks + 1)):
+        if free | cached | set(self._holders) != set(range(1, self.num_blocks + 1)):
             raise ValueError("blocks were lost")
+        if any(count < 1 for count in self._holders.values()):
+            raise ValueError("a used block has no holder")
+        indexed = self.index.blocks()
+        if not cached <= indexed:
+            raise ValueError("a cached block has no digest")
+        if indexed & free:
+            raise ValueError("a free block has a digest")

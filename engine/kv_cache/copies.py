@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.types import GroupId
+from engine.types import GroupId, RequestKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,17 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class StepCopies:
-    """A step's block copies, in the order in which they are made."""
+    """A step's block copies, in the order in which they are made.
+
+    Attributes:
+        keys: the requests whose KV the copies keep, bring back or divide: without the copies, it is
+            lost. For `KVCacheManager.copies_failed`; the runner needs it not.
+    """
 
     offloads: tuple[BlockCopy, ...] = ()
     restores: tuple[BlockCopy, ...] = ()
     forks: tuple[BlockCopy, ...] = ()
+    keys: frozenset[RequestKey] = frozenset()
 
     @property
     def is_empty(self) -> bool:

@@ -1,69 +1,50 @@
-"""Which blocks each request holds, group by group: allocation, release, and the laws that they
-obey.
+"""Which blocks each request holds, group by group: allocation, sharing, release, and the laws that
+they obey.
 
-    request ──▶ BlockTable per group        positions 0 … block_size−1 │ block_size … │ …
-                                            blocks[0]                  │ blocks[1]    │ …
+                 find_prefix, can_start
+    waiting ───────────start────────────▶ running ── allocate, step, commit ──┐
+       ▲      shares a cached prefix,     ▲  │  │  ▲                          │
+       │      or restores from the host   │  │  │  └──────────────────────────┘
+       │                                  │  │  └──free──▶ (ended: blocks with a prefix are cached)
+       │                           fork ──┘  │
+       └──────────────preempt────────────────┘  to the host, or to be computed again
 
 A table grows ahead of the tokens that are about to be computed. In a sliding group, entries that
 the window has left behind are given back and become the null block, so that a long generation holds
 a bounded number of blocks.
+
+Nothing is copied here. Copies are planned, kept by request so that they can be dropped with it, and
+handed out by `take_copies` once a step; steps run on the device in the order of these calls. What
+is planned and not handed out yet was not done: blocks that wait for such a copy hold garbage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
-import numpy as np
-import numpy.typing as npt
-
-from engine.kv_cache.block_pool import NULL_BLOCK, BlockPool
-from engine.kv_cache.copies import NO_COPIES, StepCopies
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.block_table import BlockTable
+from engine.kv_cache.copies import NO_COPIES, BlockCopy, StepCopies
 from engine.kv_cache.groups import LayerGroup, window_blocks
+from engine.kv_cache.host_cache import HostCache
+from engine.kv_cache.integrity import check_tables, check_targets
+from engine.kv_cache.prefix_cache import GroupMatch, PrefixCache, PrefixMatch
+from engine.kv_cache.prefix_index import extend_block_hashes
 from engine.request import Request
 from engine.types import BlockId, RequestKey
 
-_INITIAL_CAPACITY = 8
+__all__ = ["BlockTable", "KVCacheManager"]
 
 
-class BlockTable:
-    """One request's blocks in one group, in the order of the positions.
+class _Holding:
+    """A request's tables, and how many of its blocks `commit` has dealt with."""
 
-    Attributes:
-        blocks: int32 [capacity]; the first `length` entries are in use.
-        length: how many entries are in use.
-        released: how many leading entries were given back (and hold the null block).
-    """
+    __slots__ = ("num_published", "tables")
 
-    __slots__ = ("blocks", "length", "released")
-
-    def __init__(self) -> None:
-        self.blocks: npt.NDArray[np.int32] = np.zeros(_INITIAL_CAPACITY, dtype=np.int32)
-        self.length = 0
-        self.released = 0
-
-    def extend(self, blocks: Sequence[BlockId]) -> None:
-        """Append blocks for the positions that follow."""
-        needed = self.length + len(blocks)
-        if needed > len(self.blocks):
-            grown = np.zeros(max(needed, 2 * len(self.blocks)), dtype=np.int32)
-            grown[: self.length] = self.blocks[: self.length]
-            self.blocks = grown
-        self.blocks[self.length : needed] = blocks
-        self.length = needed
-
-    def release_before(self, index: int) -> list[BlockId]:
-        """Null the entries before `index` and return the blocks that they held."""
-        index = min(index, self.length)
-        if index <= self.released:
-            return []
-        freed = [BlockId(block) for block in self.blocks[self.released : index].tolist()]
-        self.blocks[self.released : index] = NULL_BLOCK
-        self.released = index
-        return freed
-
-    def held(self) -> list[BlockId]:
-        """The blocks that the table holds now."""
-        return [BlockId(block) for block in self.blocks[self.released : self.length].tolist()]
+    def __init__(self, tables: tuple[BlockTable, ...], num_published: int = 0) -> None:
+        self.tables = tables
+        self.num_published = num_published
 
 
 class KVCacheManager:
@@ -96,7 +77,20 @@ class KVCacheManager:
         self.groups = tuple(groups)
         self.block_size = block_size
         self.pools = tuple(BlockPool(size) for size in pool_sizes)
-        self._tables: dict[RequestKey, tuple[BlockTable, ...]] = {}
+        self._shares_blocks = share_blocks
+        self._prefixes = PrefixCache(self.groups, self.pools, block_size)
+        self._host = HostCache(host_slots if host_slots is not None else [0] * len(self.groups))
+        self._holdings: dict[RequestKey, _Holding] = {}
+        # Copies into children's blocks, not handed out yet. Each holds its source: the parent may
+        # end before the copy is made.
+        self._forks: dict[RequestKey, tuple[BlockCopy, ...]] = {}
+        # Requests that began before the prefixes were forgotten: they leave none.
+        self._muted: set[RequestKey] = set()
+        self._no_match = PrefixMatch(0, tuple(GroupMatch() for _ in self.groups))
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+
+    # ---- figures -------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
@@ -105,8 +99,43 @@ class KVCacheManager:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that requests hold, in all groups."""
+        """Blocks that requests hold, in all groups; a shared one counts once."""
         return sum(pool.num_used for pool in self.pools)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that no request holds and that keep a prefix, in all groups."""
+        return sum(pool.num_cached for pool in self.pools)
+
+    @property
+    def num_host_slots(self) -> int:
+        """Blocks that the host can keep, of all groups."""
+        return self._host.num_slots
+
+    @property
+    def num_used_host_slots(self) -> int:
+        """Blocks that the host keeps now."""
+        return self._host.num_used
+
+    @property
+    def offloads(self) -> int:
+        """How often a preempted request's KV was kept on the host."""
+        return self._host.offloads
+
+    @property
+    def restores(self) -> int:
+        """How often a request's KV was brought back from the host."""
+        return self._host.restores
+
+    @property
+    def prefix_queries(self) -> int:
+        """Prompt tokens of the requests that were looked up when they started."""
+        return self._prefix_queries
+
+    @property
+    def prefix_hits(self) -> int:
+        """How many of them were found."""
+        return self._prefix_hits
 
     def max_tokens_per_request(self, max_step_tokens: int) -> int:
         """The longest request (in tokens) that fits when it runs alone, with steps of at most
@@ -123,12 +152,19 @@ class KVCacheManager:
                 longest = full if longest is None else min(longest, full)
         return 2**31 - 1 if longest is None else longest
 
+    # ---- a request begins ----------------------------------------------------------------------
+
     def find_prefix(self, request: Request) -> int:
         """How many tokens at the request's front need not be computed if it starts now: those whose
         KV is kept on the host, or found in the prefix cache. Less than all: the last token is
         always computed. Takes nothing.
+
+        O(blocks of the request); O(1) if it was asked last and none of its blocks has changed.
         """
-        return 0
+        kept = self._host.kept(request.key)
+        if kept is not None:
+            return kept.num_tokens
+        return self._match(request).num_blocks * self.block_size
 
     def can_start(
         self, request: Request, num_found: int, first_chunk: int, spare_blocks: int
@@ -138,14 +174,21 @@ class KVCacheManager:
 
         A group with full attention must have room for all tokens; a sliding one for what is found
         and the first chunk, since what the window leaves behind is given back before the next.
+        Found blocks that others hold take no room; cached ones do, since they can be evicted no
+        more.
 
         Args:
             num_found: what `find_prefix` has said.
             first_chunk: how many tokens the first step computes.
         """
-        for group, pool in zip(self.groups, self.pools, strict=True):
+        kept = self._host.kept(request.key)
+        match = self._match(request) if kept is None else self._no_match
+        for i, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             tokens = request.num_tokens if group.window is None else num_found + first_chunk
-            if self._blocks_for(tokens) + spare_blocks > pool.num_free:
+            part = match.groups[i]
+            num_null = part.first if kept is None else kept.groups[i].first
+            needed = self._blocks_for(tokens) - num_null - len(part.blocks) + part.num_cached
+            if needed + spare_blocks > pool.num_free:
                 return False
         return True
 
@@ -154,8 +197,98 @@ class KVCacheManager:
 
         Returns:
             How many tokens those are: the request's num_computed_tokens from here on.
+
+        Raises:
+            ValueError: it holds blocks already, or there is no room; nothing was taken.
         """
-        return 0
+        key = request.key
+        if key in self._holdings:
+            raise ValueError(f"request {key} has started already")
+        if self._host.kept(key) is not None:
+            return self._start_restored(key)
+        match = self._match(request)
+        for pool, part in zip(self.pools, match.groups, strict=True):
+            pool.share(part.blocks)
+        tables = tuple(BlockTable(part.first, part.blocks) for part in match.groups)
+        self._holdings[key] = _Holding(tables, match.num_blocks)
+        num_found = match.num_blocks * self.block_size
+        if self._uses_prefixes(request):
+            self._prefix_queries += request.num_prompt_tokens
+            self._prefix_hits += min(num_found, request.num_prompt_tokens)
+        return num_found
+
+    def _start_restored(self, key: RequestKey) -> int:
+        kept = self._host.kept(key)
+        if kept is None:
+            raise ValueError(f"request {key} is not on the host")
+        counts = [len(part.slots) for part in kept.groups]
+        if any(n > pool.num_free for n, pool in zip(counts, self.pools, strict=True)):
+            raise ValueError(f"request {key} was started without room for its restored blocks")
+        fresh = [pool.allocate(n) for n, pool in zip(counts, self.pools, strict=True)]
+        self._host.restore(key, fresh)
+        self._holdings[key] = _Holding(
+            tuple(
+                BlockTable(part.first, blocks)
+                for part, blocks in zip(kept.groups, fresh, strict=True)
+            )
+        )
+        return kept.num_tokens
+
+    def fork(self, parent: Request, child: Request) -> int | None:
+        """Let a child, which holds nothing, share its parent's blocks up to the last prompt token.
+
+        Blocks that lie wholly before that token are shared; of the one that it stands in, the child
+        gets a copy (see `take_copies`), or a fresh one if it would hold nothing earlier.
+
+        Returns:
+            The child's num_computed_tokens: the prompt's length − 1. None: there is no block for
+            it, or the parent's blocks do not hold the prompt (any more); nothing was taken.
+
+        Raises:
+            ValueError: the child holds something.
+        """
+        if child.key in self._holdings or self._host.kept(child.key) is not None:
+            raise ValueError(f"request {child.key} has started already")
+        position = parent.num_prompt_tokens - 1
+        entry, offset = divmod(position, self.block_size)
+        firsts = [self._first_visible(group, position) for group in self.groups]
+        holding = self._holdings.get(parent.key)
+        if holding is None or not self._can_fork(parent, holding, position, firsts):
+            return None
+        tables: list[BlockTable] = []
+        copies: list[BlockCopy] = []
+        for group, pool, table, first in zip(
+            self.groups, self.pools, holding.tables, firsts, strict=True
+        ):
+            shared = table.entries(first, entry)
+            pool.share(shared)
+            (fresh,) = pool.allocate(1)
+            tables.append(BlockTable(first, [*shared, fresh]))
+            if offset:
+                (source,) = table.entries(entry, entry + 1)
+                pool.share([source])
+                copies.append(BlockCopy(group.group_id, source, fresh))
+        self._holdings[child.key] = _Holding(tuple(tables), entry)
+        if copies:
+            self._forks[child.key] = tuple(copies)
+        if parent.key in self._muted:
+            self._muted.add(child.key)
+        if self._leaves_prefixes(parent):
+            extend_block_hashes(parent, entry, self.block_size)
+            child.block_hashes = parent.block_hashes[:entry]
+        return position
+
+    def _can_fork(
+        self, parent: Request, holding: _Holding, position: int, firsts: Sequence[int]
+    ) -> bool:
+        if parent.num_computed_tokens < position or self._waits_for_copies(parent.key):
+            return False  # it was preempted since, and its blocks hold less, or garbage
+        return all(
+            table.released <= first and pool.num_free >= 1
+            for table, pool, first in zip(holding.tables, self.pools, firsts, strict=True)
+        )
+
+    # ---- a request runs ------------------------------------------------------------------------
 
     def allocate(self, key: RequestKey, num_tokens: int) -> bool:
         """Grow the request's tables to cover `num_tokens` positions in every group, or change
@@ -165,92 +298,188 @@ class KVCacheManager:
             Whether all groups had the blocks.
         """
         needed = self._blocks_for(num_tokens)
-        tables = self._tables.get(key)
+        holding = self._holdings.get(key)
+        if holding is not None and needed <= holding.tables[0].length:
+            return True  # all tables are equally long
         for index, pool in enumerate(self.pools):
-            if needed - (tables[index].length if tables is not None else 0) > pool.num_free:
+            if needed - (holding.tables[index].length if holding else 0) > pool.num_free:
                 return False
-        if tables is None:
-            tables = tuple(BlockTable() for _ in self.groups)
-            self._tables[key] = tables
-        for table, pool in zip(tables, self.pools, strict=True):
-            if needed > table.length:
-                table.extend(pool.allocate(needed - table.length))
+        if holding is None:
+            holding = _Holding(tuple(BlockTable() for _ in self.groups))
+            self._holdings[key] = holding
+        for table, pool in zip(holding.tables, self.pools, strict=True):
+            table.extend(pool.allocate(needed - table.length))
         return True
 
     def commit(self, request: Request, num_computed_tokens: int) -> None:
-        """Record that the KV of the request's first tokens is in its blocks, and that these tokens
-        are known: full blocks become sharable, and blocks of sliding groups that no later token
-        can attend to are given back.
+        """Record that the KV of the request's first tokens is in its blocks: full blocks whose
+        tokens are known become sharable, and blocks of sliding groups that no later token can
+        attend to are given back.
+
+        To be called only for blocks that the step has computed: a request that gave its blocks up
+        since, and started again, has others.
 
         The next token stands at position num_computed_tokens and sees the window − 1 positions
-        before it.
+        before it. O(blocks that became full or were left behind).
         """
-        tables = self._tables[request.key]
-        for group, table, pool in zip(self.groups, tables, self.pools, strict=True):
+        holding = self._holdings[request.key]
+        known = request.num_tokens - request.num_pending_tokens
+        num_full = min(num_computed_tokens, known) // self.block_size
+        if num_full > holding.num_published and self._leaves_prefixes(request):
+            self._publish(request, holding, num_full)
+        for group, table, pool in zip(self.groups, holding.tables, self.pools, strict=True):
             if group.window is not None:
-                first_visible = num_computed_tokens - group.window + 1
-                if first_visible >= self.block_size:
-                    pool.free(table.release_before(first_visible // self.block_size))
+                first = self._first_visible(group, num_computed_tokens)
+                if first > table.released:
+                    pool.free(table.release_before(first))
 
-    def fork(self, parent: Request, child: Request) -> int | None:
-        """Let a child, which holds nothing, share its parent's blocks up to the last prompt token.
+    def _publish(self, request: Request, holding: _Holding, num_full: int) -> None:
+        extend_block_hashes(request, num_full, self.block_size)
+        for table, pool in zip(holding.tables, self.pools, strict=True):
+            first = max(holding.num_published, table.released)
+            for entry, block in enumerate(table.entries(first, num_full), start=first):
+                pool.publish(block, request.block_hashes[entry])
+        holding.num_published = num_full
 
-        Blocks that lie wholly before that token are shared; of the one that it stands in, the child
-        gets a copy (see `take_copies`).
-
-        Returns:
-            The child's num_computed_tokens: the prompt's length − 1. None: there is no block for
-            it, nothing was taken.
-        """
-        return None
+    # ---- a request stops -----------------------------------------------------------------------
 
     def preempt(self, request: Request) -> int:
         """Take a request's blocks. Its KV goes to the host if there is room.
 
+        A request whose restore was not handed out yet stays on the host as it was. One whose fork
+        was not is computed again: its copied block holds nothing yet.
+
         Returns:
             How many of its tokens' KV the host keeps; 0: all are computed again.
         """
-        self.free(request.key)
+        key = request.key
+        kept = self._host.kept(key)
+        if kept is not None and self._host.is_restoring(key):
+            self._host.cancel_restore(key)
+            self._release(key)
+            return kept.num_tokens
+        holding = self._holdings.get(key)
+        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        if holding is not None and num_tokens > 0 and key not in self._forks:
+            stop = self._blocks_for(num_tokens)
+            firsts = [self._first_visible(group, num_tokens) for group in self.groups]
+            blocks = [
+                table.entries(first, stop)
+                for table, first in zip(holding.tables, firsts, strict=True)
+            ]
+            if self._host.keep(key, num_tokens, firsts, blocks):
+                self._release(key)
+                return num_tokens
+        self.free(key)
         return 0
 
     def free(self, key: RequestKey) -> None:
-        """Give back all that a request holds, here and on the host. Harmless if it has nothing."""
-        tables = self._tables.pop(key, None)
-        if tables is not None:
-            for table, pool in zip(tables, self.pools, strict=True):
-                pool.free(table.held())
+        """Give back all that a request holds, here and on the host, and drop the copies that are
+        planned for it. Harmless if it has nothing.
+        """
+        self._release(key)
+        self._host.drop(key)
+        self._muted.discard(key)
+
+    def _release(self, key: RequestKey) -> None:
+        """Give back the blocks, and the sources of copies into them."""
+        for copy in self._forks.pop(key, ()):
+            self.pools[copy.group].free([BlockId(copy.source)])
+        holding = self._holdings.pop(key, None)
+        if holding is not None:
+            for table, pool in zip(holding.tables, self.pools, strict=True):
+                # From the end: a prefix is of use without its tail, a tail not without its front.
+                pool.free(reversed(table.held()))
+
+    # ---- copies --------------------------------------------------------------------------------
 
     def take_copies(self) -> StepCopies:
-        """The copies that were planned since the last call: the next step makes them."""
-        return NO_COPIES
+        """The copies that were planned since the last call: the next step makes them, before all
+        else and in the order that `StepCopies` gives.
+        """
+        offloads, restores = self._host.take()
+        if not (offloads or restores or self._forks):
+            return NO_COPIES
+        forks, self._forks = self._forks, {}
+        for copy in chain.from_iterable(forks.values()):
+            self.pools[copy.group].free([BlockId(copy.source)])
+        return StepCopies(
+            offloads=tuple(chain.from_iterable(offloads.values())),
+            restores=tuple(chain.from_iterable(restores.values())),
+            forks=tuple(chain.from_iterable(forks.values())),
+            keys=frozenset(chain(offloads, restores, forks)),
+        )
 
     def copies_failed(self, copies: StepCopies) -> frozenset[RequestKey]:
         """A step failed, so its copies may not have been made.
 
         Returns:
-            The requests whose KV is thereby lost: each is to be freed and computed again.
+            The requests whose KV is thereby lost: each is to be freed and computed again. Those
+            that have ended since are not among them.
         """
-        return frozenset()
+        return frozenset(
+            key for key in copies.keys if key in self._holdings or self._host.kept(key) is not None
+        )
+
+    def _waits_for_copies(self, key: RequestKey) -> bool:
+        """Whether some of a request's blocks hold garbage until the next step has begun."""
+        return key in self._forks or self._host.is_restoring(key)
+
+    # ---- prefixes ------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> None:
-        """Forget all prefixes that no request holds."""
+        """Forget all prefixes: cached blocks become free, and requests that hold something now,
+        here or on the host, leave no prefixes any more.
+        """
+        for pool in self.pools:
+            pool.forget_prefixes()
+        self._muted.update(self._holdings, self._host.keys())
+
+    def _match(self, request: Request) -> PrefixMatch:
+        return self._prefixes.find(request) if self._uses_prefixes(request) else self._no_match
+
+    def _uses_prefixes(self, request: Request) -> bool:
+        """A request that reports on its prompt needs the logits of all of it."""
+        spec = request.spec
+        return self._shares_blocks and not spec.bypass_prefix_cache and spec.prompt_logprobs is None
+
+    def _leaves_prefixes(self, request: Request) -> bool:
+        return (
+            self._shares_blocks
+            and not request.spec.bypass_prefix_cache
+            and request.key not in self._muted
+        )
+
+    # ---- tables and laws -----------------------------------------------------------------------
 
     def tables(self, key: RequestKey) -> tuple[BlockTable, ...]:
-        """The request's block tables, one per group; they change as the request grows."""
-        return self._tables[key]
+        """The request's block tables, one per group; they change as the request grows. A request
+        that started again has new ones.
+        """
+        return self._holdings[key].tables
 
     def check_integrity(self) -> None:
-        """Check that free + used = total in each group, and that every used block is in exactly one
-        table.
+        """Check the laws: in each group free + used + cached = total; a used block has as many
+        holders as tables and planned forks hold it; a request's tables are equally long; the prefix
+        indexes agree with the blocks; host slots are conserved; a planned copy writes only what its
+        request holds alone.
 
         Raises:
-            ValueError: a law is broken.
+            ValueError: a law is broken; the message names it.
         """
-        for index, pool in enumerate(self.pools):
+        for pool in self.pools:
             pool.check_integrity()
-            held = [block for tables in self._tables.values() for block in tables[index].held()]
-            if len(held) != len(set(held)) or len(held) != pool.num_used:
-                raise ValueError(f"group {index}: tables hold {len(held)}, pool {pool.num_used}")
+        tables = {key: holding.tables for key, holding in self._holdings.items()}
+        check_tables(self.pools, tables, chain.from_iterable(self._forks.values()))
+        self._host.check_integrity()
+        planned = chain(self._forks.items(), self._host.planned_restores().items())
+        check_targets(self.pools, tables, planned)
+
+    def _first_visible(self, group: LayerGroup, position: int) -> int:
+        """The first entry that the token at `position` attends to, or that later ones do."""
+        if group.window is None:
+            return 0
+        return max(0, position - group.window + 1) // self.block_size
 
     def _blocks_for(self, num_tokens: int) -> int:
         return (num_tokens + self.block_size - 1) // self.block_size

@@ -148,9 +148,10 @@ class Scheduler(ABC):
 
     def computed(self, part: ScheduledRequest) -> None:
         """Record that a part was computed, and its request still lives. It may have been preempted
-        since.
+        since, and have started again with other blocks.
         """
-        if part.request.key in self.running:
+        key = part.request.key
+        if key in self.running and part.tables is self.kv_cache.tables(key):
             self.kv_cache.commit(part.request, part.start + part.num_tokens)
 
     def step_failed(self, batch: ScheduledBatch) -> None:

@@ -1,0 +1,67 @@
+"""One request's blocks in one layer group.
+
+request ──▶ BlockTable per group        positions 0 … block_size−1 │ block_size … │ …
+                                        blocks[0]                  │ blocks[1]    │ …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.kv_cache.block_pool import NULL_BLOCK
+from engine.types import BlockId
+
+_INITIAL_CAPACITY = 8
+
+
+class BlockTable:
+    """One request's blocks in one group, in the order of the positions.
+
+    Attributes:
+        blocks: int32 [capacity]; the first `length` entries are in use.
+        length: how many entries are in use.
+        released: how many leading entries were given back, or never taken (and hold the null
+            block).
+    """
+
+    __slots__ = ("blocks", "length", "released")
+
+    def __init__(self, num_null: int = 0, blocks: Sequence[BlockId] = ()) -> None:
+        """A table that begins with null entries, which a sliding window has left behind, and then
+        these blocks.
+        """
+        self.length = self.released = num_null
+        capacity = max(_INITIAL_CAPACITY, num_null + len(blocks))
+        self.blocks: npt.NDArray[np.int32] = np.full(capacity, NULL_BLOCK, dtype=np.int32)
+        self.extend(blocks)
+
+    def extend(self, blocks: Sequence[BlockId]) -> None:
+        """Append blocks for the positions that follow."""
+        needed = self.length + len(blocks)
+        if needed > len(self.blocks):
+            grown = np.zeros(max(needed, 2 * len(self.blocks)), dtype=np.int32)
+            grown[: self.length] = self.blocks[: self.length]
+            self.blocks = grown
+        self.blocks[self.length : needed] = blocks
+        self.length = needed
+
+    def release_before(self, index: int) -> list[BlockId]:
+        """Null the entries before `index` and return the blocks that they held."""
+        index = min(index, self.length)
+        if index <= self.released:
+            return []
+        freed = [BlockId(block) for block in self.blocks[self.released : index].tolist()]
+        self.blocks[self.released : index] = NULL_BLOCK
+        self.released = index
+        return freed
+
+    def entries(self, start: int, stop: int) -> list[BlockId]:
+        """The blocks of the entries from `start` to before `stop`."""
+        return [BlockId(block) for block in self.blocks[start:stop].tolist()]
+
+    def held(self) -> list[BlockId]:
+        """The blocks that the table holds now."""
+        return self.entries(self.released, self.length)

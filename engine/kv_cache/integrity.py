@@ -1,0 +1,58 @@
+"""The laws of the block tables, checked from the outside: when the engine is idle, and in tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.block_table import BlockTable
+from engine.kv_cache.copies import BlockCopy
+from engine.types import BlockId, RequestKey
+
+
+def check_tables(
+    pools: Sequence[BlockPool],
+    tables: Mapping[RequestKey, Sequence[BlockTable]],
+    fork_sources: Iterable[BlockCopy],
+) -> None:
+    """Check that a request's tables are equally long, and that a used block has as many holders as
+    tables and planned forks hold it.
+
+    Raises:
+        ValueError: a law is broken.
+    """
+    for key, parts in tables.items():
+        if len({table.length for table in parts}) > 1:
+            raise ValueError(f"request {key}: its tables differ in length")
+    held = [Counter[BlockId]() for _ in pools]
+    for parts in tables.values():
+        for counter, table in zip(held, parts, strict=True):
+            counter.update(table.held())
+    for copy in fork_sources:
+        held[copy.group][BlockId(copy.source)] += 1
+    for index, (pool, counter) in enumerate(zip(pools, held, strict=True)):
+        blocks = pool.used_blocks() | set(counter)
+        wrong = sorted(block for block in blocks if pool.holders(block) != counter[block])
+        if wrong:
+            raise ValueError(f"group {index}: blocks {wrong} are not held as often as counted")
+
+
+def check_targets(
+    pools: Sequence[BlockPool],
+    tables: Mapping[RequestKey, Sequence[BlockTable]],
+    planned: Iterable[tuple[RequestKey, Sequence[BlockCopy]]],
+) -> None:
+    """Check that each planned restore or fork writes a block that its request holds, alone, and
+    that nobody can find.
+
+    Raises:
+        ValueError: one does not.
+    """
+    for key, copies in planned:
+        for copy in copies:
+            pool, target = pools[copy.group], BlockId(copy.target)
+            if key not in tables or target not in tables[key][copy.group].held():
+                raise ValueError(f"request {key}: a planned copy's target is not in its table")
+            if pool.holders(target) != 1 or pool.index.digest(target) is not None:
+                raise ValueError(f"request {key}: a planned copy's target is shared")
