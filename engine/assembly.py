@@ -9,19 +9,16 @@ from collections.abc import Callable
 from engine.admission import AdmissionLimits
 from engine.config import ContinuousBatchingConfig
 from engine.core import EngineCore
-from engine.errors import ConfigError, InsufficientMemoryError
+from engine.errors import InsufficientMemoryError
 from engine.generation_options import GenerationDefaults
 from engine.kv_cache.manager import KVCacheManager
 from engine.manager import ContinuousBatchingManager, StepSink
 from engine.results import StopFinder
 from engine.runner.loader import VerifiedModel, build_runner
 from engine.runner.memory import CachePlan
-from engine.scheduler.base import Scheduler
-from engine.scheduler.fifo import FIFOScheduler
+from engine.scheduler.registry import scheduler_class
 from engine.text import TextStream, Tokenizer
 from engine.types import TokenId
-
-SCHEDULERS: dict[str, type[Scheduler]] = {"fifo": FIFOScheduler}
 
 
 def build_manager(
@@ -59,12 +56,7 @@ def build_manager(
         raise InsufficientMemoryError(
             "num_blocks: the KV cache holds not even a prompt of one token and one more; raise it"
         )
-    if config.scheduler_type not in SCHEDULERS:
-        raise ConfigError(
-            "scheduler_type",
-            f"is {config.scheduler_type!r}; it must be one of {', '.join(sorted(SCHEDULERS))}",
-        )
-    scheduler = SCHEDULERS[config.scheduler_type](
+    scheduler = scheduler_class(config.scheduler_type)(
         kv_cache,
         max_batch_tokens=plan.max_batch_tokens,
         max_requests_per_batch=plan.max_requests,

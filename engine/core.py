@@ -10,19 +10,22 @@ the runner takes over on the device. A request whose token turns out to end it h
 once too often; that token is dropped, never delivered.
 
 The runner is injected: a real one drives the device, a scripted one drives tests by the thousand.
-Whatever the runner raises ends the requests of that batch with an error, and only them.
+Whatever the runner raises ends the requests of that batch with an error, and only them. Where it
+raises while it launches, the results of the step before are taken first; where it raises in the
+results, the step that was launched since goes on, without the requests that ended.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.batch import ScheduledBatch
-from engine.endings import STATUS_OF, LiveRequest, describe_end, new_error_id
+from engine.endings import LiveRequest, LiveRequests, describe_end, new_error_id
 from engine.outputs import (
     FinishReason,
     RequestFailure,
@@ -45,11 +48,19 @@ MatcherFactory = Callable[[], TokenMatcher]
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """A step whose results were not collected yet. `launched`: monotonic seconds."""
+    """A step whose results were not collected yet.
+
+    Attributes:
+        batch, pending: what is computed, and where the results come from.
+        launched: monotonic seconds.
+        void: the requests of which it says nothing true, since a step before it failed to copy
+            their blocks.
+    """
 
     batch: ScheduledBatch
     pending: PendingStep
     launched: float
+    void: set[RequestKey] = field(default_factory=set)
 
 
 class EngineCore:
@@ -78,17 +89,14 @@ class EngineCore:
         self.max_context_tokens = max_context_tokens
         self.overlap = overlap
         self.clock = clock
-        self._requests: dict[RequestId, LiveRequest] = {}
-        self._deadlines: list[tuple[float, int, LiveRequest]] = []  # heap; ended ones stay a while
-        self._outputs: list[RequestOutput] = []
-        self._pending: _LaunchedStep | None = None
+        self._live = LiveRequests(scheduler, runner, clock)
+        self._in_flight: deque[_LaunchedStep] = deque()  # at most two, the older first
+        self._last_collect = -math.inf
         self._record: StepRecord | None = None
         self._next_key = 0
         self._steps = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
-        self._accepted = 0
-        self._finished = 0
         self._last_step_s = 0.0
 
     # ---- commands ------------------------------------------------------------------------------
@@ -96,7 +104,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._requests) or bool(self._outputs) or self._pending is not None
+        return bool(self._live.by_id) or bool(self._live.outputs) or bool(self._in_flight)
 
     @property
     def num_waiting(self) -> int:
@@ -111,7 +119,8 @@ class EngineCore:
         Args:
             spec: the request.
             arrival: monotonic seconds.
-            make_matcher: where the request has a grammar.
+            make_matcher: where the request has a grammar. What it raises ends the request with an
+                error.
         """
         limit = min(len(spec.prompt) + spec.stop.max_tokens, self.max_context_tokens)
         choices = {}
@@ -123,31 +132,30 @@ class EngineCore:
                 max_total_tokens=limit,
                 key=RequestKey(self._next_key),
                 choice=choice,
-                matcher=make_matcher() if make_matcher is not None else None,
             )
-        live = LiveRequest(spec, choices, is_forked=spec.n == 1)
-        self._requests[spec.request_id] = live
-        self._accepted += 1
-        if spec.time_limit_s is not None:
-            heapq.heappush(self._deadlines, (arrival + spec.time_limit_s, self._accepted, live))
-            if len(self._deadlines) > 2 * len(self._requests) + 64:
-                self._deadlines = [entry for entry in self._deadlines if entry[2].choices]
-                heapq.heapify(self._deadlines)
+        live = self._live.add(spec, choices)
+        if make_matcher is not None:
+            try:
+                for request in choices.values():
+                    request.matcher = make_matcher()
+            except Exception as error:
+                self._live.fail_alone(live, "the grammar could not be begun", error)
+                return
         self.scheduler.add(choices[0])
 
     def cancel(self, request_id: RequestId) -> bool:
         """End a request with CANCELLED; its output comes with the next step. False: not live."""
-        live = self._requests.get(request_id)
+        live = self._live.by_id.get(request_id)
         if live is None:
             return False
-        self._end_all(live, FinishReason.CANCELLED)
+        self._live.end_all(live, FinishReason.CANCELLED)
         return True
 
     def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> bool:
         """End a choice with STOP as of its first `num_tokens` output tokens. False: it is not
         live.
         """
-        live = self._requests.get(request_id)
+        live = self._live.by_id.get(request_id)
         request = None if live is None else live.choices.get(choice)
         if live is None or request is None:
             return False
@@ -155,14 +163,14 @@ class EngineCore:
         kept = max(0, min(num_tokens, known))
         del request.token_ids[request.num_prompt_tokens + kept :]
         request.num_pending_tokens = 0
-        self._end(live, request, FinishReason.STOP)
+        self._live.end(live, request, FinishReason.STOP)
         return True
 
     def fail_all(self, message: str, *, retryable: bool) -> None:
         """End every live request with an error."""
         failure = RequestFailure(message=message, error_id=new_error_id(), retryable=retryable)
-        for live in list(self._requests.values()):
-            self._fail(live, failure)
+        for live in list(self._live.by_id.values()):
+            self._live.fail(live, failure)
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -171,28 +179,26 @@ class EngineCore:
         time since.
         """
         now = self.clock()
-        self._end_overdue(now)
-        if self._pending is not None and self._must_wait():
+        self._live.end_overdue(now)
+        if self._in_flight and self._must_wait():
             self._collect()
-        batch = self.scheduler.schedule(now, is_step_pending=self._pending is not None)
+        batch = self.scheduler.schedule(now, is_step_pending=bool(self._in_flight))
         if batch is None:
             self._collect()
-            batch = self.scheduler.schedule(self.clock())
-        is_idle = batch is None or batch.is_empty
-        launched = None if batch is None or is_idle else self._launch(batch, now)
-        if self._pending is not None:
-            self._collect()
-        elif is_idle and self.scheduler.waiting and not self.scheduler.running:
-            self._end_unschedulable()
-        self._pending = launched
-        if not self.overlap:
+            batch = self.scheduler.schedule(now)
+        self._end_hopeless(now)
+        is_launched = False
+        if batch is not None and not batch.is_empty:
+            is_launched = self._launch(batch, now)
+        elif not self._in_flight:
+            self._check_idle()
+        while len(self._in_flight) > (1 if self.overlap and is_launched else 0):
             self._collect()
         return self.take_outputs()
 
     def take_outputs(self) -> StepOutputs:
         """The outputs since the last call."""
-        outputs, record = tuple(self._outputs), self._record
-        self._outputs.clear()
+        outputs, record = self._live.take_outputs(), self._record
         self._record = None
         return StepOutputs(time=self.clock(), outputs=outputs, step=record)
 
@@ -207,10 +213,17 @@ class EngineCore:
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
-            requests_accepted=self._accepted,
-            requests_finished=self._finished,
+            requests_accepted=self._live.num_accepted,
+            requests_finished=self._live.num_finished,
             preemptions=self.scheduler.num_preemptions,
             last_step_s=self._last_step_s,
+            blocks_cached=kv_cache.num_cached_blocks,
+            host_blocks_total=kv_cache.num_host_slots,
+            host_blocks_used=kv_cache.num_used_host_slots,
+            offloads=kv_cache.offloads,
+            restores=kv_cache.restores,
+            prefix_queries=kv_cache.prefix_queries,
+            prefix_hits=kv_cache.prefix_hits,
         )
 
     def _must_wait(self) -> bool:
@@ -220,25 +233,26 @@ class EngineCore:
             for request in self.scheduler.running.values()
         )
 
-    def _launch(self, batch: ScheduledBatch, now: float) -> _LaunchedStep | None:
+    def _launch(self, batch: ScheduledBatch, now: float) -> bool:
         """Begin a batch. An exception fails the batch's requests, and the loop goes on."""
         try:
             pending = self.runner.launch(batch)
         except Exception as error:
+            while self._in_flight:
+                self._collect()
             self._step_failed(batch, error)
-            return None
+            return False
         for part in batch.requests:
             self.scheduler.launched(part)
             if part.samples:
                 part.request.token_ids.append(PENDING_TOKEN)
                 part.request.num_pending_tokens += 1
-        return _LaunchedStep(batch, pending, now)
+        self._in_flight.append(_LaunchedStep(batch, pending, now))
+        return True
 
     def _collect(self) -> None:
-        """Wait for the pending step, if there is one, and take its results."""
-        step, self._pending = self._pending, None
-        if step is None:
-            return
+        """Wait for the oldest step in flight and take its results."""
+        step = self._in_flight.popleft()
         try:
             sampled = step.pending.result()
         except Exception as error:
@@ -248,7 +262,7 @@ class EngineCore:
         self._take(step, sampled)
 
     def _step_failed(self, batch: ScheduledBatch, error: Exception) -> None:
-        """End a failed batch's requests."""
+        """End a failed batch's requests; others whose blocks it should have copied begin anew."""
         error_id = new_error_id()
         logger.error(
             "error %s: a step of %d requests failed; they end with an error, the others go on",
@@ -261,10 +275,14 @@ class EngineCore:
             error_id=error_id,
         )
         for part in batch.requests:
-            live = self._requests.get(part.request.request_id)
+            live = self._live.by_id.get(part.request.request_id)
             if live is not None and live.choices.get(part.request.choice) is part.request:
-                self._fail(live, failure)
-        self.scheduler.step_failed(batch)
+                self._live.fail(live, failure)
+        for request in self.scheduler.step_failed(batch):
+            for step in self._in_flight:
+                step.void.add(request.key)
+            del request.token_ids[request.num_tokens - request.num_pending_tokens :]
+            request.num_pending_tokens = 0
 
     def _take(self, step: _LaunchedStep, sampled: SampledTokens) -> None:
         """Record what was computed, append the new tokens, end what is complete."""
@@ -278,27 +296,36 @@ class EngineCore:
                 num_prompt_tokens += part.num_tokens
             token = next(tokens) if part.samples else None
             token_logprobs = next(logprobs) if part.samples and logprobs is not None else None
-            if request.status.is_terminal:
-                continue  # it ended while the step ran
-            live = self._requests[request.request_id]
+            if request.status.is_terminal or request.key in step.void:
+                continue  # it ended, or lost its blocks, while the step ran
+            live = self._live.by_id[request.request_id]
             if part.samples and not live.is_forked:
-                self._fork(live, request, now)
+                self._fork(live, request)
             self.scheduler.computed(part)
-            known = sampled.prompt_logprobs.get(request.key, ())
-            # What was reported before a preemption is not reported again.
-            done = len(request.prompt_logprobs)
-            request.prompt_logprobs.extend(known[max(0, done - part.start) :])
+            if not live.is_prompt_reported:
+                known = sampled.prompt_logprobs.get(request.key, ())
+                # What was computed before a preemption is not taken again.
+                done = len(request.prompt_logprobs)
+                request.prompt_logprobs.extend(known[max(0, done - part.start) :])
             if token is not None:
                 position = part.start + part.num_tokens
                 self._append(live, request, position, token, token_logprobs, now)
+        self._measure(step, num_prompt_tokens, now)
+
+    def _measure(self, step: _LaunchedStep, num_prompt_tokens: int, now: float) -> None:
+        """Record how long a step took, and with how much. `now`: monotonic seconds."""
         self._prompt_tokens += num_prompt_tokens
         self._last_step_s = now - step.launched
+        num_tokens = step.batch.num_tokens
         self._record = StepRecord(
             duration_s=self._last_step_s,
             num_requests=len(step.batch.requests),
             num_prompt_tokens=num_prompt_tokens,
-            num_decode_tokens=step.batch.num_tokens - num_prompt_tokens,
+            num_decode_tokens=num_tokens - num_prompt_tokens,
         )
+        # A step that was launched behind another began when that one was over.
+        self.scheduler.measured(num_tokens, now - max(step.launched, self._last_collect))
+        self._last_collect = now
 
     def _append(
         self,
@@ -311,38 +338,42 @@ class EngineCore:
     ) -> None:
         """Take the token that was sampled for a position of a live choice."""
         if token == INVALID_TOKEN:
-            self._fail_alone(live, "the model gave no finite logits for this request")
+            self._live.fail_alone(live, "the model gave no finite logits for this request")
             return
-        prompt_done, prompt_logprobs = self._report_prompt(live, request)
         if position >= request.max_total_tokens:
             # Nothing may be generated: max_tokens is 0. The prompt was processed, the sampled token
             # is not wanted.
-            if prompt_done is not None:
-                self._outputs.append(
-                    RequestOutput(
-                        request.request_id,
-                        prompt_done=prompt_done,
-                        prompt_logprobs=prompt_logprobs,
-                    )
+            prompt_done, prompt_logprobs = self._report_prompt(live, request)
+            self._live.outputs.append(
+                RequestOutput(
+                    request.request_id,
+                    prompt_done=prompt_done,
+                    prompt_logprobs=prompt_logprobs,
                 )
-            self._end_all(live, FinishReason.LENGTH)
+            )
+            self._live.end_all(live, FinishReason.LENGTH)
             return
+        try:
+            reason = self._reason_to_end(request, position, token)
+        except Exception as error:
+            self._live.fail_alone(live, "the grammar failed", error)
+            return
+        if reason is FinishReason.ERROR:
+            self._live.fail_alone(live, "the model left the form that was asked for")
+            return
+        prompt_done, prompt_logprobs = self._report_prompt(live, request)
         request.token_ids[position] = token
         request.num_pending_tokens -= 1
         self._generated_tokens += 1
         if request.first_token is None:
             request.first_token = now
         request.last_token = now
-        reason = self._reason_to_end(request, position, token)
-        if reason is FinishReason.ERROR:
-            self._fail_alone(live, "the model left the form that was asked for")
-            return
         finish = None
         if reason is not None:
             stop_token_id = token if token in request.ending_token_ids else None
-            self._close(live, request, reason)
+            self._live.close(live, request, reason)
             finish = describe_end(request, reason, self.clock(), stop_token_id=stop_token_id)
-        self._outputs.append(
+        self._live.outputs.append(
             RequestOutput(
                 request_id=request.request_id,
                 choice=request.choice,
@@ -378,10 +409,12 @@ class EngineCore:
         if live.is_prompt_reported:
             return None, None
         live.is_prompt_reported = True
+        logprobs = tuple(request.prompt_logprobs)
+        request.prompt_logprobs.clear()
         wanted = request.spec.prompt_logprobs is not None
-        return request.num_cached_tokens, tuple(request.prompt_logprobs) if wanted else None
+        return request.num_cached_tokens, logprobs if wanted else None
 
-    def _fork(self, live: LiveRequest, parent: Request, now: float) -> None:
+    def _fork(self, live: LiveRequest, parent: Request) -> None:
         """Let the other choices begin, the first time that the prompt was processed whole.
 
         Comes before the step is recorded as computed: then the blocks are still there that the
@@ -391,71 +424,28 @@ class EngineCore:
             return  # nothing may be generated, all choices end
         live.is_forked = True
         children = [request for request in live.choices.values() if request is not parent]
-        for child in children:
-            child.num_cached_tokens = parent.num_cached_tokens
-        self.scheduler.fork(parent, children, now)
+        self.scheduler.fork(parent, children)
 
-    # ---- ends ----------------------------------------------------------------------------------
-
-    def _end_unschedulable(self) -> None:
-        """End the head of the queue that does not even fit alone, which admission should have
-        refused.
-        """
-        request = next(iter(self.scheduler.waiting.values()))
-        self._fail_alone(
-            self._requests[request.request_id], "the request does not fit the KV cache"
-        )
-
-    def _fail_alone(self, live: LiveRequest, what: str) -> None:
-        """End one request with an error that is its own."""
-        error_id = new_error_id()
-        logger.error("error %s: %s: %s", error_id, live.spec.request_id, what)
-        self._fail(live, RequestFailure(message=f"{what} (error {error_id})", error_id=error_id))
-
-    def _fail(self, live: LiveRequest, failure: RequestFailure) -> None:
-        """End a request with an error: one output, whatever was to come of its choices."""
-        first, *others = live.choices.values()
-        for request in (first, *others):
-            self._close(live, request, FinishReason.ERROR)
-        finish = describe_end(first, FinishReason.ERROR, self.clock(), failure=failure)
-        self._outputs.append(
-            RequestOutput(first.request_id, choice=first.choice, finish=finish, ends_request=True)
-        )
-
-    def _end_overdue(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, live = heapq.heappop(self._deadlines)
-            self._end_all(live, FinishReason.TIME_LIMIT)
+    def _end_hopeless(self, now: float) -> None:
+        """End what the policy gives up. Choices that run already may go on to the limit."""
         for request in self.scheduler.take_hopeless(now):
-            self._end_all(self._requests[request.request_id], FinishReason.TIME_LIMIT)
+            live = self._live.by_id[request.request_id]
+            if live.is_forked:
+                self._live.end(live, request, FinishReason.TIME_LIMIT)
+            else:
+                self._live.end_all(live, FinishReason.TIME_LIMIT)
 
-    def _end_all(self, live: LiveRequest, reason: FinishReason) -> None:
-        """End a request's live choices now, with an output each."""
-        for request in list(live.choices.values()):
-            self._end(live, request, reason)
+    def _check_idle(self) -> None:
+        """Nothing runs and nothing could be launched. If the head of the queue does not even fit
+        alone, which admission should have refused, it ends.
 
-    def _end(self, live: LiveRequest, request: Request, reason: FinishReason) -> None:
-        """End a choice now, with an output of its own."""
-        self._close(live, request, reason)
-        self._outputs.append(
-            RequestOutput(
-                request_id=request.request_id,
-                choice=request.choice,
-                finish=describe_end(request, reason, self.clock()),
-                ends_request=not live.choices,
-            )
-        )
-
-    def _close(self, live: LiveRequest, request: Request, reason: FinishReason) -> None:
-        """Take a choice out of everything that knows it. The only way in which one ends."""
-        was_first = request is next(iter(live.choices.values()))
-        del live.choices[request.choice]
-        if not live.choices:
-            del self._requests[request.request_id]
-            self._finished += 1
-        elif was_first and not live.is_forked:
-            # The one that computes the prompt ends before the others began: the next one does.
-            self.scheduler.add(next(iter(live.choices.values())))
-        self.scheduler.remove(request)
-        self.runner.release(request.key)
-        request.status = STATUS_OF[reason]
+        Raises:
+            RuntimeError: there are running requests. A policy that leaves them out of an empty step
+                would do so for ever.
+        """
+        if self.scheduler.running:
+            raise RuntimeError("the scheduling policy chose nothing of what runs")
+        request = self.scheduler.next_waiting()
+        if request is not None:
+            live = self._live.by_id[request.request_id]
+            self._live.fail_alone(live, "the request does not fit the KV cache")

@@ -167,10 +167,9 @@ class KVCacheManager:
         return self._match(request).num_blocks * self.block_size
 
     def can_start(
-        self, request: Request, num_found: int, first_chunk: int, spare_blocks: int
+        self, request: Request, num_found: int, first_chunk: int, spare_blocks: Sequence[int]
     ) -> bool:
-        """Whether a request that holds nothing has room for all its tokens, leaving `spare_blocks`
-        in each group.
+        """Whether a request that holds nothing has room for all its tokens, leaving `spare_blocks`.
 
         A group with full attention must have room for all tokens; a sliding one for what is found
         and the first chunk, since what the window leaves behind is given back before the next.
@@ -180,6 +179,8 @@ class KVCacheManager:
         Args:
             num_found: what `find_prefix` has said.
             first_chunk: how many tokens the first step computes.
+            spare_blocks: for each group, how many blocks must stay free; below zero: so many are
+                taken to be given back first.
         """
         kept = self._host.kept(request.key)
         match = self._match(request) if kept is None else self._no_match
@@ -188,7 +189,7 @@ class KVCacheManager:
             part = match.groups[i]
             num_null = part.first if kept is None else kept.groups[i].first
             needed = self._blocks_for(tokens) - num_null - len(part.blocks) + part.num_cached
-            if needed + spare_blocks > pool.num_free:
+            if needed + spare_blocks[i] > pool.num_free:
                 return False
         return True
 

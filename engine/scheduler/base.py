@@ -11,10 +11,13 @@ output to compute again (or what the host did not keep), and all of them are the
 
 A step: `schedule` decides it, `launched` records that its tokens are being computed, `computed`
 that they are. Between the two a further step may be scheduled.
+
+docs/schedulers.md shows how a policy is written and registered.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -27,21 +30,40 @@ from engine.types import RequestKey
 
 class StepPendingError(Exception):
     """There are not enough blocks, and a step is still running whose end may free some: nothing is
-    decided now. Raised by `Scheduler.extend`, caught by `Scheduler.schedule`; policies let it pass.
+    decided now. Raised by what a policy calls, caught by `Scheduler.schedule`; policies let it
+    pass.
     """
 
 
 class StepPlan:
-    """A step that is being put together: what is in it, and what is left of the token budget."""
+    """A step that is being put together.
+
+    Attributes:
+        budget: how many tokens it may still take.
+        parts: what is in it.
+        preempted: the requests that were preempted for it.
+    """
+
+    __slots__ = ("budget", "parts", "preempted")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.parts: list[ScheduledRequest] = []
+        self.parts: dict[RequestKey, ScheduledRequest] = {}
+        self.preempted: set[RequestKey] = set()
 
 
 class Scheduler(ABC):
-    """Base of the policies. A policy is the order in which `choose` calls `extend` and `admit`; the
-    bookkeeping is here. Called on the engine's thread only.
+    """Base of the policies. A policy is the order in which `choose` calls `make_room`, `extend` and
+    `admit`; the bookkeeping is here. Called on the engine's thread only.
+
+    Attributes:
+        kv_cache: the blocks.
+        max_batch_tokens: the token budget of a step.
+        max_requests_per_batch: most requests that run at the same time.
+        safety_margin: see ContinuousBatchingConfig.
+        waiting: the queue, in the order of arrival; preempted requests at its head.
+        running: the batch, in the order in which its requests were started.
+        num_preemptions: since the start.
     """
 
     def __init__(
@@ -67,23 +89,54 @@ class Scheduler(ABC):
     def choose(self, plan: StepPlan, now: float) -> None:
         """Fill the step. Contract:
 
-        - requests are put into it by `extend` (running ones) and `admit` (waiting ones) alone, and
-          taken out of the batch by `preempt` alone; each request at most once;
+        - requests are put into it by `extend` (those of `runnable`) and `admit` (waiting ones)
+          alone, and taken out of the batch by `make_room` and `preempt` alone; each is put in at
+          most once, and only while `plan.budget` lasts;
         - a request for which `extend` found no blocks waits for the next step, or others are
-          preempted for it; a request that runs alone always fits;
-        - if anything is runnable, the step is not empty;
-        - the cost does not grow with the queue's length.
+          preempted for it (`make_room`); a request that runs alone always fits;
+        - none that `admit` put in is preempted for the same step;
+        - if anything is runnable or could be admitted, the step is not empty;
+        - each request is put in after a bounded number of steps in which nothing new arrives: the
+          simplest way is that one request, such as the one that was started first, is never
+          preempted and never left out for long;
+        - the cost does not grow with the queue's length;
+        - StepPendingError passes through. `choose` is then called again, for an empty plan.
 
         Args:
             plan: empty, with the whole token budget.
             now: monotonic seconds.
         """
 
+    def queued(self, request: Request) -> None:  # noqa: B027  # policies may do without
+        """A request has entered the queue, new or preempted: for policies that keep an order of
+        their own. One that leaves it is just not in `waiting` any more.
+        """
+
+    def next_waiting(self) -> Request | None:
+        """The waiting request whose turn is next; None: none waits."""
+        return next(iter(self.waiting.values()), None)
+
+    def take_hopeless(self, now: float) -> Iterable[Request]:
+        """Waiting requests that cannot be done within their time limits: the core ends them. Called
+        after each `schedule`.
+        """
+        return ()
+
+    def measured(self, num_tokens: int, seconds: float) -> None:  # noqa: B027  # likewise
+        """A step of this many tokens took this long: for policies that estimate."""
+
     # ---- what the core calls -------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Put a new request into the queue."""
         self.waiting[request.key] = request
+        self.queued(request)
+
+    def put_back(self, request: Request) -> None:
+        """Put a request that was in the batch, or belongs to one, at the head of the queue."""
+        self.waiting[request.key] = request
+        self.waiting.move_to_end(request.key, last=False)
+        self.queued(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is, and give its blocks back. O(its blocks)."""
@@ -91,19 +144,24 @@ class Scheduler(ABC):
         self.running.pop(request.key, None)
         self.kv_cache.free(request.key)
 
-    def fork(self, parent: Request, children: Sequence[Request], now: float) -> None:
+    def fork(self, parent: Request, children: Sequence[Request]) -> None:
         """Take in the other choices of a request whose prompt has just been computed: they share
         its blocks where there is room, and wait at the head of the queue where there is none.
         """
-        for child in reversed(children):
+        left: list[Request] = []
+        for child in children:
+            child.first_scheduled = parent.first_scheduled
+            child.num_cached_tokens = parent.num_cached_tokens
+            num_computed = None
             if len(self.running) < self.max_requests_per_batch:
                 num_computed = self.kv_cache.fork(parent, child)
-                if num_computed is not None:
-                    child.num_computed_tokens = num_computed
-                    child.status = RequestStatus.PREFILLING
-                    child.first_scheduled = now
-                    self.running[child.key] = child
-                    continue
+            if num_computed is None:
+                left.append(child)
+                continue
+            child.num_computed_tokens = num_computed
+            child.status = RequestStatus.PREFILLING
+            self.running[child.key] = child
+        for child in reversed(left):
             self.put_back(child)
 
     @property
@@ -128,16 +186,11 @@ class Scheduler(ABC):
             self.choose(plan, now)
         except StepPendingError:
             return None
-        plan.parts.sort(key=_step_order)
         return ScheduledBatch(
-            requests=tuple(plan.parts),
+            requests=tuple(sorted(plan.parts.values(), key=_step_order)),
             num_tokens=self.max_batch_tokens - plan.budget,
             copies=self.kv_cache.take_copies(),
         )
-
-    def take_hopeless(self, now: float) -> Iterable[Request]:
-        """Waiting requests that cannot be done within their time limits: the core ends them."""
-        return ()
 
     def launched(self, part: ScheduledRequest) -> None:
         """Record that a part's step was launched. Called before the next token is appended."""
@@ -147,17 +200,17 @@ class Scheduler(ABC):
             request.status = RequestStatus.DECODING
 
     def computed(self, part: ScheduledRequest) -> None:
-        """Record that a part was computed, and its request still lives. It may have been preempted
-        since, and have started again with other blocks.
-        """
-        key = part.request.key
-        if key in self.running and part.tables is self.kv_cache.tables(key):
-            self.kv_cache.commit(part.request, part.start + part.num_tokens)
+        """Record that a part was computed, and its request still runs."""
+        self.kv_cache.commit(part.request, part.start + part.num_tokens)
 
-    def step_failed(self, batch: ScheduledBatch) -> None:
-        """A step failed; the requests in it were removed. Those whose blocks were to be copied by
-        it are computed again.
+    def step_failed(self, batch: ScheduledBatch) -> list[Request]:
+        """A step failed; the requests in it were removed.
+
+        Returns:
+            Others, whose blocks were to be copied by it: they wait, and are computed again. What a
+            later step that was launched already says of them is wrong.
         """
+        lost: list[Request] = []
         for key in self.kv_cache.copies_failed(batch.copies):
             request = self.running.get(key) or self.waiting.get(key)
             if request is not None:
@@ -165,8 +218,16 @@ class Scheduler(ABC):
                 if key in self.running:
                     self._give_up(request)
                 request.num_computed_tokens = 0
+                lost.append(request)
+        return lost
 
     # ---- what a policy calls -------------------------------------------------------------------
+
+    def runnable(self) -> list[Request]:
+        """The running requests that have something to compute, in the order of `running`. The
+        others wait for their last token.
+        """
+        return [request for request in self.running.values() if not request.is_generated]
 
     def extend(self, plan: StepPlan, request: Request) -> bool:
         """Put as many of a running request's tokens into the step as the budget lets.
@@ -176,14 +237,43 @@ class Scheduler(ABC):
 
         Raises:
             StepPendingError: there are not enough blocks while a step is pending.
+            ValueError: it is in the step already, or the budget is spent.
         """
-        num_tokens = min(request.num_tokens_to_compute, plan.budget)
-        end = request.num_computed_tokens + num_tokens
-        if not self.kv_cache.allocate(request.key, end):
-            if not self._may_preempt:
-                raise StepPendingError
+        if plan.budget < 1 or request.key in plan.parts:
+            raise ValueError("a request is put into a step once, while there is a token budget")
+        if not self._has_room(plan, request):
             return False
-        self._put(plan, request, num_tokens)
+        start = request.num_computed_tokens
+        num_tokens = min(request.num_tokens_to_compute, plan.budget)
+        plan.parts[request.key] = ScheduledRequest(
+            request=request,
+            start=start,
+            num_tokens=num_tokens,
+            tables=self.kv_cache.tables(request.key),
+            samples=start + num_tokens == len(request.token_ids),
+        )
+        plan.budget -= num_tokens
+        return True
+
+    def make_room(self, plan: StepPlan, request: Request, victims: list[Request]) -> bool:
+        """Get the blocks for a running request's next tokens (as many as the budget lets, at least
+        one), so that `extend` finds them.
+
+        Args:
+            victims: running requests, from which as many as need be are preempted and removed, the
+                last first. The request is one of them.
+
+        Returns:
+            False: it was preempted itself.
+
+        Raises:
+            StepPendingError: there are not enough blocks while a step is pending.
+        """
+        while not self._has_room(plan, request):
+            victim = victims.pop()
+            self.preempt(plan, victim)
+            if victim is request:
+                return False
         return True
 
     def admit(self, plan: StepPlan, request: Request, now: float) -> bool:
@@ -193,11 +283,7 @@ class Scheduler(ABC):
             Whether that was done; False: the batch is full, or there are not enough blocks for all
             its tokens beside what the running requests may still need.
         """
-        if len(self.running) >= self.max_requests_per_batch or request.num_pending_tokens:
-            return False
-        found = self.kv_cache.find_prefix(request)
-        num_tokens = min(request.num_tokens - found, plan.budget)
-        if not self.kv_cache.can_start(request, found, num_tokens, self._spare_blocks()):
+        if plan.budget < 1 or not self.could_admit(plan, request, ()):
             return False
         request.num_computed_tokens = self.kv_cache.start(request)
         if request.first_scheduled is None:
@@ -210,18 +296,45 @@ class Scheduler(ABC):
             raise RuntimeError("a request was started without room for its first tokens")
         return True
 
-    def preempt(self, request: Request) -> None:
-        """Take a running request out of the batch: it gives up its blocks and goes back into the
-        queue.
+    def could_admit(self, plan: StepPlan, request: Request, without: Sequence[Request]) -> bool:
+        """Whether `admit` would find a place and blocks if some of the running requests were
+        preempted. Where they share blocks with others, it may find fewer than this thinks.
         """
-        num_kept = self.kv_cache.preempt(request)
-        self._give_up(request)
-        request.num_computed_tokens = num_kept
+        num_running = len(self.running) - len(without)
+        if num_running >= self.max_requests_per_batch:
+            return False
+        spare = self._spare_blocks(num_running)
+        for other in without:
+            for index, table in enumerate(self.kv_cache.tables(other.key)):
+                spare[index] -= table.length - table.released
+        found = self.kv_cache.find_prefix(request)
+        num_tokens = min(request.num_tokens - found, plan.budget)
+        return self.kv_cache.can_start(request, found, num_tokens, spare)
 
-    def put_back(self, request: Request) -> None:
-        """Put a request that was in the batch, or belongs to one, at the head of the queue."""
-        self.waiting[request.key] = request
-        self.waiting.move_to_end(request.key, last=False)
+    def preempt(self, plan: StepPlan, request: Request) -> None:
+        """Take a running request out of the batch, and of the step if it is in it: it gives up its
+        blocks and goes back into the queue.
+
+        Raises:
+            StepPendingError: a step is pending.
+        """
+        if not self._may_preempt:
+            raise StepPendingError
+        part = plan.parts.pop(request.key, None)
+        if part is not None:
+            plan.budget += part.num_tokens
+        plan.preempted.add(request.key)
+        num_kept = self.kv_cache.preempt(request)
+        request.num_computed_tokens = num_kept
+        self._give_up(request)
+
+    def _has_room(self, plan: StepPlan, request: Request) -> bool:
+        num_tokens = min(request.num_tokens_to_compute, max(plan.budget, 1))
+        if self.kv_cache.allocate(request.key, request.num_computed_tokens + num_tokens):
+            return True
+        if not self._may_preempt:
+            raise StepPendingError
+        return False
 
     def _give_up(self, request: Request) -> None:
         del self.running[request.key]
@@ -230,25 +343,19 @@ class Scheduler(ABC):
         self.num_preemptions += 1
         self.put_back(request)
 
-    def _put(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
-        start = request.num_computed_tokens
-        plan.parts.append(
-            ScheduledRequest(
-                request=request,
-                start=start,
-                num_tokens=num_tokens,
-                tables=self.kv_cache.tables(request.key),
-                samples=start + num_tokens == len(request.token_ids),
-            )
-        )
-        plan.budget -= num_tokens
-
-    def _spare_blocks(self) -> int:
-        """Blocks to leave for the growth of the running requests, so that a newcomer does not make
-        one preempt.
+    def _spare_blocks(self, num_running: int) -> list[int]:
+        """Blocks of each group to leave for the growth of the running requests, so that a newcomer
+        does not make one preempt: the safety margin, or one block a request up to a tenth of the
+        smallest group. None where nothing runs.
         """
-        smallest = min((pool.num_blocks for pool in self.kv_cache.pools), default=0)
-        return min(len(self.running), smallest // 10)
+        pools = self.kv_cache.pools
+        if num_running == 0:
+            return [0] * len(pools)
+        if self.safety_margin is None:
+            smallest = min((pool.num_blocks for pool in pools), default=0)
+            return [min(num_running, smallest // 10)] * len(pools)
+        # Less a hair, so that 0.7 of 10 is 7 however it is rounded.
+        return [math.ceil(self.safety_margin * pool.num_blocks - 1e-6) for pool in pools]
 
 
 def _step_order(part: ScheduledRequest) -> tuple[bool, int]:

@@ -4,7 +4,6 @@ still prefill.
 
 from __future__ import annotations
 
-from engine.request import Request
 from engine.scheduler.base import Scheduler, StepPlan
 
 
@@ -22,25 +21,16 @@ class FIFOScheduler(Scheduler):
 
     def choose(self, plan: StepPlan, now: float) -> None:
         """Fill the step; see the class."""
-        order = self._running_order()
-        preempted = False
-        index = 0
-        while index < len(order) and plan.budget > 0:
-            if self.extend(plan, order[index]):
-                index += 1
-            else:
-                self.preempt(order.pop())
-                preempted = True
-        if preempted and plan.parts:
+        order = sorted(self.runnable(), key=lambda request: request.num_tokens_to_compute > 1)
+        victims = list(order)
+        for request in order:
+            if plan.budget < 1 or request.key not in self.running:
+                break
+            if self.make_room(plan, request, victims):
+                self.extend(plan, request)
+        if plan.preempted:
             return
-        while plan.budget > 0 and self.waiting:
-            if not self.admit(plan, next(iter(self.waiting.values())), now):
+        while plan.budget > 0:
+            head = self.next_waiting()
+            if head is None or not self.admit(plan, head, now):
                 return
-
-    def _running_order(self) -> list[Request]:
-        decoding: list[Request] = []
-        prefilling: list[Request] = []
-        for request in self.running.values():
-            if not request.is_generated:
-                (decoding if request.num_tokens_to_compute == 1 else prefilling).append(request)
-        return decoding + prefilling

@@ -1,33 +1,59 @@
 """A runner without a model: tokens computed by hand, and a check of every batch that it is given.
 
-It keeps a cache of its own, slot by slot, as the device would: what is written where, and whether
-every token that a step attends to is found where the block table says it is. A block that was given
-to two requests, freed too early, or left out of a table shows at the step that reads it.
+It keeps caches of its own, slot by slot, as the device and the host would, and makes the block
+copies in them. A slot holds a number that stands for the whole token prefix up to its position, so
+that equal prefixes may share blocks, and anything else that is found where a step attends to is a
+violation: a block that was given to two requests, freed too early, copied too late, or left out of
+a table.
+
+`late`: what a step does happens when its results are collected, from what was read at its launch,
+as on a device that is behind. Whatever is read of a batch's lists after its launch fails.
+
+A violation is no Exception: the core ends a batch whose step raises, and would hide it.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.core import EngineCore
 from engine.kv_cache.block_pool import NULL_BLOCK
+from engine.kv_cache.copies import BlockCopy, StepCopies
 from engine.kv_cache.groups import LayerGroup
 from engine.kv_cache.manager import KVCacheManager
 from engine.outputs import TokenLogprobs
-from engine.request import GenerationRequest
+from engine.request import PENDING_TOKEN, GenerationRequest, Request
 from engine.runner_protocol import INVALID_TOKEN, SampledTokens
-from engine.sampling_params import SamplingParams, StopParams
-from engine.scheduler.fifo import FIFOScheduler
+from engine.sampling_params import LogprobParams, SamplingParams, StopParams
+from engine.scheduler.registry import scheduler_class
 from engine.types import GroupId, RequestId, RequestKey, TokenId
 
 VOCAB = 101
+POISON = TokenId(VOCAB + 13)
+"""What is sampled from a cache that a failed step left wrong. Never to be delivered."""
+_GARBAGE = -1
+
+Slots = npt.NDArray[np.int64]
 
 
-def next_token(last: int, position: int) -> TokenId:
+class Violation(BaseException):
+    """A law of the seam between core and runner was broken."""
+
+
+def demand(law: bool, what: object) -> None:
+    if not law:
+        raise Violation(what)
+
+
+def next_token(last: int, position: int, choice: int = 0) -> TokenId:
     """The token that follows `last`, which stands at `position`."""
-    return TokenId((last * 31 + position * 17 + 7) % VOCAB)
+    return TokenId((last * 31 + position * 17 + choice * 29 + 7) % VOCAB)
 
 
 def expected_tokens(
@@ -36,24 +62,119 @@ def expected_tokens(
     *,
     ending: Sequence[int] = (),
     context: int = 10**9,
+    choice: int = 0,
 ) -> list[int]:
-    """The whole output of a request, computed by hand."""
+    """The whole output of a choice, computed by hand."""
     tokens = list(prompt)
     limit = min(len(prompt) + max_tokens, context)
     while len(tokens) < limit:
-        tokens.append(next_token(tokens[-1], len(tokens) - 1))
+        tokens.append(next_token(tokens[-1], len(tokens) - 1, choice))
         if tokens[-1] in ending:
             break
     return tokens[len(prompt) :]
 
 
-@dataclass(frozen=True)
-class ComputedStep:
-    """A step that was over when it was launched."""
+def prompt_logprob(token: int, position: int) -> TokenLogprobs:
+    """What is reported of a prompt token."""
+    return TokenLogprobs(logprob=-token - 1000.0 * position, rank=position, candidates=())
 
-    sampled: SampledTokens
+
+# ---- lists that may be read during the launch only -------------------------------------------
+
+
+class _Expired:
+    """Stands where a list was that must not be read any more."""
+
+    def __getattr__(self, name: str) -> object:
+        raise Violation(f"{name} of a batch's list was read after its launch")
+
+    def __len__(self) -> int:
+        raise Violation("the length of a batch's list was read after its launch")
+
+    def __iter__(self) -> object:
+        raise Violation("a batch's list was read after its launch")
+
+    def __getitem__(self, index: object) -> object:
+        raise Violation("a batch's list was read after its launch")
+
+
+def expiring(batch: ScheduledBatch) -> tuple[ScheduledBatch, Callable[[], None]]:
+    """The same batch through requests and tables of its own, and what makes their lists fail from
+    then on. For any runner: launch the first, then call the second.
+    """
+    parts = tuple(
+        replace(
+            part,
+            request=copy.copy(part.request),
+            tables=tuple(copy.copy(table) for table in part.tables),
+        )
+        for part in batch.requests
+    )
+
+    def expire() -> None:
+        for part in parts:
+            part.request.token_ids = _Expired()  # type: ignore[assignment]
+            for table in part.tables:
+                table.blocks = _Expired()  # type: ignore[assignment]
+
+    return replace(batch, requests=parts), expire
+
+
+# ---- the runner ------------------------------------------------------------------------------
+
+
+@dataclass
+class _History:
+    """What the runner has seen of a choice: its tokens, and for each of them its prefix's number."""
+
+    tokens: list[int] = field(default_factory=list)
+    prefixes: list[int] = field(default_factory=list)
+
+    def append(self, token: int) -> None:
+        before = self.prefixes[-1] if self.prefixes else 12345
+        self.tokens.append(token)
+        self.prefixes.append((before * 1_000_003 + token + 1) % (2**61 - 1))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a step needs of one request's part, read at its launch. `tail`: the tokens from position
+    `known` on.
+    """
+
+    request: Request
+    start: int
+    end: int
+    samples: bool
+    blocks: tuple[npt.NDArray[np.int32], ...]
+    known: int
+    tail: list[int]
+    mask: npt.NDArray[np.int32] | None
+
+
+class _Step:
+    """A step that was launched; in a late runner it is not computed before its result."""
+
+    def __init__(self, runner: FakeRunner, parts: list[_Part], copies: StepCopies) -> None:
+        self.runner, self.parts, self.copies = runner, parts, copies
+        self.is_tainted = False
+        self.fails = False
+        self.sampled: SampledTokens | None = None
+
+    def compute(self) -> None:
+        self.sampled = self.runner.compute(self)
 
     def result(self) -> SampledTokens:
+        runner = self.runner
+        demand(runner.in_flight[0] is self, "steps are collected in order, once")
+        del runner.in_flight[0]
+        if self.fails:
+            for later in runner.in_flight:
+                later.is_tainted = True
+            raise RuntimeError("scripted failure of a result")
+        if self.sampled is None:
+            self.compute()
+        assert self.sampled is not None
         return self.sampled
 
 
@@ -61,9 +182,11 @@ class FakeRunner:
     """See the module.
 
     Attributes:
-        fail: how many of the next steps raise.
+        fail: how many of the next steps raise when they are launched.
+        fail_results: how many of the next steps raise when they are collected.
         invalid: requests whose next token cannot be sampled.
         hook: called at the start of each step, on the engine's thread.
+        in_flight: the steps that were not collected.
     """
 
     def __init__(
@@ -73,96 +196,220 @@ class FakeRunner:
         max_batch_tokens: int,
         max_requests: int,
         verify: bool = True,
+        late: bool = False,
+        host_slots: Sequence[int] | None = None,
     ) -> None:
         self.kv_cache = kv_cache
         self.max_batch_tokens = max_batch_tokens
         self.max_requests = max_requests
         self.verify = verify
+        self.late = late
         self.fail = 0
+        self.fail_results = 0
         self.invalid: set[RequestId] = set()
         self.hook: Callable[[ScheduledBatch], None] | None = None
         self.released: list[RequestKey] = []
         self.steps = 0
         self.chunks = 0
         self.warmups = 0
-        self._slots: list[dict[int, tuple[RequestId, int, int]]] = [{} for _ in kv_cache.groups]
+        self.overlapped = 0
+        self.copied = {"offloads": 0, "restores": 0, "forks": 0}
+        self.in_flight: list[_Step] = []
+        self.histories: dict[RequestKey, _History] = {}
+        self.sampled: dict[RequestKey, tuple[int, TokenId]] = {}  # position, token
+        size = kv_cache.block_size
+        self._device: list[Slots] = [
+            np.full((pool.num_blocks + 1, size), _GARBAGE, dtype=np.int64)
+            for pool in kv_cache.pools
+        ]
+        self._host: list[Slots] = [
+            np.full((slots, size), _GARBAGE, dtype=np.int64)
+            for slots in (host_slots or [0] * len(kv_cache.pools))
+        ]
 
-    def launch(self, batch: ScheduledBatch) -> ComputedStep:
+    def launch(self, batch: ScheduledBatch) -> _Step:
         self.steps += 1
         if self.hook is not None:
             self.hook(batch)
+        demand(len(self.in_flight) < 2, "at most one other step is pending")
+        self.overlapped += bool(self.in_flight)
         if self.verify:
             self._check_batch(batch)
-            for part in batch.requests:
-                self._write(part)
-            for part in batch.requests:
-                self._read(part)
         self.chunks += sum(1 for part in batch.requests if not part.samples)
         if self.fail:
             self.fail -= 1
             raise RuntimeError("scripted failure")
-        tokens: list[TokenId] = []
-        logprobs: list[TokenLogprobs | None] = []
-        for part in batch.requests:
-            if part.samples:
-                request = part.request
-                token = next_token(request.token_ids[-1], len(request.token_ids) - 1)
-                tokens.append(INVALID_TOKEN if request.request_id in self.invalid else token)
-                asked = request.spec.logprobs is not None
-                logprobs.append(TokenLogprobs(-0.5, 1, ()) if asked else None)
-        return ComputedStep(SampledTokens(token_ids=tokens, logprobs=logprobs))
+        view, expire = expiring(batch) if self.late else (batch, lambda: None)
+        step = _Step(self, [self._read_part(part) for part in view.requests], batch.copies)
+        expire()
+        if self.fail_results:
+            self.fail_results -= 1
+            step.fails = True
+        self.in_flight.append(step)
+        if not self.late:
+            step.compute()
+        return step
 
     def release(self, key: RequestKey) -> None:
         self.released.append(key)
+        self.histories.pop(key, None)
+        self.sampled.pop(key, None)
 
     def warmup(self) -> None:
         self.warmups += 1
 
+    # ---- at the launch ---------------------------------------------------------------------------
+
     def _check_batch(self, batch: ScheduledBatch) -> None:
         parts = batch.requests
-        assert parts, "an empty batch was executed"
-        assert len({part.request.request_id for part in parts}) == len(parts)
-        assert batch.num_tokens == sum(part.num_tokens for part in parts)
-        assert batch.num_tokens <= self.max_batch_tokens, "token budget"
-        assert len(parts) <= self.max_requests
+        demand(parts or not batch.copies.is_empty, "an empty batch was launched")
+        demand(len({part.request.key for part in parts}) == len(parts), "a request is in it twice")
+        demand(batch.num_tokens == sum(part.num_tokens for part in parts), "num_tokens")
+        demand(batch.num_tokens <= self.max_batch_tokens, "token budget")
+        demand(len(parts) <= self.max_requests, "max_requests_per_batch")
         many = [part.num_tokens > 1 for part in parts]
-        assert many == sorted(many), "requests that compute one token come first"
-        for index in range(len(self.kv_cache.groups)):
-            held = [block for part in parts for block in part.tables[index].held()]
-            assert len(held) == len(set(held)), "a block is in two tables"
-            assert NULL_BLOCK not in held
+        demand(many == sorted(many), "requests that compute one token come first")
         for part in parts:
             request = part.request
             end = part.start + part.num_tokens
-            assert part.num_tokens > 0
-            assert part.start == request.num_computed_tokens
-            assert end <= len(request.token_ids)
-            assert part.samples == (end == len(request.token_ids))
-            assert not request.status.is_terminal
+            demand(part.num_tokens > 0, "nothing to compute")
+            demand(part.start == request.num_computed_tokens, "start")
+            demand(end <= len(request.token_ids), "more than there is")
+            demand(end <= request.max_total_tokens, "more than there may be")
+            demand(part.samples == (end == len(request.token_ids)), "samples")
+            demand(not request.status.is_terminal, f"{request.request_id} has ended")
+            pending = request.token_ids[part.start : end].count(PENDING_TOKEN)
+            demand(pending in (0, part.num_tokens == 1), "a pending token among others")
+            demand(not (pending and request.needs_host_tokens), "the token must be on the host")
+            demand(NULL_BLOCK not in [b for table in part.tables for b in table.held()], "null")
             for table in part.tables:
-                assert table.length * self.kv_cache.block_size >= end, "the table is too short"
+                demand(table.length * self.kv_cache.block_size >= end, "the table is too short")
 
-    def _write(self, part: ScheduledRequest) -> None:
-        request = part.request
-        for slots, table in zip(self._slots, part.tables, strict=True):
-            for position in range(part.start, part.start + part.num_tokens):
-                slot = self._slot(table.blocks, position)
-                slots[slot] = (request.request_id, position, request.token_ids[position])
+    def _read_part(self, part: ScheduledRequest) -> _Part:
+        request, end = part.request, part.start + part.num_tokens
+        known = min(part.start, len(self.histories.setdefault(request.key, _History()).tokens))
+        mask = None
+        if request.matcher is not None and part.samples:
+            mask = np.zeros((VOCAB + 31) // 32, dtype=np.int32)
+            request.matcher.fill_mask(mask)
+        return _Part(
+            request=request,
+            start=part.start,
+            end=end,
+            samples=part.samples,
+            blocks=tuple(table.blocks[: table.length].copy() for table in part.tables),
+            known=known,
+            tail=list(request.token_ids[known:end]),
+            mask=mask,
+        )
 
-    def _read(self, part: ScheduledRequest) -> None:
-        """What the step attends to is there, and nobody has written over it."""
-        request = part.request
-        for group, slots, table in zip(self.kv_cache.groups, self._slots, part.tables, strict=True):
+    # ---- on the device -----------------------------------------------------------------------------
+
+    def compute(self, step: _Step) -> SampledTokens:
+        """Copy, write, read, sample; in this order."""
+        self._copy(step.copies)
+        right = [self._take_tokens(step, part) for part in step.parts]
+        if self.verify:
+            self._write(step)
+            for index, part in enumerate(step.parts):
+                right[index] = right[index] and self._check_read(step, part)
+        tokens: list[TokenId] = []
+        logprobs: list[TokenLogprobs | None] = []
+        prompt_logprobs: dict[RequestKey, list[TokenLogprobs]] = {}
+        for part, is_right in zip(step.parts, right, strict=True):
+            request = part.request
+            if request.spec.prompt_logprobs is not None and part.start < request.num_prompt_tokens:
+                prompt = request.spec.prompt
+                prompt_logprobs[request.key] = [
+                    prompt_logprob(prompt[position], position)
+                    for position in range(part.start + 1, min(part.end + 1, len(prompt)))
+                ]
+            if part.samples:
+                token = self._sample(part) if is_right else POISON
+                self.sampled[request.key] = part.end, token
+                tokens.append(token)
+                asked = request.spec.logprobs is not None
+                logprobs.append(TokenLogprobs(-float(token), part.end, ()) if asked else None)
+        return SampledTokens(tokens, logprobs, prompt_logprobs)
+
+    def _copy(self, copies: StepCopies) -> None:
+        def move(
+            name: str, plans: Sequence[BlockCopy], source: list[Slots], to: list[Slots]
+        ) -> None:
+            self.copied[name] += len(plans)
+            for plan in plans:
+                if source is self._device:
+                    demand(plan.source != NULL_BLOCK, f"{name}: the null block is a source")
+                if to is self._device:
+                    demand(plan.target != NULL_BLOCK, f"{name}: the null block is a target")
+                to[plan.group][plan.target] = source[plan.group][plan.source]
+
+        move("offloads", copies.offloads, self._device, self._host)
+        move("restores", copies.restores, self._host, self._device)
+        move("forks", copies.forks, self._device, self._device)
+
+    def _take_tokens(self, step: _Step, part: _Part) -> bool:
+        """Go on with a choice's history; the pending token's value is this runner's own."""
+        history = self.histories.setdefault(part.request.key, _History())
+        for position, given in enumerate(part.tail, part.known):
+            token = given
+            if given == PENDING_TOKEN:
+                at, token = self.sampled.get(part.request.key, (-1, POISON))
+                if at != position:
+                    demand(step.is_tainted, f"no token was sampled for position {position}")
+                    return False
+            if position < len(history.tokens):
+                demand(history.tokens[position] == token, "a token has changed")
+            else:
+                history.append(token)
+        return True
+
+    def _write(self, step: _Step) -> None:
+        for group, device in enumerate(self._device):
+            flat = device.reshape(-1)
+            written: list[int] = []
+            for part in step.parts:
+                slots = self._slots(part, group, part.start)
+                prefixes = self.histories[part.request.key].prefixes[part.start : part.end]
+                flat[slots] = prefixes + [_GARBAGE] * (len(slots) - len(prefixes))
+                written += slots.tolist()
+            demand(len(written) == len(set(written)), "two requests write to one slot")
+
+    def _check_read(self, step: _Step, part: _Part) -> bool:
+        """Whether what the step attends to is there, and nobody has written over it. If a failed
+        step is to blame, what this one has written is garbage.
+        """
+        prefixes = self.histories[part.request.key].prefixes
+        for index, group in enumerate(self.kv_cache.groups):
             first = 0 if group.window is None else max(0, part.start - group.window + 1)
-            for position in range(first, part.start + part.num_tokens):
-                found = slots.get(self._slot(table.blocks, position))
-                wanted = (request.request_id, position, request.token_ids[position])
-                assert found == wanted, f"group {group.group_id}: {found} instead of {wanted}"
+            flat = self._device[index].reshape(-1)
+            found = flat[self._slots(part, index, first)]
+            wanted = np.array(prefixes[first : part.end], dtype=np.int64)
+            if len(found) != len(wanted) or not np.array_equal(found, wanted):
+                demand(
+                    step.is_tainted,
+                    f"group {index}: {part.request.request_id} (choice {part.request.choice}) "
+                    f"attends to {first}…{part.end - 1}, not all is right",
+                )
+                flat[self._slots(part, index, part.start)] = _GARBAGE
+                return False
+        return True
 
-    def _slot(self, blocks: Sequence[int], position: int) -> int:
-        block = int(blocks[position // self.kv_cache.block_size])
-        assert block != NULL_BLOCK, "the window's blocks must be there"
-        return block * self.kv_cache.block_size + position % self.kv_cache.block_size
+    def _slots(self, part: _Part, group: int, first: int) -> npt.NDArray[np.int64]:
+        positions = np.arange(first, part.end)
+        blocks = part.blocks[group][positions // self.kv_cache.block_size].astype(np.int64)
+        demand(bool((blocks != NULL_BLOCK).all()), "the window's blocks must be there")
+        return blocks * self.kv_cache.block_size + positions % self.kv_cache.block_size
+
+    def _sample(self, part: _Part) -> TokenId:
+        if part.request.request_id in self.invalid:
+            return INVALID_TOKEN
+        history = self.histories[part.request.key]
+        token = next_token(history.tokens[part.end - 1], part.end - 1, part.request.choice)
+        if part.mask is not None:
+            while not int(part.mask[token // 32]) >> (token % 32) & 1:
+                token = TokenId((token + 1) % VOCAB)
+        return token
 
 
 class Clock:
@@ -192,21 +439,41 @@ def make_core(
     max_context: int | None = None,
     clock: Callable[[], float] | None = None,
     verify: bool = True,
+    policy: str = "fifo",
+    safety_margin: float | None = None,
+    overlap: bool = False,
+    late: bool = False,
+    share_blocks: bool = False,
+    host_slots: int | None = None,
 ) -> tuple[EngineCore, FakeRunner, KVCacheManager]:
-    """A core around a fake runner; max_context None: what the cache holds for one request."""
+    """A core around a fake runner; max_context None: what the cache holds for one request;
+    host_slots: of each group.
+    """
     sizes = [num_blocks] * len(windows) if isinstance(num_blocks, int) else list(num_blocks)
-    kv_cache = KVCacheManager(make_groups(*windows), sizes, block_size)
-    runner = FakeRunner(
-        kv_cache, max_batch_tokens=max_batch_tokens, max_requests=max_requests, verify=verify
+    slots = None if host_slots is None else [host_slots] * len(windows)
+    kv_cache = KVCacheManager(
+        make_groups(*windows), sizes, block_size, share_blocks=share_blocks, host_slots=slots
     )
-    scheduler = FIFOScheduler(
-        kv_cache, max_batch_tokens=max_batch_tokens, max_requests_per_batch=max_requests
+    runner = FakeRunner(
+        kv_cache,
+        max_batch_tokens=max_batch_tokens,
+        max_requests=max_requests,
+        verify=verify,
+        late=late,
+        host_slots=slots,
+    )
+    scheduler = scheduler_class(policy)(
+        kv_cache,
+        max_batch_tokens=max_batch_tokens,
+        max_requests_per_batch=max_requests,
+        safety_margin=safety_margin,
     )
     fits = kv_cache.max_tokens_per_request(max_batch_tokens)
     core = EngineCore(
         scheduler,
         runner,
         max_context_tokens=fits if max_context is None else min(fits, max_context),
+        overlap=overlap,
         clock=clock or Clock(),
     )
     return core, runner, kv_cache
@@ -219,13 +486,23 @@ def make_request(
     *,
     ending: Sequence[int] = (),
     time_limit_s: float | None = None,
+    n: int = 1,
+    priority: int = 0,
+    prompt_logprobs: int | None = None,
+    logprobs: bool = False,
+    history: bool = False,
 ) -> GenerationRequest:
+    """`history`: its sampling needs the tokens before on the host."""
     return GenerationRequest(
         request_id=RequestId(name),
         prompt=tuple(TokenId(token) for token in prompt),
-        sampling=SamplingParams(),
+        sampling=SamplingParams(frequency_penalty=0.5 if history else 0.0),
         stop=StopParams(
             max_tokens=max_tokens, stop_token_ids=tuple(TokenId(token) for token in ending)
         ),
+        logprobs=LogprobParams() if logprobs else None,
         time_limit_s=time_limit_s,
+        n=n,
+        priority=priority,
+        prompt_logprobs=prompt_logprobs,
     )

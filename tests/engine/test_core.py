@@ -397,4 +397,4 @@ def test_ended_requests_with_far_deadlines_are_not_kept() -> None:
     for index in range(2000):
         core.add(make_request(f"r{index}", [1], 1, time_limit_s=1e9), 100.0)
         core.step()
-    assert len(core._deadlines) < 200
+    assert len(core._live._deadlines) < 200

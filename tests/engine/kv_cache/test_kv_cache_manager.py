@@ -114,15 +114,15 @@ def test_the_longest_request_is_the_tightest_groups() -> None:
 
 def test_a_newcomer_leaves_room_for_those_who_run() -> None:
     kv_cache = KVCacheManager(make_groups(None), [10], 4)
-    assert kv_cache.can_start(_request(RequestKey(1), 40), 0, 8, 0)
-    assert not kv_cache.can_start(_request(RequestKey(1), 40), 0, 8, 1)
-    assert not kv_cache.can_start(_request(RequestKey(1), 41), 0, 8, 0)
+    assert kv_cache.can_start(_request(RequestKey(1), 40), 0, 8, [0])
+    assert not kv_cache.can_start(_request(RequestKey(1), 40), 0, 8, [1])
+    assert not kv_cache.can_start(_request(RequestKey(1), 41), 0, 8, [0])
 
 
 def test_in_a_sliding_group_a_newcomer_needs_its_first_chunk_only() -> None:
     kv_cache = KVCacheManager(make_groups(8), [5], 4)
-    assert kv_cache.can_start(_request(RequestKey(1), 4000), 0, 16, 1)
-    assert not kv_cache.can_start(_request(RequestKey(1), 4000), 0, 21, 0)
+    assert kv_cache.can_start(_request(RequestKey(1), 4000), 0, 16, [1])
+    assert not kv_cache.can_start(_request(RequestKey(1), 4000), 0, 21, [0])
 
 
 def test_sliding_pools_are_small() -> None:

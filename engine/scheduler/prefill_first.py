@@ -1,0 +1,76 @@
+"""New prompts first: the shortest time to a first token, at the cost of unsteady decoding."""
+
+from __future__ import annotations
+
+from engine.kv_cache.manager import KVCacheManager
+from engine.request import Request
+from engine.scheduler.base import Scheduler, StepPlan
+from engine.types import RequestKey
+
+PATIENCE = 8
+"""Steps in a row from which a decoding request may be left out."""
+
+
+class PrefillFirstScheduler(Scheduler):
+    """Prefill requests have priority.
+
+    1. Decoding requests that were left out of PATIENCE steps in a row come first, the one that has
+       waited longest before the others.
+    2. Then the prefilling requests get their chunks, then the queue is admitted in its order, as
+       in FIFOScheduler; then the other decoding requests share what is left of the token budget.
+
+    So a decoding request gets a token within PATIENCE + ⌈max_requests_per_batch /
+    max_batch_tokens⌉ steps, unless it is preempted.
+
+    The blocks for one more token of each decoding request are taken before anybody is admitted.
+    When they run out, the request that was started last is preempted, so that the one that was
+    started first always goes on.
+    """
+
+    def __init__(
+        self,
+        kv_cache: KVCacheManager,
+        *,
+        max_batch_tokens: int,
+        max_requests_per_batch: int,
+        safety_margin: float | None = None,
+    ) -> None:
+        super().__init__(
+            kv_cache,
+            max_batch_tokens=max_batch_tokens,
+            max_requests_per_batch=max_requests_per_batch,
+            safety_margin=safety_margin,
+        )
+        self._left_out: dict[RequestKey, int] = {}  # steps in a row, of the decoding requests
+
+    def choose(self, plan: StepPlan, now: float) -> None:
+        """Fill the step; see the class."""
+        prefilling: list[Request] = []
+        decoding: list[Request] = []
+        for request in self.runnable():
+            (decoding if request.num_tokens_to_compute == 1 else prefilling).append(request)
+        decoding.sort(key=lambda request: -self._left_out.get(request.key, 0))
+        overdue = [one for one in decoding if self._left_out.get(one.key, 0) >= PATIENCE]
+        victims = list(self.running.values())
+        for request in overdue + prefilling:
+            self._extend(plan, request, victims)
+        for request in decoding:
+            if request.key in self.running:
+                self.make_room(plan, request, victims)
+        while plan.budget > 0 and not plan.preempted:
+            head = self.next_waiting()
+            if head is None or not self.admit(plan, head, now):
+                break
+        for request in decoding:
+            self._extend(plan, request, victims)
+        self._left_out = {
+            request.key: self._left_out.get(request.key, 0) + 1
+            for request in decoding
+            if request.key in self.running and request.key not in plan.parts
+        }
+
+    def _extend(self, plan: StepPlan, request: Request, victims: list[Request]) -> None:
+        """Put a request into the step if it still runs, is not in it, and there is a budget."""
+        is_open = plan.budget > 0 and request.key not in plan.parts
+        if is_open and request.key in self.running and self.make_room(plan, request, victims):
+            self.extend(plan, request)

@@ -1,0 +1,166 @@
+"""By priority, then by arrival; and nothing is begun that cannot be done in time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from engine.kv_cache.manager import KVCacheManager
+from engine.request import Request
+from engine.scheduler.base import Scheduler, StepPlan
+from engine.scheduler.request_heap import RequestHeap
+from engine.scheduler.step_times import StepTimes
+
+_CHECKS_PER_STEP = 16
+"""Waiting requests whose time limits are looked at after one step."""
+
+
+class PriorityScheduler(Scheduler):
+    """Higher priority first; within one, the request that arrived first.
+
+    1. Requests come level by level. Within a level, running ones come before waiting ones, and
+       decoding ones before those that still prefill.
+    2. When blocks run out, the request of the lowest priority that arrived last is preempted.
+    3. A waiting request for which there is no place or no room preempts running ones of lower
+       priority, the least of them first, if that makes room for it. One of equal priority waits for
+       them. Nobody overtakes the head of the queue: the highest priority that arrived first.
+    4. A waiting request whose time limit cannot be met is ended instead of run: if even the steps
+       of its prefill, with the whole token budget for itself, would take longer than is left, at
+       the pace of the fastest steps among the last 64 (see StepTimes). Before anything was
+       measured, only a limit that has passed counts.
+
+    A low priority waits for as long as higher ones keep coming.
+    """
+
+    def __init__(
+        self,
+        kv_cache: KVCacheManager,
+        *,
+        max_batch_tokens: int,
+        max_requests_per_batch: int,
+        safety_margin: float | None = None,
+    ) -> None:
+        super().__init__(
+            kv_cache,
+            max_batch_tokens=max_batch_tokens,
+            max_requests_per_batch=max_requests_per_batch,
+            safety_margin=safety_margin,
+        )
+        self._queue = RequestHeap(self.waiting)
+        self._limits = RequestHeap(self.waiting)  # by when a time limit is to be looked at
+        self._hopeless: list[Request] = []
+        self._times = StepTimes(max_batch_tokens)
+
+    # ---- the queue -----------------------------------------------------------------------------
+
+    def queued(self, request: Request) -> None:
+        """Enter it into the heaps."""
+        self._queue.push(_rank(request), request)
+        if request.spec.time_limit_s is not None:
+            needed = self._times.at_least(request.num_tokens)
+            self._limits.push((_deadline(request) - needed,), request)
+
+    def next_waiting(self) -> Request | None:
+        """The highest priority that arrived first."""
+        first = self._queue.peek()
+        return None if first is None else first[1]
+
+    def remove(self, request: Request) -> None:
+        """Forget a request; the heaps drop it by and by."""
+        super().remove(request)
+        self._queue.tidy()
+        self._limits.tidy()
+
+    # ---- time limits ---------------------------------------------------------------------------
+
+    def measured(self, num_tokens: int, seconds: float) -> None:
+        """Remember how long a step took."""
+        self._times.add(num_tokens, seconds)
+
+    def take_hopeless(self, now: float) -> Iterable[Request]:
+        """Those that `choose` came across, and those deeper in the queue whose last moment has
+        come, a few at a time.
+        """
+        hopeless, self._hopeless = self._hopeless, []
+        for _ in range(_CHECKS_PER_STEP):
+            first = self._limits.peek()
+            if first is None or first[0][0] > now:
+                break
+            request = first[1]
+            self._limits.pop()
+            slack = self._slack(request, now)
+            if slack < 0:
+                hopeless.append(request)
+            else:
+                self._limits.push((now + slack,), request)
+        self._limits.tidy()
+        return list({request.key: request for request in hopeless}.values())
+
+    def _slack(self, request: Request, now: float) -> float:
+        """Seconds by which a request that is started now can reach its next token before its time
+        limit; below zero: it cannot.
+        """
+        left = _deadline(request) - now
+        slack = left - self._times.at_least(request.num_tokens)
+        if slack < 0 <= left:
+            # Looked up only where it matters: what is found need not be computed.
+            found = self.kv_cache.find_prefix(request)
+            slack = left - self._times.at_least(request.num_tokens - found)
+        return slack
+
+    # ---- a step --------------------------------------------------------------------------------
+
+    def choose(self, plan: StepPlan, now: float) -> None:
+        """Fill the step; see the class."""
+        turns = deque(sorted(self.runnable(), key=_turn))
+        victims = sorted(self.running.values(), key=_rank)
+        is_open = True
+        while plan.budget > 0:
+            while turns and turns[0].key not in self.running:
+                turns.popleft()
+            head = self.next_waiting() if is_open else None
+            if head is not None and (not turns or head.spec.priority > turns[0].spec.priority):
+                if self._slack(head, now) < 0:
+                    self._queue.pop()
+                    self._hopeless.append(head)
+                else:
+                    is_open = self._admit(plan, head, victims, now)
+            elif turns:
+                request = turns.popleft()
+                if self.make_room(plan, request, victims):
+                    self.extend(plan, request)
+                is_open = is_open and not plan.preempted
+            else:
+                return
+
+    def _admit(self, plan: StepPlan, head: Request, victims: list[Request], now: float) -> bool:
+        """Start the head of the queue, if need be in place of requests of lower priority."""
+        if head.key in plan.preempted:
+            return False
+        if self.admit(plan, head, now):
+            return True
+        lower = [one for one in victims if one.spec.priority < head.spec.priority]
+        if not lower or not self.could_admit(plan, head, lower):
+            return False
+        for _ in lower:
+            self.preempt(plan, victims.pop())
+            if self.admit(plan, head, now):
+                return True
+        return False
+
+
+def _deadline(request: Request) -> float:
+    """Monotonic seconds; infinite without a time limit."""
+    limit = request.spec.time_limit_s
+    return float("inf") if limit is None else request.arrival + limit
+
+
+def _rank(request: Request) -> tuple[float, float, int]:
+    """Who comes first, and who is preempted last."""
+    return -request.spec.priority, request.arrival, request.key
+
+
+def _turn(request: Request) -> tuple[int, bool, float, int]:
+    """In which order the running requests get their parts of the token budget."""
+    prefills = request.num_tokens_to_compute > 1
+    return -request.spec.priority, prefills, request.arrival, request.key

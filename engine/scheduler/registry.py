@@ -1,0 +1,53 @@
+"""The scheduling policies by name, for ContinuousBatchingConfig.scheduler_type.
+
+The registry is process-wide: it is filled when modules are imported or a program starts, and read
+when an engine is assembled.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from engine.errors import ConfigError
+from engine.scheduler.base import Scheduler
+from engine.scheduler.fifo import FIFOScheduler
+from engine.scheduler.prefill_first import PrefillFirstScheduler
+from engine.scheduler.priority import PriorityScheduler
+
+_OPTION = "scheduler_type"
+_SCHEDULERS: dict[str, type[Scheduler]] = {
+    "fifo": FIFOScheduler,
+    "prefill_first": PrefillFirstScheduler,
+    "priority": PriorityScheduler,
+}
+
+
+def register_scheduler(name: str, cls: type[Scheduler]) -> None:
+    """Make a policy known under a name. Its constructor takes what Scheduler's does.
+
+    Raises:
+        ConfigError: the name is empty or taken, or the class is no Scheduler with a `choose`.
+    """
+    given: object = cls  # callers' types are not always checked
+    if not isinstance(name, str) or not name:
+        raise ConfigError(_OPTION, f"{name!r} is no name; give a text that is not empty")
+    if not (isinstance(given, type) and issubclass(given, Scheduler)) or inspect.isabstract(given):
+        raise ConfigError(
+            _OPTION, f"{given!r} is no scheduler; give a subclass of Scheduler that has `choose`"
+        )
+    if name in _SCHEDULERS:
+        raise ConfigError(_OPTION, f"{name!r} is registered already; choose another name")
+    _SCHEDULERS[name] = given
+
+
+def scheduler_class(name: str) -> type[Scheduler]:
+    """The policy of a name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in _SCHEDULERS:
+        raise ConfigError(
+            _OPTION, f"is {name!r}; it must be one of {', '.join(sorted(_SCHEDULERS))}"
+        )
+    return _SCHEDULERS[name]

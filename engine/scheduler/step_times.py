@@ -1,0 +1,40 @@
+"""How long steps take at least, from those that were measured last."""
+
+from __future__ import annotations
+
+from collections import deque
+
+_REMEMBERED = 64
+
+
+class StepTimes:
+    """The durations of the last 64 steps.
+
+    The estimate leans to one side: that a request could be done in time is believed too often
+    rather than too rarely.
+    """
+
+    def __init__(self, max_batch_tokens: int) -> None:
+        self._max_batch_tokens = max_batch_tokens
+        self._all: deque[float] = deque(maxlen=_REMEMBERED)
+        self._full: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Remember a step."""
+        self._all.append(seconds)
+        if num_tokens >= self._max_batch_tokens:
+            self._full.append(seconds)
+
+    def at_least(self, num_tokens: int) -> float:
+        """Seconds that it takes at least to compute so many tokens of one request; 0 before
+        anything was measured.
+
+        Alone in every step, the request needs ⌊tokens / budget⌋ full steps and one for the rest.
+        Each is taken to be as fast as the fastest remembered one of its kind: full, or any.
+        """
+        if not self._all:
+            return 0.0
+        fastest = min(self._all)
+        full_steps, rest = divmod(num_tokens, self._max_batch_tokens)
+        fastest_full = min(self._full, default=fastest)
+        return full_steps * fastest_full + (fastest if rest else 0.0)
