@@ -125,10 +125,13 @@ def expiring(batch: ScheduledBatch) -> tuple[ScheduledBatch, Callable[[], None]]
 
 @dataclass
 class _History:
-    """What the runner has seen of a choice: its tokens, and for each of them its prefix's number."""
+    """What the runner has seen of a choice: its tokens, for each of them its prefix's number, and
+    the position and value of the token that it sampled last.
+    """
 
     tokens: list[int] = field(default_factory=list)
     prefixes: list[int] = field(default_factory=list)
+    sampled: tuple[int, TokenId] = (-1, POISON)
 
     def append(self, token: int) -> None:
         before = self.prefixes[-1] if self.prefixes else 12345
@@ -143,6 +146,7 @@ class _Part:
     """
 
     request: Request
+    history: _History
     start: int
     end: int
     samples: bool
@@ -216,7 +220,6 @@ class FakeRunner:
         self.copied = {"offloads": 0, "restores": 0, "forks": 0}
         self.in_flight: list[_Step] = []
         self.histories: dict[RequestKey, _History] = {}
-        self.sampled: dict[RequestKey, tuple[int, TokenId]] = {}  # position, token
         size = kv_cache.block_size
         self._device: list[Slots] = [
             np.full((pool.num_blocks + 1, size), _GARBAGE, dtype=np.int64)
@@ -253,7 +256,6 @@ class FakeRunner:
     def release(self, key: RequestKey) -> None:
         self.released.append(key)
         self.histories.pop(key, None)
-        self.sampled.pop(key, None)
 
     def warmup(self) -> None:
         self.warmups += 1
@@ -287,13 +289,15 @@ class FakeRunner:
 
     def _read_part(self, part: ScheduledRequest) -> _Part:
         request, end = part.request, part.start + part.num_tokens
-        known = min(part.start, len(self.histories.setdefault(request.key, _History()).tokens))
+        history = self.histories.setdefault(request.key, _History())
+        known = min(part.start, len(history.tokens))
         mask = None
         if request.matcher is not None and part.samples:
             mask = np.zeros((VOCAB + 31) // 32, dtype=np.int32)
             request.matcher.fill_mask(mask)
         return _Part(
             request=request,
+            history=history,
             start=part.start,
             end=end,
             samples=part.samples,
@@ -303,7 +307,7 @@ class FakeRunner:
             mask=mask,
         )
 
-    # ---- on the device -----------------------------------------------------------------------------
+    # ---- on the device ---------------------------------------------------------------------------
 
     def compute(self, step: _Step) -> SampledTokens:
         """Copy, write, read, sample; in this order."""
@@ -326,7 +330,7 @@ class FakeRunner:
                 ]
             if part.samples:
                 token = self._sample(part) if is_right else POISON
-                self.sampled[request.key] = part.end, token
+                part.history.sampled = part.end, token
                 tokens.append(token)
                 asked = request.spec.logprobs is not None
                 logprobs.append(TokenLogprobs(-float(token), part.end, ()) if asked else None)
@@ -350,11 +354,11 @@ class FakeRunner:
 
     def _take_tokens(self, step: _Step, part: _Part) -> bool:
         """Go on with a choice's history; the pending token's value is this runner's own."""
-        history = self.histories.setdefault(part.request.key, _History())
+        history = part.history
         for position, given in enumerate(part.tail, part.known):
             token = given
             if given == PENDING_TOKEN:
-                at, token = self.sampled.get(part.request.key, (-1, POISON))
+                at, token = history.sampled
                 if at != position:
                     demand(step.is_tainted, f"no token was sampled for position {position}")
                     return False
@@ -370,7 +374,7 @@ class FakeRunner:
             written: list[int] = []
             for part in step.parts:
                 slots = self._slots(part, group, part.start)
-                prefixes = self.histories[part.request.key].prefixes[part.start : part.end]
+                prefixes = part.history.prefixes[part.start : part.end]
                 flat[slots] = prefixes + [_GARBAGE] * (len(slots) - len(prefixes))
                 written += slots.tolist()
             demand(len(written) == len(set(written)), "two requests write to one slot")
@@ -379,7 +383,7 @@ class FakeRunner:
         """Whether what the step attends to is there, and nobody has written over it. If a failed
         step is to blame, what this one has written is garbage.
         """
-        prefixes = self.histories[part.request.key].prefixes
+        prefixes = part.history.prefixes
         for index, group in enumerate(self.kv_cache.groups):
             first = 0 if group.window is None else max(0, part.start - group.window + 1)
             flat = self._device[index].reshape(-1)
@@ -404,8 +408,7 @@ class FakeRunner:
     def _sample(self, part: _Part) -> TokenId:
         if part.request.request_id in self.invalid:
             return INVALID_TOKEN
-        history = self.histories[part.request.key]
-        token = next_token(history.tokens[part.end - 1], part.end - 1, part.request.choice)
+        token = next_token(part.history.tokens[part.end - 1], part.end - 1, part.request.choice)
         if part.mask is not None:
             while not int(part.mask[token // 32]) >> (token % 32) & 1:
                 token = TokenId((token + 1) % VOCAB)

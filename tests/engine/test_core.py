@@ -2,236 +2,41 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import random
+import sys
+import tracemalloc
+from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core import EngineCore
-from engine.outputs import Finish, FinishReason, StepOutputs
+from engine.kv_cache.manager import KVCacheManager
+from engine.outputs import FinishReason
 from engine.request import GenerationRequest
-from engine.types import RequestId
+from engine.types import RequestId, TokenId
+from tests.engine.core_machine import ENDING, POLICIES, CoreMachine
 from tests.engine.fake_runner import (
     VOCAB,
     Clock,
+    FakeRunner,
+    Violation,
     expected_tokens,
+    expiring,
     make_core,
     make_request,
+    next_token,
 )
-
-ENDING = (5, 77)
-
-
-class Ledger:
-    """What came out, request by request, held against the oracle."""
-
-    def __init__(self) -> None:
-        self.specs: dict[RequestId, GenerationRequest] = {}
-        self.tokens: dict[RequestId, list[int]] = {}
-        self.ends: dict[RequestId, Finish] = {}
-        self.prompts_done: set[RequestId] = set()
-
-    def add(self, spec: GenerationRequest) -> None:
-        self.specs[spec.request_id] = spec
-        self.tokens[spec.request_id] = []
-
-    @property
-    def live(self) -> list[RequestId]:
-        return [name for name in self.specs if name not in self.ends]
-
-    def take(self, step: StepOutputs) -> None:
-        for output in step.outputs:
-            name = output.request_id
-            assert name in self.specs
-            assert name not in self.ends, "an output after the end"
-            if output.prompt_done is not None:
-                assert name not in self.prompts_done
-                self.prompts_done.add(name)
-            if output.token_ids:
-                assert name in self.prompts_done
-            self.tokens[name] += output.token_ids
-            if output.finish is not None:
-                self.ends[name] = output.finish
-
-    def check(self, context: int) -> None:
-        for name, spec in self.specs.items():
-            ending = spec.stop.stop_token_ids
-            right = expected_tokens(
-                spec.prompt, spec.stop.max_tokens, ending=ending, context=context
-            )
-            tokens = self.tokens[name]
-            assert tokens == right[: len(tokens)], "tokens differ from the oracle"
-            end = self.ends.get(name)
-            if end is None:
-                continue
-            assert end.usage.prompt_tokens == len(spec.prompt)
-            assert end.usage.completion_tokens <= len(tokens)
-            assert end.timings.arrival <= end.timings.finished
-            if end.reason in (FinishReason.LENGTH, FinishReason.CONTEXT):
-                assert tokens == right
-                full = len(tokens) == spec.stop.max_tokens
-                assert (end.reason is FinishReason.LENGTH) == full
-            if end.stop_token_id is not None:
-                assert tokens == right
-                assert tokens[-1] == end.stop_token_id
-            assert (end.failure is not None) == (end.reason is FinishReason.ERROR)
-
-
-class CoreMachine(RuleBasedStateMachine):
-    """Adds, cancels, finishes, deadlines, failing steps and unsampleable rows, in any order."""
-
-    @initialize(
-        windows=st.sampled_from([(None,), (6,), (None, 5), (9, 3)]),
-        num_blocks=st.integers(3, 20),
-        block_size=st.sampled_from([1, 2, 4]),
-        budget=st.sampled_from([1, 3, 8, 32]),
-        max_requests=st.sampled_from([1, 3, 8]),
-        context=st.sampled_from([None, 24]),
-    )
-    def build(
-        self,
-        windows: tuple[int | None, ...],
-        num_blocks: int,
-        block_size: int,
-        budget: int,
-        max_requests: int,
-        context: int | None,
-    ) -> None:
-        self.clock = Clock()
-        self.core, self.runner, self.kv_cache = make_core(
-            windows=windows,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_batch_tokens=budget,
-            max_requests=max_requests,
-            max_context=context,
-            clock=self.clock,
-        )
-        self.ledger = Ledger()
-        self.count = 0
-
-    @rule(
-        length=st.integers(1, 30),
-        max_tokens=st.integers(0, 14),
-        first=st.integers(0, VOCAB - 1),
-        stops=st.booleans(),
-        limit=st.sampled_from([None, None, 2.0, 9.0]),
-    )
-    def add(
-        self, length: int, max_tokens: int, first: int, stops: bool, limit: float | None
-    ) -> None:
-        longest = self.core.max_context_tokens - (1 if max_tokens else 0)
-        if longest < 1:
-            return
-        self.count += 1
-        spec = make_request(
-            f"r{self.count}",
-            [(first + 3 * i) % VOCAB for i in range(min(length, longest))],
-            max_tokens,
-            ending=ENDING if stops else (),
-            time_limit_s=limit,
-        )
-        self.ledger.add(spec)
-        self.core.add(spec, self.clock())
-
-    @precondition(lambda self: self.ledger.live)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(self.ledger.live))
-        running = len(self.core.scheduler.running)
-        if self.core.cancel(name):
-            assert name not in self.core.scheduler.running
-            assert len(self.core.scheduler.running) <= running
-            with pytest.raises(KeyError):
-                self.kv_cache.tables(name)  # its blocks are back, before the next step
-            assert not self.core.cancel(name)
-            self.ledger.take(self.core.take_outputs())
-            assert self.ledger.ends[name].reason is FinishReason.CANCELLED
-
-    @precondition(lambda self: self.ledger.live)
-    @rule(data=st.data(), kept=st.integers(-1, 20))
-    def finish(self, data: st.DataObject, kept: int) -> None:
-        name = data.draw(st.sampled_from(self.ledger.live))
-        had = len(self.ledger.tokens[name])
-        assert self.core.finish(name, kept)
-        self.ledger.take(self.core.take_outputs())
-        end = self.ledger.ends[name]
-        assert end.reason is FinishReason.STOP
-        assert end.usage.completion_tokens == max(0, min(kept, had))
-
-    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0]))
-    def step(self, seconds: float) -> None:
-        self.clock.now += seconds
-        self.ledger.take(self.core.step())
-
-    @rule(count=st.integers(2, 10))
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.ledger.take(self.core.step())
-
-    @rule()
-    def failing_step(self) -> None:
-        batch_before = set(self.core.scheduler.running)
-        self.runner.fail = 1
-        before = self.runner.steps
-        self.ledger.take(self.core.step())
-        if self.runner.steps > before:
-            assert batch_before or self.ledger.ends
-        self.runner.fail = 0
-
-    @precondition(lambda self: self.ledger.live)
-    @rule(data=st.data())
-    def unsampleable(self, data: st.DataObject) -> None:
-        self.runner.invalid = {data.draw(st.sampled_from(self.ledger.live))}
-        self.ledger.take(self.core.step())
-        self.runner.invalid = set()
-
-    @rule()
-    def fail_all(self) -> None:
-        if self.count % 7 == 3:
-            self.core.fail_all("stopped", retryable=True)
-            self.ledger.take(self.core.take_outputs())
-            assert not self.ledger.live
-
-    @invariant()
-    def laws(self) -> None:
-        if not hasattr(self, "core"):
-            return
-        self.kv_cache.check_integrity()
-        self.ledger.check(self.core.max_context_tokens)
-        stats = self.core.stats()
-        assert stats.requests_accepted - stats.requests_finished == len(self.ledger.live)
-        assert stats.running + stats.waiting == len(self.ledger.live)
-        assert len(set(self.runner.released)) == len(self.ledger.ends)
-        assert len(self.runner.released) == len(self.ledger.ends)
-        if not self.ledger.live:
-            assert self.kv_cache.num_used_blocks == 0
-
-    def teardown(self) -> None:
-        if hasattr(self, "core"):
-            drain(self.core, self.ledger)
-            self.ledger.check(self.core.max_context_tokens)
-            assert self.kv_cache.num_used_blocks == 0
-
-
-def drain(core: EngineCore, ledger: Ledger) -> int:
-    """Step until everything has ended; how many steps it took. Raises if someone starves."""
-    work = sum(len(spec.prompt) + spec.stop.max_tokens + 2 for spec in ledger.specs.values())
-    limit = 50 + work * 40  # every step moves somebody by a token; preempted ones start again
-    steps = 0
-    while core.has_work:
-        ledger.take(core.step())
-        steps += 1
-        assert steps < limit, f"no end: {ledger.live}"
-    assert not ledger.live
-    return steps
-
+from tests.engine.ledger import Ledger, drain
 
 TestCore = CoreMachine.TestCase
 TestCore.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
 
 
@@ -243,72 +48,178 @@ def test_a_request_from_end_to_end() -> None:
     core.add(spec, 100.0)
     drain(core, ledger)
     # by hand: next(3 at 2) = 93+34+7 = 134 % 101 = 33, …
-    assert ledger.tokens[RequestId("a")][0] == 33
-    assert ledger.tokens[RequestId("a")] == expected_tokens([1, 2, 3], 4)
-    assert ledger.ends[RequestId("a")].reason is FinishReason.LENGTH
+    assert ledger.text("a")[0] == 33
+    assert ledger.text("a") == expected_tokens([1, 2, 3], 4)
+    assert ledger.end("a").reason is FinishReason.LENGTH
     assert runner.steps == 4
     assert kv_cache.num_used_blocks == 0
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 12)])
-def test_thousands_of_requests(windows: tuple[int | None, ...]) -> None:
-    """With cancels, failures and too few blocks: each ends once, with the oracle's tokens."""
-    core, runner, kv_cache = make_core(
-        windows=windows, num_blocks=60, block_size=4, max_batch_tokens=64, max_requests=24
-    )
+def thousands(
+    core: EngineCore,
+    runner: FakeRunner,
+    count: int,
+    chance: random.Random,
+    *,
+    first: int = 0,
+) -> Ledger:
+    """Requests of all kinds through a core, with cancels, finishes and failing steps; at most 300
+    are live at a time.
+    """
     ledger = Ledger()
-    chance = random.Random(7)
-    for index in range(3000):
-        prompt = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 40))]
-        spec = make_request(
-            f"r{index}", prompt, chance.randint(0, 20), ending=ENDING if index % 2 else ()
-        )
-        ledger.add(spec)
-        core.add(spec, 100.0)
-    steps = 0
-    while core.has_work:
+    added = steps = 0
+    while core.has_work or added < count:
+        while added < count and len(core._live.by_id) < 300:
+            prompt = [chance.choice((1, 2)) for _ in range(chance.randint(1, 24))]
+            spec = make_request(
+                f"r{first + added}",
+                prompt,
+                chance.randint(0, 7),
+                ending=ENDING if chance.random() < 0.5 else (),
+                n=3 if chance.random() < 0.05 else 1,
+                priority=chance.randint(-2, 2),
+                time_limit_s=1e6 if chance.random() < 0.5 else None,
+                prompt_logprobs=0 if chance.random() < 0.1 else None,
+                history=chance.random() < 0.02,
+            )
+            added += 1
+            ledger.add(spec)
+            core.add(spec, core.clock())
         runner.fail = 1 if steps % 101 == 100 else 0
-        if steps % 13 == 0 and core.scheduler.running:
-            core.cancel(chance.choice(list(core.scheduler.running)))
+        runner.fail_results = 1 if steps % 101 == 50 else 0
+        if steps % 7 == 0:
+            core.cancel(chance.choice(list(core._live.by_id)))
+        if steps % 11 == 0 and core.scheduler.running:
+            request = chance.choice(list(core.scheduler.running.values()))
+            core.finish(request.request_id, chance.randint(0, 3), request.choice)
         ledger.take(core.step())
         steps += 1
-        assert steps < 20_000
+        assert steps < 20 * count
+    return ledger
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest keeps log records, whose tracebacks keep the requests."""
+    monkeypatch.setattr(logging.getLogger("engine.core"), "disabled", True)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ten_thousand_requests(policy: str) -> None:
+    """With cancels, failures and too few blocks: each ends once, with the oracle's tokens, and
+    nothing of them stays.
+    """
+    core, runner, kv_cache = make_core(
+        policy=policy,
+        windows=(None, 12) if policy == "priority" else (None,),
+        num_blocks=44,
+        block_size=4,
+        max_batch_tokens=64,
+        max_requests=24,
+        overlap=policy != "fifo",
+        late=policy == "prefill_first",
+        share_blocks=True,
+        host_slots=8,
+    )
+    chance = random.Random(7)
+    thousands(core, runner, 300, chance, first=20_000)  # whatever stays is there from here on
+    kv_cache.reset_prefix_cache()
+    runner.released.clear()
+    gc.collect()
+    objects = len(gc.get_objects())
+    count = 10_000 if policy == "fifo" else 3_000
+    ledger = thousands(core, runner, count, chance)
     ledger.check(core.max_context_tokens)
-    kv_cache.check_integrity()
+    assert len(ledger.over) == count
     reasons = {end.reason for end in ledger.ends.values()}
-    assert len(ledger.ends) == 3000
-    assert reasons >= {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR}
+    assert reasons >= {
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+        FinishReason.CANCELLED,
+        FinishReason.ERROR,
+    }
     assert core.stats().preemptions > 0
-    assert runner.chunks > 0
-    assert kv_cache.num_used_blocks == 0
+    assert (runner.overlapped > 0) == core.overlap
+    kv_cache.check_integrity()
+    kv_cache.reset_prefix_cache()
+    stats = core.stats()
+    assert stats.blocks_used == stats.blocks_cached == stats.host_blocks_used == 0
+    assert not runner.histories
+    assert not runner.in_flight
+    runner.released.clear()
+    del ledger
+    gc.collect()
+    assert len(gc.get_objects()) < objects + 600  # heaps may keep 64 ended ones each
 
 
-def test_cost_of_a_step_does_not_depend_on_the_queue() -> None:
-    """Python calls in a step, counted: the same with 20,000 waiting as with 20."""
-    import sys
+@pytest.mark.usefixtures("quiet")
+def test_memory_returns_to_where_it_was() -> None:
+    """Bytes, since lists of numbers are no objects to the collector."""
+    core, runner, kv_cache = make_core(
+        policy="priority", num_blocks=44, max_batch_tokens=64, max_requests=24, share_blocks=True
+    )
+    chance = random.Random(1)
 
-    def calls_per_step(waiting: int) -> int:
-        core, _, _ = make_core(num_blocks=64, max_requests=8, verify=False)
+    def settle(count: int, first: int) -> int:
+        thousands(core, runner, count, chance, first=first)
+        kv_cache.reset_prefix_cache()
+        runner.released.clear()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = settle(300, 0)
+        after = settle(900, 300)
+    finally:
+        tracemalloc.stop()
+    assert after < before + 150_000  # a request that stayed would take over 1,000
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_cost_of_a_step_does_not_depend_on_the_queue(policy: str) -> None:
+    """Python calls in a step, counted: the same with 20,000 waiting as with 20; and cancels."""
+
+    def calls(waiting: int) -> tuple[int, int]:
+        core, _, _ = make_core(policy=policy, num_blocks=64, max_requests=8, verify=False)
         for index in range(waiting):
-            core.add(make_request(f"r{index}", [1, 2, 3], 10_000, time_limit_s=1e9), 100.0)
+            spec = make_request(
+                f"r{index}", [1, 2, 3], 10_000, time_limit_s=1e9, priority=index % 5
+            )
+            core.add(spec, 100.0)
         for _ in range(20):
             core.step()
-        count = 0
+        names = [one.request_id for one in core.scheduler.waiting.values()][:12]
 
-        def profile(frame: object, event: str, argument: object) -> None:
-            nonlocal count
-            count += event in ("call", "c_call")
+        def cancel() -> None:
+            for name in names[:4]:
+                core.cancel(name)
 
-        sys.setprofile(profile)
-        try:
+        def steps() -> None:
             for _ in range(10):
                 core.step()
-        finally:
-            sys.setprofile(None)
-        return count
 
-    few, many = calls_per_step(20), calls_per_step(20_000)
-    assert many <= few * 1.1
+        return count_calls(steps), count_calls(cancel)
+
+    few, many = calls(20), calls(20_000)
+    assert many[0] <= few[0] * 1.1 + 50
+    assert many[1] <= few[1] * 1.1 + 50
+
+
+def count_calls(action: Callable[[], None]) -> int:
+    count = 0
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 def test_first_come_first_served() -> None:
@@ -319,7 +230,7 @@ def test_first_come_first_served() -> None:
         ledger.add(spec)
         core.add(spec, 100.0 + index)
     drain(core, ledger)
-    started = [ledger.ends[RequestId(f"r{i}")].timings.first_scheduled for i in range(12)]
+    started = [ledger.end(f"r{i}").timings.first_scheduled for i in range(12)]
     assert started == sorted(started, key=lambda value: value or 0.0)
 
 
@@ -342,7 +253,7 @@ def test_preemption_keeps_tokens_and_timestamps() -> None:
     ledger.check(core.max_context_tokens)
     preempted = [end for end in ledger.ends.values() if end.timings.preemptions]
     assert preempted
-    for name, end in ledger.ends.items():
+    for (name, _), end in ledger.ends.items():
         assert end.reason is FinishReason.LENGTH
         assert end.timings.first_token == first_tokens[name]
         assert end.timings.first_scheduled is not None
@@ -368,7 +279,7 @@ def test_time_limits_end_waiting_and_running_requests() -> None:
     ledger.take(core.step())
     assert {end.reason for end in ledger.ends.values()} == {FinishReason.TIME_LIMIT}
     assert kv_cache.num_used_blocks == 0
-    assert ledger.ends[RequestId("waiting")].timings.first_scheduled is None
+    assert ledger.end("waiting").timings.first_scheduled is None
 
 
 def test_a_failing_step_fails_its_batch_and_no_one_else() -> None:
@@ -382,13 +293,13 @@ def test_a_failing_step_fails_its_batch_and_no_one_else() -> None:
     runner.fail = 1
     step = core.step()
     ledger.take(step)
-    assert sorted(ledger.ends) == ["a", "b"]
+    assert sorted(ledger.over) == ["a", "b"]
     failures = [output.finish.failure for output in step.outputs if output.finish is not None]
     assert len({failure.error_id for failure in failures if failure is not None}) == 1
     assert all("scripted" not in failure.message for failure in failures if failure is not None)
     drain(core, ledger)
-    assert ledger.ends[RequestId("c")].reason is FinishReason.LENGTH
-    assert ledger.tokens[RequestId("d")] == expected_tokens([1, 2, 3], 5)
+    assert ledger.end("c").reason is FinishReason.LENGTH
+    assert ledger.text("d") == expected_tokens([1, 2, 3], 5)
     kv_cache.check_integrity()
 
 
@@ -398,3 +309,413 @@ def test_ended_requests_with_far_deadlines_are_not_kept() -> None:
         core.add(make_request(f"r{index}", [1], 1, time_limit_s=1e9), 100.0)
         core.step()
     assert len(core._live._deadlines) < 200
+    assert len(core.scheduler.waiting) == 0
+
+
+# ---- overlapped steps ------------------------------------------------------------------------
+
+
+requests = st.lists(
+    st.tuples(
+        st.integers(1, 20),
+        st.integers(0, 9),
+        st.sampled_from([1, 1, 3]),
+        st.integers(-1, 1),
+        st.booleans(),
+        st.integers(0, 4),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    specs=requests,
+    policy=st.sampled_from(POLICIES),
+    num_blocks=st.integers(8, 20),
+    budget=st.sampled_from([2, 16]),
+)
+def test_overlapped_steps_deliver_the_same(
+    specs: list[tuple[int, int, int, int, bool, int]], policy: str, num_blocks: int, budget: int
+) -> None:
+    """Token by token and end by end, whatever comes in between the steps."""
+
+    def run(overlap: bool) -> tuple[object, ...]:
+        core, runner, _ = make_core(
+            policy=policy,
+            num_blocks=num_blocks,
+            max_batch_tokens=budget,
+            max_requests=4,
+            overlap=overlap,
+            late=overlap,
+        )
+        ledger = Ledger()
+        for index, (length, max_tokens, n, priority, history, wait) in enumerate(specs):
+            spec = make_request(
+                f"r{index}",
+                list(range(length)),
+                max_tokens,
+                n=n,
+                priority=priority,
+                history=history,
+                ending=ENDING,
+                prompt_logprobs=0,
+            )
+            ledger.add(spec)
+            core.add(spec, core.clock())
+            for _ in range(wait):
+                ledger.take(core.step())
+        drain(core, ledger)
+        ledger.check(core.max_context_tokens)
+        assert overlap or not runner.overlapped
+        ends = {key: (end.reason, end.usage) for key, end in ledger.ends.items()}
+        return ledger.tokens, ends
+
+    assert run(True) == run(False)
+
+
+def overlapped(**options: object) -> tuple[EngineCore, FakeRunner, KVCacheManager, Ledger]:
+    core, runner, kv_cache = make_core(overlap=True, late=True, **options)  # type: ignore[arg-type]
+    return core, runner, kv_cache, Ledger()
+
+
+def add(core: EngineCore, ledger: Ledger, *specs: GenerationRequest) -> None:
+    for spec in specs:
+        ledger.add(spec)
+        core.add(spec, core.clock())
+
+
+def test_the_next_step_is_launched_before_the_last_one_is_collected() -> None:
+    core, runner, _, ledger = overlapped()
+    add(core, ledger, make_request("a", [1, 2, 3], 4))
+    assert core.step().outputs == ()
+    assert len(runner.in_flight) == 1
+    first = core.step()
+    assert [output.token_ids for output in first.outputs] == [(33,)]
+    assert len(runner.in_flight) == 1
+    ledger.take(first)
+    drain(core, ledger)
+    assert runner.steps == 4  # max_tokens is known beforehand: no step too many
+    assert ledger.text("a") == expected_tokens([1, 2, 3], 4)
+
+
+def test_the_token_behind_a_stop_is_dropped() -> None:
+    core, runner, kv_cache, ledger = overlapped()
+    tokens = expected_tokens([1, 2, 3], 9)
+    stop = next(i for i in range(2, 9) if tokens[i] not in tokens[:i])
+    add(core, ledger, make_request("a", [1, 2, 3], 9, ending=[tokens[stop]]))
+    drain(core, ledger)
+    assert ledger.text("a") == tokens[: stop + 1]
+    end = ledger.end("a")
+    assert end.stop_token_id == tokens[stop]
+    assert end.usage.completion_tokens == stop + 1
+    assert core.stats().generated_tokens == stop + 1
+    assert runner.steps == stop + 2  # one was launched in vain
+    assert kv_cache.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("end", ["cancel", "finish", "time", "fail"])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_end_in_every_state(end: str, steps: int, n: int, overlap: bool) -> None:
+    """Before, in and after the prompt's chunks, and before and after the choices part."""
+    clock = Clock()
+    core, runner, kv_cache = make_core(
+        overlap=overlap, late=overlap, max_batch_tokens=4, clock=clock
+    )
+    ledger = Ledger()
+    add(core, ledger, make_request("a", range(10), 6, n=n, time_limit_s=5.0))
+    add(core, ledger, make_request("b", [9, 9], 3))
+    for _ in range(steps):
+        ledger.take(core.step())
+    had = [len(ledger.text("a", choice)) for choice in range(n)]
+    name = RequestId("a")
+    if end == "cancel":
+        assert core.cancel(name)
+    elif end == "finish":
+        assert all(core.finish(name, 1, choice) for choice in range(n))
+    elif end == "time":
+        clock.now += 5.0
+    else:
+        runner.fail = 1
+    ledger.take(core.step())
+    drain(core, ledger)
+    ledger.check(core.max_context_tokens)
+    reasons = [
+        ledger.ends[name, choice].reason for choice in range(n) if (name, choice) in ledger.ends
+    ]
+    if end == "fail":
+        assert reasons == [FinishReason.ERROR]
+    else:
+        reason = {
+            "cancel": FinishReason.CANCELLED,
+            "finish": FinishReason.STOP,
+            "time": FinishReason.TIME_LIMIT,
+        }[end]
+        assert reasons == [reason] * n
+        kept = [ledger.end("a", choice).usage.completion_tokens for choice in range(n)]
+        assert kept == ([min(1, count) for count in had] if end == "finish" else had)
+    assert len(runner.released) == len(set(runner.released)) == n + 1
+    assert kv_cache.num_used_blocks == 0
+
+
+def test_a_launch_that_fails_loses_nothing_of_the_step_before() -> None:
+    core, runner, kv_cache, ledger = overlapped()
+    add(core, ledger, make_request("a", [1, 2, 3], 8), make_request("b", [4], 1))
+    ledger.take(core.step())
+    runner.fail = 1
+    ledger.take(core.step())
+    assert ledger.text("a") == expected_tokens([1, 2, 3], 1)
+    assert ledger.end("a").reason is FinishReason.ERROR
+    assert ledger.end("a").usage.completion_tokens == 1
+    assert ledger.end("b").reason is FinishReason.LENGTH  # it was not in the failed step
+    assert kv_cache.num_used_blocks == 0
+    assert not core.has_work
+
+
+def test_results_that_fail_leave_the_next_step_to_the_others() -> None:
+    core, runner, kv_cache, ledger = overlapped(max_requests=2)
+    add(core, ledger, make_request("a", [1, 2, 3], 8))
+    runner.fail_results = 1
+    ledger.take(core.step())
+    add(core, ledger, make_request("b", [4, 5], 3))
+    ledger.take(core.step())
+    assert ledger.end("a").reason is FinishReason.ERROR
+    assert ledger.end("a").usage.completion_tokens == 0
+    drain(core, ledger)
+    assert ledger.text("b") == expected_tokens([4, 5], 3)
+    assert kv_cache.num_used_blocks == 0
+
+
+def test_requests_that_need_their_tokens_on_the_host_are_not_overlapped() -> None:
+    core, runner, _, ledger = overlapped()
+    add(core, ledger, make_request("a", [1, 2, 3], 6, history=True))
+    drain(core, ledger)
+    assert runner.overlapped == 0
+    assert ledger.text("a") == expected_tokens([1, 2, 3], 6)
+
+
+def test_a_result_that_is_collected_late_is_read_from_what_was_launched() -> None:
+    """The guard of the late runner fails where a batch's list is read after its launch."""
+    core, _runner, _ = make_core()
+    core.add(make_request("a", [1, 2, 3], 2), 100.0)
+    batch = core.scheduler.schedule(100.0)
+    assert batch is not None
+    view, expire = expiring(batch)
+    assert view.requests[0].request.token_ids == [1, 2, 3]
+    expire()
+    for read in (
+        lambda: view.requests[0].request.token_ids[0],
+        lambda: len(view.requests[0].request.token_ids),
+        lambda: view.requests[0].tables[0].blocks[0],
+        lambda: view.requests[0].tables[0].held(),
+    ):
+        with pytest.raises(Violation):
+            read()
+    assert batch.requests[0].request.token_ids == [1, 2, 3]
+
+
+# ---- choices ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share_blocks", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_choices_have_one_prompt_and_tokens_of_their_own(share_blocks: bool, overlap: bool) -> None:
+    core, runner, _kv_cache = make_core(num_blocks=32, share_blocks=share_blocks, overlap=overlap)
+    ledger = Ledger()
+    prompt = list(range(11))
+    add(core, ledger, make_request("a", prompt, 5, n=4, prompt_logprobs=0))
+    drain(core, ledger)
+    for choice in range(4):
+        assert ledger.text("a", choice) == expected_tokens(prompt, 5, choice=choice)
+        assert ledger.end("a", choice).reason is FinishReason.LENGTH
+    assert len({tuple(ledger.text("a", choice)) for choice in range(4)}) == 4
+    firsts = {ledger.end("a", choice).timings.first_scheduled for choice in range(4)}
+    assert firsts == {100.0}
+    assert len(runner.released) == 4
+
+
+def test_more_choices_than_places_wait_their_turn() -> None:
+    core, _runner, _ = make_core(num_blocks=6, max_requests=2)
+    ledger = Ledger()
+    add(core, ledger, make_request("a", [1, 2, 3, 4, 5], 6, n=7), make_request("b", [1], 2))
+    drain(core, ledger)
+    ledger.check(core.max_context_tokens)
+    assert len(ledger.ends) == 8
+
+
+def test_an_error_of_one_choice_ends_all_with_one_output() -> None:
+    core, runner, kv_cache = make_core()
+    ledger = Ledger()
+    add(core, ledger, make_request("a", [1, 2, 3], 9, n=3))
+    for _ in range(3):
+        ledger.take(core.step())
+    delivered = sum(len(ledger.text("a", choice)) for choice in range(3))
+    runner.invalid = {RequestId("a")}
+    step = core.step()
+    ledger.take(step)
+    assert len(step.outputs) == 1
+    finish = step.outputs[0].finish
+    assert finish is not None
+    assert finish.usage.completion_tokens == delivered > 0
+    assert kv_cache.num_used_blocks == 0
+    assert len(runner.released) == 3
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_where_the_first_choice_ends_before_they_part_the_next_one_leads(steps: int) -> None:
+    core, _runner, _ = make_core(max_batch_tokens=4)
+    ledger = Ledger()
+    add(core, ledger, make_request("a", range(12), 3, n=3), make_request("b", [1, 2], 3))
+    for _ in range(steps):
+        ledger.take(core.step())
+    assert core.finish(RequestId("a"), 0, 0)
+    assert core.finish(RequestId("a"), 0, 1)
+    drain(core, ledger)
+    ledger.check(core.max_context_tokens)
+    assert ledger.text("a", 2) == expected_tokens(range(12), 3, choice=2)
+    assert [ledger.end("a", choice).usage.completion_tokens for choice in range(3)] == [0, 0, 3]
+
+
+def test_a_prompt_alone_ends_all_choices() -> None:
+    core, _, _ = make_core()
+    ledger = Ledger()
+    add(core, ledger, make_request("a", [1, 2, 3], 0, n=3, prompt_logprobs=2))
+    drain(core, ledger)
+    assert {end.reason for end in ledger.ends.values()} == {FinishReason.LENGTH}
+    assert {end.usage.completion_tokens for end in ledger.ends.values()} == {0}
+
+
+@pytest.mark.parametrize("host_slots", [None, 32])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prompt_logprobs_are_whole_after_chunks_and_preemptions(
+    host_slots: int | None, overlap: bool
+) -> None:
+    core, _runner, _ = make_core(
+        policy="priority",
+        num_blocks=10,
+        max_batch_tokens=5,
+        host_slots=host_slots,
+        share_blocks=True,
+        overlap=overlap,
+        late=overlap,
+    )
+    ledger = Ledger()
+    add(core, ledger, make_request("a", range(31), 4, prompt_logprobs=0))
+    for _ in range(4):
+        ledger.take(core.step())
+    assert not ledger.prompts_done
+    add(core, ledger, make_request("urgent", range(16), 2, priority=5))
+    drain(core, ledger)  # the ledger compares them
+    ledger.check(core.max_context_tokens)
+    assert core.stats().preemptions == 1
+    assert ledger.prompts_done == {"a", "urgent"}
+
+
+# ---- grammars --------------------------------------------------------------------------------
+
+
+class Countdown:
+    """Allows even tokens, refuses some, and is complete after so many."""
+
+    def __init__(self, left: int, refused: int | None = None) -> None:
+        self.left = left
+        self.refused = refused
+        self.accepted: list[int] = []
+
+    def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
+        row[:] = 0
+        for token in range(0, VOCAB, 2):
+            row[token // 32] |= np.int32(np.uint32(1 << (token % 32)).view(np.int32))
+
+    def accept(self, token: TokenId) -> bool:
+        if self.refused is not None and len(self.accepted) == self.refused:
+            return False
+        self.accepted.append(token)
+        return True
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.accepted) >= self.left
+
+
+def even_tokens(prompt: list[int], count: int, choice: int = 0) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        token = next_token(tokens[-1], len(tokens) - 1, choice)
+        while token % 2:
+            token = TokenId((token + 1) % VOCAB)
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+def collect(core: EngineCore) -> tuple[dict[int, list[int]], list[object]]:
+    tokens: dict[int, list[int]] = {}
+    finishes: list[object] = []
+    for _ in range(100):
+        if not core.has_work:
+            break
+        for output in core.step().outputs:
+            tokens.setdefault(output.choice, []).extend(output.token_ids)
+            if output.finish is not None:
+                finishes.append(output.finish)
+    return tokens, finishes
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_choice_follows_its_own_grammar(overlap: bool) -> None:
+    core, _, _ = make_core(overlap=overlap, late=overlap, num_blocks=64)
+    matchers: list[Countdown] = []
+
+    def make() -> Countdown:
+        matchers.append(Countdown(4))
+        return matchers[-1]
+
+    core.add(make_request("a", [1, 2, 3], 20, n=3), 100.0, make)
+    tokens, _ = collect(core)
+    assert len(matchers) == 3
+    for choice, matcher in enumerate(matchers):
+        assert tokens[choice] == matcher.accepted == even_tokens([1, 2, 3], 4, choice)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_token_that_the_grammar_refuses_is_an_error_and_is_not_counted(overlap: bool) -> None:
+    core, runner, kv_cache = make_core(overlap=overlap, late=overlap)
+    core.add(make_request("a", [1, 2, 3], 20), 100.0, lambda: Countdown(9, refused=2))
+    tokens, (finish,) = collect(core)
+    assert tokens[0] == even_tokens([1, 2, 3], 2)
+    assert finish.reason is FinishReason.ERROR  # type: ignore[attr-defined]
+    assert finish.usage.completion_tokens == 2  # type: ignore[attr-defined]
+    assert core.stats().generated_tokens == 2
+    assert kv_cache.num_used_blocks == 0
+    assert len(runner.released) == 1
+
+
+def test_a_grammar_that_breaks_is_its_requests_alone() -> None:
+    class Broken(Countdown):
+        def accept(self, token: TokenId) -> bool:
+            raise ValueError("broken")
+
+    def unmade() -> Countdown:
+        raise ValueError("unmade")
+
+    core, _, kv_cache = make_core()
+    core.add(make_request("x", [1], 3), 100.0, lambda: Broken(2))
+    core.add(make_request("y", [1], 3, n=2, time_limit_s=9.0), 100.0, unmade)
+    core.add(make_request("z", [1, 2], 3), 100.0)
+    ends = {}
+    tokens: list[int] = []
+    while core.has_work:
+        for output in core.step().outputs:
+            if output.finish is not None:
+                assert output.request_id not in ends
+                ends[output.request_id] = output.finish
+            tokens += output.token_ids
+    assert ends[RequestId("x")].reason is ends[RequestId("y")].reason is FinishReason.ERROR
+    assert tokens == expected_tokens([1, 2], 3)
+    failure = ends[RequestId("x")].failure
+    assert failure is not None
+    assert "broken" not in failure.message
+    assert kv_cache.num_used_blocks == 0

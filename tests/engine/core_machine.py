@@ -1,0 +1,200 @@
+"""A state machine of the core: anything that may happen to requests, in any order, under any policy
+and any cache. The scripted runner checks what it is given, the ledger what comes out.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.outputs import FinishReason
+from tests.engine.fake_runner import VOCAB, Clock, make_core, make_request
+from tests.engine.ledger import Ledger, drain
+
+ENDING = (5, 77)
+POLICIES = ("fifo", "prefill_first", "priority")
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """See the module."""
+
+    @initialize(
+        policy=st.sampled_from(POLICIES),
+        overlap=st.booleans(),
+        late=st.booleans(),
+        windows=st.sampled_from([(None,), (6,), (None, 5), (9, 3)]),
+        num_blocks=st.integers(3, 20),
+        block_size=st.sampled_from([1, 2, 4]),
+        budget=st.sampled_from([1, 3, 8, 32]),
+        max_requests=st.sampled_from([1, 3, 8]),
+        context=st.sampled_from([None, 24]),
+        share_blocks=st.booleans(),
+        host_slots=st.sampled_from([None, 2, 12]),
+        margin=st.sampled_from([None, None, 0.0, 0.3, 1.0]),
+    )
+    def build(
+        self,
+        policy: str,
+        overlap: bool,
+        late: bool,
+        windows: tuple[int | None, ...],
+        num_blocks: int,
+        block_size: int,
+        budget: int,
+        max_requests: int,
+        context: int | None,
+        share_blocks: bool,
+        host_slots: int | None,
+        margin: float | None,
+    ) -> None:
+        self.clock = Clock()
+        self.core, self.runner, self.kv_cache = make_core(
+            policy=policy,
+            overlap=overlap,
+            late=late,
+            windows=windows,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_batch_tokens=budget,
+            max_requests=max_requests,
+            max_context=context,
+            clock=self.clock,
+            share_blocks=share_blocks,
+            host_slots=host_slots,
+            safety_margin=margin,
+        )
+        self.ledger = Ledger()
+        self.count = 0
+
+    @rule(
+        length=st.integers(1, 30),
+        max_tokens=st.integers(0, 14),
+        first=st.sampled_from([0, 0, 0, 7, 50]),
+        stops=st.booleans(),
+        limit=st.sampled_from([None, None, 2.0, 9.0]),
+        n=st.sampled_from([1, 1, 1, 2, 4]),
+        priority=st.sampled_from([0, 0, -3, 7]),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+        history=st.sampled_from([False, False, True]),
+        logprobs=st.booleans(),
+    )
+    def add(
+        self,
+        length: int,
+        max_tokens: int,
+        first: int,
+        stops: bool,
+        limit: float | None,
+        n: int,
+        priority: int,
+        prompt_logprobs: int | None,
+        history: bool,
+        logprobs: bool,
+    ) -> None:
+        longest = self.core.max_context_tokens - (1 if max_tokens else 0)
+        if longest < 1:
+            return
+        self.count += 1
+        spec = make_request(
+            f"r{self.count}",
+            [(first + 3 * i) % VOCAB for i in range(min(length, longest))],
+            max_tokens,
+            ending=ENDING if stops else (),
+            time_limit_s=limit,
+            n=n,
+            priority=priority,
+            prompt_logprobs=prompt_logprobs,
+            history=history,
+            logprobs=logprobs,
+        )
+        self.ledger.add(spec)
+        self.core.add(spec, self.clock())
+
+    @precondition(lambda self: self.ledger.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.ledger.live))
+        live = self.ledger.live_choices(name)
+        keys = [one.key for one in self.core._live.by_id[name].choices.values()]
+        assert self.core.cancel(name)
+        for key in keys:  # its blocks are back, before the next step
+            assert key not in self.core.scheduler.running
+            assert key not in self.core.scheduler.waiting
+            with pytest.raises(KeyError):
+                self.kv_cache.tables(key)
+        assert not self.core.cancel(name)
+        self.ledger.take(self.core.take_outputs())
+        for choice in live:
+            assert self.ledger.ends[name, choice].reason is FinishReason.CANCELLED
+
+    @precondition(lambda self: self.ledger.live)
+    @rule(data=st.data(), kept=st.integers(-1, 20))
+    def finish(self, data: st.DataObject, kept: int) -> None:
+        name = data.draw(st.sampled_from(self.ledger.live))
+        choice = data.draw(st.sampled_from(self.ledger.live_choices(name)))
+        had = len(self.ledger.tokens[name, choice])
+        assert self.core.finish(name, kept, choice)
+        assert not self.core.finish(name, kept, choice)
+        self.ledger.take(self.core.take_outputs())
+        end = self.ledger.ends[name, choice]
+        assert end.reason is FinishReason.STOP
+        assert end.usage.completion_tokens == max(0, min(kept, had))
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0]))
+    def step(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.ledger.take(self.core.step())
+
+    @rule(count=st.integers(2, 10))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.ledger.take(self.core.step())
+
+    @rule(late=st.booleans())
+    def failing_step(self, late: bool) -> None:
+        if late:
+            self.runner.fail_results = 1
+        else:
+            self.runner.fail = 1
+        self.ledger.take(self.core.step())
+        self.runner.fail = self.runner.fail_results = 0
+
+    @precondition(lambda self: self.ledger.live)
+    @rule(data=st.data())
+    def unsampleable(self, data: st.DataObject) -> None:
+        self.runner.invalid = {data.draw(st.sampled_from(self.ledger.live))}
+        self.ledger.take(self.core.step())
+        self.runner.invalid = set()
+
+    @precondition(lambda self: self.count % 7 == 3)
+    @rule()
+    def fail_all(self) -> None:
+        self.core.fail_all("stopped", retryable=True)
+        self.ledger.take(self.core.take_outputs())
+        assert not self.ledger.live
+
+    @invariant()
+    def laws(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        self.kv_cache.check_integrity()
+        self.ledger.check(self.core.max_context_tokens)
+        core, stats = self.core, self.core.stats()
+        lives = core._live.by_id.values()
+        assert set(core._live.by_id) == set(self.ledger.live)
+        assert stats.requests_accepted - stats.requests_finished == len(lives)
+        in_scheduler = sum(len(live.choices) if live.is_forked else 1 for live in lives)
+        assert stats.running + stats.waiting == in_scheduler
+        assert stats.running <= core.scheduler.max_requests_per_batch
+        assert len(set(self.runner.released)) == len(self.runner.released), "released twice"
+        assert stats.generated_tokens == sum(map(len, self.ledger.tokens.values()))
+        if not self.ledger.live:
+            assert self.kv_cache.num_used_blocks == 0
+            assert self.kv_cache.num_used_host_slots == 0
+            assert len(self.runner.released) == len(self.ledger.tokens)
+
+    def teardown(self) -> None:
+        if hasattr(self, "core"):
+            drain(self.core, self.ledger)
+            self.laws()
