@@ -126,10 +126,11 @@ class PriorityScheduler(Scheduler):
                 else:
                     is_open = self._admit(plan, head, victims, now)
             elif turns:
-                request = turns.popleft()
+                request, num_preempted = turns.popleft(), len(plan.preempted)
                 if self.make_room(plan, request, victims):
                     self.extend(plan, request)
-                is_open = is_open and not plan.preempted
+                # While those who run are short of blocks, nobody is begun.
+                is_open = is_open and len(plan.preempted) == num_preempted
             else:
                 return
 

@@ -29,8 +29,8 @@ def register_scheduler(name: str, cls: type[Scheduler]) -> None:
         ConfigError: the name is empty or taken, or the class is no Scheduler with a `choose`.
     """
     given: object = cls  # callers' types are not always checked
-    if not isinstance(name, str) or not name:
-        raise ConfigError(_OPTION, f"{name!r} is no name; give a text that is not empty")
+    if not name:
+        raise ConfigError(_OPTION, "the name is empty; give one")
     if not (isinstance(given, type) and issubclass(given, Scheduler)) or inspect.isabstract(given):
         raise ConfigError(
             _OPTION, f"{given!r} is no scheduler; give a subclass of Scheduler that has `choose`"

@@ -4,6 +4,8 @@ and any cache. The scripted runner checks what it is given, the ledger what come
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -27,7 +29,7 @@ class CoreMachine(RuleBasedStateMachine):
         num_blocks=st.integers(3, 20),
         block_size=st.sampled_from([1, 2, 4]),
         budget=st.sampled_from([1, 3, 8, 32]),
-        max_requests=st.sampled_from([1, 3, 8]),
+        max_requests=st.sampled_from([1, 3, 8, 8]),
         context=st.sampled_from([None, 24]),
         share_blocks=st.booleans(),
         host_slots=st.sampled_from([None, 2, 12]),
@@ -79,6 +81,10 @@ class CoreMachine(RuleBasedStateMachine):
         history=st.sampled_from([False, False, True]),
         logprobs=st.booleans(),
     )
+    def add_one(self, **options: Any) -> None:
+        """A request of any kind."""
+        self.add(**options)
+
     def add(
         self,
         length: int,
@@ -110,6 +116,30 @@ class CoreMachine(RuleBasedStateMachine):
         )
         self.ledger.add(spec)
         self.core.add(spec, self.clock())
+
+    @rule(
+        count=st.integers(2, 8),
+        length=st.integers(1, 9),
+        max_tokens=st.integers(4, 14),
+        stops=st.booleans(),
+        steps=st.integers(0, 12),
+    )
+    def crowd(self, count: int, length: int, max_tokens: int, stops: bool, steps: int) -> None:
+        """Many at once, so that blocks run out."""
+        for index in range(count):
+            self.add(
+                length=length + index % 2,
+                max_tokens=max_tokens,
+                first=(0, 7)[index % 2],
+                stops=stops,
+                limit=None,
+                n=3 if index == 4 else 1,
+                priority=(0, 0, 7)[index % 3],
+                prompt_logprobs=0 if index == 1 else None,
+                history=index == 6,
+                logprobs=False,
+            )
+        self.steps(steps)
 
     @precondition(lambda self: self.ledger.live)
     @rule(data=st.data())
@@ -147,6 +177,9 @@ class CoreMachine(RuleBasedStateMachine):
         self.ledger.take(self.core.step())
 
     @rule(count=st.integers(2, 10))
+    def some_steps(self, count: int) -> None:
+        self.steps(count)
+
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.ledger.take(self.core.step())

@@ -1,0 +1,228 @@
+"""The state machine of the core finds bugs: each of these is planted, and must be found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from engine.batch import ScheduledBatch, ScheduledRequest
+from engine.core import EngineCore
+from engine.endings import LiveRequests
+from engine.outputs import FinishReason
+from engine.request import Request
+from engine.scheduler.base import Scheduler, StepPlan
+from engine.scheduler.fifo import FIFOScheduler
+from engine.scheduler.prefill_first import PrefillFirstScheduler
+from engine.scheduler.priority import PriorityScheduler
+from engine.scheduler.request_heap import RequestHeap
+from tests.engine.core_machine import CoreMachine
+from tests.engine.fake_runner import Violation
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+PLANTS: dict[str, Plant] = {}
+
+_launched = Scheduler.launched
+_remove = Scheduler.remove
+_preempt = Scheduler.preempt
+_extend = Scheduler.extend
+_close = LiveRequests.close
+_append = EngineCore._append
+_choose_prefill_first = PrefillFirstScheduler.choose
+_schedule = Scheduler.schedule
+_step_failed = Scheduler.step_failed
+
+
+def plant(function: Plant) -> Plant:
+    PLANTS[function.__name__] = function
+    return function
+
+
+@plant
+def a_waiting_request_is_skipped_for_ever(patch: pytest.MonkeyPatch) -> None:
+    def next_waiting(self: Scheduler) -> Request | None:
+        return next((one for one in self.waiting.values() if one.key % 5), None)
+
+    patch.setattr(Scheduler, "next_waiting", next_waiting)
+
+
+@plant
+def the_heap_forgets_who_was_preempted(patch: pytest.MonkeyPatch) -> None:
+    push = RequestHeap.push
+
+    def forgetful(self: RequestHeap, rank: tuple[float, ...], request: Request) -> None:
+        if not request.preemptions:
+            push(self, rank, request)
+
+    patch.setattr(RequestHeap, "push", forgetful)
+
+
+@plant
+def a_choice_ends_twice(patch: pytest.MonkeyPatch) -> None:
+    def append(self: EngineCore, live: Any, request: Request, *rest: Any) -> None:
+        _append(self, live, request, *rest)
+        if request.status.is_terminal and self._live.outputs:
+            self._live.outputs.append(self._live.outputs[-1])
+
+    patch.setattr(EngineCore, "_append", append)
+
+
+@plant
+def an_ended_request_keeps_running(patch: pytest.MonkeyPatch) -> None:
+    def remove(self: Scheduler, request: Request) -> None:
+        was_running = request.key in self.running
+        _remove(self, request)
+        if was_running and request.num_output_tokens == 3:
+            self.running[request.key] = request
+
+    patch.setattr(Scheduler, "remove", remove)
+
+
+@plant
+def a_token_is_delivered_twice(patch: pytest.MonkeyPatch) -> None:
+    def append(self: EngineCore, live: Any, request: Request, *rest: Any) -> None:
+        count = len(self._live.outputs)
+        _append(self, live, request, *rest)
+        new = self._live.outputs[count:]
+        if request.preemptions and new and new[-1].finish is None:
+            self._live.outputs.append(new[-1])
+
+    patch.setattr(EngineCore, "_append", append)
+
+
+@plant
+def the_token_behind_a_stop_is_delivered(patch: pytest.MonkeyPatch) -> None:
+    def reason(self: EngineCore, request: Request, position: int, token: int) -> object:
+        if token in request.ending_token_ids and not request.num_pending_tokens > 1:
+            return FinishReason.STOP
+        if position + 1 < request.max_total_tokens:
+            return None
+        full = position + 1 - request.num_prompt_tokens >= request.spec.stop.max_tokens
+        return FinishReason.LENGTH if full else FinishReason.CONTEXT
+
+    patch.setattr(EngineCore, "_reason_to_end", reason)
+
+
+@plant
+def the_budget_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    def extend(self: Scheduler, plan: StepPlan, request: Request) -> bool:
+        is_in = _extend(self, plan, request)
+        if is_in and plan.parts[request.key].num_tokens == 1:
+            plan.budget += 1
+        return is_in
+
+    patch.setattr(Scheduler, "extend", extend)
+
+
+@plant
+def preempted_tokens_are_lost(patch: pytest.MonkeyPatch) -> None:
+    def preempt(self: Scheduler, plan: StepPlan, request: Request) -> None:
+        _preempt(self, plan, request)
+        del request.token_ids[request.num_prompt_tokens + 1 :]
+
+    patch.setattr(Scheduler, "preempt", preempt)
+
+
+@plant
+def preempted_tokens_are_not_computed_again(patch: pytest.MonkeyPatch) -> None:
+    def preempt(self: Scheduler, plan: StepPlan, request: Request) -> None:
+        computed = request.num_computed_tokens
+        _preempt(self, plan, request)
+        self.kv_cache.start = lambda request: computed  # type: ignore[method-assign]
+
+    patch.setattr(Scheduler, "preempt", preempt)
+
+
+@plant
+def a_preempted_request_stays_in_the_step(patch: pytest.MonkeyPatch) -> None:
+    def preempt(self: Scheduler, plan: StepPlan, request: Request) -> None:
+        part = plan.parts.get(request.key)
+        _preempt(self, plan, request)
+        if part is not None:
+            plan.parts[request.key] = part
+            plan.budget -= part.num_tokens
+
+    patch.setattr(Scheduler, "preempt", preempt)
+
+
+@plant
+def running_requests_are_preempted_while_a_step_is_pending(patch: pytest.MonkeyPatch) -> None:
+    def schedule(
+        self: Scheduler, now: float, *, is_step_pending: bool = False
+    ) -> ScheduledBatch | None:
+        return _schedule(self, now)
+
+    patch.setattr(Scheduler, "schedule", schedule)
+
+
+@plant
+def blocks_of_the_cancelled_are_kept(patch: pytest.MonkeyPatch) -> None:
+    def remove(self: Scheduler, request: Request) -> None:
+        self.waiting.pop(request.key, None)
+        if self.running.pop(request.key, None) is None or request.num_output_tokens:
+            self.kv_cache.free(request.key)
+
+    patch.setattr(Scheduler, "remove", remove)
+
+
+@plant
+def pending_tokens_count_as_computed_twice(patch: pytest.MonkeyPatch) -> None:
+    def launched(self: Scheduler, part: ScheduledRequest) -> None:
+        _launched(self, part)
+        if part.request.num_pending_tokens:
+            part.request.num_computed_tokens += 1
+
+    patch.setattr(Scheduler, "launched", launched)
+
+
+@plant
+def the_first_choice_takes_the_others_with_it(patch: pytest.MonkeyPatch) -> None:
+    def close(self: LiveRequests, live: Any, request: Request, reason: FinishReason) -> None:
+        was, live.is_forked = live.is_forked, True
+        _close(self, live, request, reason)
+        live.is_forked = was
+
+    patch.setattr(LiveRequests, "close", close)
+
+
+@plant
+def the_newest_always_goes_first(patch: pytest.MonkeyPatch) -> None:
+    """With few blocks, two requests then preempt each other for ever."""
+
+    def choose(self: FIFOScheduler, plan: StepPlan, now: float) -> None:
+        while plan.budget > 0 and self.waiting and len(self.running) < self.max_requests_per_batch:
+            head = next(iter(self.waiting.values()))
+            while self.running and not self.could_admit(plan, head, ()):
+                self.preempt(plan, next(iter(self.running.values())))
+            if not self.admit(plan, head, now):
+                return
+        for request in self.runnable():
+            if plan.budget > 0 and request.key not in plan.parts:
+                self.extend(plan, request)
+
+    for policy in (FIFOScheduler, PrefillFirstScheduler, PriorityScheduler):
+        patch.setattr(policy, "choose", choose)
+
+
+def run_machine(examples: int) -> None:
+    run_state_machine_as_test(
+        CoreMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=[Phase.generate],
+        ),
+    )
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTS[name](monkeypatch)
+    with pytest.raises((AssertionError, Violation, KeyError, ValueError, RuntimeError)):
+        run_machine(150)
