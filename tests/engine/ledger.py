@@ -125,7 +125,7 @@ def drain(core: EngineCore, ledger: Ledger) -> int:
     work = sum(
         spec.n * (len(spec.prompt) + spec.stop.max_tokens + 2) for spec in ledger.specs.values()
     )
-    limit = 50 + work * 5  # every step moves somebody by a token; preempted ones start again
+    limit = 50 + work * 12  # PrefillFirst moves the oldest every ninth step, the others every one
     steps = 0
     while core.has_work:
         ledger.take(core.step())
