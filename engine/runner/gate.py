@@ -36,7 +36,7 @@ from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.errors import ModelRefusedError
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import GenerationRequest, Request
-from engine.runner.kv_tensors import allocate_caches, make_groups
+from engine.runner.kv_tensors import KVTensors, allocate_caches, make_groups
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams, StopParams
@@ -315,15 +315,8 @@ def self_check(
     groups = make_groups(probe.shapes, probe.dtype)
     blocks = [sum(_PROBE_TOKENS) // _PROBE_BLOCK_SIZE + 2] * len(groups)
     caches = allocate_caches(probe.shapes, groups, blocks, _PROBE_BLOCK_SIZE, probe.dtype, device)
-    runner = ModelRunner(
-        model,
-        groups=groups,
-        caches=caches,
-        block_size=_PROBE_BLOCK_SIZE,
-        backend=backend,
-        sampler=Sampler(1, device),
-        device=device,
-    )
+    kv = KVTensors(groups, caches, (), _PROBE_BLOCK_SIZE)
+    runner = ModelRunner(model, kv, backend=backend, sampler=Sampler(1, device))
     manager = KVCacheManager(groups, blocks, _PROBE_BLOCK_SIZE)
     requests = [_probe_request(index, prompt) for index, prompt in enumerate(probe.prompts)]
     for request in requests:

@@ -1,14 +1,39 @@
-"""The KV cache's tensors: one pair a layer, allocated once, addressed by slot."""
+"""The KV cache's tensors: one pair a layer, allocated once, addressed by slot; and those on the
+host, for the blocks of preempted requests.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from engine.attention.base import LayerCache, LayerShape
 from engine.kv_cache.groups import LayerGroup
 from engine.types import GroupId
+
+
+@dataclass(frozen=True, slots=True)
+class KVTensors:
+    """The whole cache of a model.
+
+    Attributes:
+        groups: the layer groups.
+        caches: by layer, on the device.
+        host_caches: by layer, on the host; empty where nothing is offloaded.
+        block_size: tokens in a block.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    caches: tuple[LayerCache, ...]
+    host_caches: tuple[LayerCache, ...]
+    block_size: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache is."""
+        return self.caches[0].keys.device
 
 
 def make_groups(shapes: Sequence[LayerShape], dtype: torch.dtype) -> tuple[LayerGroup, ...]:
@@ -41,20 +66,52 @@ def allocate_caches(
 
     Zeros matter: masked reads of slots that were never written must not meet NaN.
     """
+    slots = [(count + 1) * block_size for count in num_blocks]
+    return _allocate(shapes, groups, slots, dtype=dtype, device=device)
+
+
+def allocate_host_caches(
+    shapes: Sequence[LayerShape],
+    groups: Sequence[LayerGroup],
+    host_slots: Sequence[int],
+    block_size: int,
+    dtype: torch.dtype,
+    *,
+    pin_memory: bool,
+) -> tuple[LayerCache, ...]:
+    """Allocate the host's side of the cache, one a layer: `host_slots` blocks per group, from 0.
+
+    There is no null block. Empty if no group has slots. pin_memory: so that a CUDA device copies
+    without waiting.
+    """
+    if not any(host_slots):
+        return ()
+    slots = [count * block_size for count in host_slots]
+    host = torch.device("cpu")
+    return _allocate(shapes, groups, slots, dtype=dtype, device=host, pin_memory=pin_memory)
+
+
+def _allocate(
+    shapes: Sequence[LayerShape],
+    groups: Sequence[LayerGroup],
+    slots: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    pin_memory: bool = False,
+) -> tuple[LayerCache, ...]:
+    """One cache a layer, of as many token slots as its group has."""
     group_of = {layer: group.group_id for group in groups for layer in group.layers}
-    caches = []
-    for layer, shape in enumerate(shapes):
-        group = group_of[layer]
-        slots = (num_blocks[group] + 1) * block_size
-        caches.append(
-            LayerCache(
-                keys=torch.zeros(
-                    (slots, shape.num_kv_heads, shape.key_dim), dtype=dtype, device=device
-                ),
-                values=torch.zeros(
-                    (slots, shape.num_kv_heads, shape.value_dim), dtype=dtype, device=device
-                ),
-                group=group,
-            )
+
+    def zeros(layer: int, dim: int) -> torch.Tensor:
+        size = (slots[group_of[layer]], shapes[layer].num_kv_heads, dim)
+        return torch.zeros(size, dtype=dtype, device=device, pin_memory=pin_memory)
+
+    return tuple(
+        LayerCache(
+            keys=zeros(layer, shape.key_dim),
+            values=zeros(layer, shape.value_dim),
+            group=group_of[layer],
         )
-    return tuple(caches)
+        for layer, shape in enumerate(shapes)
+    )

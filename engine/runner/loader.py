@@ -30,7 +30,12 @@ from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import InvalidRequestError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
 from engine.runner.gate import ModelProbe, check_config, probe_layers, self_check
-from engine.runner.kv_tensors import allocate_caches, make_groups
+from engine.runner.kv_tensors import (
+    KVTensors,
+    allocate_caches,
+    allocate_host_caches,
+    make_groups,
+)
 from engine.runner.memory import CachePlan, HostLimits, available_memory, plan_cache
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
@@ -172,22 +177,31 @@ def build_runner(
         device=device,
         model_context=verified.context_length,
         available=available_memory(device),
+        host_available=HostLimits.read().memory_available,
     )
-    caches = allocate_caches(
-        probe.shapes, groups, plan.num_blocks, plan.block_size, probe.dtype, device
+    size, dtype = plan.block_size, probe.dtype
+    kv = KVTensors(
+        groups=groups,
+        caches=allocate_caches(probe.shapes, groups, plan.num_blocks, size, dtype, device),
+        host_caches=allocate_host_caches(
+            probe.shapes, groups, plan.host_slots, size, dtype, pin_memory=device.type == "cuda"
+        ),
+        block_size=size,
     )
     progress(
         f"KV cache: {plan.total_bytes / 2**20:.0f} MiB, {' + '.join(map(str, plan.num_blocks))} "
         f"blocks of {plan.block_size} tokens"
     )
+    if plan.host_bytes:
+        progress(
+            f"KV offload: {plan.host_bytes / 2**20:.0f} MiB of host memory, "
+            f"{' + '.join(map(str, plan.host_slots))} blocks"
+        )
     runner = ModelRunner(
         verified.model,
-        groups=groups,
-        caches=caches,
-        block_size=plan.block_size,
+        kv,
         backend=verified.backend,
         sampler=Sampler(probe.logits[0].shape[-1], device),
-        device=device,
     )
     return LoadedRunner(runner, groups, plan)
 

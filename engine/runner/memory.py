@@ -18,7 +18,7 @@ import torch
 
 from engine.config import ContinuousBatchingConfig
 from engine.errors import InsufficientMemoryError
-from engine.kv_cache.groups import LayerGroup, sliding_group_blocks
+from engine.kv_cache.groups import LayerGroup, sliding_group_blocks, window_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -141,13 +141,25 @@ def _cpu_quota(root: Path, own: Path) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """The size of the KV cache. `num_blocks`: per layer group, null blocks not counted."""
+    """The size of the KV cache.
+
+    Attributes:
+        num_blocks: per layer group, null blocks not counted.
+        block_size: tokens in a block.
+        max_batch_tokens, max_requests: the largest step.
+        total_bytes: on the device.
+        host_slots: per layer group, blocks that the host keeps for preempted requests; zeros where
+            nothing is offloaded.
+        host_bytes: on the host.
+    """
 
     num_blocks: tuple[int, ...]
     block_size: int
     max_batch_tokens: int
     max_requests: int
     total_bytes: int
+    host_slots: tuple[int, ...]
+    host_bytes: int
 
 
 def available_memory(device: torch.device) -> int:
@@ -174,12 +186,14 @@ def plan_cache(
     device: torch.device,
     model_context: int,
     available: int,
+    host_available: int,
 ) -> CachePlan:
     """Decide the cache's size and log why.
 
     Args:
         model_context: the longest request that the model allows, in tokens.
         available: bytes that are free on the device, with the model loaded.
+        host_available: bytes that are free on the host, within the container's limit.
 
     Raises:
         InsufficientMemoryError: not even one block of each group fits, or `num_blocks` asks for
@@ -226,8 +240,21 @@ def plan_cache(
             f"({percent:.0%} of {available / GIB:.2f} GiB free on {device}): "
             f"{fit} tokens would fit; lower num_blocks or block_size, or raise max_memory_percent"
         )
+    device_bytes = cost(num_blocks)
+    host_slots, host_bytes = _plan_host(
+        config,
+        groups,
+        longest=min(model_context, num_blocks * block_size),
+        available=host_available if on_cuda else host_available - device_bytes,
+    )
     plan = CachePlan(
-        sizes(num_blocks), block_size, max_batch_tokens, max_requests, cost(num_blocks)
+        num_blocks=sizes(num_blocks),
+        block_size=block_size,
+        max_batch_tokens=max_batch_tokens,
+        max_requests=max_requests,
+        total_bytes=device_bytes,
+        host_slots=host_slots,
+        host_bytes=host_bytes,
     )
     logger.info(
         "KV cache: %.2f GiB on %s, %s blocks of %d tokens, because of %s; "
@@ -241,6 +268,59 @@ def plan_cache(
         max_requests,
     )
     return plan
+
+
+def _plan_host(
+    config: ContinuousBatchingConfig,
+    groups: tuple[LayerGroup, ...],
+    *,
+    longest: int,
+    available: int,
+) -> tuple[tuple[int, ...], int]:
+    """How many blocks of each group the host keeps, and how many bytes they are; logs why.
+
+    The space is divided as the longest request (in tokens) divides it, so that the groups fill
+    together.
+    """
+    none = (0,) * len(groups), 0
+    if config.cpu_offload_space == 0:
+        return none
+    block_size = config.block_size
+    asked = int(config.cpu_offload_space * GIB)
+    allowed = int(max(0, available) * config.cpu_offload_space_safety_threshold)
+    space = min(asked, allowed)
+    blocks_of_longest = -(-longest // block_size)
+    needs = [
+        blocks_of_longest
+        if group.window is None
+        else min(blocks_of_longest, window_blocks(group.window, block_size, 1))
+        for group in groups
+    ]
+    block_bytes = [block_size * group.bytes_per_token for group in groups]
+    request_bytes = sum(need * size for need, size in zip(needs, block_bytes, strict=True))
+    slots = tuple(need * space // request_bytes for need in needs)
+    if 0 in slots:
+        logger.warning(
+            "KV offload is off: cpu_offload_space is %.2f GiB, of which %.2f GiB may be used "
+            "(%.0f%% of %.2f GiB free), and that is less than a block of each layer group",
+            config.cpu_offload_space,
+            space / GIB,
+            100 * config.cpu_offload_space_safety_threshold,
+            max(0, available) / GIB,
+        )
+        return none
+    host_bytes = sum(count * size for count, size in zip(slots, block_bytes, strict=True))
+    logger.info(
+        "KV offload: %.2f GiB on the host, %s blocks, because of %s",
+        host_bytes / GIB,
+        " + ".join(str(count) for count in slots),
+        "cpu_offload_space"
+        if asked <= allowed
+        else "cpu_offload_space_safety_threshold: "
+        f"{config.cpu_offload_space_safety_threshold:.0%} of {max(0, available) / GIB:.2f} GiB "
+        f"free, and {config.cpu_offload_space:g} GiB were asked for",
+    )
+    return slots, host_bytes
 
 
 def _largest(cost: Callable[[int], int], budget: int, upper: int) -> int:

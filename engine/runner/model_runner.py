@@ -1,25 +1,26 @@
 """Runs a batch: inputs to the device, the unmodified model with our attention, one sampled token a
 request.
 
+block copies ─▶
 ScheduledBatch ─▶ InputBatch ─▶ AttentionContext ─▶ model(...) ─▶ logits of the sampled rows ─▶
 Sampler
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from engine.attention.base import AttentionBackend, AttentionContext, LayerCache
+from engine.attention.base import AttentionBackend, AttentionContext
 from engine.attention.registry import CONTEXT_KEYWORD
 from engine.batch import ScheduledBatch, ScheduledRequest
-from engine.kv_cache.groups import LayerGroup
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import GenerationRequest, Request
+from engine.runner.block_copies import BlockCopier
 from engine.runner.input_batch import InputBatch, build_input_batch
+from engine.runner.kv_tensors import KVTensors
 from engine.runner_protocol import PendingStep, SampledTokens
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams, StopParams
@@ -51,21 +52,16 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalModel,
+        kv: KVTensors,
         *,
-        groups: Sequence[LayerGroup],
-        caches: Sequence[LayerCache],
-        block_size: int,
         backend: AttentionBackend,
         sampler: Sampler,
-        device: torch.device,
     ) -> None:
         self._model = model
-        self._groups = tuple(groups)
-        self._caches = tuple(caches)
-        self._block_size = block_size
+        self.kv = kv
         self._backend = backend
         self._sampler = sampler
-        self._device = device
+        self._copier = BlockCopier(kv.groups, kv.caches, kv.host_caches, kv.block_size)
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Compute a batch and sample. Raises whatever the model or the device raises."""
@@ -73,7 +69,11 @@ class ModelRunner:
 
     def _compute(self, batch: ScheduledBatch) -> SampledTokens:
         with torch.inference_mode():
-            inputs = build_input_batch(batch, len(self._groups), self._block_size)
+            if not batch.copies.is_empty:
+                self._copier.run(batch.copies)
+            if not batch.requests:
+                return SampledTokens(token_ids=())
+            inputs = build_input_batch(batch, len(self.kv.groups), self.kv.block_size)
             logits = self._forward(inputs)
             if not inputs.sampling:
                 return SampledTokens(token_ids=())
@@ -83,7 +83,7 @@ class ModelRunner:
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
         """Compute a batch and return the logits [S, V] of its sampled rows, for the load gate."""
         with torch.inference_mode():
-            return self._forward(build_input_batch(batch, len(self._groups), self._block_size))
+            return self._forward(build_input_batch(batch, len(self.kv.groups), self.kv.block_size))
 
     def release(self, key: RequestKey) -> None:
         """Forget what sampling keeps for a choice."""
@@ -96,12 +96,12 @@ class ModelRunner:
         """
         spec = GenerationRequest(
             request_id=RequestId("warmup"),
-            prompt=(TokenId(0),) * min(self._block_size, 16),
+            prompt=(TokenId(0),) * min(self.kv.block_size, 16),
             sampling=SamplingParams(),
             stop=StopParams(max_tokens=1),
         )
         request = Request(spec=spec, arrival=0.0, max_total_tokens=len(spec.prompt) + 1)
-        manager = KVCacheManager(self._groups, [1] * len(self._groups), self._block_size)
+        manager = KVCacheManager(self.kv.groups, [1] * len(self.kv.groups), self.kv.block_size)
         manager.allocate(request.key, len(spec.prompt))
         tables = manager.tables(request.key)
         for table in tables:
@@ -112,14 +112,14 @@ class ModelRunner:
 
     def _forward(self, inputs: InputBatch) -> torch.Tensor:
         metadata = [
-            self._backend.prepare(layout, group.window, self._caches[group.layers[0]].keys)
-            for group, layout in zip(self._groups, inputs.layouts, strict=True)
+            self._backend.prepare(layout, group.window, self.kv.caches[group.layers[0]].keys)
+            for group, layout in zip(self.kv.groups, inputs.layouts, strict=True)
         ]
-        context = AttentionContext(self._backend, self._caches, metadata)
+        context = AttentionContext(self._backend, self.kv.caches, metadata)
         output = self._model(
-            input_ids=torch.from_numpy(inputs.token_ids).to(self._device).unsqueeze(0),
-            position_ids=torch.from_numpy(inputs.positions).to(self._device).unsqueeze(0),
-            logits_to_keep=torch.from_numpy(inputs.logit_rows).to(self._device),
+            input_ids=torch.from_numpy(inputs.token_ids).to(self.kv.device).unsqueeze(0),
+            position_ids=torch.from_numpy(inputs.positions).to(self.kv.device).unsqueeze(0),
+            logits_to_keep=torch.from_numpy(inputs.logit_rows).to(self.kv.device),
             use_cache=False,
             **{CONTEXT_KEYWORD: context},
         )

@@ -149,11 +149,17 @@ def plan(
     groups: tuple[LayerGroup, ...] = (FULL,),
     device: str = "cpu",
     context: int = 4096,
+    host_available: int | None = None,
     **options: object,
 ) -> CachePlan:
     config = ContinuousBatchingConfig(**{"block_size": 16, **options})  # type: ignore[arg-type]
     return plan_cache(
-        config, groups, device=torch.device(device), model_context=context, available=available
+        config,
+        groups,
+        device=torch.device(device),
+        model_context=context,
+        available=available,
+        host_available=available if host_available is None else host_available,
     )
 
 
@@ -224,3 +230,52 @@ def test_too_little_memory_says_what_to_do() -> None:
 def test_no_room_for_a_single_block() -> None:
     with pytest.raises(InsufficientMemoryError, match="0 tokens would fit"):
         plan(1000)
+
+
+# ---- the host's side -------------------------------------------------------------------------
+
+
+def test_nothing_is_offloaded_unless_asked() -> None:
+    found = plan(groups=(FULL, SLIDING))
+    assert found.host_slots == (0, 0)
+    assert found.host_bytes == 0
+
+
+def test_the_offload_space_is_divided_as_requests_divide_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO", logger="engine.runner.memory"):
+        found = plan(100 * GIB, groups=(FULL, SLIDING), cpu_offload_space=1)
+    full, sliding = found.host_slots
+    # The longest request has 256 blocks with full attention, and 5 in the window of 64 tokens.
+    assert full / sliding == pytest.approx(256 / 5, rel=1e-2)
+    assert found.host_bytes == (full + sliding) * 16 * 1024
+    assert GIB - 2 * 16 * 1024 <= found.host_bytes <= GIB
+    assert "KV offload: 1.00 GiB" in caplog.text
+    assert "because of cpu_offload_space" in caplog.text
+
+
+@pytest.mark.parametrize(("device", "left"), [("cuda", 8 * GIB), ("cpu", 4 * GIB)])
+def test_the_offload_space_is_cut_to_its_part_of_the_host(
+    device: str, left: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a CPU, what the cache itself takes is not there for it."""
+    with caplog.at_level("INFO", logger="engine.runner.memory"):
+        found = plan(
+            8 * GIB,
+            host_available=8 * GIB,
+            device=device,
+            num_blocks=4 * GIB // (16 * 1024) - 1,
+            cpu_offload_space=100,
+            cpu_offload_space_safety_threshold=0.25,
+        )
+    assert left / 4 - 16 * 1024 <= found.host_bytes <= left / 4
+    assert "cpu_offload_space_safety_threshold: 25%" in caplog.text
+
+
+def test_too_little_space_for_a_block_turns_offloading_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = plan(groups=(FULL, SLIDING), cpu_offload_space=0.00001)
+    assert found.host_slots == (0, 0)
+    assert "KV offload is off" in caplog.text

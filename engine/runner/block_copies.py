@@ -1,0 +1,131 @@
+"""Carries out a step's block copies: all layers of a group, vectorised, bit by bit.
+
+    offload   cache ─index_select─▶ staging ─one copy a run of slots─▶ host       device → host
+    restore   host ─one copy a run of slots─▶ staging ─index_copy─▶ cache         host → device
+    fork      cache ─index_select─▶ staging ─index_copy─▶ cache                   on the device
+
+Everything is queued on the device's stream in this order, in front of the step's own work, so that
+nothing waits for it. The host's side is pinned where the device is CUDA, and touched by such copies
+alone: that a slot was written before it is read is the stream's order too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from engine.attention.base import LayerCache
+from engine.kv_cache.copies import BlockCopy, StepCopies
+from engine.kv_cache.groups import LayerGroup
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+"""One tensor of a layer, keys or values, as one row a block: on the device, and on the host."""
+
+
+class BlockCopier:
+    """Moves blocks between a cache's tensors and the host's. See the module."""
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        caches: Sequence[LayerCache],
+        host_caches: Sequence[LayerCache],
+        block_size: int,
+    ) -> None:
+        """Wire a copier.
+
+        Args:
+            groups: the layer groups.
+            caches: by layer, on the device.
+            host_caches: by layer, on the host; empty: there are no host slots.
+            block_size: tokens in a block.
+        """
+        self._pairs: tuple[tuple[_Pair, ...], ...] = tuple(
+            tuple(
+                (_rows(device, block_size), _rows(host, block_size))
+                for layer in group.layers
+                for device, host in _tensors(caches[layer], host_caches, layer)
+            )
+            for group in groups
+        )
+        self._device = caches[0].keys.device
+
+    def run(self, copies: StepCopies) -> None:
+        """Queue a step's copies, in their order."""
+        for part in _independent(copies.offloads, same_side=False):
+            sources = self._index(part.sources)
+            for cache, host in self._pairs[part.group]:
+                staging = cache.index_select(0, sources)
+                for begin, end, first in _runs(part.targets):
+                    host[first : first + end - begin].copy_(staging[begin:end], non_blocking=True)
+        for part in _independent(copies.restores, same_side=False):
+            targets = self._index(part.targets)
+            for cache, host in self._pairs[part.group]:
+                staging = cache.new_empty((len(part.sources), cache.shape[1]))
+                for begin, end, first in _runs(part.sources):
+                    staging[begin:end].copy_(host[first : first + end - begin], non_blocking=True)
+                cache.index_copy_(0, targets, staging)
+        for part in _independent(copies.forks, same_side=True):
+            sources, targets = self._index(part.sources), self._index(part.targets)
+            for cache, _ in self._pairs[part.group]:
+                cache.index_copy_(0, targets, cache.index_select(0, sources))
+
+    def _index(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(blocks, dtype=torch.int64).to(self._device)
+
+
+class _Part:
+    """Copies of one group that may be made at once: no block is written twice, or written before it
+    is read.
+    """
+
+    __slots__ = ("group", "sources", "targets")
+
+    def __init__(self, group: int) -> None:
+        self.group = group
+        self.sources: list[int] = []
+        self.targets: list[int] = []
+
+
+def _independent(copies: Sequence[BlockCopy], *, same_side: bool) -> Iterator[_Part]:
+    """Cut copies into parts that keep their meaning when each is made at once, in this order.
+
+    Args:
+        copies: in the order in which they are meant.
+        same_side: whether sources and targets are blocks of the same memory.
+    """
+    open_parts: dict[int, tuple[_Part, set[int]]] = {}
+    for copy in copies:
+        part, written = open_parts.get(copy.group) or (_Part(copy.group), set())
+        if copy.target in written or (same_side and copy.source in written):
+            yield part
+            part, written = _Part(copy.group), set()
+        part.sources.append(copy.source)
+        part.targets.append(copy.target)
+        written.add(copy.target)
+        open_parts[copy.group] = part, written
+    for part, _ in open_parts.values():
+        yield part
+
+
+def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Cut a list of slots into runs that lie side by side: (begin, end) in the list, first slot."""
+    begin = 0
+    for index in range(1, len(slots) + 1):
+        if index == len(slots) or slots[index] != slots[index - 1] + 1:
+            yield begin, index, slots[begin]
+            begin = index
+
+
+def _tensors(cache: LayerCache, host_caches: Sequence[LayerCache], layer: int) -> tuple[_Pair, ...]:
+    """A layer's tensors with their counterparts on the host, which are empty if there are none."""
+    if not host_caches:
+        return (cache.keys, cache.keys[:0]), (cache.values, cache.values[:0])
+    host = host_caches[layer]
+    return (cache.keys, host.keys), (cache.values, host.values)
+
+
+def _rows(tensor: torch.Tensor, block_size: int) -> torch.Tensor:
+    """[num_slots, H, D] as one row a block: [num_blocks, block_size · H · D]."""
+    return tensor.view(-1, block_size * tensor.shape[1] * tensor.shape[2])
