@@ -17,6 +17,22 @@ import numpy.typing as npt
 from engine.attention.base import BatchLayout
 from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.request import Request
+from engine.types import RequestKey, TokenId
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """The prompt tokens of one request whose log-probabilities a step finds.
+
+    Attributes:
+        key: the request.
+        top_n: how many candidates to report with each.
+        targets: the tokens that stand behind the computed ones, as far as the prompt goes.
+    """
+
+    key: RequestKey
+    top_n: int
+    targets: tuple[TokenId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +41,10 @@ class InputBatch:
 
     Attributes:
         token_ids, positions: int64 [T].
-        logit_rows: int64 [S], which tokens' logits are wanted.
-        sampling: the S requests that they belong to.
+        logit_rows: int64 [S + P], which tokens' logits are wanted: of the S requests that sample,
+            then of P prompt tokens.
+        sampling: the S requests.
+        prompts: what the P prompt tokens belong to, in order.
         layouts: one per layer group.
     """
 
@@ -34,6 +52,7 @@ class InputBatch:
     positions: npt.NDArray[np.int64]
     logit_rows: npt.NDArray[np.int64]
     sampling: tuple[Request, ...]
+    prompts: tuple[PromptRows, ...]
     layouts: tuple[BatchLayout, ...]
 
 
@@ -51,6 +70,14 @@ def build_input_batch(batch: ScheduledBatch, num_groups: int, block_size: int) -
         token_ids[end - part.num_tokens : end] = part.request.token_ids[part.start : stop]
     positions = np.arange(batch.num_tokens) + np.repeat(starts - (ends - counts), counts)
     samples = np.fromiter((part.samples for part in parts), dtype=np.bool_, count=len(parts))
+    logit_rows = (ends - 1)[samples]
+    prompts = []
+    for index, part in enumerate(parts):
+        rows = _prompt_rows(part)
+        if rows is not None:
+            first = ends[index] - counts[index]
+            logit_rows = np.append(logit_rows, np.arange(first, first + len(rows.targets)))
+            prompts.append(rows)
     layouts = tuple(
         BatchLayout(
             starts=starts,
@@ -65,10 +92,20 @@ def build_input_batch(batch: ScheduledBatch, num_groups: int, block_size: int) -
     return InputBatch(
         token_ids=token_ids,
         positions=positions,
-        logit_rows=(ends - 1)[samples],
+        logit_rows=logit_rows,
         sampling=tuple(part.request for part in parts if part.samples),
+        prompts=tuple(prompts),
         layouts=layouts,
     )
+
+
+def _prompt_rows(part: ScheduledRequest) -> PromptRows | None:
+    """What a part finds of its prompt's log-probabilities; None if nothing is wanted."""
+    spec = part.request.spec
+    if spec.prompt_logprobs is None:
+        return None
+    targets = spec.prompt[part.start + 1 : part.start + 1 + part.num_tokens]
+    return PromptRows(part.request.key, spec.prompt_logprobs, targets) if targets else None
 
 
 def _stack_tables(parts: Sequence[ScheduledRequest], group: int) -> npt.NDArray[np.int32]:

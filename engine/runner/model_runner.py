@@ -21,6 +21,7 @@ from engine.request import GenerationRequest, Request
 from engine.runner.block_copies import BlockCopier
 from engine.runner.input_batch import InputBatch, build_input_batch
 from engine.runner.kv_tensors import KVTensors
+from engine.runner.prompt_logprobs import report_prompts
 from engine.runner_protocol import PendingStep, SampledTokens
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams, StopParams
@@ -75,10 +76,12 @@ class ModelRunner:
                 return SampledTokens(token_ids=())
             inputs = build_input_batch(batch, len(self.kv.groups), self.kv.block_size)
             logits = self._forward(inputs)
+            num_sampled = len(inputs.sampling)
+            prompt_logprobs = report_prompts(self._sampler, logits[num_sampled:], inputs.prompts)
             if not inputs.sampling:
-                return SampledTokens(token_ids=())
-            token_ids, logprobs = self._sampler.sample(logits, inputs.sampling)
-        return SampledTokens(token_ids=token_ids, logprobs=logprobs)
+                return SampledTokens(token_ids=(), prompt_logprobs=prompt_logprobs)
+            token_ids, logprobs = self._sampler.sample(logits[:num_sampled], inputs.sampling)
+        return SampledTokens(token_ids, logprobs, prompt_logprobs)
 
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
         """Compute a batch and return the logits [S, V] of its sampled rows, for the load gate."""

@@ -1,0 +1,60 @@
+"""Log-probabilities of prompt tokens, from the logits of the tokens before them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.outputs import TokenLogprobs
+from engine.runner.input_batch import PromptRows
+from engine.sampling import ops
+from engine.sampling.sampler import Sampler
+from engine.types import RequestKey, TokenId
+
+_SLICE_NUMBERS = 1 << 24
+"""Logits that are turned to log-probabilities at a time: 64 MiB in float32, and as much again."""
+
+
+def report_prompts(
+    sampler: Sampler, logits: torch.Tensor, prompts: Sequence[PromptRows]
+) -> dict[RequestKey, list[TokenLogprobs]]:
+    """What a step reports of its requests' prompts; see SampledTokens.prompt_logprobs.
+
+    Args:
+        sampler: computes log-probabilities.
+        logits: [P, V] in the model's dtype, the prompts' rows one after the other.
+        prompts: what the P rows belong to.
+    """
+    report: dict[RequestKey, list[TokenLogprobs]] = {}
+    first = 0
+    for prompt in prompts:
+        size = max(1, _SLICE_NUMBERS // logits.shape[-1])
+        found: list[TokenLogprobs] = []
+        for begin in range(0, len(prompt.targets), size):
+            targets = prompt.targets[begin : begin + size]
+            rows = logits[first + begin : first + begin + len(targets)]
+            found.extend(_token_logprobs(sampler, rows, targets, prompt.top_n))
+        report[prompt.key] = found
+        first += len(prompt.targets)
+    return report
+
+
+def _token_logprobs(
+    sampler: Sampler, logits: torch.Tensor, token_ids: Sequence[TokenId], top_n: int
+) -> list[TokenLogprobs]:
+    """The log-probabilities of R tokens by R rows of the model's logits, with `top_n` candidates
+    each.
+    """
+    tokens = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+    chosen, ranks, ids, values = (
+        part.tolist() for part in ops.logprobs_of(logits.float(), tokens, top_n)
+    )
+    return [
+        TokenLogprobs(
+            logprob=chosen[row],
+            rank=ranks[row],
+            candidates=tuple(zip(map(TokenId, ids[row]), values[row], strict=True)),
+        )
+        for row in range(len(token_ids))
+    ]

@@ -1,0 +1,61 @@
+"""Cores and batches around real runners, put together by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.config import ContinuousBatchingConfig
+from engine.core import EngineCore
+from engine.kv_cache.manager import KVCacheManager
+from engine.offline import LoadedModel
+from engine.outputs import RequestOutput
+from engine.request import GenerationRequest
+from engine.runner.loader import LoadedRunner, build_runner
+from engine.sampling_params import SamplingParams, StopParams
+from engine.scheduler.fifo import FIFOScheduler
+from engine.types import RequestId, TokenId
+from tests.tiny_models import CONTEXT
+
+
+def make_request(
+    name: str, prompt: list[int], max_tokens: int, **options: Any
+) -> GenerationRequest:
+    """A greedy request, unless `options` say otherwise."""
+    return GenerationRequest(
+        request_id=RequestId(name),
+        prompt=tuple(TokenId(token) for token in prompt),
+        stop=StopParams(max_tokens=max_tokens),
+        **{"sampling": SamplingParams(temperature=0.0), **options},
+    )
+
+
+def build(loaded: LoadedModel, **options: Any) -> LoadedRunner:
+    """A runner with a small cache; `options` are those of ContinuousBatchingConfig."""
+    config = ContinuousBatchingConfig(**{"block_size": 8, "num_blocks": 128, **options})
+    return build_runner(loaded._verified, config, lambda line: None)
+
+
+def make_core(built: LoadedRunner, *, runner: Any = None, **options: Any) -> EngineCore:
+    """A core around a runner."""
+    plan = built.plan
+    kv_cache = KVCacheManager(built.groups, plan.num_blocks, plan.block_size)
+    scheduler = FIFOScheduler(
+        kv_cache, max_batch_tokens=plan.max_batch_tokens, max_requests_per_batch=plan.max_requests
+    )
+    return EngineCore(scheduler, runner or built.runner, max_context_tokens=CONTEXT, **options)
+
+
+def run(core: EngineCore, requests: list[GenerationRequest]) -> dict[str, list[RequestOutput]]:
+    """Step until all is done: each request's outputs."""
+    for request in requests:
+        core.add(request, 0.0)
+    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+    while core.has_work:
+        for output in core.step().outputs:
+            outputs[output.request_id].append(output)
+    return outputs
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    """The tokens of a request with one choice."""
+    return [token for output in outputs for token in output.token_ids]

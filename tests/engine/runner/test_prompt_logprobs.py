@@ -1,0 +1,81 @@
+"""Log-probabilities of prompt tokens equal those of one plain forward, however it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from engine.offline import LoadedModel
+from engine.outputs import TokenLogprobs
+from engine.runner import prompt_logprobs
+from tests.engine.runner.steps import build, make_core, make_request, run
+from tests.tiny_models import VOCAB, make_prompts
+
+
+def _expected(model: Any, prompt: list[int]) -> torch.Tensor:
+    """[len(prompt) − 1, V]: the log-probabilities behind each token but the last."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, :-1]
+    finally:
+        model.set_attn_implementation(before)
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def _check(
+    found: tuple[TokenLogprobs, ...] | None, model: Any, prompt: list[int], top_n: int
+) -> None:
+    expected = _expected(model, prompt)
+    assert found is not None
+    assert len(found) == len(prompt) - 1
+    for row, (entry, token) in enumerate(zip(found, prompt[1:], strict=True)):
+        assert entry.logprob == pytest.approx(expected[row, token].item(), abs=1e-4)
+        assert len(entry.candidates) == top_n
+        best = torch.topk(expected[row], top_n).values.tolist()
+        assert [value for _, value in entry.candidates] == pytest.approx(best, abs=1e-4)
+        above = int((expected[row] > expected[row, token] + 1e-4).sum())
+        below = int((expected[row] >= expected[row, token] - 1e-4).sum())
+        assert above < entry.rank <= max(above + 1, below)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 64, 1024])
+def test_all_prompt_tokens_are_reported_once(
+    loaded: Callable[[str], LoadedModel], budget: int
+) -> None:
+    """In chunks of every size, beside neighbours that did not ask."""
+    llama = loaded("llama")
+    prompts = make_prompts((40, 1, 2, 33))
+    core = make_core(build(llama, max_batch_tokens=budget))
+    asked = [make_request(str(i), p, 2, prompt_logprobs=i) for i, p in enumerate(prompts)]
+    outputs = run(core, [*asked, make_request("not", prompts[0], 2)])
+    for index, prompt in enumerate(prompts):
+        first = outputs[str(index)][0]
+        assert first.prompt_done == 0
+        _check(first.prompt_logprobs, llama.model, prompt, index)
+        assert all(output.prompt_logprobs is None for output in outputs[str(index)][1:])
+    assert all(output.prompt_logprobs is None for output in outputs["not"])
+
+
+def test_many_rows_are_computed_in_slices(
+    loaded: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_logprobs, "_SLICE_NUMBERS", 7 * VOCAB)
+    llama = loaded("llama")
+    (prompt,) = make_prompts((50,))
+    core = make_core(build(llama))
+    outputs = run(core, [make_request("a", prompt, 1, prompt_logprobs=3)])
+    _check(outputs["a"][0].prompt_logprobs, llama.model, prompt, 3)
+
+
+def test_scoring_alone(loaded: Callable[[str], LoadedModel]) -> None:
+    """max_tokens 0: the prompt's log-probabilities, and no token."""
+    llama = loaded("llama")
+    (prompt,) = make_prompts((20,))
+    outputs = run(make_core(build(llama)), [make_request("a", prompt, 0, prompt_logprobs=0)])
+    assert [output.token_ids for output in outputs["a"]] == [(), ()]
+    _check(outputs["a"][0].prompt_logprobs, llama.model, prompt, 0)
