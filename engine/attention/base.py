@@ -8,8 +8,8 @@ backend.
                         block tables
 
 T is the number of tokens of the step: all requests' tokens in one flat ragged row, requests with
-one token first. Hq and Hkv are query and key/value heads, G = Hq / Hkv, D and Dv the head sizes of
-keys and values.
+one token first, padding last. Hq and Hkv are query and key/value heads, G = Hq / Hkv, D and Dv the
+head sizes of keys and values.
 """
 
 from __future__ import annotations
@@ -62,10 +62,13 @@ class BatchLayout:
         counts: int64 [R], its tokens in the step; the first num_decodes entries are 1, the others
             more.
         num_decodes: how many requests compute one token.
-        positions: int64 [T], each token's position in its request.
+        positions: int64 [T − num_padding], each token's position in its request.
         tables: int32 [R, max blocks], block table rows of the group at hand, padded with the null
             block.
         block_size: tokens in a block.
+        num_padding: tokens at the end of the flat row that belong to nobody: their keys and values
+            go to the null block, their output is zero.
+        kv_interval: the length of the context that is read is a multiple of this; 0: any.
     """
 
     starts: npt.NDArray[np.int64]
@@ -74,6 +77,8 @@ class BatchLayout:
     positions: npt.NDArray[np.int64]
     tables: npt.NDArray[np.int32]
     block_size: int
+    num_padding: int = 0
+    kv_interval: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ class TorchMetadata(AttentionMetadata):
         fresh_blocks: int64, blocks that the step begins and does not fill; None: there are none.
         buckets: the requests that compute one token.
         chunks: the others.
+        num_padding: tokens at the end that belong to nobody.
     """
 
     slot_mapping: torch.Tensor
@@ -83,6 +84,7 @@ class TorchMetadata(AttentionMetadata):
     fresh_blocks: torch.Tensor | None
     buckets: tuple[_Bucket, ...]
     chunks: tuple[_Chunk, ...]
+    num_padding: int
 
 
 class TorchAttentionBackend(AttentionBackend):
@@ -94,6 +96,8 @@ class TorchAttentionBackend(AttentionBackend):
         """Make one group's metadata for a step."""
         row_of_token = np.repeat(np.arange(len(layout.counts)), layout.counts)
         slots = _slots(layout, row_of_token, layout.positions)
+        if layout.num_padding:
+            slots = np.append(slots, np.zeros(layout.num_padding, dtype=np.int64))
         chunks: list[_Chunk] = []
         begin = layout.num_decodes
         for row in range(layout.num_decodes, len(layout.counts)):
@@ -106,6 +110,7 @@ class TorchAttentionBackend(AttentionBackend):
             fresh_blocks=_fresh_blocks(layout, like.device),
             buckets=_prepare_buckets(layout, window, like),
             chunks=tuple(chunks),
+            num_padding=layout.num_padding,
         )
 
     def forward(
@@ -136,6 +141,8 @@ class TorchAttentionBackend(AttentionBackend):
             )
         for chunk in metadata.chunks:
             output[chunk.begin : chunk.end] = _attend_chunk(query, key, value, cache, chunk, params)
+        if metadata.num_padding:
+            output[-metadata.num_padding :] = 0.0
         return output
 
 
@@ -152,6 +159,11 @@ def _slots(
         layout.tables[rows, block].astype(np.int64) * layout.block_size + offset
     )
     return slots
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple of `multiple`."""
+    return -(-value // multiple) * multiple
 
 
 def _fresh_blocks(layout: BatchLayout, device: torch.device) -> torch.Tensor | None:
@@ -181,6 +193,8 @@ def _prepare_buckets(
     for begin, end in _bucket_bounds(lengths.tolist()):
         rows = np.arange(begin, end)[:, None]
         width = int(lengths[begin:end].max())
+        if layout.kv_interval:
+            width = -(-round_up(width * size, layout.kv_interval) // size)
         index = first_block[begin:end, None] + np.arange(width)
         # Padding reads the request's own last block, which is there; it is masked.
         index = np.minimum(index, last_block[begin:end, None])
@@ -223,17 +237,16 @@ def _prepare_chunk(
     end = start + count
     first = 0 if window is None else max(start - window + 1, 0)
     slots = None
-    if first < start:
-        visible = np.arange(first, end)
+    keys = np.arange(start, end)
+    if first < start or layout.kv_interval:
+        keys = np.arange(first, first + round_up(end - first, layout.kv_interval or 1))
+        visible = np.minimum(keys, end - 1)  # padding reads the last token, which is there
         slots = torch.from_numpy(_slots(layout, np.full_like(visible, row), visible)).to(
             like.device
         )
-    else:
-        first = start
     mask = None
     if slots is not None or (window is not None and count > window):
         queries = np.arange(start, end)[:, None]
-        keys = np.arange(first, end)[None, :]
         hidden = keys > queries
         if window is not None:
             hidden |= keys <= queries - window

@@ -4,10 +4,14 @@ request   a        b        c             requests that compute one token come f
 tokens    a7       b3       c0 c1 c2      token_ids, T = 5
 position  7        3        0  1  2       positions
 sampled   0        1              4       logit_rows: the last token of each request that samples
+
+A step in which every request computes one token may take the decode path; others take the path for
+varying lengths. Padding goes behind the last request.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +21,17 @@ import numpy.typing as npt
 from engine.attention.base import BatchLayout
 from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.request import Request
+from engine.runner.options import RunnerOptions
 from engine.types import RequestKey, TokenId
+
+
+class StepPath(enum.Enum):
+    """By which way a step is computed."""
+
+    DECODE = "decode"
+    """Every request computes one token."""
+    VARLEN = "varlen"
+    """Any number of tokens each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +54,9 @@ class InputBatch:
     """One step's inputs on the host.
 
     Attributes:
-        token_ids, positions: int64 [T].
+        path: by which way it is computed.
+        num_tokens: its tokens, padding not counted.
+        token_ids, positions: int64 [T], padding included: token 0 at position 0.
         logit_rows: int64 [S + P], which tokens' logits are wanted: of the S requests that sample,
             then of P prompt tokens.
         sampling: the S requests.
@@ -48,6 +64,8 @@ class InputBatch:
         layouts: one per layer group.
     """
 
+    path: StepPath
+    num_tokens: int
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     logit_rows: npt.NDArray[np.int64]
@@ -56,19 +74,23 @@ class InputBatch:
     layouts: tuple[BatchLayout, ...]
 
 
-def build_input_batch(batch: ScheduledBatch, num_groups: int, block_size: int) -> InputBatch:
+def build_input_batch(
+    batch: ScheduledBatch, num_groups: int, block_size: int, options: RunnerOptions
+) -> InputBatch:
     """Lay a batch out. Its requests are ordered: those that compute one token first."""
     parts = batch.requests
     starts = np.fromiter((part.start for part in parts), dtype=np.int64, count=len(parts))
     counts = np.fromiter((part.num_tokens for part in parts), dtype=np.int64, count=len(parts))
     ends = np.cumsum(counts)
     num_decodes = int(np.searchsorted(counts, 1, side="right"))
-    token_ids = np.empty(batch.num_tokens, dtype=np.int64)
+    num_tokens = batch.num_tokens
+    num_padding = -num_tokens % options.q_interval if options.q_interval else 0
+    token_ids = np.zeros(num_tokens + num_padding, dtype=np.int64)
     token_ids[:num_decodes] = [part.request.token_ids[part.start] for part in parts[:num_decodes]]
     for part, end in zip(parts[num_decodes:], ends[num_decodes:].tolist(), strict=True):
         stop = part.start + part.num_tokens
         token_ids[end - part.num_tokens : end] = part.request.token_ids[part.start : stop]
-    positions = np.arange(batch.num_tokens) + np.repeat(starts - (ends - counts), counts)
+    positions = np.arange(num_tokens) + np.repeat(starts - (ends - counts), counts)
     samples = np.fromiter((part.samples for part in parts), dtype=np.bool_, count=len(parts))
     logit_rows = (ends - 1)[samples]
     prompts = []
@@ -86,17 +108,31 @@ def build_input_batch(batch: ScheduledBatch, num_groups: int, block_size: int) -
             positions=positions,
             tables=_stack_tables(parts, group),
             block_size=block_size,
+            num_padding=num_padding,
+            kv_interval=options.kv_interval,
         )
         for group in range(num_groups)
     )
     return InputBatch(
+        path=_path(starts, num_decodes == len(parts), block_size, options),
+        num_tokens=num_tokens,
         token_ids=token_ids,
-        positions=positions,
+        positions=np.append(positions, np.zeros(num_padding, np.int64))
+        if num_padding
+        else positions,
         logit_rows=logit_rows,
         sampling=tuple(part.request for part in parts if part.samples),
         prompts=tuple(prompts),
         layouts=layouts,
     )
+
+
+def _path(
+    starts: npt.NDArray[np.int64], is_decode: bool, block_size: int, options: RunnerOptions
+) -> StepPath:
+    if is_decode and int(starts.max()) // block_size < options.max_decode_blocks:
+        return StepPath.DECODE
+    return StepPath.VARLEN
 
 
 def _prompt_rows(part: ScheduledRequest) -> PromptRows | None:

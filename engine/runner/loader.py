@@ -38,6 +38,7 @@ from engine.runner.kv_tensors import (
 )
 from engine.runner.memory import CachePlan, HostLimits, available_memory, plan_cache
 from engine.runner.model_runner import ModelRunner
+from engine.runner.options import resolve_options
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.types import TokenId
@@ -202,8 +203,17 @@ def build_runner(
         kv,
         backend=verified.backend,
         sampler=Sampler(probe.logits[0].shape[-1], device),
+        options=resolve_options(
+            config, max_blocks=_longest_in_blocks(groups, plan, verified.context_length)
+        ),
     )
     return LoadedRunner(runner, groups, plan)
+
+
+def _longest_in_blocks(groups: tuple[LayerGroup, ...], plan: CachePlan, context: int) -> int:
+    """The blocks of the longest request that model and cache allow."""
+    full = [n for n, group in zip(plan.num_blocks, groups, strict=True) if group.window is None]
+    return min([-(-context // plan.block_size), *full])
 
 
 def _load_weights(path: Path, load_config: LoadConfig, device: torch.device) -> PreTrainedModel:

@@ -8,6 +8,7 @@ Sampler
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,8 +20,9 @@ from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import GenerationRequest, Request
 from engine.runner.block_copies import BlockCopier
-from engine.runner.input_batch import InputBatch, build_input_batch
+from engine.runner.input_batch import InputBatch, StepPath, build_input_batch
 from engine.runner.kv_tensors import KVTensors
+from engine.runner.options import PLAIN, RunnerOptions
 from engine.runner.prompt_logprobs import report_prompts
 from engine.runner_protocol import PendingStep, SampledTokens
 from engine.sampling.sampler import Sampler
@@ -48,7 +50,13 @@ class _ComputedStep:
 
 
 class ModelRunner:
-    """The runner for real models. See `engine.runner_protocol.Runner`."""
+    """The runner for real models. See `engine.runner_protocol.Runner`.
+
+    Attributes:
+        kv: the cache.
+        options: how steps are computed.
+        steps: how many were computed on each path.
+    """
 
     def __init__(
         self,
@@ -57,9 +65,12 @@ class ModelRunner:
         *,
         backend: AttentionBackend,
         sampler: Sampler,
+        options: RunnerOptions = PLAIN,
     ) -> None:
         self._model = model
         self.kv = kv
+        self.options = options
+        self.steps: Counter[StepPath] = Counter()
         self._backend = backend
         self._sampler = sampler
         self._copier = BlockCopier(kv.groups, kv.caches, kv.host_caches, kv.block_size)
@@ -74,7 +85,7 @@ class ModelRunner:
                 self._copier.run(batch.copies)
             if not batch.requests:
                 return SampledTokens(token_ids=())
-            inputs = build_input_batch(batch, len(self.kv.groups), self.kv.block_size)
+            inputs = self._lay_out(batch)
             logits = self._forward(inputs)
             num_sampled = len(inputs.sampling)
             prompt_logprobs = report_prompts(self._sampler, logits[num_sampled:], inputs.prompts)
@@ -86,7 +97,7 @@ class ModelRunner:
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
         """Compute a batch and return the logits [S, V] of its sampled rows, for the load gate."""
         with torch.inference_mode():
-            return self._forward(build_input_batch(batch, len(self.kv.groups), self.kv.block_size))
+            return self._forward(self._lay_out(batch))
 
     def release(self, key: RequestKey) -> None:
         """Forget what sampling keeps for a choice."""
@@ -113,7 +124,11 @@ class ModelRunner:
         self._compute(ScheduledBatch((ScheduledRequest(request, 0, count, tables, True),), count))
         self._compute(ScheduledBatch((ScheduledRequest(request, count - 1, 1, tables, True),), 1))
 
+    def _lay_out(self, batch: ScheduledBatch) -> InputBatch:
+        return build_input_batch(batch, len(self.kv.groups), self.kv.block_size, self.options)
+
     def _forward(self, inputs: InputBatch) -> torch.Tensor:
+        self.steps[inputs.path] += 1
         metadata = [
             self._backend.prepare(layout, group.window, self.kv.caches[group.layers[0]].keys)
             for group, layout in zip(self.kv.groups, inputs.layouts, strict=True)
