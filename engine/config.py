@@ -65,8 +65,8 @@ class ContinuousBatchingConfig:
         max_requests_per_batch: most requests that run at the same time. None: 64 on a CPU, 256 on
             CUDA.
         max_blocks_per_request: the decode fast path, in which all requests of a step compute one
-            token, has block tables of this width; a step with a longer request takes the path for
-            varying lengths. 0 turns the fast path off. None: as wide as the longest request.
+            token, has block tables of up to this width; a step with a longer request takes the path
+            for varying lengths. 0 turns the fast path off. None: as wide as the longest request.
         allow_block_sharing: whether requests share the blocks of a common prefix, and blocks that
             nobody holds keep their prefix until they are needed. It is allowed, not forced: a
             model that cannot do it does without.
@@ -76,9 +76,11 @@ class ContinuousBatchingConfig:
             (varlen, decode). None: on CUDA the decode path, elsewhere no. On other devices than
             CUDA, True is refused when the model is loaded.
         q_padding_interval_size: the number of tokens of a step is padded to a multiple of this;
-            0: 64 for steps that are captured, else not at all.
+            0: for steps that are captured, to a power of two up to 64, then to a multiple of 64;
+            for others not at all.
         kv_padding_interval_size: the length of the context that is read is padded to a multiple of
-            this many tokens; 0: 4096 for steps that are captured, else not at all.
+            this many tokens; 0: for steps that are captured, to 256, 1024 or a multiple of 4096,
+            for others not at all.
         max_cached_graphs: most captured graphs that are kept, the one that was not used for longest
             goes first; 0: 32.
         varlen_compile_config, decode_compile_config: how torch.compile compiles the model for the

@@ -15,7 +15,7 @@ head sizes of keys and values.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,6 +97,26 @@ class AttentionParams:
     sinks: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StaticShape:
+    """The sizes of a step whose tensors have fixed places, so that it can be captured and replayed.
+
+    Attributes:
+        is_decode: every request computes one token.
+        tokens: T, padding included.
+        requests: most requests; with is_decode, as many as tokens.
+        context: tokens of context that are read, in whole blocks: with is_decode of each request,
+            else of all together.
+        block_size: tokens in a block.
+    """
+
+    is_decode: bool
+    tokens: int
+    requests: int
+    context: int
+    block_size: int
+
+
 class AttentionMetadata:
     """One group's metadata of one step, as its backend wants it. Opaque to everyone else."""
 
@@ -115,6 +135,44 @@ class AttentionBackend(ABC):
         self, layout: BatchLayout, window: int | None, like: torch.Tensor
     ) -> AttentionMetadata:
         """One group's metadata for a step. `like`: a tensor of the cache's dtype and device."""
+
+    def fits_static(self, shape: StaticShape) -> bool:
+        """Whether a step of that shape can be had with fixed places, and is worth its temporaries.
+        If not, it runs as it comes. A backend that says yes has the three methods below.
+        """
+        return False
+
+    def static_fields(self, shape: StaticShape, window: int | None) -> Mapping[str, int]:
+        """The int64 arrays that the metadata of one group needs in a step of fixed places, by name,
+        and how many numbers each has.
+        """
+        raise NotImplementedError
+
+    def fill_static(
+        self,
+        layout: BatchLayout,
+        window: int | None,
+        shape: StaticShape,
+        fields: Mapping[str, npt.NDArray[np.int64]],
+    ) -> None:
+        """Write a step's metadata into those arrays, on the host. Each is overwritten whole.
+
+        layout: of a step that is no larger than `shape`; its padding is not looked at.
+        """
+        raise NotImplementedError
+
+    def static_metadata(
+        self,
+        shape: StaticShape,
+        window: int | None,
+        fields: Mapping[str, torch.Tensor],
+        like: torch.Tensor,
+    ) -> AttentionMetadata:
+        """One group's metadata from those arrays, on the device.
+
+        It is part of what is captured: it may compute with `fields`, but not look into them.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def forward(

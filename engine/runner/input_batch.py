@@ -11,7 +11,6 @@ varying lengths. Padding goes behind the last request.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,18 +19,9 @@ import numpy.typing as npt
 
 from engine.attention.base import BatchLayout
 from engine.batch import ScheduledBatch, ScheduledRequest
-from engine.request import Request
-from engine.runner.options import RunnerOptions
+from engine.request import PENDING_TOKEN, Request
+from engine.runner.options import RunnerOptions, StepPath
 from engine.types import RequestKey, TokenId
-
-
-class StepPath(enum.Enum):
-    """By which way a step is computed."""
-
-    DECODE = "decode"
-    """Every request computes one token."""
-    VARLEN = "varlen"
-    """Any number of tokens each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +52,8 @@ class InputBatch:
         sampling: the S requests.
         prompts: what the P prompt tokens belong to, in order.
         layouts: one per layer group.
+        carried: the tokens that are not on the host yet, as 0 in token_ids: (token, the request
+            for which the step before this one samples it).
     """
 
     path: StepPath
@@ -72,6 +64,7 @@ class InputBatch:
     sampling: tuple[Request, ...]
     prompts: tuple[PromptRows, ...]
     layouts: tuple[BatchLayout, ...]
+    carried: tuple[tuple[int, RequestKey], ...] = ()
 
 
 def build_input_batch(
@@ -87,6 +80,8 @@ def build_input_batch(
     num_padding = -num_tokens % options.q_interval if options.q_interval else 0
     token_ids = np.zeros(num_tokens + num_padding, dtype=np.int64)
     token_ids[:num_decodes] = [part.request.token_ids[part.start] for part in parts[:num_decodes]]
+    pending = np.flatnonzero(token_ids[:num_decodes] == PENDING_TOKEN).tolist()
+    token_ids[pending] = 0
     for part, end in zip(parts[num_decodes:], ends[num_decodes:].tolist(), strict=True):
         stop = part.start + part.num_tokens
         token_ids[end - part.num_tokens : end] = part.request.token_ids[part.start : stop]
@@ -124,6 +119,7 @@ def build_input_batch(
         sampling=tuple(part.request for part in parts if part.samples),
         prompts=tuple(prompts),
         layouts=layouts,
+        carried=tuple((row, parts[row].request.key) for row in pending),
     )
 
 

@@ -29,6 +29,7 @@ from engine.attention.registry import choose_backend, register
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import InvalidRequestError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
+from engine.runner.cuda_graph import CudaGraphBackend, GraphBackend
 from engine.runner.gate import ModelProbe, check_config, probe_layers, self_check
 from engine.runner.kv_tensors import (
     KVTensors,
@@ -80,11 +81,16 @@ class VerifiedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadedRunner:
-    """A runner around a verified model, with its KV cache's groups and size."""
+    """A runner around a verified model, with its KV cache's groups and size.
+
+    overlap: whether the runner has two slots, so that the core may launch a step before it collects
+        the last one.
+    """
 
     runner: ModelRunner
     groups: tuple[LayerGroup, ...]
     plan: CachePlan
+    overlap: bool
 
 
 def resolve_path(model: str) -> Path:
@@ -163,11 +169,22 @@ def verify_model(
 
 
 def build_runner(
-    verified: VerifiedModel, config: ContinuousBatchingConfig, progress: Callable[[str], None]
+    verified: VerifiedModel,
+    config: ContinuousBatchingConfig,
+    progress: Callable[[str], None],
+    *,
+    graphs: GraphBackend | None = None,
 ) -> LoadedRunner:
     """Size the KV cache, allocate it, and put a runner around a verified model.
 
+    Args:
+        verified: the model.
+        config: the options.
+        progress: gets a line for each stage.
+        graphs: captures steps; None: CUDA graphs where the model is on CUDA.
+
     Raises:
+        ConfigError: an option asks for what the device cannot do.
         InsufficientMemoryError: the KV cache does not fit.
     """
     probe, device = verified.probe, verified.device
@@ -179,6 +196,13 @@ def build_runner(
         model_context=verified.context_length,
         available=available_memory(device),
         host_available=HostLimits.read().memory_available,
+    )
+    options = resolve_options(
+        config,
+        device=device.type,
+        can_capture=graphs is not None or device.type == "cuda",
+        max_blocks=_longest_in_blocks(groups, plan, verified.context_length),
+        max_requests=plan.max_requests,
     )
     size, dtype = plan.block_size, probe.dtype
     kv = KVTensors(
@@ -198,16 +222,18 @@ def build_runner(
             f"KV offload: {plan.host_bytes / 2**20:.0f} MiB of host memory, "
             f"{' + '.join(map(str, plan.host_slots))} blocks"
         )
+    if graphs is None and device.type == "cuda" and options.captured_paths:
+        graphs = CudaGraphBackend(device)
     runner = ModelRunner(
         verified.model,
         kv,
         backend=verified.backend,
         sampler=Sampler(probe.logits[0].shape[-1], device),
-        options=resolve_options(
-            config, max_blocks=_longest_in_blocks(groups, plan, verified.context_length)
-        ),
+        options=options,
+        graphs=graphs,
+        progress=progress,
     )
-    return LoadedRunner(runner, groups, plan)
+    return LoadedRunner(runner, groups, plan, overlap=options.num_slots > 1)
 
 
 def _longest_in_blocks(groups: tuple[LayerGroup, ...], plan: CachePlan, context: int) -> int:

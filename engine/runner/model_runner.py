@@ -1,52 +1,55 @@
-"""Runs a batch: inputs to the device, the unmodified model with our attention, one sampled token a
-request.
+"""Runs batches: lays them out, computes them by one of the ways that there are, and samples.
 
-block copies ─▶
-ScheduledBatch ─▶ InputBatch ─▶ AttentionContext ─▶ model(...) ─▶ logits of the sampled rows ─▶
-Sampler
+ScheduledBatch ─▶ block copies ─▶ InputBatch ─┬─▶ ModelForward, as it comes ──┬─▶ logits ─▶ Sampler
+                                              └─▶ CapturedSteps, replayed ────┘               │
+                  SampledTokens ◀── LaunchedStep.result ◀── queued copy to the host ◀─────────┘
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from engine.attention.base import AttentionBackend, AttentionContext
-from engine.attention.registry import CONTEXT_KEYWORD
+from engine.attention.base import AttentionBackend
 from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import GenerationRequest, Request
 from engine.runner.block_copies import BlockCopier
-from engine.runner.input_batch import InputBatch, StepPath, build_input_batch
+from engine.runner.captured import CapturedSteps
+from engine.runner.cuda_graph import GraphBackend
+from engine.runner.device import StepDevice, step_device
+from engine.runner.forward import CausalModel, ModelForward
+from engine.runner.input_batch import InputBatch, build_input_batch
 from engine.runner.kv_tensors import KVTensors
-from engine.runner.options import PLAIN, RunnerOptions
+from engine.runner.options import PLAIN, RunnerOptions, StepPath
 from engine.runner.prompt_logprobs import report_prompts
+from engine.runner.slots import CarriedTokens, LaunchedStep, Slots, begin_sampling
 from engine.runner_protocol import PendingStep, SampledTokens
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams, StopParams
 from engine.types import RequestId, RequestKey, TokenId
 
-
-class CausalModel(Protocol):
-    """What the runner needs of a transformers model whose attention implementation is ours."""
-
-    def __call__(self, **inputs: object) -> object:
-        """The forward pass; its result has `logits` [1, S, V]."""
-        ...
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _ComputedStep:
-    """A step that was over when it was launched."""
+class StepKind:
+    """By which way a step was computed."""
 
-    sampled: SampledTokens
+    path: StepPath
+    is_replayed: bool
+
+
+class _NothingSampled:
+    """A step of copies alone. They are queued in front of whatever comes next."""
 
     def result(self) -> SampledTokens:
-        """Its results."""
-        return self.sampled
+        """Nothing."""
+        return SampledTokens(token_ids=())
 
 
 class ModelRunner:
@@ -55,7 +58,7 @@ class ModelRunner:
     Attributes:
         kv: the cache.
         options: how steps are computed.
-        steps: how many were computed on each path.
+        steps: how many were computed, by path and by whether they were replayed.
     """
 
     def __init__(
@@ -66,45 +69,96 @@ class ModelRunner:
         backend: AttentionBackend,
         sampler: Sampler,
         options: RunnerOptions = PLAIN,
+        device: StepDevice | None = None,
+        graphs: GraphBackend | None = None,
+        progress: Callable[[str], None] = logger.info,
     ) -> None:
-        self._model = model
+        """Wire a runner.
+
+        Args:
+            model: computes.
+            kv: the cache.
+            backend: computes attention.
+            sampler: chooses tokens.
+            options: how steps are computed.
+            device: queues copies; None: what the cache's device needs.
+            graphs: captures steps; None: nothing is captured.
+            progress: gets a line for what takes long in `warmup`.
+        """
         self.kv = kv
         self.options = options
-        self.steps: Counter[StepPath] = Counter()
-        self._backend = backend
+        self.steps: Counter[StepKind] = Counter()
+        self._forward = ModelForward(dict.fromkeys(StepPath, model), kv, backend)
         self._sampler = sampler
         self._copier = BlockCopier(kv.groups, kv.caches, kv.host_caches, kv.block_size)
+        self._device = device or step_device(kv.device)
+        self._slots = Slots(options.num_slots)
+        self._carried = CarriedTokens()
+        self._progress = progress
+        self._captured = None
+        if graphs is not None and options.captured_paths:
+            self._captured = CapturedSteps(
+                self._forward, kv, backend, graphs, options, self._device
+            )
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Compute a batch and sample. Raises whatever the model or the device raises."""
-        return _ComputedStep(self._compute(batch))
+        """Begin to compute a batch and to sample. Raises whatever the model or the device raises.
 
-    def _compute(self, batch: ScheduledBatch) -> SampledTokens:
+        On a device that queues its work, nothing of the step was waited for when this returns, but
+        where a request asks for its prompt's log-probabilities.
+        """
         with torch.inference_mode():
             if not batch.copies.is_empty:
                 self._copier.run(batch.copies)
             if not batch.requests:
-                return SampledTokens(token_ids=())
-            inputs = self._lay_out(batch)
-            logits = self._forward(inputs)
-            num_sampled = len(inputs.sampling)
-            prompt_logprobs = report_prompts(self._sampler, logits[num_sampled:], inputs.prompts)
-            if not inputs.sampling:
-                return SampledTokens(token_ids=(), prompt_logprobs=prompt_logprobs)
-            token_ids, logprobs = self._sampler.sample(logits[:num_sampled], inputs.sampling)
-        return SampledTokens(token_ids, logprobs, prompt_logprobs)
+                return _NothingSampled()
+            slot = self._slots.take()
+            try:
+                return self._launch(self._lay_out(batch), slot)
+            except BaseException:
+                self._slots.free(slot)
+                raise
+
+    def _launch(self, inputs: InputBatch, slot: int) -> PendingStep:
+        logits = self._logits(inputs, slot)
+        count = len(inputs.sampling)
+        prompt_logprobs = report_prompts(self._sampler, logits[count:], inputs.prompts)
+        if count:
+            token_ids, logprobs = begin_sampling(self._sampler, logits[:count], inputs.sampling)
+        else:
+            token_ids, logprobs = logits.new_empty(0, dtype=torch.int64), None
+        self._carried.keep(inputs.sampling, token_ids)
+        return LaunchedStep(
+            self._slots,
+            slot,
+            self._device,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _logits(self, inputs: InputBatch, slot: int) -> torch.Tensor:
+        """The logits [S + P, V] of a step."""
+        captured = None if self._captured is None else self._captured.find(inputs)
+        self.steps[StepKind(inputs.path, is_replayed=captured is not None)] += 1
+        if captured is None:
+            return self._forward.as_it_comes(inputs, self._carried.fill_in)
+        captured.inputs.fill(inputs, slot)
+        self._carried.fill_in(inputs, captured.inputs.token_ids)
+        return captured.replay(inputs)
 
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
         """Compute a batch and return the logits [S, V] of its sampled rows, for the load gate."""
         with torch.inference_mode():
-            return self._forward(self._lay_out(batch))
+            return self._logits(self._lay_out(batch), 0)
 
     def release(self, key: RequestKey) -> None:
         """Forget what sampling keeps for a choice."""
         self._sampler.release(key)
 
     def warmup(self) -> None:
-        """Run one prefill and one decode step of a request of its own, in the null block's slots.
+        """Run one prefill and one decode step of a request of its own, in the null block's slots,
+        and capture what is to be replayed.
 
         The null block belongs to nobody, so no request's cache is touched.
         """
@@ -121,25 +175,12 @@ class ModelRunner:
         for table in tables:
             table.blocks[:] = 0
         count = len(spec.prompt)
-        self._compute(ScheduledBatch((ScheduledRequest(request, 0, count, tables, True),), count))
-        self._compute(ScheduledBatch((ScheduledRequest(request, count - 1, 1, tables, True),), 1))
+        for start, end in ((0, count), (count - 1, count)):
+            part = ScheduledRequest(request, start, end - start, tables, samples=True)
+            self.launch(ScheduledBatch((part,), end - start)).result()
+        if self._captured is not None:
+            with torch.inference_mode():
+                self._captured.warmup(self._progress)
 
     def _lay_out(self, batch: ScheduledBatch) -> InputBatch:
         return build_input_batch(batch, len(self.kv.groups), self.kv.block_size, self.options)
-
-    def _forward(self, inputs: InputBatch) -> torch.Tensor:
-        self.steps[inputs.path] += 1
-        metadata = [
-            self._backend.prepare(layout, group.window, self.kv.caches[group.layers[0]].keys)
-            for group, layout in zip(self.kv.groups, inputs.layouts, strict=True)
-        ]
-        context = AttentionContext(self._backend, self.kv.caches, metadata)
-        output = self._model(
-            input_ids=torch.from_numpy(inputs.token_ids).to(self.kv.device).unsqueeze(0),
-            position_ids=torch.from_numpy(inputs.positions).to(self.kv.device).unsqueeze(0),
-            logits_to_keep=torch.from_numpy(inputs.logit_rows).to(self.kv.device),
-            use_cache=False,
-            **{CONTEXT_KEYWORD: context},
-        )
-        logits: torch.Tensor = output.logits  # type: ignore[attr-defined]  # a ModelOutput
-        return logits[0]

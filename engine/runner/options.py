@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from engine.config import ContinuousBatchingConfig
+from engine.errors import ConfigError
+
+DEFAULT_MAX_GRAPHS = 32
+
+
+class StepPath(enum.Enum):
+    """By which way a step is computed."""
+
+    DECODE = "decode"
+    """Every request computes one token."""
+    VARLEN = "varlen"
+    """Any number of tokens each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,27 +30,72 @@ class RunnerOptions:
         q_interval: the tokens of a step are padded to a multiple of this; 0: not at all.
         kv_interval: the context that is read is padded to a multiple of this many tokens; 0: not at
             all.
+        captured_paths: the paths whose steps are captured and replayed.
+        max_graphs: most captured steps that are kept.
+        max_requests: most requests of a step.
+        num_slots: sets of input buffers on the host: how many steps may be pending at once.
     """
 
     max_decode_blocks: int = 0
     q_interval: int = 0
     kv_interval: int = 0
+    captured_paths: frozenset[StepPath] = frozenset()
+    max_graphs: int = DEFAULT_MAX_GRAPHS
+    max_requests: int = 1
+    num_slots: int = 1
 
 
 PLAIN = RunnerOptions()
 """Steps as they come, on the path for varying lengths."""
 
 
-def resolve_options(config: ContinuousBatchingConfig, *, max_blocks: int) -> RunnerOptions:
+def resolve_options(
+    config: ContinuousBatchingConfig,
+    *,
+    device: str,
+    can_capture: bool,
+    max_blocks: int,
+    max_requests: int,
+) -> RunnerOptions:
     """The options for a device.
 
     Args:
         config: the configuration.
+        device: its type, for messages.
+        can_capture: whether device work can be captured there.
         max_blocks: blocks of the longest request that can be.
+        max_requests: most requests of a step.
+
+    Raises:
+        ConfigError: an option asks for what the device cannot do.
     """
     limit = config.max_blocks_per_request
     return RunnerOptions(
         max_decode_blocks=max_blocks if limit is None else min(limit, max_blocks),
         q_interval=config.q_padding_interval_size,
         kv_interval=config.kv_padding_interval_size,
+        captured_paths=_captured_paths(config.use_cuda_graph, device, can_capture),
+        max_graphs=config.max_cached_graphs or DEFAULT_MAX_GRAPHS,
+        max_requests=max_requests,
+        num_slots=2 if _is_async(config.use_async_batching, device) else 1,
     )
+
+
+def _is_async(asked: bool | None, device: str) -> bool:
+    return device == "cuda" if asked is None else asked
+
+
+def _captured_paths(
+    asked: bool | tuple[bool, bool] | None, device: str, can_capture: bool
+) -> frozenset[StepPath]:
+    if asked is None:
+        return frozenset({StepPath.DECODE}) if can_capture else frozenset()
+    varlen, decode = asked if isinstance(asked, tuple) else (asked, asked)
+    if (varlen or decode) and not can_capture:
+        raise ConfigError(
+            "use_cuda_graph",
+            f"is {asked}, and the model is on {device}: CUDA graphs need a CUDA device; leave it "
+            "out (None), or set it to False, or load the model on cuda",
+        )
+    paths = ((varlen, StepPath.VARLEN), (decode, StepPath.DECODE))
+    return frozenset(path for wanted, path in paths if wanted)

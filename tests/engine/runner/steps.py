@@ -10,6 +10,7 @@ from engine.kv_cache.manager import KVCacheManager
 from engine.offline import LoadedModel
 from engine.outputs import RequestOutput
 from engine.request import GenerationRequest
+from engine.runner.cuda_graph import GraphBackend
 from engine.runner.loader import LoadedRunner, build_runner
 from engine.sampling_params import SamplingParams, StopParams
 from engine.scheduler.fifo import FIFOScheduler
@@ -29,10 +30,12 @@ def make_request(
     )
 
 
-def build(loaded: LoadedModel, **options: Any) -> LoadedRunner:
+def build(
+    loaded: LoadedModel, *, graphs: GraphBackend | None = None, **options: Any
+) -> LoadedRunner:
     """A runner with a small cache; `options` are those of ContinuousBatchingConfig."""
     config = ContinuousBatchingConfig(**{"block_size": 8, "num_blocks": 128, **options})
-    return build_runner(loaded._verified, config, lambda line: None)
+    return build_runner(loaded._verified, config, lambda line: None, graphs=graphs)
 
 
 def make_core(built: LoadedRunner, *, runner: Any = None, **options: Any) -> EngineCore:

@@ -1,0 +1,220 @@
+"""What the torch backend knows of a step, and how it is found on the host.
+
+Made from a BatchLayout by `prepare` (as the step comes) or by `torch_static` (at fixed places);
+read by `torch_backend`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.attention.base import AttentionMetadata, BatchLayout
+
+_MIN_BUCKET = 4
+"""Fewer requests than this are not made a bucket of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One request that computes several tokens.
+
+    Attributes:
+        begin, end: its tokens in the flat row.
+        slots: int64 [S], where the tokens that it can see are cached; None: they are the chunk's
+            own.
+        mask: [n, S], added to the scores; None: causal, S = n.
+    """
+
+    begin: int
+    end: int
+    slots: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Requests of similar length that compute one token each.
+
+    Attributes:
+        begin, end: their rows, and their tokens in the flat row.
+        blocks: int64 [R · B], the cache blocks that they see, B of them each.
+        mask: [R, 1, 1, B · block_size], added to the scores; None: all of it is visible.
+    """
+
+    begin: int
+    end: int
+    blocks: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """All requests of a step, as one attention over all their contexts.
+
+    Attributes:
+        slots: int64 [S], where the contexts are cached, one after the other.
+        hidden: bool [T, S], what a token does not see. Each sees something.
+    """
+
+    slots: torch.Tensor
+    hidden: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TorchMetadata(AttentionMetadata):
+    """One group's metadata.
+
+    Attributes:
+        slot_mapping: int64 [T], where each token's key and value are written.
+        block_size: tokens in a block.
+        fresh_blocks: int64, blocks that the step begins and does not fill; None: there are none.
+        buckets: the requests that compute one token.
+        chunks: the others.
+        num_padding: tokens at the end that belong to nobody.
+        ragged: all tokens at once, in place of buckets and chunks; None: by these.
+    """
+
+    slot_mapping: torch.Tensor
+    block_size: int
+    fresh_blocks: torch.Tensor | None
+    buckets: tuple[Bucket, ...]
+    chunks: tuple[Chunk, ...]
+    num_padding: int = 0
+    ragged: Ragged | None = None
+
+
+def prepare(layout: BatchLayout, window: int | None, like: torch.Tensor) -> TorchMetadata:
+    """One group's metadata for a step as it comes. `like`: of the cache's dtype and device."""
+    row_of_token = np.repeat(np.arange(len(layout.counts)), layout.counts)
+    slots = slots_of(layout, row_of_token, layout.positions)
+    if layout.num_padding:
+        slots = np.append(slots, np.zeros(layout.num_padding, dtype=np.int64))
+    chunks: list[Chunk] = []
+    begin = layout.num_decodes
+    for row in range(layout.num_decodes, len(layout.counts)):
+        count = int(layout.counts[row])
+        chunks.append(_prepare_chunk(layout, row, begin, window, like))
+        begin += count
+    return TorchMetadata(
+        slot_mapping=torch.from_numpy(slots).to(like.device),
+        block_size=layout.block_size,
+        fresh_blocks=_to_device(fresh_blocks(layout), like.device),
+        buckets=_prepare_buckets(layout, window, like),
+        chunks=tuple(chunks),
+        num_padding=layout.num_padding,
+    )
+
+
+def slots_of(
+    layout: BatchLayout,
+    rows: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """The cache slots of positions in requests: table[row, position // block_size] · block_size +
+    offset.
+    """
+    block, offset = np.divmod(positions, layout.block_size)
+    slots: npt.NDArray[np.int64] = (
+        layout.tables[rows, block].astype(np.int64) * layout.block_size + offset
+    )
+    return slots
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple of `multiple`."""
+    return -(-value // multiple) * multiple
+
+
+def fresh_blocks(layout: BatchLayout) -> npt.NDArray[np.int64]:
+    """The last block of each request, where this step writes its first slot but not its last."""
+    ends = layout.starts + layout.counts
+    index = (ends - 1) // layout.block_size
+    begins = index * layout.block_size
+    rows = np.flatnonzero((begins >= layout.starts) & (ends < begins + layout.block_size))
+    blocks: npt.NDArray[np.int64] = layout.tables[rows, index[rows]].astype(np.int64)
+    return blocks
+
+
+def _to_device(blocks: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor | None:
+    return torch.from_numpy(blocks).to(device) if len(blocks) else None
+
+
+def _prepare_buckets(
+    layout: BatchLayout, window: int | None, like: torch.Tensor
+) -> tuple[Bucket, ...]:
+    """Cut the requests that compute one token into buckets, and find what each bucket gathers."""
+    count = layout.num_decodes
+    if count == 0:
+        return ()
+    size = layout.block_size
+    last = layout.starts[:count]  # the position of the token itself: the last one that it sees
+    first = np.zeros_like(last) if window is None else np.maximum(last - window + 1, 0)
+    first_block, last_block = first // size, last // size
+    lengths = last_block - first_block + 1
+    buckets = []
+    for begin, end in _bucket_bounds(lengths.tolist()):
+        rows = np.arange(begin, end)[:, None]
+        width = int(lengths[begin:end].max())
+        if layout.kv_interval:
+            width = -(-round_up(width * size, layout.kv_interval) // size)
+        index = first_block[begin:end, None] + np.arange(width)
+        # Padding reads the request's own last block, which is there; it is masked.
+        index = np.minimum(index, last_block[begin:end, None])
+        blocks = layout.tables[rows, index].astype(np.int64)
+        positions = first_block[begin:end, None] * size + np.arange(width * size)
+        visible = (positions >= first[begin:end, None]) & (positions <= last[begin:end, None])
+        mask = None
+        if not visible.all():
+            bias = np.where(visible, 0.0, -np.inf).astype(np.float32)
+            mask = torch.from_numpy(bias).to(like).view(end - begin, 1, 1, width * size)
+        buckets.append(
+            Bucket(begin, end, torch.from_numpy(blocks.reshape(-1)).to(like.device), mask)
+        )
+    return tuple(buckets)
+
+
+def _bucket_bounds(lengths: list[int]) -> list[tuple[int, int]]:
+    """Cut rows into runs whose lengths (in blocks) differ by less than a third.
+
+    Batches are ordered by position, so that such runs are long; in any other order the cut is still
+    right, only less good. Short runs are not cut: a call costs more than their padding.
+    """
+    bounds = []
+    begin, low, high = 0, lengths[0], lengths[0]
+    for row, length in enumerate(lengths[1:], 1):
+        new_low, new_high = min(low, length), max(high, length)
+        if row - begin >= _MIN_BUCKET and new_high > new_low + max(1, new_low // 3):
+            bounds.append((begin, row))
+            begin, low, high = row, length, length
+        else:
+            low, high = new_low, new_high
+    bounds.append((begin, len(lengths)))
+    return bounds
+
+
+def _prepare_chunk(
+    layout: BatchLayout, row: int, begin: int, window: int | None, like: torch.Tensor
+) -> Chunk:
+    start, count = int(layout.starts[row]), int(layout.counts[row])
+    end = start + count
+    first = 0 if window is None else max(start - window + 1, 0)
+    slots = None
+    keys = np.arange(start, end)
+    if first < start or layout.kv_interval:
+        keys = np.arange(first, first + round_up(end - first, layout.kv_interval or 1))
+        visible = np.minimum(keys, end - 1)  # padding reads the last token, which is there
+        slots = torch.from_numpy(slots_of(layout, np.full_like(visible, row), visible)).to(
+            like.device
+        )
+    mask = None
+    if slots is not None or (window is not None and count > window):
+        queries = np.arange(start, end)[:, None]
+        hidden = keys > queries
+        if window is not None:
+            hidden |= keys <= queries - window
+        mask = torch.from_numpy(np.where(hidden, -np.inf, 0.0).astype(np.float32)).to(like)
+    return Chunk(begin=begin, end=begin + count, slots=slots, mask=mask)

@@ -1,0 +1,50 @@
+"""The sizes to which captured steps are padded: few enough to be captured, close enough to waste
+little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_TOKEN_STEPS = (1, 2, 4, 8, 16, 32, 64)
+_CONTEXT_STEPS = (256, 1024, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes to pad to: a few small ones, then the multiples of the last of them.
+
+    Attributes:
+        first: ascending.
+    """
+
+    first: tuple[int, ...]
+
+    def at_least(self, size: int) -> int:
+        """The smallest of them that is not less than `size`."""
+        for candidate in self.first:
+            if size <= candidate:
+                return candidate
+        return -(-size // self.first[-1]) * self.first[-1]
+
+    def up_to(self, size: int) -> Iterator[int]:
+        """Those that sizes from 1 to `size` are padded to, ascending."""
+        reached = 0
+        while reached < size:
+            reached = self.at_least(reached + 1)
+            yield reached
+
+
+def token_sizes(interval: int) -> Sizes:
+    """Of a step's tokens: the multiples of the interval; 0: powers of two up to 64, then multiples
+    of 64.
+    """
+    return Sizes((interval,) if interval else _TOKEN_STEPS)
+
+
+def context_sizes(interval: int) -> Sizes:
+    """Of the context that is read, in tokens: the multiples of the interval; 0: 256, 1024, 4096 and
+    its multiples.
+    """
+    return Sizes((interval,) if interval else _CONTEXT_STEPS)

@@ -1,0 +1,103 @@
+"""What a runner asks of its device beside computing: copies that nobody waits for, and knowing when
+queued work is done.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class DeviceEvent(Protocol):
+    """A point in the queue of a device's work."""
+
+    def wait(self) -> None:
+        """Return when all work that was queued before this point is done."""
+        ...
+
+
+class StepDevice(Protocol):
+    """See the module. All work of one device is queued in order."""
+
+    def host_buffer(self, size: int) -> torch.Tensor:
+        """Zeros on the host, int64 [size], from which `upload` copies without waiting."""
+        ...
+
+    def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue a copy to the device. `host` may change only when a later event was waited for."""
+        ...
+
+    def download(self, source: torch.Tensor) -> torch.Tensor:
+        """Queue a copy to the host: there when a later event was waited for."""
+        ...
+
+    def record(self) -> DeviceEvent:
+        """Mark this point of the queue."""
+        ...
+
+
+class _Past:
+    """An event of a device that computes at once."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class SynchronousDevice:
+    """A CPU: work is done when its call returns."""
+
+    def host_buffer(self, size: int) -> torch.Tensor:
+        """See StepDevice."""
+        return torch.zeros(size, dtype=torch.int64)
+
+    def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
+        """See StepDevice."""
+        target.copy_(host)
+
+    def download(self, source: torch.Tensor) -> torch.Tensor:
+        """See StepDevice."""
+        return source
+
+    def record(self) -> DeviceEvent:
+        """See StepDevice."""
+        return _Past()
+
+
+class _CudaEvent:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        """Wait for the event, and for nothing that was queued behind it."""
+        self._event.synchronize()
+
+
+class CudaDevice:
+    """A CUDA device, by its current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def host_buffer(self, size: int) -> torch.Tensor:
+        """See StepDevice."""
+        return torch.zeros(size, dtype=torch.int64, pin_memory=True)
+
+    def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
+        """See StepDevice."""
+        target.copy_(host, non_blocking=True)
+
+    def download(self, source: torch.Tensor) -> torch.Tensor:
+        """See StepDevice."""
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        return host.copy_(source, non_blocking=True)
+
+    def record(self) -> DeviceEvent:
+        """See StepDevice."""
+        return _CudaEvent(torch.cuda.current_stream(self._device))
+
+
+def step_device(device: torch.device) -> StepDevice:
+    """The step device for a torch device."""
+    return CudaDevice(device) if device.type == "cuda" else SynchronousDevice()

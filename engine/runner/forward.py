@@ -1,0 +1,99 @@
+"""The model's forward pass over one flat row of tokens, with our attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from engine.attention.base import AttentionBackend, AttentionContext, AttentionMetadata
+from engine.attention.registry import CONTEXT_KEYWORD
+from engine.runner.input_batch import InputBatch
+from engine.runner.kv_tensors import KVTensors
+from engine.runner.options import StepPath
+
+
+class CausalModel(Protocol):
+    """What the runner needs of a transformers model whose attention implementation is ours."""
+
+    def __call__(self, **inputs: object) -> object:
+        """The forward pass; its result has `logits` [1, S, V]."""
+        ...
+
+
+class ModelForward:
+    """Calls the model. See the module."""
+
+    def __init__(
+        self,
+        models: Mapping[StepPath, CausalModel],
+        kv: KVTensors,
+        backend: AttentionBackend,
+    ) -> None:
+        """Wire a forward pass.
+
+        Args:
+            models: what to call on each path: the model, or the model compiled.
+            kv: the cache.
+            backend: computes attention.
+        """
+        self._models = models
+        self._kv = kv
+        self._backend = backend
+
+    def as_it_comes(
+        self, inputs: InputBatch, fill_in: Callable[[InputBatch, torch.Tensor], None]
+    ) -> torch.Tensor:
+        """Compute a step whose tensors are made for it alone.
+
+        Args:
+            inputs: the step.
+            fill_in: puts tokens that are on the device alone into the step's token ids there.
+
+        Returns:
+            [S + P, V], in the model's dtype.
+        """
+        device = self._kv.device
+        metadata = [
+            self._backend.prepare(layout, group.window, self._kv.caches[group.layers[0]].keys)
+            for group, layout in zip(self._kv.groups, inputs.layouts, strict=True)
+        ]
+        token_ids = torch.from_numpy(inputs.token_ids).to(device)
+        fill_in(inputs, token_ids)
+        return self(
+            inputs.path,
+            token_ids,
+            torch.from_numpy(inputs.positions).to(device),
+            torch.from_numpy(inputs.logit_rows).to(device),
+            metadata,
+        )
+
+    def __call__(
+        self,
+        path: StepPath,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor | None,
+        metadata: Sequence[AttentionMetadata],
+    ) -> torch.Tensor:
+        """Compute a step.
+
+        Args:
+            path: which model to call.
+            token_ids, positions: int64 [T].
+            logit_rows: int64 [L], the tokens whose logits are wanted; None: all.
+            metadata: by group.
+
+        Returns:
+            [L, V], in the model's dtype.
+        """
+        output = self._models[path](
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            logits_to_keep=0 if logit_rows is None else logit_rows,
+            use_cache=False,
+            **{CONTEXT_KEYWORD: AttentionContext(self._backend, self._kv.caches, metadata)},
+        )
+        logits: torch.Tensor = output.logits  # type: ignore[attr-defined]  # a ModelOutput
+        return logits[0]

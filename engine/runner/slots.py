@@ -1,0 +1,117 @@
+"""Steps between their launch and their results.
+
+    launch ─▶ take a slot ─▶ … ─▶ tokens on the device ──queued copy──▶ tokens on the host
+                                     │                                     ▲
+                                     └▶ carried into the next step         └── result: waits, frees
+                                                                               the slot
+
+A slot is a set of input buffers on the host. With two of them a step can be launched while the one
+before it still runs: a request's next token is then not on the host yet, and is carried over on the
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from engine.outputs import TokenLogprobs
+from engine.request import Request
+from engine.runner.device import StepDevice
+from engine.runner.input_batch import InputBatch
+from engine.runner_protocol import SampledTokens
+from engine.sampling.sampler import Sampler
+from engine.types import RequestKey, TokenId
+
+
+class Slots:
+    """Which sets of input buffers are in use."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count))
+
+    def take(self) -> int:
+        """A slot that no step uses.
+
+        Raises:
+            RuntimeError: each belongs to a step whose results were not collected.
+        """
+        if not self._free:
+            raise RuntimeError("a step was launched while all input buffers are in use")
+        return self._free.pop(0)
+
+    def free(self, slot: int) -> None:
+        """Give a slot back."""
+        self._free.append(slot)
+
+
+class CarriedTokens:
+    """The tokens of the step that was launched last, which may not be on the host yet."""
+
+    def __init__(self) -> None:
+        self._rows: dict[RequestKey, int] = {}
+        self._token_ids = torch.empty(0, dtype=torch.int64)
+
+    def keep(self, requests: Sequence[Request], token_ids: torch.Tensor) -> None:
+        """Remember a step's tokens: int64 [S] on the device, one for each request."""
+        self._rows = {request.key: row for row, request in enumerate(requests)}
+        self._token_ids = token_ids
+
+    def fill_in(self, inputs: InputBatch, token_ids: torch.Tensor) -> None:
+        """Put the tokens that a step waits for into its inputs, int64 [T] on the device."""
+        if not inputs.carried:
+            return
+        targets = [row for row, _ in inputs.carried]
+        sources = [self._rows[key] for _, key in inputs.carried]
+        # A request without a valid token fails when it is collected; this step must not.
+        known = self._token_ids.clamp(min=0)
+        if sources != list(range(len(known))):
+            known = known.index_select(0, self._index(sources))
+        if targets == list(range(len(targets))):
+            token_ids[: len(targets)] = known
+        else:
+            token_ids.index_copy_(0, self._index(targets), known)
+
+    def _index(self, rows: list[int]) -> torch.Tensor:
+        return torch.from_numpy(np.array(rows, dtype=np.int64)).to(self._token_ids.device)
+
+
+class LaunchedStep:
+    """A step that was launched; see `engine.runner_protocol.PendingStep`."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        slot: int,
+        device: StepDevice,
+        *,
+        token_ids: torch.Tensor,
+        logprobs: Sequence[TokenLogprobs | None] | None,
+        prompt_logprobs: Mapping[RequestKey, Sequence[TokenLogprobs]],
+    ) -> None:
+        """Queue the copy of the tokens, int64 [S] on the device, and mark the step's end."""
+        self._slots = slots
+        self._slot = slot
+        self._token_ids = device.download(token_ids)
+        self._logprobs = logprobs
+        self._prompt_logprobs = prompt_logprobs
+        self._end = device.record()
+
+    def result(self) -> SampledTokens:
+        """Wait for this step, not for one that was launched since."""
+        try:
+            self._end.wait()
+            token_ids = [TokenId(token) for token in self._token_ids.tolist()]
+            return SampledTokens(token_ids, self._logprobs, self._prompt_logprobs)
+        finally:
+            self._slots.free(self._slot)
+
+
+def begin_sampling(
+    sampler: Sampler, logits: torch.Tensor, requests: Sequence[Request]
+) -> tuple[torch.Tensor, Sequence[TokenLogprobs | None] | None]:
+    """Sample a token for each row: int64 [S] on the device, and what is reported with them."""
+    token_ids, logprobs = sampler.sample(logits, requests)
+    return torch.tensor(token_ids, dtype=torch.int64).to(logits.device), logprobs

@@ -1,0 +1,118 @@
+"""A step's inputs at places that do not move, so that a captured step finds them.
+
+    InputBatch ──fill──▶ host[slot], one int64 array ──one copy──▶ one int64 tensor on the device:
+                                                     its parts are the model's inputs and the
+                                                     fields of the attention's metadata
+
+The host's array is pinned where the device is CUDA, and there is one for each slot: the copy may
+still be under way when the next step is filled in. One tensor on the device is enough, because
+copies and computation are queued in order on one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.attention.base import AttentionBackend, AttentionMetadata, StaticShape
+from engine.kv_cache.groups import LayerGroup
+from engine.runner.device import StepDevice
+from engine.runner.input_batch import InputBatch
+from engine.runner.kv_tensors import KVTensors
+
+_Array = TypeVar("_Array", npt.NDArray[np.int64], torch.Tensor)
+
+
+class StaticInputs:
+    """The inputs of all steps of one shape.
+
+    Attributes:
+        shape: the shape.
+    """
+
+    def __init__(
+        self,
+        shape: StaticShape,
+        backend: AttentionBackend,
+        kv: KVTensors,
+        device: StepDevice,
+        num_slots: int,
+    ) -> None:
+        self.shape = shape
+        self._backend = backend
+        self._kv = kv
+        sizes = {"token_ids": shape.tokens, "positions": shape.tokens}
+        if not shape.is_decode:
+            sizes["logit_rows"] = shape.requests
+        for group in kv.groups:
+            fields = backend.static_fields(shape, group.window)
+            sizes.update({f"{group.group_id}.{name}": size for name, size in fields.items()})
+        total = sum(sizes.values())
+        self._step_device = device
+        self._host = tuple(device.host_buffer(total) for _ in range(num_slots))
+        self._device = torch.zeros(total, dtype=torch.int64, device=kv.device)
+        self._arrays = tuple(_split(host.numpy(), sizes) for host in self._host)
+        self._tensors = _split(self._device, sizes)
+
+    def fill(self, inputs: InputBatch, slot: int) -> None:
+        """Write a step that is no larger than the shape, and queue its copy to the device."""
+        arrays, shape, count = self._arrays[slot], self.shape, inputs.num_tokens
+        for name, values in (("token_ids", inputs.token_ids), ("positions", inputs.positions)):
+            arrays[name][:count] = values[:count]
+            arrays[name][count:] = 0
+        if not shape.is_decode:
+            rows = inputs.logit_rows
+            arrays["logit_rows"][: len(rows)] = rows
+            arrays["logit_rows"][len(rows) :] = 0
+        for group, layout in zip(self._kv.groups, inputs.layouts, strict=True):
+            fields = _of_group(arrays, group)
+            self._backend.fill_static(layout, group.window, shape, fields)
+        self._step_device.upload(self._host[slot], self._device)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """[T]."""
+        return self._tensors["token_ids"]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[T]."""
+        return self._tensors["positions"]
+
+    @property
+    def logit_rows(self) -> torch.Tensor | None:
+        """[R], padded with 0; None: the logits of all tokens are wanted."""
+        return self._tensors.get("logit_rows")
+
+    def metadata(self) -> list[AttentionMetadata]:
+        """The groups' metadata, computed on the device: part of what is captured."""
+        return [
+            self._backend.static_metadata(
+                self.shape,
+                group.window,
+                _of_group(self._tensors, group),
+                self._kv.caches[group.layers[0]].keys,
+            )
+            for group in self._kv.groups
+        ]
+
+
+def _split(array: _Array, sizes: Mapping[str, int]) -> dict[str, _Array]:
+    """An array's parts, one after the other."""
+    parts, end = {}, 0
+    for name, size in sizes.items():
+        parts[name] = array[end : end + size]
+        end += size
+    return parts
+
+
+def _of_group(parts: Mapping[str, _Array], group: LayerGroup) -> dict[str, _Array]:
+    """One group's fields, by the names that the backend gave them."""
+    prefix = f"{group.group_id}."
+    return {
+        name.removeprefix(prefix): part for name, part in parts.items() if name.startswith(prefix)
+    }
