@@ -25,8 +25,11 @@ def make_request(
     return GenerationRequest(
         request_id=RequestId(name),
         prompt=tuple(TokenId(token) for token in prompt),
-        stop=StopParams(max_tokens=max_tokens),
-        **{"sampling": SamplingParams(temperature=0.0), **options},
+        **{
+            "stop": StopParams(max_tokens=max_tokens),
+            "sampling": SamplingParams(temperature=0.0),
+            **options,
+        },
     )
 
 

@@ -1,0 +1,209 @@
+"""Two slots: a step is launched before the last one's tokens are here, and nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from engine.batch import ScheduledBatch
+from engine.kv_cache.copies import BlockCopy, StepCopies
+from engine.offline import LoadedModel
+from engine.outputs import FinishReason, RequestOutput
+from engine.request import LogprobParams
+from engine.runner.loader import LoadedRunner
+from engine.runner.model_runner import ModelRunner
+from engine.runner.slots import Slots
+from engine.runner_protocol import INVALID_TOKEN
+from engine.sampling_params import SamplingParams, StopParams
+from engine.types import GroupId, RequestKey
+from tests.engine.runner.fake_device import LateDevice
+from tests.engine.runner.fake_graphs import RecordingBackend
+from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
+from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
+
+LENGTHS = (1, 2, 31, 64, 100)
+NEW = 12
+
+
+def with_device(built: LoadedRunner, device: LateDevice, **options: Any) -> ModelRunner:
+    """The built runner's parts around another device."""
+    runner = built.runner
+    return ModelRunner(
+        runner._forward._models[next(iter(runner._forward._models))],
+        runner.kv,
+        backend=runner._forward._backend,
+        sampler=runner._sampler,
+        options=runner.options,
+        device=device,
+        **options,
+    )
+
+
+def sampled(seed: int) -> SamplingParams:
+    return SamplingParams(temperature=1.3, top_p=0.95, seed=seed)
+
+
+def generate(
+    built: LoadedRunner, runner: ModelRunner | None = None, *, overlap: bool, **options: Any
+) -> list[list[int]]:
+    """Greedy requests, then the same prompts sampled; more requests than fit at once."""
+    core = make_core(built, runner=runner, overlap=overlap)
+    prompts = make_prompts(LENGTHS)
+    requests = [make_request(f"g{i}", p, NEW, **options) for i, p in enumerate(prompts)]
+    requests += [
+        make_request(f"s{i}", p, NEW, sampling=sampled(i), **options) for i, p in enumerate(prompts)
+    ]
+    outputs = run(core, requests)
+    assert core.scheduler.kv_cache.num_used_blocks == 0
+    return [tokens_of(outputs[request.request_id]) for request in requests]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("blocks", "budget"), [(128, 1024), (20, 40)])
+def test_overlap_changes_no_token(
+    loaded: Callable[[str], LoadedModel], family: str, graphs: bool, blocks: int, budget: int
+) -> None:
+    """Greedy and seeded, with room and without: requests give up their blocks and come back."""
+    options: dict[str, Any] = {
+        "num_blocks": blocks,
+        "max_batch_tokens": budget,
+        "max_requests_per_batch": 6,
+    }
+    plain = build(loaded(family), **options)
+    assert not plain.overlap
+    expected = generate(plain, overlap=False)
+    model = make_model(FAMILIES[family]())
+    assert expected[: len(LENGTHS)] == [
+        greedy_reference(model, prompt, NEW) for prompt in make_prompts(LENGTHS)
+    ]
+    device = LateDevice()
+    backend = RecordingBackend() if graphs else None
+    built = build(
+        loaded(family),
+        use_async_batching=True,
+        graphs=backend,
+        use_cuda_graph=(True, True) if graphs else None,
+        **options,
+    )
+    assert built.overlap
+    runner = with_device(built, device, graphs=backend)
+    assert generate(built, runner, overlap=True) == expected
+    assert device.most_pending == 2
+    assert device.pending == 0
+    assert generate(built, overlap=True) == expected, "on a plain CPU too"
+
+
+def test_the_late_device_sees_a_buffer_that_is_overwritten(
+    loaded: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one slot for two pending steps, the stand-in fails: so with two, it proves something."""
+    monkeypatch.setattr(Slots, "take", lambda self: 0)
+    monkeypatch.setattr(Slots, "free", lambda self, slot: None)
+    graphs = RecordingBackend()
+    built = build(loaded("llama"), use_async_batching=True, graphs=graphs)
+    core = make_core(built, runner=with_device(built, LateDevice(), graphs=graphs), overlap=True)
+    (outputs,) = run(core, [make_request("a", make_prompts((9,))[0], NEW)]).values()
+    finish = outputs[-1].finish
+    assert finish is not None
+    assert finish.reason is FinishReason.ERROR
+
+
+def test_a_third_step_is_refused(loaded: Callable[[str], LoadedModel]) -> None:
+    """One slot, and a core that overlaps: wired wrongly, the step fails and says why."""
+    slots = Slots(1)
+    slots.take()
+    with pytest.raises(RuntimeError, match="all input buffers are in use"):
+        slots.take()
+    slots.free(0)
+    assert slots.take() == 0
+
+
+def test_logprobs_and_ends_under_overlap(loaded: Callable[[str], LoadedModel]) -> None:
+    """A stop id, log-probabilities and a length of one, as without overlap."""
+    llama = loaded("llama")
+    prompts = make_prompts((9, 20, 5))
+    stop = greedy_reference(llama.model, prompts[0], 6)[3]
+
+    def outputs(overlap: bool) -> list[list[RequestOutput]]:
+        core = make_core(build(llama, use_async_batching=overlap), overlap=overlap)
+        requests = [
+            make_request("a", prompts[0], 6, stop=StopParams(max_tokens=6, stop_token_ids=(stop,))),
+            make_request("b", prompts[1], 5, logprobs=LogprobParams(top_n=2), prompt_logprobs=1),
+            make_request("c", prompts[2], 1),
+        ]
+        return list(run(core, requests).values())
+
+    for late, early in zip(outputs(True), outputs(False), strict=True):
+        assert tokens_of(late) == tokens_of(early)
+        for ours, theirs in zip(late, early, strict=True):
+            assert (ours.logprobs is None) == (theirs.logprobs is None)
+            for entry, other in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
+                assert (entry.rank, len(entry.candidates)) == (other.rank, 2)
+                assert entry.logprob == pytest.approx(other.logprob, abs=1e-5)
+        assert late[0].prompt_logprobs == early[0].prompt_logprobs
+        assert late[-1].finish is not None
+        assert early[-1].finish is not None
+        assert late[-1].finish.reason is early[-1].finish.reason
+        assert late[-1].finish.usage == early[-1].finish.usage
+
+
+def test_an_invalid_token_fails_its_request_alone(
+    loaded: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step behind it was launched with it; the neighbour does not notice."""
+    llama = loaded("llama")
+    prompts = make_prompts((9, 20))
+    built = build(llama, use_async_batching=True)
+    sampler = built.runner._sampler
+    sample = sampler.sample
+    calls = 0
+
+    def spoil(logits: torch.Tensor, requests: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        tokens, logprobs = sample(logits, requests)
+        if calls == 3:
+            tokens[[request.request_id for request in requests].index("a")] = INVALID_TOKEN
+        return tokens, logprobs
+
+    monkeypatch.setattr(sampler, "sample", spoil)
+    core = make_core(built, overlap=True)
+    outputs = run(core, [make_request("a", prompts[0], 8), make_request("b", prompts[1], 8)])
+    finish = outputs["a"][-1].finish
+    assert finish is not None
+    assert finish.reason is FinishReason.ERROR
+    assert tokens_of(outputs["b"]) == greedy_reference(llama.model, prompts[1], 8)
+
+
+def test_a_step_that_fails_gives_its_slot_back(
+    loaded: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama = loaded("llama")
+    built = build(llama, use_async_batching=True)
+    prompt = make_prompts((9,))[0]
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(built.runner, "_logits", _fail)
+            (outputs,) = run(
+                make_core(built, overlap=True), [make_request("a", prompt, 4)]
+            ).values()
+            assert outputs[-1].finish is not None
+            assert outputs[-1].finish.reason is FinishReason.ERROR
+    (outputs,) = run(make_core(built, overlap=True), [make_request("a", prompt, 4)]).values()
+    assert tokens_of(outputs) == greedy_reference(llama.model, prompt, 4)
+
+
+def _fail(*args: object) -> None:
+    raise RuntimeError("scripted failure")
+
+
+def test_copies_alone_take_no_slot(loaded: Callable[[str], LoadedModel]) -> None:
+    runner = build(loaded("llama")).runner
+    batch = ScheduledBatch((), 0, StepCopies(forks=(BlockCopy(GroupId(0), 1, 2),)))
+    for _ in range(3):
+        assert runner.launch(batch).result().token_ids == ()
+    runner.release(RequestKey(1))
