@@ -1,20 +1,47 @@
 """The steps of sampling as pure tensor functions. R is rows (requests), V the vocabulary.
 
-Each row's result depends on that row alone: rows are treated alike in one call, or not at all.
+Each row's result depends on that row alone, bit for bit: what is added up along a row is added as
+whole numbers, whose sum does not depend on the order, so that neither the number of rows, nor the
+device, nor the number of threads can change a draw.
 """
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-_TOPK_LIMIT = 1024
-"""Up to this top_k, the k most likely tokens are selected; above, the row is sorted whole."""
+WEIGHT_ONE = float(1 << 40)
+"""The weight of a row's most likely token. A token 2^41 times less likely has weight 0; a row's
+weights stay below 2^63 up to a vocabulary of 2^22.
+"""
+
+_BLOCK = 512
+"""Entries that are added up first when a row is searched."""
+_TOP_BLOCK = 128
+"""Entries of which first the largest is looked for when a row's top is wanted."""
 
 
-def apply_penalties(
+def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first of the largest entries of each row; a NaN is the largest of all.
+
+    Args:
+        logits: floating [R, V].
+
+    Returns:
+        Its id, int64 [R], and the entry itself [R].
+    """
+    if logits.device.type == "cpu":
+        # numpy's is several times as fast as torch's.
+        ids = torch.from_numpy(logits.float().numpy().argmax(axis=-1))
+    else:
+        ids = torch.argmax(logits, dim=-1)
+    return ids, logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+
+def penalize(
     logits: torch.Tensor,
-    seen: torch.Tensor,
-    output_counts: torch.Tensor,
+    counts: torch.Tensor,
     repetition: torch.Tensor,
     presence: torch.Tensor,
     frequency: torch.Tensor,
@@ -22,94 +49,142 @@ def apply_penalties(
     """Repetition penalty (CTRL, arXiv:1909.05858), then presence and frequency penalties.
 
     Args:
-        logits: float32 [R, V].
-        seen: bool [R, V], in prompt or output.
-        output_counts: int32 [R, V], occurrences in the output.
-        repetition, presence, frequency: float32 [R, 1].
+        logits: float32 [N], of tokens that were seen in prompt or output.
+        counts: float32 [N], how often each was seen in the output.
+        repetition, presence, frequency: float32 [N].
 
     Returns:
-        float32 [R, V].
+        float32 [N].
     """
     penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(seen, penalized, logits)
-    return logits - frequency * output_counts - presence * (output_counts > 0)
+    return penalized - frequency * counts - presence * (counts > 0)
 
 
-def sample_plain(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Draw from the softmax of each row, by inverting its cumulative distribution.
+def pack(allowed: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+    """One bit for each token, little end first, as token matchers write them.
 
     Args:
-        logits: float32 [R, V], divided by the temperature.
-        uniforms: float64 [R, 1] in [0, 1).
+        allowed: bool [V].
+
+    Returns:
+        int32 [ceil(V / 32)].
+    """
+    packed = np.zeros(mask_width(len(allowed)) * 4, dtype=np.uint8)
+    packed[: (len(allowed) + 7) // 8] = np.packbits(allowed, bitorder="little")
+    return packed.view(np.int32)
+
+
+def mask_width(vocab_size: int) -> int:
+    """How many int32 hold one bit for each token."""
+    return (vocab_size + 31) // 32
+
+
+def mask_table(device: torch.device) -> torch.Tensor:
+    """For each value of a byte, inf where a bit is set and -inf where it is not: float32 [256, 8].
+
+    For `apply_masks`.
+    """
+    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    return torch.where(bits == 1, float("inf"), float("-inf")).to(device)
+
+
+def apply_masks(logits: torch.Tensor, packed: torch.Tensor, table: torch.Tensor) -> None:
+    """Put -inf where a bit is not set, in place.
+
+    Args:
+        logits: float32 [R, V].
+        packed: uint8 [R, 4 * ceil(V / 32)], the bytes of `pack`'s form.
+        table: see `mask_table`.
+    """
+    limits = table.index_select(0, packed.reshape(-1).to(torch.int32))
+    limits = limits.view(logits.shape[0], -1)[:, : logits.shape[1]]
+    torch.minimum(logits, limits, out=logits)
+
+
+def weigh(scaled: torch.Tensor) -> torch.Tensor:
+    """exp(scaled) in whole numbers: 0 to WEIGHT_ONE.
+
+    Args:
+        scaled: float32 [R, V], at most 0.
+
+    Returns:
+        int64 [R, V].
+    """
+    return as_weights(torch.exp(scaled))
+
+
+def as_weights(likelihood: torch.Tensor) -> torch.Tensor:
+    """Numbers between 0 and 1 as whole numbers: int64. Overwrites them."""
+    return likelihood.mul_(WEIGHT_ONE).to(torch.int64)
+
+
+def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Draw a token of each row with probabilities in proportion to the weights: the first one, by
+    id, up to which they add up to more than the uniform part of their sum.
+
+    Args:
+        weights: int64 [R, V], none negative. uniforms: float64 [R, 1] in [0, 1).
+
+    Returns:
+        int64 [R]: never a token of weight 0, as long as there is another one.
+    """
+    size = weights.shape[-1]
+    whole = size // _BLOCK * _BLOCK
+    sums = weights[:, :whole].view(len(weights), whole // _BLOCK, _BLOCK).sum(dim=-1)
+    if whole < size:
+        sums = torch.cat([sums, weights[:, whole:].sum(dim=-1, keepdim=True)], dim=-1)
+    ends = torch.cumsum(sums, dim=-1)
+    total = ends[:, -1:]
+    # Rounding up to the sum itself must not pass the last token.
+    target = torch.minimum((uniforms * total).to(torch.int64), total - 1)
+    # The clamps matter for rows of NaN only: the sampler refuses their tokens.
+    block = torch.searchsorted(ends, target, right=True).clamp(max=sums.shape[-1] - 1)
+    rest = target - (ends - sums).gather(-1, block)
+    ids = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    inside = weights.gather(-1, ids.clamp(max=size - 1))
+    found = torch.searchsorted(torch.cumsum(inside, dim=-1), rest, right=True)
+    return (block * _BLOCK + found).clamp(max=size - 1).squeeze(-1)
+
+
+def top_values(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest entries of each row, largest first, and where they are. No NaN may be among them.
+
+    A CPU searches the blocks whose largest entries are the largest only: the others hold none.
+
+    Args:
+        values: float [R, V]. count: 1 to V.
+
+    Returns:
+        float [R, count], int64 [R, count].
+    """
+    size = values.shape[-1]
+    whole = size // _TOP_BLOCK * _TOP_BLOCK
+    if values.device.type != "cpu" or count * _TOP_BLOCK * 2 > whole:
+        return torch.topk(values, count, dim=-1)
+    blocks = values[:, :whole].view(len(values), whole // _TOP_BLOCK, _TOP_BLOCK)
+    best = torch.topk(blocks.amax(dim=-1), count, dim=-1, sorted=False).indices
+    ids = best.unsqueeze(-1) * _TOP_BLOCK + torch.arange(_TOP_BLOCK, device=values.device)
+    tail = torch.arange(whole, size, device=values.device).expand(values.shape[0], -1)
+    ids = torch.cat([ids.flatten(1), tail], dim=-1)
+    found, places = torch.topk(values.gather(-1, ids), count, dim=-1)
+    return found, ids.gather(-1, places)
+
+
+def count_above(values: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """How many entries of each row are above a bound.
+
+    Args:
+        values: float32 [R, V], V below 2^24. bound: float32 [R, 1].
 
     Returns:
         int64 [R].
     """
-    return _invert(torch.softmax(logits, dim=-1), uniforms).squeeze(-1)
+    # Ones as float32 are computed and added several times as fast as booleans, and as exactly.
+    ones = torch.gt(values, bound, out=torch.empty_like(values))
+    return ones.sum(dim=-1).to(torch.int64)
 
 
-def sample_filtered(
-    logits: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    uniforms: torch.Tensor,
-    max_top_k: int,
-) -> torch.Tensor:
-    """Draw from each row's most likely tokens: top_k, then top_p of what is left, then min_p.
-
-    Args:
-        logits: float32 [R, V], divided by the temperature.
-        top_k: int64 [R, 1], 1 to V. top_p, min_p: float32 [R, 1].
-        uniforms: float64 [R, 1] in [0, 1).
-        max_top_k: the largest top_k, on the host.
-
-    Returns:
-        int64 [R].
-    """
-    if max_top_k <= _TOPK_LIMIT:
-        ordered, order = torch.topk(logits, min(max_top_k, logits.shape[-1]), dim=-1)
-    else:
-        ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
-    ranks = torch.arange(ordered.shape[-1], device=logits.device)
-    probs = torch.softmax(ordered.masked_fill(ranks >= top_k, float("-inf")), dim=-1)
-    before = torch.cumsum(probs, dim=-1) - probs  # probability of the more likely ones
-    keep = (before < top_p) & (probs >= min_p * probs[:, :1])
-    keep[:, 0] = True
-    chosen = _invert(probs * keep, uniforms)
-    return order.gather(-1, chosen).squeeze(-1)
-
-
-def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Where the cumulated weights pass the uniform number: int64 [R, 1]. Never an entry of weight
-    zero.
-    """
-    cumulated = torch.cumsum(weights, dim=-1, dtype=torch.float64)
-    target = uniforms * cumulated[:, -1:]
-    # right=True finds the first entry above the target; rounding up to the total itself must not
-    # pass the last one.
-    last = torch.nextafter(cumulated[:, -1:], torch.zeros_like(target))
-    found = torch.searchsorted(cumulated, torch.minimum(target, last), right=True)
-    return found.clamp(
-        max=weights.shape[-1] - 1
-    )  # a row of NaN finds nothing; the sampler refuses it
-
-
-def logprobs_of(
-    logits: torch.Tensor, tokens: torch.Tensor, top_n: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the chosen tokens and of the most likely ones.
-
-    Args:
-        logits: float32 [R, V], as the model gave them.
-        tokens: int64 [R].
-
-    Returns:
-        logprob float32 [R], rank int64 [R] (1: most likely), candidates' ids int64 [R, n] and
-        log-probabilities float32 [R, n], with n = min(top_n, V).
-    """
-    logprobs = torch.log_softmax(logits, dim=-1)
-    chosen = logprobs.gather(-1, tokens.unsqueeze(-1))
-    rank = (logprobs > chosen).sum(dim=-1) + 1
-    values, ids = torch.topk(logprobs, min(top_n, logprobs.shape[-1]), dim=-1)
-    return chosen.squeeze(-1), rank, ids, values
+def count_least(values: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """How many entries of each row are a bound or above; see `count_above`."""
+    ones = torch.ge(values, bound, out=torch.empty_like(values))
+    return ones.sum(dim=-1).to(torch.int64)

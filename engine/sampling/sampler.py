@@ -1,60 +1,99 @@
 """Samples one token for each row of a step's logits, by each request's own parameters.
 
-    logits ─▶ logit_bias ─▶ ending tokens kept out (min_tokens) ─▶ penalties ─▶ temperature
-           ─▶ top_k ─▶ top_p ─▶ min_p ─▶ one uniform number ─▶ token
+    logits ─▶ logit_bias ─▶ repetition, presence, frequency penalty ─▶ no_repeat_ngram
+           ─▶ banned ids, allowed ids, grammar ─▶ ending tokens kept out (min_tokens)
+           ─▶ temperature ─▶ top_k ─▶ top_p ─▶ min_p ─▶ typical_p ─▶ one uniform number ─▶ token
 
-A batch that is greedy and asks for nothing else is one argmax. Log-probabilities are taken from the
-logits as they came from the model.
+The order is that of transformers' `generate`: what changes logits comes before what filters a
+distribution. Among the steps that only forbid tokens the order makes no difference, but that
+min_tokens comes last: it holds ending tokens back only if something else is left.
+
+Rows that need the same steps are computed together; a row that is greedy and asks for nothing else
+is one argmax. How rows are grouped and cut does not change their tokens (see
+`engine.sampling.ops`). Log-probabilities are taken from the logits as they came from the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.outputs import TokenLogprobs
 from engine.request import Request
 from engine.runner_protocol import INVALID_TOKEN
 from engine.sampling import ops
+from engine.sampling.filters import Filters, filtered_weights
+from engine.sampling.logprobs import RowLogprobs, row_logprobs
+from engine.sampling.plan import (
+    ARGMAX,
+    ChoiceState,
+    Steps,
+    has_lists,
+    holds_back_endings,
+    steps_of,
+)
 from engine.sampling.random import uniform
+from engine.sampling_params import LogprobParams
 from engine.types import RequestKey, TokenId
 
+_CHUNK_ON_CPU = 1 << 19
+"""Entries of logits that are worked on at a time on a CPU, whose caches then hold them."""
+_CHUNK_ON_DEVICE = 1 << 25
+"""Elsewhere; it bounds the memory of what is computed on the way, some 30 bytes an entry."""
+_LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+_FORBIDDEN = float("-inf")
 
-class _History:
-    """Which tokens one request has seen; kept only for requests with penalties.
 
-    seen: bool [V]. counts: int32 [V], of the output. num_tokens: how much of token_ids is counted
-        in.
+class SampledRows:
+    """The tokens of a step's rows, which may still be being computed.
+
+    Attributes:
+        token_ids: int64 [R] on the device; INVALID_TOKEN for a row that has none.
     """
 
-    __slots__ = ("counts", "num_tokens", "seen")
+    __slots__ = ("_logprobs", "token_ids")
 
-    def __init__(self, request: Request, vocab_size: int, device: torch.device) -> None:
-        self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
-        self.seen[torch.tensor(request.spec.prompt, device=device)] = True
-        self.num_tokens = request.num_prompt_tokens
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        logprobs: Sequence[tuple[Sequence[int], Sequence[LogprobParams], RowLogprobs]],
+    ) -> None:
+        """logprobs: pieces of (rows, what each reports, its values)."""
+        self.token_ids = token_ids
+        self._logprobs = logprobs
 
-    def catch_up(self, request: Request) -> None:
-        """Count in what was generated since."""
-        for token in request.token_ids[self.num_tokens :]:
-            self.seen[token] = True
-            self.counts[token] += 1
-        self.num_tokens = len(request.token_ids)
+    def result(self) -> tuple[list[TokenId], list[TokenLogprobs | None] | None]:
+        """Wait for the tokens; see `Sampler.sample`."""
+        tokens = [TokenId(token) for token in self.token_ids.tolist()]
+        if not self._logprobs:
+            return tokens, None
+        entries: list[TokenLogprobs | None] = [None] * len(tokens)
+        for rows, wanted, computed in self._logprobs:
+            reported = computed.entries([p.top_n for p in wanted], [p.token_ids for p in wanted])
+            for row, entry in zip(rows, reported, strict=True):
+                entries[row] = entry
+        return tokens, entries
 
 
 class Sampler:
-    """Samples, and keeps the token histories that penalties need: at most one per live request."""
+    """Samples, and keeps for each live choice what its parameters need, until its `release`."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
+        """vocab_size: the logits' width."""
         self._vocab_size = vocab_size
         self._device = device
-        self._histories: dict[RequestKey, _History] = {}
+        self._states: dict[RequestKey, ChoiceState] = {}
+        self._mask_table = ops.mask_table(device)
+        entries = _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK_ON_DEVICE
+        self._chunk = max(1, entries // vocab_size)
 
     def release(self, key: RequestKey) -> None:
-        """Forget a choice's history."""
-        self._histories.pop(key, None)
+        """Forget what is kept for a choice. Harmless if nothing is."""
+        self._states.pop(key, None)
 
     def sample(
         self, logits: torch.Tensor, requests: Sequence[Request]
@@ -66,133 +105,240 @@ class Sampler:
             requests: R requests, one a row.
 
         Returns:
-            R tokens (INVALID_TOKEN for a row without finite logits), and their log-probabilities
-            where asked for (None if nobody asked).
+            R tokens (INVALID_TOKEN for a row without finite logits, or with nothing left to
+            choose), and their log-probabilities where asked for (None if nobody asked).
         """
-        raw = logits.float()
-        processed = self._process(raw, requests)
-        best, tokens = torch.max(processed, dim=-1)
-        self._draw(processed, requests, tokens)
-        # A row without one finite best logit (NaN, or nothing left to choose) fails alone.
-        tokens.masked_fill_(~torch.isfinite(best), INVALID_TOKEN)
-        chosen = [TokenId(token) for token in tokens.tolist()]
-        if any(request.spec.logprobs is not None for request in requests):
-            return chosen, self._logprobs(raw, tokens.clamp(min=0), requests)
-        return chosen, None
+        return self.begin(logits, requests).result()
 
-    def _process(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-        """Bias, minimum length and penalties; returns `logits` itself if nothing applies."""
-        biased = [r for r, q in enumerate(requests) if q.spec.sampling.logit_bias]
-        held = [
-            r
-            for r, q in enumerate(requests)
-            if q.num_output_tokens < q.spec.stop.min_tokens and q.ending_token_ids
-        ]
-        penalized = [r for r, q in enumerate(requests) if q.spec.sampling.has_penalties]
-        if not (biased or held or penalized):
-            return logits
-        logits = logits.clone()
-        if biased:
-            entries = [(r, t, b) for r in biased for t, b in requests[r].spec.sampling.logit_bias]
-            rows, columns, values = zip(*entries, strict=True)
-            index = (self._tensor(rows), self._tensor(columns))
-            logits.index_put_(index, self._tensor(values, torch.float32), accumulate=True)
-        if penalized:
-            self._penalize(logits, requests, penalized)
-        if held:
-            pairs = [(r, t) for r in held for t in requests[r].ending_token_ids]
-            rows, columns = zip(*pairs, strict=True)
-            logits[self._tensor(rows), self._tensor(columns)] = float("-inf")
-        return logits
+    def begin(self, logits: torch.Tensor, requests: Sequence[Request]) -> SampledRows:
+        """Choose a token for each row, without waiting for the device; see `sample`.
 
-    def _penalize(
-        self, logits: torch.Tensor, requests: Sequence[Request], rows: Sequence[int]
+        What is needed of the requests is read before this returns.
+        """
+        tokens = torch.empty(len(requests), dtype=torch.int64, device=self._device)
+        groups: dict[Steps, list[int]] = {}
+        for row, request in enumerate(requests):
+            groups.setdefault(steps_of(request, self._vocab_size), []).append(row)
+        for steps, rows in groups.items():
+            if steps == ARGMAX and len(rows) == len(requests):
+                tokens = _valid(*ops.argmax(logits))
+                break
+            if steps == ARGMAX:
+                index = self._upload(rows)
+                tokens.index_copy_(0, index, _valid(*ops.argmax(logits.index_select(0, index))))
+                continue
+            group = [requests[row] for row in rows]
+            masks = self._masks(group) if steps.masks else None
+            for piece in _pieces(len(rows), self._chunk):
+                index = self._upload(rows[piece])
+                part = logits.index_select(0, index).float()
+                self._process(part, group[piece], steps, None if masks is None else masks[piece])
+                chosen = self._choose(part, group[piece], steps)
+                tokens.index_copy_(0, index, chosen)
+        return SampledRows(tokens, self._logprobs(logits, tokens, requests))
+
+    def token_logprobs(
+        self, logits: torch.Tensor, token_ids: Sequence[int], top_n: int
+    ) -> list[TokenLogprobs]:
+        """The log-probabilities of given tokens, such as a prompt's.
+
+        Args:
+            logits: [R, V] as the model gave them, on the device; row i is of the position before
+                token i.
+            token_ids: R ids below V.
+            top_n: how many most likely candidates to report with each.
+        """
+        entries: list[TokenLogprobs] = []
+        for piece in _pieces(len(token_ids), self._chunk):
+            part = token_ids[piece]
+            none = torch.empty((len(part), 0), dtype=torch.int64, device=self._device)
+            computed = row_logprobs(logits[piece].float(), self._upload(part), top_n, none)
+            entries += computed.entries([top_n] * len(part), [()] * len(part))
+        return entries
+
+    # ---- what changes logits -------------------------------------------------------------------
+
+    def _process(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[Request],
+        steps: Steps,
+        masks: torch.Tensor | None,
     ) -> None:
-        """Apply the penalties of `rows`, in place."""
+        """All steps before temperature, in place. logits: float32 [R, V], contiguous."""
+        if steps.edits:
+            self._add_bias(logits, requests)
+            self._penalize(logits, requests)
+            self._forbid_repetition(logits, requests)
+        if masks is not None:
+            ops.apply_masks(logits, masks, self._mask_table)
+        if steps.edits:
+            self._hold_back_endings(logits, requests)
+
+    def _add_bias(self, logits: torch.Tensor, requests: Sequence[Request]) -> None:
+        biases = [request.spec.sampling.logit_bias for request in requests]
+        if any(biases):
+            _, places = self._places([[token for token, _ in bias] for bias in biases])
+            values = np.array([value for bias in biases for _, value in bias], dtype=np.float32)
+            logits.view(-1).index_add_(0, places, self._upload(values))
+
+    def _penalize(self, logits: torch.Tensor, requests: Sequence[Request]) -> None:
+        rows = [row for row, q in enumerate(requests) if q.spec.sampling.has_penalties]
+        if not rows:
+            return
         histories = []
         for row in rows:
-            request = requests[row]
-            history = self._histories.get(request.key)
-            if history is None:
-                history = _History(request, self._vocab_size, self._device)
-                self._histories[request.key] = history
-            history.catch_up(request)
-            histories.append(history)
+            history = self._state(requests[row]).counts
+            if history is not None:
+                history.catch_up(requests[row].token_ids)
+                histories.append(history)
+        lengths = [len(history.ids) for history in histories]
+        offsets = np.repeat(np.array(rows, dtype=np.int64) * self._vocab_size, lengths)
+        places = self._upload(np.concatenate([history.ids for history in histories]) + offsets)
+        counts = self._upload(np.concatenate([history.counts for history in histories]))
         params = [requests[row].spec.sampling for row in rows]
-        index = self._tensor(rows)
-        logits[index] = ops.apply_penalties(
-            logits[index],
-            torch.stack([history.seen for history in histories]),
-            torch.stack([history.counts for history in histories]),
-            self._column([p.repetition_penalty for p in params]),
-            self._column([p.presence_penalty for p in params]),
-            self._column([p.frequency_penalty for p in params]),
+        factors = np.array(
+            [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params],
+            dtype=np.float32,
+        )
+        repetition, presence, frequency = self._upload(np.repeat(factors, lengths, axis=0).T)
+        flat = logits.view(-1)
+        seen = flat.index_select(0, places)
+        flat.index_copy_(0, places, ops.penalize(seen, counts, repetition, presence, frequency))
+
+    def _forbid_repetition(self, logits: torch.Tensor, requests: Sequence[Request]) -> None:
+        """Keep out what would end an n-gram that was there before."""
+        repeating: list[Sequence[TokenId]] = []
+        for request in requests:
+            ngrams = None
+            if request.spec.sampling.no_repeat_ngram_size:
+                ngrams = self._state(request).ngrams
+            if ngrams is not None:
+                ngrams.catch_up(request.token_ids)
+            repeating.append(ngrams.repeating() if ngrams is not None else ())
+        if any(repeating):
+            _, places = self._places(repeating)
+            logits.view(-1).index_fill_(0, places, _FORBIDDEN)
+
+    def _hold_back_endings(self, logits: torch.Tensor, requests: Sequence[Request]) -> None:
+        """Keep out the ending tokens of requests that are too short, unless nothing else is left
+        of a row.
+        """
+        endings = [tuple(q.ending_token_ids) if holds_back_endings(q) else () for q in requests]
+        if not any(endings):
+            return
+        rows, places = self._places(endings)
+        flat = logits.view(-1)
+        before = flat.index_select(0, places)
+        flat.index_fill_(0, places, _FORBIDDEN)
+        nothing_left = logits.amax(dim=-1) == _FORBIDDEN
+        after = before.masked_fill(~nothing_left.index_select(0, rows), _FORBIDDEN)
+        flat.index_copy_(0, places, after)
+
+    def _masks(self, requests: Sequence[Request]) -> torch.Tensor:
+        """The allowed ids of each row as bits: uint8 [R, 4 * ceil(V / 32)]."""
+        packed = np.zeros((len(requests), ops.mask_width(self._vocab_size)), dtype=np.int32)
+        for row, request in enumerate(requests):
+            if request.matcher is None:
+                packed[row] = -1
+            else:
+                # Tokens that it says nothing of, because its tokenizer has none, stay 0.
+                request.matcher.fill_mask(packed[row])
+            listed = self._state(request).mask if has_lists(request) else None
+            if listed is not None:
+                packed[row] &= listed
+        return self._upload(packed.view(np.uint8))
+
+    # ---- the choice ----------------------------------------------------------------------------
+
+    def _choose(
+        self, logits: torch.Tensor, requests: Sequence[Request], steps: Steps
+    ) -> torch.Tensor:
+        """Each row's token, int64 [R]. logits: float32 [R, V], processed; overwritten."""
+        if not steps.draws:
+            return _valid(*ops.argmax(logits))
+        best = logits.amax(dim=-1, keepdim=True)
+        numbers = self._upload(np.array([self._numbers(q) for q in requests], dtype=np.float64))
+        uniforms, temperature, top_k, top_p, min_p, typical_p = torch.split(numbers, 1, dim=-1)
+        # Subtracting the largest first keeps a small temperature from overflowing.
+        scaled = logits.sub_(best).div_(temperature.float())
+        filters = Filters(
+            top_k=top_k.to(torch.int64) if steps.filters else None,
+            max_top_k=max(self._top_k(request) for request in requests) if steps.filters else 0,
+            top_p=top_p.float()
+            if steps.filters and any(q.spec.sampling.top_p < 1.0 for q in requests)
+            else None,
+            min_p=min_p.float() if steps.min_p else None,
+            typical_p=typical_p.float() if steps.typical else None,
+        )
+        tokens = ops.draw(filtered_weights(scaled, filters), uniforms)
+        return _valid(tokens, best.squeeze(-1))
+
+    def _numbers(self, request: Request) -> tuple[float, ...]:
+        params = request.spec.sampling
+        return (
+            uniform(params.seed, request.choice, request.num_output_tokens),
+            max(params.temperature, _LEAST_TEMPERATURE),
+            self._top_k(request),
+            params.top_p,
+            params.min_p,
+            params.typical_p,
         )
 
-    def _draw(
-        self, logits: torch.Tensor, requests: Sequence[Request], tokens: torch.Tensor
-    ) -> None:
-        """Replace the greedy tokens of the requests that sample, in place."""
-        plain: list[int] = []
-        filtered: list[int] = []
-        for row, request in enumerate(requests):
-            params = request.spec.sampling
-            if params.is_greedy:
-                continue
-            is_plain = params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0
-            (plain if is_plain else filtered).append(row)
-        if plain:
-            scaled, uniforms = self._scaled(logits, requests, plain)
-            tokens[self._tensor(plain)] = ops.sample_plain(scaled, uniforms)
-        if filtered:
-            scaled, uniforms = self._scaled(logits, requests, filtered)
-            params_of = [requests[row].spec.sampling for row in filtered]
-            top_k = [min(p.top_k or self._vocab_size, self._vocab_size) for p in params_of]
-            tokens[self._tensor(filtered)] = ops.sample_filtered(
-                scaled,
-                self._tensor(top_k).unsqueeze(1),
-                self._column([p.top_p for p in params_of]),
-                self._column([p.min_p for p in params_of]),
-                uniforms,
-                max(top_k),
-            )
+    def _top_k(self, request: Request) -> int:
+        return min(request.spec.sampling.top_k or self._vocab_size, self._vocab_size)
 
-    def _scaled(
-        self, logits: torch.Tensor, requests: Sequence[Request], rows: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows' logits over their temperatures, and their uniform numbers as float64 [R, 1]."""
-        chosen = [requests[row] for row in rows]
-        temperatures = self._column([request.spec.sampling.temperature for request in chosen])
-        numbers = [uniform(q.spec.sampling.seed, q.choice, q.num_output_tokens) for q in chosen]
-        uniforms = self._tensor(numbers, torch.float64).unsqueeze(1)
-        rows_logits = logits[self._tensor(rows)]
-        # Subtracting the maximum first keeps a tiny temperature from overflowing.
-        rows_logits = rows_logits - rows_logits.max(dim=-1, keepdim=True).values
-        return rows_logits / temperatures, uniforms
+    # ---- log-probabilities ---------------------------------------------------------------------
 
     def _logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, requests: Sequence[Request]
-    ) -> list[TokenLogprobs | None]:
-        rows = [row for row, request in enumerate(requests) if request.spec.logprobs is not None]
-        wanted = [requests[row].spec.logprobs for row in rows]
-        top_n = max(params.top_n for params in wanted if params is not None)
-        index = self._tensor(rows)
-        chosen, ranks, ids, values = (
-            part.tolist() for part in ops.logprobs_of(logits[index], tokens[index], top_n)
-        )
-        result: list[TokenLogprobs | None] = [None] * len(requests)
-        for place, (row, params) in enumerate(zip(rows, wanted, strict=True)):
-            count = params.top_n if params is not None else 0
-            candidates = zip(ids[place][:count], values[place][:count], strict=True)
-            result[row] = TokenLogprobs(
-                logprob=chosen[place],
-                rank=ranks[place],
-                candidates=tuple((TokenId(token), logprob) for token, logprob in candidates),
+    ) -> list[tuple[Sequence[int], Sequence[LogprobParams], RowLogprobs]]:
+        asked = [(row, p) for row, q in enumerate(requests) if (p := q.spec.logprobs) is not None]
+        pieces: list[tuple[Sequence[int], Sequence[LogprobParams], RowLogprobs]] = []
+        for piece in _pieces(len(asked), self._chunk):
+            rows = [row for row, _ in asked[piece]]
+            wanted = [params for _, params in asked[piece]]
+            requested = np.zeros((len(rows), max(len(p.token_ids) for p in wanted)), np.int64)
+            for place, params in enumerate(wanted):
+                requested[place, : len(params.token_ids)] = params.token_ids
+            index = self._upload(rows)
+            computed = row_logprobs(
+                logits.index_select(0, index).float(),
+                tokens.index_select(0, index).clamp_(min=0),
+                max(params.top_n for params in wanted),
+                self._upload(requested),
             )
-        return result
+            pieces.append((rows, wanted, computed))
+        return pieces
 
-    def _tensor(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
+    # ---- helpers -------------------------------------------------------------------------------
 
-    def _column(self, values: Sequence[float]) -> torch.Tensor:
-        return self._tensor(values, torch.float32).unsqueeze(1)
+    def _state(self, request: Request) -> ChoiceState:
+        state = self._states.get(request.key)
+        if state is None:
+            state = self._states[request.key] = ChoiceState(request, self._vocab_size)
+        return state
+
+    def _places(self, ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of tokens of each row: their rows, and where they are in the logits laid flat."""
+        rows = np.repeat(np.arange(len(ids)), [len(row_ids) for row_ids in ids])
+        tokens = np.fromiter(itertools.chain.from_iterable(ids), np.int64, len(rows))
+        return self._upload(rows), self._upload(rows * self._vocab_size + tokens)
+
+    def _upload(self, values: npt.ArrayLike) -> torch.Tensor:
+        """To the device, without waiting for it."""
+        host = torch.from_numpy(np.ascontiguousarray(values))
+        if self._device.type == "cpu":
+            return host
+        return host.pin_memory().to(self._device, non_blocking=True)
+
+
+def _pieces(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, count, size))
+
+
+def _valid(tokens: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    """INVALID_TOKEN for rows whose largest logit is not finite: there is a NaN, or nothing is left
+    to choose.
+    """
+    return tokens.masked_fill(~torch.isfinite(best), INVALID_TOKEN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from typing import Any
@@ -12,101 +11,16 @@ import torch
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
-from engine.request import GenerationRequest, Request
+from engine.request import Request
 from engine.runner_protocol import INVALID_TOKEN
-from engine.sampling import ops
-from engine.sampling.random import uniform
 from engine.sampling.sampler import Sampler
-from engine.sampling_params import LogprobParams, SamplingParams, StopParams
-from engine.types import RequestId, RequestKey, TokenId
-
-VOCAB = 60
-CPU = torch.device("cpu")
-
-
-_KEYS = itertools.count(1)
-
-
-def make(
-    name: str,
-    *,
-    output: tuple[int, ...] = (),
-    prompt: tuple[int, ...] = (3, 4, 4, 5),
-    min_tokens: int = 0,
-    stop: tuple[int, ...] = (),
-    eos: tuple[int, ...] = (2,),
-    ignore_eos: bool = False,
-    logprobs: int | None = None,
-    **sampling: Any,
-) -> Request:
-    bias = sampling.pop("logit_bias", {})
-    spec = GenerationRequest(
-        request_id=RequestId(name),
-        prompt=tuple(TokenId(token) for token in prompt),
-        sampling=SamplingParams(logit_bias=tuple(bias.items()), **sampling),
-        stop=StopParams(
-            max_tokens=100,
-            min_tokens=min_tokens,
-            stop_token_ids=tuple(TokenId(token) for token in stop),
-            eos_token_ids=tuple(TokenId(token) for token in eos),
-            ignore_eos=ignore_eos,
-        ),
-        logprobs=None if logprobs is None else LogprobParams(top_n=logprobs),
-    )
-    request = Request(spec=spec, arrival=0.0, max_total_tokens=200, key=RequestKey(next(_KEYS)))
-    request.token_ids += [TokenId(token) for token in output]
-    return request
-
-
-def reference(row: list[float], request: Request) -> int:
-    """One row, in plain Python."""
-    params, stop = request.spec.sampling, request.spec.stop
-    output = request.token_ids[len(request.spec.prompt) :]
-    logits = list(row)
-    for token, bias in params.logit_bias:
-        logits[token] += bias
-    for token in set(request.token_ids):
-        value = logits[token]
-        penalty = params.repetition_penalty
-        logits[token] = value / penalty if value > 0 else value * penalty
-    for token in set(output):
-        logits[token] -= params.presence_penalty
-        logits[token] -= params.frequency_penalty * output.count(token)
-    if len(output) < stop.min_tokens:
-        held = set(stop.stop_token_ids) | (set() if stop.ignore_eos else set(stop.eos_token_ids))
-        for token in held:
-            logits[token] = -math.inf
-    if params.temperature == 0:
-        return max(range(len(logits)), key=lambda token: logits[token])
-    top = max(logits)
-    weights = [math.exp((value - top) / params.temperature) for value in logits]
-    number = uniform(params.seed, 0, len(output))
-    plain = params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0
-    order = list(range(len(logits)))
-    if not plain:
-        order.sort(key=lambda token: -logits[token])
-        order = order[: params.top_k or len(order)]
-        total = sum(weights[token] for token in order)
-        kept, before = [], 0.0
-        for token in order:
-            if before >= params.top_p and kept:
-                break
-            kept.append(token)
-            before += weights[token] / total
-        order = [token for token in kept if weights[token] >= params.min_p * weights[kept[0]]]
-    total = sum(weights[token] for token in order)
-    target, cumulated = number * total, 0.0
-    for token in order:
-        cumulated += weights[token]
-        if cumulated > target:
-            return token
-    return order[-1]
+from tests.engine.sampling.helpers import CPU, VOCAB, make, reference
 
 
 def random_request(chance: random.Random, name: str) -> Request:
@@ -121,10 +35,17 @@ def random_request(chance: random.Random, name: str) -> Request:
         stop=maybe((7, 8), ()),
         ignore_eos=maybe(True, False),
         logprobs=maybe(chance.randint(0, 5), None),
+        logprob_ids=maybe((5, 1, 5), ()),
+        grammar=maybe([token for token in range(VOCAB) if chance.random() < 0.7], None),
         temperature=maybe(chance.uniform(0.2, 3.0), 0.0),
         top_k=maybe(chance.choice([1, 3, 20, VOCAB, 10 * VOCAB]), 0),
         top_p=maybe(chance.uniform(0.05, 1.0), 1.0),
         min_p=maybe(chance.uniform(0.0, 0.5), 0.0),
+        typical_p=maybe(chance.uniform(0.05, 1.0), 1.0),
+        no_repeat_ngram_size=maybe(chance.randint(1, 3), 0),
+        allowed_token_ids=maybe(tuple(chance.sample(range(VOCAB), 30)), ()),
+        banned_token_ids=maybe(tuple(chance.sample(range(VOCAB), 10)), ()),
+        choice=chance.randrange(3),
         repetition_penalty=maybe(chance.uniform(0.5, 2.0), 1.0),
         presence_penalty=maybe(chance.uniform(-2, 2), 0.0),
         frequency_penalty=maybe(chance.uniform(-2, 2), 0.0),
@@ -160,6 +81,10 @@ def test_mixed_batches_equal_the_reference(seed: int) -> None:
         assert [value for _, value in entry.candidates] == pytest.approx(
             [own[row, token].item() for token in order], abs=1e-5
         )
+        assert [token for token, _ in entry.requested] == list(request.spec.logprobs.token_ids)
+        assert [value for _, value in entry.requested] == pytest.approx(
+            [own[row, token].item() for token in request.spec.logprobs.token_ids], abs=1e-5
+        )
 
 
 def test_a_request_among_any_neighbours_is_the_same() -> None:
@@ -175,25 +100,14 @@ def test_a_request_among_any_neighbours_is_the_same() -> None:
     assert shuffled == [together[i] for i in order]
 
 
-def test_no_logprobs_unless_asked_for() -> None:
-    _, logprobs = Sampler(VOCAB, CPU).sample(torch.zeros(1, VOCAB), [make("a")])
-    assert logprobs is None
-
-
-def test_more_candidates_than_tokens() -> None:
-    _, logprobs = Sampler(VOCAB, CPU).sample(torch.zeros(1, VOCAB), [make("a", logprobs=128)])
-    assert logprobs is not None
-    assert logprobs[0] is not None
-    assert len(logprobs[0].candidates) == VOCAB
-
-
 FILTERS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 1.0},
     "temperature": {"temperature": 0.4},
     "top_k": {"temperature": 1.3, "top_k": 5},
     "top_p": {"temperature": 1.0, "top_p": 0.6},
     "min_p": {"temperature": 1.5, "min_p": 0.1},
-    "all": {"temperature": 1.5, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
+    "typical_p": {"temperature": 1.2, "typical_p": 0.7},
+    "all": {"temperature": 1.5, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.9},
 }
 
 
@@ -209,6 +123,8 @@ def test_distributions_are_transformers(name: str) -> None:
         warpers.append(TopPLogitsWarper(options["top_p"]))
     if "min_p" in options:
         warpers.append(MinPLogitsWarper(options["min_p"]))
+    if "typical_p" in options:
+        warpers.append(TypicalLogitsWarper(options["typical_p"]))
     right = torch.softmax(warpers(torch.tensor([[0]]), logits.clone()), dim=-1)[0]
     draws = 8000
     requests = [make(f"r{i}", seed=i, **options) for i in range(draws)]
@@ -220,50 +136,6 @@ def test_distributions_are_transformers(name: str) -> None:
     chi_square = ((found[likely] - expected) ** 2 / expected).sum().item()
     degrees = int(likely.sum())
     assert chi_square < degrees + 5 * math.sqrt(2 * degrees) + 10
-
-
-def test_repetition_penalty_is_transformers() -> None:
-    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2)) * 4
-    requests = [
-        make(str(i), prompt=(1, 9, 9), output=(5, i, i), repetition_penalty=1.8) for i in range(3)
-    ]
-    ids = torch.tensor([request.token_ids for request in requests])
-    right = RepetitionPenaltyLogitsProcessor(1.8)(ids, logits.clone())
-    ours = Sampler(VOCAB, CPU)._process(logits, requests)
-    assert torch.allclose(ours, right)
-
-
-def test_histories_follow_a_request_and_go_with_it() -> None:
-    sampler = Sampler(VOCAB, CPU)
-    request = make("a", prompt=(1,), frequency_penalty=2.0, presence_penalty=1.0)
-    logits = torch.zeros(1, VOCAB)
-    logits[0, 10] = 4.5
-    logits[0, 11] = 1.0
-    seen = []
-    for _ in range(5):
-        (token,), _ = sampler.sample(logits, [request])
-        assert token == reference(logits[0].tolist(), request)
-        request.token_ids.append(token)
-        seen.append(token)
-    assert len(set(seen)) > 1
-    assert len(sampler._histories) == 1
-    sampler.release(request.key)
-    assert not sampler._histories
-    sampler.release(request.key)
-    again = make("a", prompt=(2,), frequency_penalty=2.0, presence_penalty=1.0)
-    assert sampler.sample(logits, [again])[0] == [10], "nothing is left of the first one"
-
-
-def test_min_tokens_hold_back_every_ending_token() -> None:
-    logits = torch.zeros(1, VOCAB)
-    logits[0, 2], logits[0, 7], logits[0, 9] = 9.0, 8.0, 7.0
-    sampler = Sampler(VOCAB, CPU)
-    held = make("a", min_tokens=2, stop=(7,), output=(1,))
-    assert sampler.sample(logits, [held])[0] == [9]
-    over = make("b", min_tokens=2, stop=(7,), output=(1, 1))
-    assert sampler.sample(logits, [over])[0] == [2]
-    ignored = make("c", min_tokens=2, stop=(7,), ignore_eos=True)
-    assert sampler.sample(logits, [ignored])[0] == [2]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -278,14 +150,6 @@ def test_rows_without_finite_logits_are_alone(bad: float, options: dict[str, Any
     logits[1] = float("-inf")
     tokens, _ = Sampler(VOCAB, CPU).sample(logits, requests)
     assert tokens == [right[0], INVALID_TOKEN, right[2]]
-
-
-@pytest.mark.parametrize("number", [0.0, 0.5, 1.0 - 2.0**-53])
-def test_inversion_never_finds_weight_zero(number: float) -> None:
-    logits = torch.full((1, 7), float("-inf"))
-    logits[0, 2], logits[0, 4] = 0.0, 0.0
-    uniforms = torch.tensor([[number]], dtype=torch.float64)
-    assert ops.sample_plain(logits, uniforms).item() == (2 if number < 0.5 else 4)
 
 
 def test_a_large_vocabulary_takes_the_sorted_path() -> None:

@@ -1,0 +1,128 @@
+"""Which tokens may be drawn: top_k, then top_p of what is left, then min_p, then typical_p.
+
+Each filter keeps the tokens on one side of a threshold, as the warpers of transformers do; tokens
+that are exactly as likely as the last one that is kept are kept too. So it does not matter how
+a threshold was found, and in which order equal entries came: small top_k look at the top of a
+row only, other rows are sorted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.sampling import ops
+
+TOPK_LIMIT = 256
+"""Up to this top_k, only the k most likely tokens are looked at; above, the row is sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """The filters of some rows. None: none of them has that filter.
+
+    Attributes:
+        top_k: int64 [R, 1], 1 to V; there too where only top_p is.
+        max_top_k: the largest, on the host.
+        top_p, min_p, typical_p: float32 [R, 1].
+    """
+
+    top_k: torch.Tensor | None = None
+    max_top_k: int = 0
+    top_p: torch.Tensor | None = None
+    min_p: torch.Tensor | None = None
+    typical_p: torch.Tensor | None = None
+
+
+def filtered_weights(scaled: torch.Tensor, filters: Filters) -> torch.Tensor:
+    """The weights from which a token is drawn; 0: filtered out.
+
+    Args:
+        scaled: float32 [R, V]: logits, less the row's largest, divided by the temperature.
+
+    Returns:
+        int64 [R, V].
+    """
+    likelihood = torch.exp(scaled)
+    if filters.top_k is not None:
+        # Ones as float32 are computed and multiplied several times as fast as booleans.
+        keep = torch.empty_like(scaled)
+        threshold = _threshold(scaled, filters.top_k, filters.max_top_k, filters.top_p)
+        likelihood.mul_(torch.ge(scaled, threshold, out=keep))
+    if filters.min_p is not None:
+        keep = torch.empty_like(scaled)
+        # The most likely token has 1.
+        likelihood.mul_(torch.ge(likelihood, filters.min_p, out=keep))
+    weights = ops.as_weights(likelihood)
+    if filters.typical_p is not None:
+        weights.mul_(_is_typical(scaled, weights, filters.typical_p))
+    return weights
+
+
+def _threshold(
+    scaled: torch.Tensor, top_k: torch.Tensor, max_top_k: int, top_p: torch.Tensor | None
+) -> torch.Tensor:
+    """The least of the entries that top_k and top_p keep: float32 [R, 1]."""
+    # Ascending: the largest max_top_k entries, or all.
+    if max_top_k <= TOPK_LIMIT:
+        ordered = ops.top_values(scaled, max_top_k)[0].flip(-1)
+    else:
+        ordered = _sort(scaled)
+    width = ordered.shape[-1]
+    kth = ordered.gather(-1, width - top_k)
+    if top_p is None:
+        return kth
+    weights = ops.weigh(ordered)
+    # Others that are exactly as likely as the k-th are kept, and count in the sum, wherever they
+    # are.
+    tied = ops.count_least(scaled, kth).unsqueeze(-1) - top_k
+    tied_weight = tied * weights.gather(-1, width - top_k)
+    ranks = torch.arange(width, 0, -1, device=scaled.device)
+    upto = torch.cumsum(weights.mul_(ranks <= top_k), dim=-1)
+    listed = upto[:, -1:]
+    before = listed - upto  # the weight of the more likely ones
+    removed = before >= top_p.double() * (listed + tied_weight)
+    last = removed.sum(dim=-1, keepdim=True).clamp(max=width - 1)
+    return torch.maximum(ordered.gather(-1, last), kth)
+
+
+def _is_typical(
+    scaled: torch.Tensor, weights: torch.Tensor, typical_p: torch.Tensor
+) -> torch.Tensor:
+    """Locally typical sampling (Meister et al. 2022, arXiv:2202.00666): the tokens whose
+    information content is closest to the distribution's entropy, up to their probability: bool.
+
+    Args:
+        scaled: float32 [R, V]. weights: int64 [R, V], of what the other filters left.
+    """
+    total = weights.sum(dim=-1, keepdim=True)
+    log_total = torch.log(total.double() / ops.WEIGHT_ONE).float()
+    information = log_total - scaled
+    # The expected information, added up in whole numbers. It is below 2^6 where the weight is not
+    # 0; the division keeps the sum below 2^63.
+    parts = torch.where(weights > 0, weights * information.double(), 0.0).div_(256.0)
+    expected = parts.to(torch.int64).sum(dim=-1, keepdim=True).double() * 256.0
+    entropy = (expected / total.double()).float()
+    distance = (information - entropy).abs_().masked_fill_(weights == 0, float("inf"))
+    ordered, order = _sort_with_places(distance)
+    upto = torch.cumsum(weights.gather(-1, order), dim=-1)
+    last = (upto < typical_p.double() * total).sum(dim=-1, keepdim=True)
+    return distance <= ordered.gather(-1, last.clamp(max=distance.shape[-1] - 1))
+
+
+def _sort(values: torch.Tensor) -> torch.Tensor:
+    """Each row, ascending. On a CPU numpy sorts many times as fast as torch."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(np.sort(values.numpy(), axis=-1))
+    return torch.sort(values, dim=-1).values
+
+
+def _sort_with_places(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row, ascending, and where the entries were."""
+    if values.device.type == "cpu":
+        order = torch.from_numpy(values.numpy().argsort(axis=-1))
+        return values.gather(-1, order), order
+    ordered, order = torch.sort(values, dim=-1)
+    return ordered, order

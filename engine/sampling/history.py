@@ -1,0 +1,102 @@
+"""What sampling keeps of one request's tokens, on the host: nothing here is as large as the
+vocabulary times the batch.
+
+Both records grow with `token_ids` and never look at what was computed: chunks of a prefill and
+preemptions change nothing in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.types import TokenId
+
+_PRIME = (1 << 61) - 1
+_BASE = 0x1B873593CC9E2D51 % _PRIME
+
+
+class TokenCounts:
+    """Which tokens were seen, and how often in the output: what penalties need."""
+
+    __slots__ = ("_counts", "_ids", "_num_prompt_tokens", "_num_read", "_places")
+
+    def __init__(self, prompt: Sequence[TokenId]) -> None:
+        self._ids = np.unique(np.array(prompt, dtype=np.int64))
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)
+        self._places = {token: place for place, token in enumerate(self._ids.tolist())}
+        self._num_read = len(prompt)
+
+    def catch_up(self, token_ids: Sequence[TokenId]) -> None:
+        """Count in what came since; `token_ids`: prompt and output."""
+        for token in token_ids[self._num_read :]:
+            place = self._places.setdefault(token, len(self._places))
+            if place == len(self._ids):
+                grown = max(16, place)
+                self._ids = np.concatenate([self._ids, np.zeros(grown, np.int64)])
+                self._counts = np.concatenate([self._counts, np.zeros(grown, np.float32)])
+            self._ids[place] = token
+            self._counts[place] += 1
+        self._num_read = len(token_ids)
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """The tokens that were seen, each once: int64 [N]."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> npt.NDArray[np.float32]:
+        """How often each was seen in the output: float32 [N]."""
+        return self._counts[: len(self._places)]
+
+
+class NgramIndex:
+    """Which tokens followed each sequence of n - 1 tokens.
+
+    The sequences are known by a hash that rolls with the text (Karp and Rabin 1987), modulo
+    2^61 - 1: the index takes memory for each token, not for each token times n. Two of a million
+    sequences have the same hash with a chance of 2^-22; a token is then kept out once too often.
+    """
+
+    __slots__ = ("_dropped", "_followers", "_hash", "_num_read", "_width")
+
+    def __init__(self, size: int) -> None:
+        """Begin empty.
+
+        Args:
+            size: n, at least 1.
+        """
+        self._width = size - 1
+        self._followers: dict[int, TokenId | set[TokenId]] = {}
+        self._hash = 0
+        self._dropped = pow(_BASE, self._width, _PRIME)
+        self._num_read = 0
+
+    def catch_up(self, token_ids: Sequence[TokenId]) -> None:
+        """Index what came since; `token_ids`: prompt and output."""
+        followers, width, value = self._followers, self._width, self._hash
+        for position in range(self._num_read, len(token_ids)):
+            token = token_ids[position]
+            if position >= width:
+                known = followers.setdefault(value, token)
+                if isinstance(known, set):
+                    known.add(token)
+                elif known != token:
+                    followers[value] = {known, token}
+            if width:
+                value = value * _BASE + token + 1
+                if position >= width:
+                    value -= (token_ids[position - width] + 1) * self._dropped
+                value %= _PRIME
+        self._hash, self._num_read = value, len(token_ids)
+
+    def repeating(self) -> Sequence[TokenId]:
+        """The tokens that would end a sequence of n tokens which was there before."""
+        if self._num_read < self._width:
+            return ()
+        known = self._followers.get(self._hash)
+        if known is None:
+            return ()
+        return tuple(known) if isinstance(known, set) else (known,)

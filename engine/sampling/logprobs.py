@@ -1,0 +1,80 @@
+"""Log-probabilities of the model's own distribution, as they are reported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.outputs import TokenLogprobs
+from engine.sampling import ops
+from engine.types import TokenId
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log-probabilities of some rows, still on the device.
+
+    Attributes:
+        logprobs: of the rows' tokens: float32 [R]. ranks: int64 [R].
+        ids, values: the most likely tokens: int64, float32 [R, n].
+        requested: of each row's requested ids, padded with any: float32 [R, m].
+    """
+
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+    ids: torch.Tensor
+    values: torch.Tensor
+    requested: torch.Tensor
+
+    def entries(
+        self, top_n: Sequence[int], requested_ids: Sequence[Sequence[TokenId]]
+    ) -> list[TokenLogprobs]:
+        """What is reported of each row; waits for the device.
+
+        Args:
+            top_n: how many candidates each row has. requested_ids: its requested ids.
+        """
+        columns = (self.logprobs, self.ranks, self.ids, self.values, self.requested)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [
+            TokenLogprobs(
+                logprob=logprob,
+                rank=rank,
+                candidates=tuple(zip(ids[:count], values[:count], strict=True)),
+                requested=tuple(zip(wanted, asked[: len(wanted)], strict=True)),
+            )
+            for (logprob, rank, ids, values, asked), count, wanted in zip(
+                rows, top_n, requested_ids, strict=True
+            )
+        ]
+
+
+def row_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, top_n: int, requested: torch.Tensor
+) -> RowLogprobs:
+    """Log-probabilities of one token of each row, of the most likely ones, and of others.
+
+    Args:
+        logits: float32 [R, V], as the model gave them.
+        tokens: int64 [R].
+        top_n: how many of the most likely; those that there are, if they are fewer.
+        requested: int64 [R, m], ids whose log-probabilities are wanted.
+    """
+    # The largest is subtracted first: of large logits the sum's logarithm would lose digits.
+    best = logits.amax(dim=-1, keepdim=True)
+    log_sum = (logits - best).exp_().sum(dim=-1, keepdim=True).log_()
+    chosen = logits.gather(-1, tokens.unsqueeze(-1))
+    count = min(top_n, logits.shape[-1])
+    if count:
+        values, ids = ops.top_values(logits, count)
+    else:
+        values, ids = logits[:, :0], tokens.unsqueeze(-1)[:, :0]
+    return RowLogprobs(
+        logprobs=(chosen - best - log_sum).squeeze(-1),
+        ranks=ops.count_above(logits, chosen) + 1,
+        ids=ids,
+        values=values - best - log_sum,
+        requested=logits.gather(-1, requested) - best - log_sum,
+    )
