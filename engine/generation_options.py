@@ -8,20 +8,24 @@ option that this engine does not do is dropped with a warning or refused, as
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import InvalidRequestError, UnsupportedFeatureError
+from engine.request import GenerationRequest
+from engine.sampling.random import derived_seed
 from engine.sampling_params import (
+    GrammarParams,
     LogprobParams,
     SamplingParams,
     StopParams,
     check_stop_strings,
 )
-from engine.types import TokenId
+from engine.types import RequestId, TokenId
 
 logger = logging.getLogger(__name__)
 
@@ -32,53 +36,82 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     # options of a generation config that change the output and that this engine does not do: their
     # neutral values
     "num_beams": (None, 1),
-    "num_return_sequences": (None, 1),
-    "typical_p": (None, 1.0),
     "epsilon_cutoff": (None, 0.0),
     "eta_cutoff": (None, 0.0),
     "top_h": (None,),
-    "no_repeat_ngram_size": (None, 0),
     "encoder_repetition_penalty": (None, 1.0),
     "encoder_no_repeat_ngram_size": (None, 0),
-    "bad_words_ids": (None, []),
     "forced_bos_token_id": (None,),
     "forced_eos_token_id": (None,),
-    "suppress_tokens": (None, []),
+    "force_words_ids": (None, []),
+    "constraints": (None, []),
     "begin_suppress_tokens": (None, []),
-    "sequence_bias": (None, {}),
+    "sequence_bias": (None, {}, []),
     "exponential_decay_length_penalty": (None,),
     "guidance_scale": (None, 1.0),
     "watermarking_config": (None,),
     "penalty_alpha": (None, 0.0),
     "dola_layers": (None,),
+    "token_healing": (None, False),
     "max_time": (None,),
+    # With it `generate` goes on where a model gives NaN; here such a request fails.
     "remove_invalid_values": (None, False),
-    "renormalize_logits": (None, False),
 }
+# renormalize_logits is not among them: a distribution that is shifted draws the same tokens, and
+# log-probabilities are of the distribution before any processing.
 
-_SAMPLING_KEYS = frozenset(
+_CONFIG_KEYS = frozenset(
     {
-        "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-        "presence_penalty", "frequency_penalty", "logit_bias", "seed",
+        "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty",
+        "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "logit_bias", "seed",
+        "suppress_tokens", "bad_words_ids", "num_return_sequences", "min_new_tokens",
+        "stop_strings", "stop_token_ids", "ignore_eos", "logprobs",
     }
 )  # fmt: skip
-_STOP_KEYS = frozenset(
-    {"min_new_tokens", "stop_strings", "stop_token_ids", "ignore_eos", "logprobs"}
-)
-REQUEST_KEYS = _SAMPLING_KEYS | _STOP_KEYS
+"""What both a generation config and a single request may set."""
+REQUEST_KEYS = _CONFIG_KEYS | {
+    "allowed_token_ids", "banned_token_ids", "logprob_token_ids", "prompt_logprobs", "n", "grammar",
+    "priority", "time_limit_s", "cache_salt", "bypass_prefix_cache",
+}  # fmt: skip
 """The keywords that a single request may set."""
+_CHOICES_KEYS = ("n", "num_return_sequences")
+_LENGTH_KEYS = ("max_new_tokens", "max_length", "min_length", "eos_token_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
     """One request's parameters, complete, and its stop strings, which are matched where the text is
-    made.
+    made. The others are the fields of a GenerationRequest.
     """
 
     sampling: SamplingParams
     stop: StopParams
     logprobs: LogprobParams | None
     stop_strings: tuple[str, ...]
+    prompt_logprobs: int | None = None
+    grammar: GrammarParams | None = None
+    n: int = 1
+    priority: int = 0
+    cache_salt: bytes = b""
+    bypass_prefix_cache: bool = False
+    time_limit_s: float | None = None
+
+    def to_request(self, request_id: RequestId, prompt: tuple[TokenId, ...]) -> GenerationRequest:
+        """The request with these options. Its bounds are checked at admission."""
+        return GenerationRequest(
+            request_id=request_id,
+            prompt=prompt,
+            sampling=self.sampling,
+            stop=self.stop,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            grammar=self.grammar,
+            n=self.n,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            bypass_prefix_cache=self.bypass_prefix_cache,
+            time_limit_s=self.time_limit_s,
+        )
 
 
 class GenerationDefaults:
@@ -94,6 +127,7 @@ class GenerationDefaults:
         drop_unsupported: bool,
         return_logprobs: bool,
         vocab_size: int | None = None,
+        seed: int | None = None,
     ) -> None:
         """Read a generation config.
 
@@ -101,30 +135,61 @@ class GenerationDefaults:
             generation_config: None: nothing is set.
             model_eos_token_ids: where the generation config names none.
             drop_unsupported, return_logprobs: see ContinuousBatchingConfig.
-            vocab_size: end-of-sequence ids of the generation config from here on are left out: they
-                cannot be generated, and no request is to blame for them. None: all are kept.
+            vocab_size: ids of the generation config that end the output or are kept out of it are
+                left out from here on: they cannot be generated, and no request is to blame for
+                them. None: all are kept.
+            seed: from which the seeds of requests that have none are drawn, one after the other;
+                None: from the generation config's seed, or where there is none, from the system's
+                randomness.
+
+        Raises:
+            UnsupportedFeatureError: an option that this engine does not do, unless those are
+                dropped.
         """
-        self._values = {
-            name: getattr(generation_config, name, None)
-            for name in (*REQUEST_KEYS, "max_new_tokens", "max_length", "eos_token_id")
+        self._values: dict[str, Any] = {
+            name: getattr(generation_config, name, None) for name in (*_CONFIG_KEYS, *_LENGTH_KEYS)
         }
+        own_seed = self._values.pop("seed")
+        if seed is None and own_seed is not None:
+            seed = _integer("seed", own_seed)
+        self._seed = seed
+        self._seed_indices = itertools.count()
+        self._drop_unsupported = drop_unsupported
+        self._vocab_size = vocab_size
         self._eos_token_ids = model_eos_token_ids
         if self._values["eos_token_id"] is not None:
-            ids = _ids("eos_token_id", self._values["eos_token_id"])
-            self._eos_token_ids = tuple(
-                token for token in ids if token >= 0 and (vocab_size is None or token < vocab_size)
-            )
+            self._eos_token_ids = self._in_vocabulary("eos_token_id")
+        self._values["suppress_tokens"] = self._in_vocabulary("suppress_tokens")
+        self._values["bad_words_ids"] = self._single_bad_words()
         self._return_logprobs = return_logprobs
         for name, neutral in _NEUTRAL.items():
             value = getattr(generation_config, name, None)
-            if any(value is entry or value == entry for entry in neutral):
-                continue
-            message = f"is {value!r}; this engine does not do it"
-            if not drop_unsupported:
-                raise UnsupportedFeatureError(
-                    name, message + "; remove it, or set drop_unsupported_processors=True"
-                )
-            logger.warning("generation config: %s %s; it is dropped", name, message)
+            if not any(value is entry or value == entry for entry in neutral):
+                self._drop(name, f"is {value!r}; this engine does not do it")
+
+    def _drop(self, name: str, message: str) -> None:
+        if not self._drop_unsupported:
+            raise UnsupportedFeatureError(
+                name, message + "; remove it, or set drop_unsupported_processors=True"
+            )
+        logger.warning("generation config: %s %s; it is dropped", name, message)
+
+    def _in_vocabulary(self, name: str) -> tuple[TokenId, ...]:
+        return tuple(
+            token
+            for token in _ids(name, self._values[name])
+            if token >= 0 and (self._vocab_size is None or token < self._vocab_size)
+        )
+
+    def _single_bad_words(self) -> list[list[TokenId]]:
+        words = _bad_words(self._values["bad_words_ids"])
+        longer = [word for word in words if len(word) > 1]
+        if longer:
+            self._drop("bad_words_ids", f"has {longer[0]!r}; this engine bans single tokens only")
+        single = [word for word in words if len(word) == 1]
+        return [
+            word for word in single if self._vocab_size is None or 0 <= word[0] < self._vocab_size
+        ]
 
     def resolve(
         self,
@@ -134,7 +199,7 @@ class GenerationDefaults:
         eos_token_id: int | Iterable[int] | None,
         overrides: Mapping[str, Any],
     ) -> RequestOptions:
-        """One request's parameters.
+        """One request's parameters. A keyword that is None is as good as left out.
 
         Raises:
             InvalidRequestError: an unknown keyword, or a value out of its bounds.
@@ -142,31 +207,50 @@ class GenerationDefaults:
         """
         _check_keys(overrides)
         overrides = {name: value for name, value in overrides.items() if value is not None}
-        values = {**self._values, **overrides}
+        values = {**dict.fromkeys(REQUEST_KEYS), **self._values, **overrides}
         if "temperature" in overrides and "do_sample" not in overrides:
             values["do_sample"] = overrides["temperature"] != 0
         eos = self._eos(eos_token_id)
         limit = self._max_tokens(num_prompt_tokens, max_new_tokens)
-        min_tokens = _integer("min_new_tokens", values["min_new_tokens"] or 0)
         stop_strings = values["stop_strings"] or ()
         stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
         check_stop_strings(stop_strings)
         stop = StopParams(
             max_tokens=limit,
-            min_tokens=min_tokens
-            if "min_new_tokens" in overrides
-            else min(min_tokens, max(limit, 0)),
+            min_tokens=self._min_tokens(num_prompt_tokens, limit, overrides),
             stop_token_ids=_ids("stop_token_ids", values["stop_token_ids"]),
             eos_token_ids=eos,
             ignore_eos=bool(values["ignore_eos"]),
         )
-        top_n = values["logprobs"]
-        if top_n is None and self._return_logprobs:
-            top_n = 0
-        logprobs = None if top_n is None else LogprobParams(top_n=_integer("logprobs", top_n))
-        return RequestOptions(
-            sampling=_sampling(values), stop=stop, logprobs=logprobs, stop_strings=stop_strings
+        options = RequestOptions(
+            sampling=_sampling(values, eos),
+            stop=stop,
+            logprobs=self._logprobs(values),
+            stop_strings=stop_strings,
+            prompt_logprobs=_optional_integer("prompt_logprobs", values["prompt_logprobs"]),
+            grammar=_grammar(values["grammar"]),
+            n=_choices(values, overrides),
+            priority=_optional_integer("priority", values["priority"]) or 0,
+            cache_salt=_salt(values["cache_salt"]),
+            bypass_prefix_cache=_switch("bypass_prefix_cache", values["bypass_prefix_cache"]),
+            time_limit_s=_time_limit(values["time_limit_s"]),
         )
+        if values.get("seed") is not None:
+            return options
+        # Drawn last: a request that is refused above takes no seed away.
+        return replace(options, sampling=replace(options.sampling, seed=self._draw_seed()))
+
+    def _draw_seed(self) -> int:
+        if self._seed is None:
+            return secrets.randbits(64)
+        return derived_seed(self._seed, next(self._seed_indices))
+
+    def _logprobs(self, values: Mapping[str, Any]) -> LogprobParams | None:
+        top_n = _optional_integer("logprobs", values["logprobs"])
+        token_ids = _ids("logprob_token_ids", values["logprob_token_ids"])
+        if top_n is None and not self._return_logprobs and not token_ids:
+            return None
+        return LogprobParams(top_n=top_n or 0, token_ids=token_ids)
 
     def _eos(self, eos_token_id: int | Iterable[int] | None) -> tuple[TokenId, ...]:
         if eos_token_id is None:
@@ -183,6 +267,16 @@ class GenerationDefaults:
             return _integer("max_length", max_length) - num_prompt_tokens
         return DEFAULT_MAX_NEW_TOKENS
 
+    def _min_tokens(self, num_prompt_tokens: int, limit: int, overrides: Mapping[str, Any]) -> int:
+        """The request's own, or the generation config's as far as the request is long enough."""
+        if "min_new_tokens" in overrides:
+            return _integer("min_new_tokens", overrides["min_new_tokens"])
+        least = self._values["min_new_tokens"]
+        if least is None and self._values["min_length"] is not None:
+            # min_new_tokens takes precedence, as in `generate`.
+            least = max(_integer("min_length", self._values["min_length"]) - num_prompt_tokens, 0)
+        return min(_integer("min_new_tokens", least or 0), max(limit, 0))
+
 
 def _check_keys(overrides: Mapping[str, Any]) -> None:
     for name, value in overrides.items():
@@ -198,27 +292,106 @@ def _check_keys(overrides: Mapping[str, Any]) -> None:
         )
 
 
-def _sampling(values: Mapping[str, Any]) -> SamplingParams:
+def _sampling(values: Mapping[str, Any], eos: tuple[TokenId, ...]) -> SamplingParams:
+    """A request's parameters; the seed is 0 where there is none."""
     sampled = bool(values["do_sample"])
     bias = values["logit_bias"] or {}
     if not isinstance(bias, Mapping):
         raise InvalidRequestError("logit_bias", "must map token ids to numbers")
-    seed = values["seed"]
     temperature = _number("temperature", values["temperature"], 1.0)
     return SamplingParams(
         temperature=temperature if sampled else 0.0,
         top_k=_integer("top_k", values["top_k"] or 0),
         top_p=_number("top_p", values["top_p"], 1.0),
         min_p=_number("min_p", values["min_p"], 0.0),
+        typical_p=_number("typical_p", values["typical_p"], 1.0),
         repetition_penalty=_number("repetition_penalty", values["repetition_penalty"], 1.0),
         presence_penalty=_number("presence_penalty", values["presence_penalty"], 0.0),
         frequency_penalty=_number("frequency_penalty", values["frequency_penalty"], 0.0),
+        no_repeat_ngram_size=_integer("no_repeat_ngram_size", values["no_repeat_ngram_size"] or 0),
         logit_bias=tuple(
             (TokenId(_integer("logit_bias", token)), _number(f"logit_bias[{token}]", value, 0.0))
             for token, value in bias.items()
         ),
-        seed=secrets.randbits(64) if seed is None else _integer("seed", seed),
+        allowed_token_ids=_ids("allowed_token_ids", values["allowed_token_ids"]),
+        banned_token_ids=_banned(values, eos),
+        seed=_integer("seed", values.get("seed") or 0),
     )
+
+
+def _banned(values: Mapping[str, Any], eos: tuple[TokenId, ...]) -> tuple[TokenId, ...]:
+    """banned_token_ids, suppress_tokens, and the bad words, as far as they do not end the output:
+    `generate` leaves those out.
+    """
+    words = _bad_words(values["bad_words_ids"])
+    for word in words:
+        if len(word) != 1:
+            raise UnsupportedFeatureError(
+                "bad_words_ids", f"has {word!r}; this engine bans single tokens only"
+            )
+    listed = (
+        *_ids("banned_token_ids", values["banned_token_ids"]),
+        *_ids("suppress_tokens", values["suppress_tokens"]),
+        *(word[0] for word in words if word[0] not in eos),
+    )
+    return tuple(dict.fromkeys(listed))
+
+
+def _bad_words(value: object) -> list[list[TokenId]]:
+    if value is None:
+        return []
+    if not isinstance(value, Iterable):
+        raise InvalidRequestError("bad_words_ids", f"is {value!r}; it must be lists of token ids")
+    words: list[list[TokenId]] = []
+    for index, word in enumerate(value):
+        name = f"bad_words_ids[{index}]"
+        if isinstance(word, int) or word is None:
+            raise InvalidRequestError(name, f"is {word!r}; it must be a list of token ids")
+        words.append(list(_ids(name, word)))
+        if not words[-1]:
+            raise InvalidRequestError(name, "is empty; it must have at least one token id")
+    return words
+
+
+def _choices(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> int:
+    """n, which transformers calls num_return_sequences."""
+    given = {_integer(name, overrides[name]) for name in _CHOICES_KEYS if name in overrides}
+    if len(given) > 1:
+        raise InvalidRequestError(
+            "n", "and num_return_sequences differ; they are the same option, give one"
+        )
+    if given:
+        return given.pop()
+    return _integer("num_return_sequences", values["num_return_sequences"] or 1)
+
+
+def _grammar(value: object) -> GrammarParams | None:
+    if value is not None and not isinstance(value, GrammarParams):
+        raise InvalidRequestError("grammar", f"is {value!r}; it must be a GrammarParams")
+    return value
+
+
+def _salt(value: object) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if value is None or isinstance(value, str):
+        return (value or "").encode("utf-8", "surrogatepass")
+    raise InvalidRequestError("cache_salt", f"is {value!r}; it must be text or bytes")
+
+
+def _switch(name: str, value: object) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequestError(name, f"is {value!r}; it must be True or False")
+    return bool(value)
+
+
+def _time_limit(value: object) -> float | None:
+    if value is None:
+        return None
+    seconds = _number("time_limit_s", value, 0.0)
+    if not seconds > 0:
+        raise InvalidRequestError("time_limit_s", f"is {value!r}; it must be above zero")
+    return seconds
 
 
 def _number(name: str, value: object, neutral: float) -> float:
@@ -235,11 +408,18 @@ def _integer(name: str, value: object) -> int:
     return value
 
 
+def _optional_integer(name: str, value: object) -> int | None:
+    return None if value is None else _integer(name, value)
+
+
 def _ids(name: str, value: object) -> tuple[TokenId, ...]:
     if value is None:
         return ()
     if isinstance(value, int):
-        return (TokenId(value),)
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return tuple(TokenId(_integer(f"{name}[{i}]", entry)) for i, entry in enumerate(value))
+        return (TokenId(_integer(name, value)),)
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        ids = tuple(value)
+        if set(map(type, ids)) <= {int}:  # lists may be long
+            return ids
+        return tuple(TokenId(_integer(f"{name}[{i}]", entry)) for i, entry in enumerate(ids))
     raise InvalidRequestError(name, f"is {value!r}; it must be a token id or a list of them")

@@ -301,15 +301,7 @@ class ContinuousBatchingManager:
             find_stop=find_stop,
         )
         try:
-            self.submit(
-                GenerationRequest(
-                    request_id=name,
-                    prompt=prompt,
-                    sampling=options.sampling,
-                    stop=options.stop,
-                    logprobs=options.logprobs,
-                )
-            )
+            self.submit(options.to_request(name, prompt))
         except Exception:
             self._router.forget(name)
             raise

@@ -88,6 +88,7 @@ class LoadedModel:
             drop_unsupported=config.drop_unsupported_processors,
             return_logprobs=config.return_logprobs,
             vocab_size=self._verified.vocab_size,
+            seed=config.seed,
         )
         manager, _, _ = build_manager(
             self._verified, config, logger.info, defaults=defaults, tokenizer=self.tokenizer

@@ -28,3 +28,13 @@ def uniform(seed: int, choice: int, position: int) -> float:
         position: how many output tokens came before.
     """
     return (_mix(_mix(_mix(seed) ^ choice) ^ position) >> 11) * 2.0**-53
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """One of many seeds that follow from one: 64 bits.
+
+    Args:
+        seed: 64 bits.
+        index: which of them.
+    """
+    return _mix(_mix(seed) ^ index)

@@ -171,9 +171,9 @@ def test_top_k_above_the_vocabulary(near: Neighbourhood) -> None:
     near.check()
 
 
-def test_several_sequences_are_refused(near: Neighbourhood) -> None:
-    with pytest.raises(UnsupportedFeatureError, match="num_return_sequences"):
-        near.manager.add_request([5], num_return_sequences=3)
+def test_several_beams_are_refused(near: Neighbourhood) -> None:
+    with pytest.raises(UnsupportedFeatureError, match="num_beams"):
+        near.manager.add_request([5], num_beams=3)
     near.check()
 
 

@@ -167,9 +167,9 @@ def test_adds_from_many_threads(rig: Rig) -> None:
         ({"stop_strings": ["x"] * 17}, InvalidRequestError, "stop_strings"),
         ({"stop_strings": ["x"]}, UnsupportedFeatureError, "tokenizer"),
         ({"logprobs": 129}, InvalidRequestError, "logprobs"),
-        ({"num_return_sequences": 3}, UnsupportedFeatureError, "num_return_sequences"),
+        ({"n": 2, "num_return_sequences": 3}, InvalidRequestError, "n"),
         ({"num_beams": 2}, UnsupportedFeatureError, "num_beams"),
-        ({"no_repeat_ngram_size": 2}, UnsupportedFeatureError, "no_repeat_ngram_size"),
+        ({"epsilon_cutoff": 0.1}, UnsupportedFeatureError, "epsilon_cutoff"),
         ({"temprature": 1.0}, InvalidRequestError, "temprature"),
     ],
 )

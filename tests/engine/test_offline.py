@@ -211,11 +211,11 @@ def test_logprobs_are_off_unless_asked_for(llama: LoadedModel) -> None:
 def test_unsupported_processors_are_dropped_or_refused(
     llama: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    generation = GenerationConfig(no_repeat_ngram_size=2)
+    generation = GenerationConfig(epsilon_cutoff=0.1)
     llama.init_continuous_batching(generation, SMALL)
-    assert "no_repeat_ngram_size" in caplog.text
+    assert "epsilon_cutoff" in caplog.text
     strict = ContinuousBatchingConfig(num_blocks=4, drop_unsupported_processors=False)
-    with pytest.raises(UnsupportedFeatureError, match="no_repeat_ngram_size"):
+    with pytest.raises(UnsupportedFeatureError, match="epsilon_cutoff"):
         llama.init_continuous_batching(generation, strict)
 
 

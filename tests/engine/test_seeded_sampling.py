@@ -22,6 +22,9 @@ OPTIONS: dict[str, Any] = {
     "top_p": 0.95,
     "repetition_penalty": 1.1,
     "frequency_penalty": 0.2,
+    "typical_p": 0.97,
+    "no_repeat_ngram_size": 2,
+    "banned_token_ids": [4, 7],
     "seed": 12345,
 }
 
@@ -88,6 +91,23 @@ def test_without_a_seed_draws_differ(model: LoadedModel) -> None:
     assert len({tuple(output.generated_tokens) for output in manager}) == 4
 
 
+def test_the_engines_seed_repeats_all_requests(model: LoadedModel) -> None:
+    def run(seed: int) -> list[list[int]]:
+        manager = _manager(model, seed=seed)
+        for index in range(3):
+            manager.add_request(
+                PROMPT, request_id=str(index), max_new_tokens=12, temperature=1.5, ignore_eos=True
+            )
+        manager.stop()
+        outputs = {output.request_id: output.generated_tokens for output in manager}
+        return [outputs[str(index)] for index in range(3)]
+
+    first = run(5)
+    assert run(5) == first
+    assert run(6) != first
+    assert len(set(map(tuple, first))) == 3
+
+
 def _one(model: LoadedModel, prompt: list[int], **options: Any) -> GenerationOutput:
     manager = _manager(model)
     manager.add_request(prompt, **options)
@@ -119,25 +139,47 @@ def test_ends(model: LoadedModel) -> None:
     assert chosen not in held.generated_tokens[:8]
 
 
-def test_min_new_tokens_is_generates(model: LoadedModel) -> None:
-    free = greedy_reference(model.model, PROMPT, 12)
-    chosen = free[2]
-    ours = _one(model, PROMPT, max_new_tokens=12, eos_token_id=chosen, min_new_tokens=6)
+def _generated(model: LoadedModel, prompt: list[int], **options: Any) -> list[int]:
+    """What `generate` gives, greedily."""
     model.model.set_attn_implementation("eager")
     try:
-        ids = torch.tensor([PROMPT])
+        ids = torch.tensor([prompt])
         right = model.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=12,
-            min_new_tokens=6,
-            eos_token_id=chosen,
-            do_sample=False,
-            pad_token_id=0,
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **options
         )
     finally:
         model.model.set_attn_implementation("headrace_paged")
-    assert ours.generated_tokens == right[0, len(PROMPT) :].tolist()
+    tokens: list[int] = right[0, len(prompt) :].tolist()
+    return tokens
+
+
+def test_min_new_tokens_is_generates(model: LoadedModel) -> None:
+    free = greedy_reference(model.model, PROMPT, 12)
+    options = {"max_new_tokens": 12, "min_new_tokens": 6, "eos_token_id": free[2]}
+    assert _one(model, PROMPT, **options).generated_tokens == _generated(model, PROMPT, **options)
+
+
+def test_history_is_generates_through_chunks_and_preemptions(model: LoadedModel) -> None:
+    """Repetition penalty, n-grams and banned ids over the whole prompt and output, with a prompt
+    cut in chunks and a cache that does not hold all requests.
+    """
+    prompts = [prompt * 2 for prompt in make_prompts((18, 9, 14, 11, 20, 16), seed=3)]
+    banned = greedy_reference(model.model, prompts[0], 3)
+    manager = _manager(model, num_blocks=16, max_batch_tokens=24)
+    options = {"no_repeat_ngram_size": 2, "repetition_penalty": 1.05, "suppress_tokens": banned}
+    for index, prompt in enumerate(prompts):
+        manager.add_request(
+            prompt, request_id=str(index), max_new_tokens=24, min_new_tokens=24, **options
+        )
+    manager.stop()
+    outputs = {output.request_id: output.generated_tokens for output in manager}
+    assert manager.stats().preemptions > 0
+    plain = greedy_reference(model.model, prompts[0], 24)
+    assert outputs["0"] != plain
+    for index, prompt in enumerate(prompts):
+        assert outputs[str(index)] == _generated(
+            model, prompt, max_new_tokens=24, min_new_tokens=24, **options
+        )
 
 
 def test_logit_bias(model: LoadedModel) -> None:
