@@ -24,9 +24,8 @@ class Filters:
     """The filters of some rows. None: none of them has that filter.
 
     Attributes:
-        top_k: int64 [R, 1], 1 to V; there too where only top_p is.
-        max_top_k: the largest, on the host.
-        top_p, min_p, typical_p: float32 [R, 1].
+        top_k: int64 [R, 1], 1 to V; max_top_k: the largest, on the host.
+        top_p, typical_p: float64 [R, 1]; min_p: float32 [R, 1].
     """
 
     top_k: torch.Tensor | None = None
@@ -46,10 +45,10 @@ def filtered_weights(scaled: torch.Tensor, filters: Filters) -> torch.Tensor:
         int64 [R, V].
     """
     likelihood = torch.exp(scaled)
-    if filters.top_k is not None:
+    threshold = _threshold(scaled, filters)
+    if threshold is not None:
         # Ones as float32 are computed and multiplied several times as fast as booleans.
         keep = torch.empty_like(scaled)
-        threshold = _threshold(scaled, filters.top_k, filters.max_top_k, filters.top_p)
         likelihood.mul_(torch.ge(scaled, threshold, out=keep))
     if filters.min_p is not None:
         keep = torch.empty_like(scaled)
@@ -61,15 +60,17 @@ def filtered_weights(scaled: torch.Tensor, filters: Filters) -> torch.Tensor:
     return weights
 
 
-def _threshold(
-    scaled: torch.Tensor, top_k: torch.Tensor, max_top_k: int, top_p: torch.Tensor | None
-) -> torch.Tensor:
-    """The least of the entries that top_k and top_p keep: float32 [R, 1]."""
-    # Ascending: the largest max_top_k entries, or all.
-    if max_top_k <= TOPK_LIMIT:
-        ordered = ops.top_values(scaled, max_top_k)[0].flip(-1)
-    else:
+def _threshold(scaled: torch.Tensor, filters: Filters) -> torch.Tensor | None:
+    """The least of the entries that top_k and top_p keep: float32 [R, 1]. None: all are kept."""
+    top_k, top_p = filters.top_k, filters.top_p
+    if top_k is None:
+        if top_p is None:
+            return None
         ordered = _sort(scaled)
+        return _nucleus(ordered, ops.weigh(ordered), torch.zeros_like(top_p), top_p)
+    # Ascending: the largest max_top_k entries, or all.
+    few = filters.max_top_k <= TOPK_LIMIT
+    ordered = _largest(scaled, filters.max_top_k) if few else _sort(scaled)
     width = ordered.shape[-1]
     kth = ordered.gather(-1, width - top_k)
     if top_p is None:
@@ -79,13 +80,27 @@ def _threshold(
     # are.
     tied = ops.count_least(scaled, kth).unsqueeze(-1) - top_k
     tied_weight = tied * weights.gather(-1, width - top_k)
-    ranks = torch.arange(width, 0, -1, device=scaled.device)
-    upto = torch.cumsum(weights.mul_(ranks <= top_k), dim=-1)
+    weights.mul_(torch.arange(width, 0, -1, device=scaled.device) <= top_k)
+    return torch.maximum(_nucleus(ordered, weights, tied_weight, top_p), kth)
+
+
+def _nucleus(
+    ordered: torch.Tensor, weights: torch.Tensor, others: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """The least of the fewest largest entries that reach top_p of the sum: float32 [R, 1].
+
+    Args:
+        ordered: float32 [R, N], ascending. weights: int64 [R, N], theirs.
+        others: [R, 1], what else is in the sum, at the lower end.
+        top_p: float64 [R, 1].
+    """
+    upto = torch.cumsum(weights, dim=-1)
     listed = upto[:, -1:]
-    before = listed - upto  # the weight of the more likely ones
-    removed = before >= top_p.double() * (listed + tied_weight)
-    last = removed.sum(dim=-1, keepdim=True).clamp(max=width - 1)
-    return torch.maximum(ordered.gather(-1, last), kth)
+    limit = top_p * (listed + others)
+    # Removed is what has the limit before it already, among more likely ones. In whole numbers,
+    # listed - upto >= limit is upto <= listed - ceil(limit).
+    last = torch.searchsorted(upto, listed - limit.ceil().to(torch.int64), right=True)
+    return ordered.gather(-1, last.clamp(max=ordered.shape[-1] - 1))
 
 
 def _is_typical(
@@ -108,8 +123,17 @@ def _is_typical(
     distance = (information - entropy).abs_().masked_fill_(weights == 0, float("inf"))
     ordered, order = _sort_with_places(distance)
     upto = torch.cumsum(weights.gather(-1, order), dim=-1)
-    last = (upto < typical_p.double() * total).sum(dim=-1, keepdim=True)
+    last = (upto < typical_p * total).sum(dim=-1, keepdim=True)
     return distance <= ordered.gather(-1, last.clamp(max=distance.shape[-1] - 1))
+
+
+def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Each row's largest entries, ascending."""
+    size = values.shape[-1]
+    if values.device.type == "cpu" and not ops.looks_at_blocks(size, count):
+        apart = np.partition(values.numpy(), size - count, axis=-1)
+        return torch.from_numpy(np.sort(apart[:, size - count :], axis=-1))
+    return ops.top_values(values, count)[0].flip(-1)
 
 
 def _sort(values: torch.Tensor) -> torch.Tensor:

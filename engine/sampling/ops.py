@@ -146,6 +146,11 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return (block * _BLOCK + found).clamp(max=size - 1).squeeze(-1)
 
 
+def looks_at_blocks(size: int, count: int) -> bool:
+    """Whether so few of so many entries are wanted that most blocks hold none of them."""
+    return count * _TOP_BLOCK * 2 <= size // _TOP_BLOCK * _TOP_BLOCK
+
+
 def top_values(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest entries of each row, largest first, and where they are. No NaN may be among them.
 
@@ -159,7 +164,7 @@ def top_values(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
     """
     size = values.shape[-1]
     whole = size // _TOP_BLOCK * _TOP_BLOCK
-    if values.device.type != "cpu" or count * _TOP_BLOCK * 2 > whole:
+    if values.device.type != "cpu" or not looks_at_blocks(size, count):
         return torch.topk(values, count, dim=-1)
     blocks = values[:, :whole].view(len(values), whole // _TOP_BLOCK, _TOP_BLOCK)
     best = torch.topk(blocks.amax(dim=-1), count, dim=-1, sorted=False).indices

@@ -262,14 +262,15 @@ class Sampler:
         uniforms, temperature, top_k, top_p, min_p, typical_p = torch.split(numbers, 1, dim=-1)
         # Subtracting the largest first keeps a small temperature from overflowing.
         scaled = logits.sub_(best).div_(temperature.float())
+        highest_k = max(self._top_k(request) for request in requests)
+        has_top_k = any(0 < q.spec.sampling.top_k < self._vocab_size for q in requests)
+        has_top_p = any(q.spec.sampling.top_p < 1.0 for q in requests)
         filters = Filters(
-            top_k=top_k.to(torch.int64) if steps.filters else None,
-            max_top_k=max(self._top_k(request) for request in requests) if steps.filters else 0,
-            top_p=top_p.float()
-            if steps.filters and any(q.spec.sampling.top_p < 1.0 for q in requests)
-            else None,
+            top_k=top_k.to(torch.int64) if has_top_k else None,
+            max_top_k=highest_k,
+            top_p=top_p if has_top_p else None,
             min_p=min_p.float() if steps.min_p else None,
-            typical_p=typical_p.float() if steps.typical else None,
+            typical_p=typical_p if steps.typical else None,
         )
         tokens = ops.draw(filtered_weights(scaled, filters), uniforms)
         return _valid(tokens, best.squeeze(-1))

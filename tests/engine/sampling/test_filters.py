@@ -27,7 +27,7 @@ from tests.engine.sampling.helpers import CPU, make
 
 
 def _column(value: float | None, rows: int) -> torch.Tensor | None:
-    return None if value is None else torch.full((rows, 1), value)
+    return None if value is None else torch.full((rows, 1), value, dtype=torch.float64)
 
 
 def _kept(
@@ -42,10 +42,10 @@ def _kept(
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     k = min(top_k or size, size)
     chosen = Filters(
-        top_k=torch.full((rows, 1), k) if top_k or top_p is not None else None,
+        top_k=torch.full((rows, 1), k) if top_k else None,
         max_top_k=k,
         top_p=_column(top_p, rows),
-        min_p=_column(min_p, rows),
+        min_p=None if min_p is None else torch.full((rows, 1), min_p),
         typical_p=_column(typical_p, rows),
     )
     return filtered_weights(scaled, chosen) > 0

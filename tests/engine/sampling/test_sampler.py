@@ -171,3 +171,25 @@ def test_half_precision_logits(dtype: torch.dtype) -> None:
     tokens, logprobs = Sampler(VOCAB, CPU).sample(logits, [make("a", logprobs=1)])
     assert tokens == [int(logits.float().argmax())]
     assert logprobs is not None
+
+
+def test_tokens_can_be_had_before_the_step_is_over() -> None:
+    """What was begun holds all that its result needs: requests go on, the logits' buffer too."""
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[2] = float("nan")
+    requests = [make(logprobs=2), make(temperature=1.0, seed=4), make()]
+    sampler = Sampler(VOCAB, CPU)
+    right = sampler.sample(logits, requests)
+    begun = sampler.begin(logits, requests)
+    assert begun.token_ids.dtype == torch.int64
+    assert begun.token_ids.tolist() == right[0]
+    logits.zero_()
+    for request in requests:
+        request.token_ids.append(request.token_ids[0])
+    requests.clear()
+    assert begun.result() == right
+    assert right[0][2] == INVALID_TOKEN
+
+
+def test_no_rows() -> None:
+    assert Sampler(VOCAB, CPU).sample(torch.empty(0, VOCAB), []) == ([], None)
