@@ -347,6 +347,7 @@ class EngineCore:
             self._live.outputs.append(
                 RequestOutput(
                     request.request_id,
+                    choice=request.choice,
                     prompt_done=prompt_done,
                     prompt_logprobs=prompt_logprobs,
                 )

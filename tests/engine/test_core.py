@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.batch import ScheduledBatch
 from engine.core import EngineCore
 from engine.kv_cache.manager import KVCacheManager
 from engine.outputs import FinishReason
@@ -489,6 +490,90 @@ def test_results_that_fail_leave_the_next_step_to_the_others() -> None:
     assert kv_cache.num_used_blocks == 0
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_choices_whose_copies_failed_are_computed_again(late: bool) -> None:
+    """The step that should have copied the prompt's last block for a choice fails, without having
+    that choice in it, when the step with the choice's next token is in flight already.
+    """
+    core, runner, kv_cache = make_core(
+        policy="prefill_first", max_batch_tokens=4, overlap=True, late=late
+    )
+    ledger = Ledger()
+    failed: list[ScheduledBatch] = []
+
+    def fail_forks(batch: ScheduledBatch) -> None:
+        if batch.copies.forks:
+            failed.append(batch)
+            runner.fail_results = 1
+
+    runner.hook = fail_forks
+    add(core, ledger, make_request("a", range(6), 6, n=2), make_request("b", range(50, 60), 3))
+    drain(core, ledger)
+    (batch,) = failed
+    assert [part.request.request_id for part in batch.requests] == ["b"]
+    assert ledger.end("b").reason is FinishReason.ERROR
+    ledger.check(core.max_context_tokens)
+    for choice in range(2):
+        assert ledger.end("a", choice).reason is FinishReason.LENGTH
+    assert ledger.end("a", 1).timings.preemptions == 1
+    assert kv_cache.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("at_launch", [False, True])
+@pytest.mark.parametrize("what", ["offloads", "restores"])
+def test_what_was_not_copied_to_the_host_or_back_is_computed_again(
+    what: str, at_launch: bool, overlap: bool
+) -> None:
+    core, runner, kv_cache = make_core(
+        policy="priority", num_blocks=8, overlap=overlap, late=overlap, host_slots=8
+    )
+    ledger = Ledger()
+    failed: list[ScheduledBatch] = []
+
+    def fail_copies(batch: ScheduledBatch) -> None:
+        if getattr(batch.copies, what) and not failed:
+            failed.append(batch)
+            runner.fail, runner.fail_results = int(at_launch), int(not at_launch)
+
+    runner.hook = fail_copies
+    add(core, ledger, make_request("low", range(15), 9, priority=-1))
+    for _ in range(4):
+        ledger.take(core.step())
+    add(core, ledger, make_request("high", range(50, 66), 5))
+    drain(core, ledger)
+    assert len(failed) == 1
+    ledger.check(core.max_context_tokens)
+    # who was in the step has failed, and nobody else
+    lost, kept = ("high", "low") if what == "offloads" else ("low", "high")
+    assert ledger.end(lost).reason is FinishReason.ERROR
+    assert ledger.end(kept).reason is FinishReason.LENGTH
+    assert kv_cache.num_used_host_slots == kv_cache.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_offloaded_request_goes_on_where_it_was(overlap: bool) -> None:
+    core, runner, _ = make_core(
+        policy="priority", num_blocks=8, overlap=overlap, late=overlap, host_slots=8
+    )
+    ledger = Ledger()
+    add(core, ledger, make_request("low", range(15), 9, priority=-1))
+    for _ in range(4):
+        ledger.take(core.step())
+    add(core, ledger, make_request("high", range(50, 66), 5))
+    ledger.take(core.step())
+    ledger.take(core.step())
+    (low,) = core.scheduler.waiting.values()
+    assert low.num_computed_tokens > 15
+    assert core.stats().host_blocks_used > 0
+    drain(core, ledger)
+    ledger.check(core.max_context_tokens)
+    stats = core.stats()
+    assert (stats.preemptions, stats.offloads, stats.restores) == (1, 1, 1)
+    assert stats.prompt_tokens == 15 + 16  # nothing was computed twice
+    assert runner.copied["restores"] == runner.copied["offloads"] > 0
+
+
 def test_requests_that_need_their_tokens_on_the_host_are_not_overlapped() -> None:
     core, runner, _, ledger = overlapped()
     add(core, ledger, make_request("a", [1, 2, 3], 6, history=True))
@@ -579,6 +664,15 @@ def test_where_the_first_choice_ends_before_they_part_the_next_one_leads(steps: 
     assert [ledger.end("a", choice).usage.completion_tokens for choice in range(3)] == [0, 0, 3]
 
 
+def test_a_prompt_alone_is_reported_by_a_choice_that_lives() -> None:
+    core, _, _ = make_core()
+    ledger = Ledger()
+    add(core, ledger, make_request("a", [1, 2, 3], 0, n=2))
+    assert core.finish(RequestId("a"), 0, 0)
+    drain(core, ledger)
+    assert ledger.prompts_done == {"a"}
+
+
 def test_a_prompt_alone_ends_all_choices() -> None:
     core, _, _ = make_core()
     ledger = Ledger()
@@ -607,7 +701,7 @@ def test_prompt_logprobs_are_whole_after_chunks_and_preemptions(
     for _ in range(4):
         ledger.take(core.step())
     assert not ledger.prompts_done
-    add(core, ledger, make_request("urgent", range(16), 2, priority=5))
+    add(core, ledger, make_request("urgent", range(50, 66), 2, priority=5))
     drain(core, ledger)  # the ledger compares them
     ledger.check(core.max_context_tokens)
     assert core.stats().preemptions == 1

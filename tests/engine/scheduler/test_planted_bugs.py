@@ -31,9 +31,7 @@ _preempt = Scheduler.preempt
 _extend = Scheduler.extend
 _close = LiveRequests.close
 _append = EngineCore._append
-_choose_prefill_first = PrefillFirstScheduler.choose
 _schedule = Scheduler.schedule
-_step_failed = Scheduler.step_failed
 
 
 def plant(function: Plant) -> Plant:
@@ -132,18 +130,6 @@ def preempted_tokens_are_not_computed_again(patch: pytest.MonkeyPatch) -> None:
         computed = request.num_computed_tokens
         _preempt(self, plan, request)
         self.kv_cache.start = lambda request: computed  # type: ignore[method-assign]
-
-    patch.setattr(Scheduler, "preempt", preempt)
-
-
-@plant
-def a_preempted_request_stays_in_the_step(patch: pytest.MonkeyPatch) -> None:
-    def preempt(self: Scheduler, plan: StepPlan, request: Request) -> None:
-        part = plan.parts.get(request.key)
-        _preempt(self, plan, request)
-        if part is not None:
-            plan.parts[request.key] = part
-            plan.budget -= part.num_tokens
 
     patch.setattr(Scheduler, "preempt", preempt)
 

@@ -202,6 +202,21 @@ def test_of_the_running_the_lowest_that_came_last_is_preempted_for_blocks() -> N
     assert ends["first"].finished <= ends["second"].finished <= ends["low"].finished
 
 
+def test_who_is_preempted_leaves_the_step_that_is_put_together() -> None:
+    watched = Watched(policy="priority", num_blocks=7, block_size=4, max_batch_tokens=8)
+    watched.add(make_request("late", range(7), 9))
+    watched.step()
+    early = make_request("early", range(50, 70), 2)
+    watched.ledger.add(early)
+    watched.core.add(early, 1.0)
+    assert watched.step() == {"late": 1, "early": 7}
+    assert watched.step() == {"late": 1, "early": 7}
+    # late comes first, as it decodes; then the seven blocks are not enough for early
+    assert watched.step() == {"early": 6}
+    watched.drain()
+    assert watched.ledger.end("late").timings.preemptions == 1
+
+
 def test_within_a_level_decoding_goes_before_prefilling() -> None:
     watched = Watched(policy="priority", max_batch_tokens=4)
     watched.add(make_request("a", range(6), 9))
