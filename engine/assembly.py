@@ -46,6 +46,7 @@ def build_manager(
         plan.num_blocks,
         plan.block_size,
         share_blocks=config.allow_block_sharing,
+        host_slots=plan.host_slots,
     )
     limits = AdmissionLimits(
         vocab_size=verified.vocab_size,
@@ -62,7 +63,12 @@ def build_manager(
         max_requests_per_batch=plan.max_requests,
         safety_margin=config.safety_margin,
     )
-    core = EngineCore(scheduler, loaded.runner, max_context_tokens=limits.max_context_tokens)
+    core = EngineCore(
+        scheduler,
+        loaded.runner,
+        max_context_tokens=limits.max_context_tokens,
+        overlap=loaded.overlap,
+    )
     manager = ContinuousBatchingManager(
         core,
         limits,

@@ -8,9 +8,8 @@ import torch
 
 from engine.outputs import TokenLogprobs
 from engine.runner.input_batch import PromptRows
-from engine.sampling import ops
 from engine.sampling.sampler import Sampler
-from engine.types import RequestKey, TokenId
+from engine.types import RequestKey
 
 _SLICE_NUMBERS = 1 << 24
 """Logits that are turned to log-probabilities at a time: 64 MiB in float32, and as much again."""
@@ -34,27 +33,7 @@ def report_prompts(
         for begin in range(0, len(prompt.targets), size):
             targets = prompt.targets[begin : begin + size]
             rows = logits[first + begin : first + begin + len(targets)]
-            found.extend(_token_logprobs(sampler, rows, targets, prompt.top_n))
+            found.extend(sampler.token_logprobs(rows, targets, prompt.top_n))
         report[prompt.key] = found
         first += len(prompt.targets)
     return report
-
-
-def _token_logprobs(
-    sampler: Sampler, logits: torch.Tensor, token_ids: Sequence[TokenId], top_n: int
-) -> list[TokenLogprobs]:
-    """The log-probabilities of R tokens by R rows of the model's logits, with `top_n` candidates
-    each.
-    """
-    tokens = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
-    chosen, ranks, ids, values = (
-        part.tolist() for part in ops.logprobs_of(logits.float(), tokens, top_n)
-    )
-    return [
-        TokenLogprobs(
-            logprob=chosen[row],
-            rank=ranks[row],
-            candidates=tuple(zip(map(TokenId, ids[row]), values[row], strict=True)),
-        )
-        for row in range(len(token_ids))
-    ]

@@ -161,7 +161,7 @@ def test_block_size_and_num_blocks_act(llama: LoadedModel) -> None:
     kv_cache = manager._core.scheduler.kv_cache
     assert kv_cache.block_size == 8
     assert kv_cache.num_blocks == 64
-    assert manager._core.runner._caches[0].keys.shape[0] == 65 * 8
+    assert manager._core.runner.kv.caches[0].keys.shape[0] == 65 * 8
     few, _ = _run(llama, num_blocks=6)
     assert few.stats().preemptions > manager.stats().preemptions == 0
 
