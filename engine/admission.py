@@ -8,6 +8,13 @@ from dataclasses import dataclass
 
 from engine.errors import InvalidRequestError
 from engine.request import GenerationRequest
+from engine.sampling_params import MAX_CHOICES, MAX_LOGPROBS
+from engine.types import TokenId
+
+MAX_PRIORITY = 100
+"""Priorities are from minus this to this."""
+MAX_CACHE_SALT_BYTES = 256
+"""The longest cache salt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +66,19 @@ class AdmissionLimits:
             )
         self._check_ids("stop.stop_token_ids", request.stop.stop_token_ids)
         self._check_ids("stop.eos_token_ids", request.stop.eos_token_ids)
-        for token, _ in request.sampling.logit_bias:
+        sampling = request.sampling
+        for token, _ in sampling.logit_bias:
             if not 0 <= token < self.vocab_size:
                 raise InvalidRequestError(
                     f"sampling.logit_bias[{token}]", f"token ids are 0 to {self.vocab_size - 1}"
                 )
-        if request.time_limit_s is not None and not request.time_limit_s > 0:
-            raise InvalidRequestError(
-                "scheduling.time_limit", f"is {request.time_limit_s} s; it must be above zero"
-            )
+        self._check_ids("sampling.allowed_token_ids", sampling.allowed_token_ids)
+        self._check_ids("sampling.banned_token_ids", sampling.banned_token_ids)
+        if request.logprobs is not None:
+            self._check_ids("output.logprob_token_ids", request.logprobs.token_ids)
+        _check_options(request)
 
-    def _check_ids(self, field: str, ids: tuple[int, ...]) -> None:
+    def _check_ids(self, field: str, ids: tuple[TokenId, ...]) -> None:
         if set(map(type, ids)) <= {int} and (
             not ids or (min(ids) >= 0 and max(ids) < self.vocab_size)
         ):
@@ -80,3 +89,31 @@ class AdmissionLimits:
                     f"{field}[{position}]",
                     f"is {token!r}; token ids are whole numbers from 0 to {self.vocab_size - 1}",
                 )
+
+
+def _check_options(request: GenerationRequest) -> None:
+    """Check what does not depend on the model. Any number of choices up to MAX_CHOICES can be
+    served: those that find no room beside the others wait, and each alone is as long as a request
+    of one choice.
+    """
+    _check_range("n", request.n, 1, MAX_CHOICES)
+    _check_range("scheduling.priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    if request.prompt_logprobs is not None:
+        _check_range("output.prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
+    if len(request.cache_salt) > MAX_CACHE_SALT_BYTES:
+        raise InvalidRequestError(
+            "scheduling.cache_salt",
+            f"has {len(request.cache_salt)} bytes; at most {MAX_CACHE_SALT_BYTES} are allowed, use "
+            "a hash of it",
+        )
+    if request.time_limit_s is not None and not request.time_limit_s > 0:
+        raise InvalidRequestError(
+            "scheduling.time_limit", f"is {request.time_limit_s} s; it must be above zero"
+        )
+
+
+def _check_range(field: str, value: int, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise InvalidRequestError(
+            field, f"is {value!r}; it must be a whole number from {low} to {high}"
+        )
