@@ -1,24 +1,55 @@
 """Headrace's batching engine: continuous batching over a paged KV cache, around unmodified
 transformers models.
 
-This package module stays light: it imports neither torch nor transformers until `load` is called.
+What users import is here; docs/offline.md shows it at work. Importing this package imports neither
+torch nor transformers: each name is looked up when it is first used, and only `load`, `from_model`
+and `LoadedModel` need them.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.config import ContinuousBatchingConfig
-    from engine.offline import LoadedModel
+    from engine.config import ContinuousBatchingConfig, LoadConfig
+    from engine.errors import HeadraceError
+    from engine.manager import ContinuousBatchingManager
+    from engine.offline import LoadedModel, from_model, load
+    from engine.outputs import FinishReason
+    from engine.request import RequestStatus
+    from engine.results import GenerationOutput, choice_name
 
-__all__ = ["load"]
+__all__ = [
+    "ContinuousBatchingConfig",
+    "ContinuousBatchingManager",
+    "FinishReason",
+    "GenerationOutput",
+    "HeadraceError",
+    "LoadConfig",
+    "LoadedModel",
+    "RequestStatus",
+    "choice_name",
+    "from_model",
+    "load",
+]
+
+_MODULES = {
+    "ContinuousBatchingConfig": "config",
+    "ContinuousBatchingManager": "manager",
+    "FinishReason": "outputs",
+    "GenerationOutput": "results",
+    "HeadraceError": "errors",
+    "LoadConfig": "config",
+    "LoadedModel": "offline",
+    "RequestStatus": "request",
+    "choice_name": "results",
+    "from_model": "offline",
+    "load": "offline",
+}
 
 
-def load(path: str, config: ContinuousBatchingConfig | None = None, **options: Any) -> LoadedModel:
-    """Load a model directory (or hub id) and give it continuous batching; see
-    `engine.offline.load`.
-    """
-    from engine.offline import load as load_model
-
-    return load_model(path, config, **options)
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"engine.{_MODULES[name]}"), name)

@@ -1,5 +1,8 @@
-"""Wires a verified model, a cache and the parts above into a manager: the one place where all of
+"""Wires a verified model, a cache and the parts above into an engine: the one place where all of
 them meet.
+
+    build_core ─┬─▶ build_loop       for the service: outputs go to a sink
+                └─▶ build_manager    for the Python API
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from engine.core import EngineCore
 from engine.errors import InsufficientMemoryError
 from engine.generation_options import GenerationDefaults
 from engine.kv_cache.manager import KVCacheManager
-from engine.manager import ContinuousBatchingManager, StepSink
+from engine.loop import EngineLoop, StepSink
+from engine.manager import ContinuousBatchingManager, ManagerKeeper
 from engine.results import StopFinder
 from engine.runner.loader import VerifiedModel, build_runner
 from engine.runner.memory import CachePlan
@@ -21,22 +25,15 @@ from engine.text import TextStream, Tokenizer
 from engine.types import TokenId
 
 
-def build_manager(
+def build_core(
     verified: VerifiedModel,
     config: ContinuousBatchingConfig,
     progress: Callable[[str], None],
-    *,
-    sink: StepSink | None = None,
-    defaults: GenerationDefaults | None = None,
-    tokenizer: Tokenizer | None = None,
-) -> tuple[ContinuousBatchingManager, AdmissionLimits, CachePlan]:
-    """Allocate the KV cache and wire a manager around it.
-
-    Args:
-        sink, defaults: see ContinuousBatchingManager.
-        tokenizer: for stop strings of the offline API; None: they are refused.
+) -> tuple[EngineCore, AdmissionLimits, CachePlan]:
+    """Allocate the KV cache and wire an engine around it.
 
     Raises:
+        ConfigError: the scheduler_type is unknown.
         InsufficientMemoryError: the KV cache does not fit, or holds not even a short request.
     """
     loaded = build_runner(verified, config, progress)
@@ -69,16 +66,50 @@ def build_manager(
         max_context_tokens=limits.max_context_tokens,
         overlap=loaded.overlap,
     )
-    manager = ContinuousBatchingManager(
+    return core, limits, plan
+
+
+def build_loop(
+    verified: VerifiedModel,
+    config: ContinuousBatchingConfig,
+    progress: Callable[[str], None],
+    *,
+    sink: StepSink,
+    on_end: Callable[[], None] | None = None,
+) -> tuple[EngineLoop, AdmissionLimits, CachePlan]:
+    """An engine whose outputs go to `sink`; see `build_core`, and EngineLoop for the arguments."""
+    core, limits, plan = build_core(verified, config, progress)
+    loop = EngineLoop(core, limits, sink=sink, max_queue_size=config.max_queue_size, on_end=on_end)
+    return loop, limits, plan
+
+
+def build_manager(
+    verified: VerifiedModel,
+    config: ContinuousBatchingConfig,
+    progress: Callable[[str], None],
+    *,
+    defaults: GenerationDefaults,
+    tokenizer: Tokenizer | None = None,
+    keeper: ManagerKeeper | None = None,
+    settings: object = None,
+) -> ContinuousBatchingManager:
+    """An engine with the Python API; see `build_core`, and ContinuousBatchingManager for the other
+    arguments.
+
+    Args:
+        tokenizer: for stop strings; None: they are refused.
+    """
+    core, limits, _ = build_core(verified, config, progress)
+    return ContinuousBatchingManager(
         core,
         limits,
         max_queue_size=config.max_queue_size,
-        sink=sink,
         defaults=defaults,
         per_request_processors=config.per_request_processors,
         make_stop_finder=None if tokenizer is None else _StopFinders(tokenizer),
+        keeper=keeper,
+        settings=settings,
     )
-    return manager, limits, plan
 
 
 class _StopFinders:

@@ -65,9 +65,16 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request was taken in. `queue_position`: how many requests were waiting before it."""
+    """A request was taken in.
+
+    Attributes:
+        queue_position: how many requests were waiting before it.
+        arrival: when it was taken in, in seconds of the engine process's monotonic clock: the
+            `Timings.arrival` that its end will show.
+    """
 
     queue_position: int
+    arrival: float
 
 
 class EngineClient(Protocol):
@@ -80,6 +87,7 @@ class EngineClient(Protocol):
 
         Raises:
             ModelRefusedError, InsufficientMemoryError, ConfigError: with the reason.
+            EngineUnavailableError: `close` was called meanwhile; loading ended at its next stage.
         """
         ...
 
@@ -117,7 +125,13 @@ class EngineClient(Protocol):
 
     async def close(self) -> None:
         """Stop at once: live requests end with ERROR (retryable). Returns when the engine's thread
-        has ended.
+        has ended, and the thread that loads the model, which ends at its next stage.
+        """
+        ...
+
+    async def wait_failed(self) -> Exception:
+        """Wait until the engine is dead, and return why. Any number of tasks may wait; an engine
+        that is closed in good order never returns from here.
         """
         ...
 

@@ -196,6 +196,12 @@ class EngineCore:
             self._collect()
         return self.take_outputs()
 
+    def settle(self) -> None:
+        """Wait for the step that is still running, if one is; then nothing touches the model until
+        the next `step`. What it brought comes with the next outputs.
+        """
+        self._collect()
+
     def take_outputs(self) -> StepOutputs:
         """The outputs since the last call."""
         outputs, record = self._live.take_outputs(), self._record

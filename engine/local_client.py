@@ -1,6 +1,6 @@
-"""The engine in the service's own process: `EngineClient` over a manager and its thread.
+"""The engine in the service's own process: `EngineClient` over a loop and its thread.
 
-event loop ── submit, cancel, finish ──▶ manager (thread-safe)
+event loop ── submit, cancel, finish ──▶ EngineLoop (thread-safe)
 event loop ◀── call_soon_threadsafe ───── engine thread, once a step
 
 torch and transformers are imported when the model is loaded, on the thread that loads it: the
@@ -10,20 +10,25 @@ server's port is open by then.
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.client import Admission, ModelInfo, ProgressSink, StepSink
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import EngineUnavailableError
-from engine.manager import ContinuousBatchingManager
+from engine.loop import EngineLoop
 from engine.outputs import StepOutputs
 from engine.request import GenerationRequest
 from engine.stats import EngineStats
-from engine.threads import call_on_own_thread
+from engine.threads import await_on_own_thread
 from engine.types import RequestId
 
 if TYPE_CHECKING:
     from engine.runner.loader import VerifiedModel
+
+logger = logging.getLogger(__name__)
 
 
 class LocalEngineClient:
@@ -43,66 +48,126 @@ class LocalEngineClient:
         self._model = model
         self._config = config or ContinuousBatchingConfig()
         self._load_config = load_config or LoadConfig()
-        self._manager: ContinuousBatchingManager | None = None
+        self._engine: EngineLoop | None = None
+        self._closing = threading.Event()
+        self._loaded: asyncio.Event | None = None
+        self._ended = asyncio.Event()
 
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
-        """Load the model in a thread, warm it up and begin; see the protocol."""
-        loop = asyncio.get_running_loop()
+        """Load the model in a thread, warm it up and begin; see the protocol.
 
-        def deliver(outputs: StepOutputs) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(sink, outputs)
+        A cancelled caller does not wait: loading ends at its next stage, and nothing is kept.
+        """
+        bridge = _Bridge(asyncio.get_running_loop(), sink, self._ended)
+        self._loaded = loaded = asyncio.Event()
 
-        def build() -> tuple[ContinuousBatchingManager, ModelInfo]:
-            progress("importing torch and transformers")
-            from engine.assembly import build_manager
-            from engine.runner.loader import load_model
+        def stage(line: str) -> None:
+            if self._closing.is_set():
+                raise EngineUnavailableError("loading was given up, because the engine was closed")
+            progress(line)
 
-            verified = load_model(self._model, self._load_config, progress)
-            manager, limits, plan = build_manager(verified, self._config, progress, sink=deliver)
-            progress("warming up")
-            manager.warmup()
-            return manager, _describe(
-                self._model, verified, limits.max_context_tokens, plan.max_requests, self._config
-            )
+        def build() -> tuple[EngineLoop, ModelInfo]:
+            try:
+                return self._build(bridge, stage)
+            finally:
+                bridge.call(loaded.set)
 
-        # On a thread that ends (engine.threads); the one that waits for it only waits.
-        manager, info = await asyncio.to_thread(call_on_own_thread, build, "headrace-load")
-        manager.start()
-        self._manager = manager
+        try:
+            engine, info = await await_on_own_thread(build, "headrace-load")
+        except asyncio.CancelledError:
+            self._closing.set()
+            raise
+        if self._closing.is_set():
+            raise EngineUnavailableError("loading was given up, because the engine was closed")
+        engine.start()
+        self._engine = engine
         return info
+
+    def _build(self, bridge: _Bridge, stage: ProgressSink) -> tuple[EngineLoop, ModelInfo]:
+        stage("importing torch and transformers")
+        from engine.assembly import build_loop
+        from engine.runner.loader import load_model
+
+        verified = load_model(self._model, self._load_config, stage)
+        engine, limits, plan = build_loop(
+            verified, self._config, stage, sink=bridge.deliver, on_end=bridge.end
+        )
+        stage("warming up")
+        engine.warmup()
+        return engine, _describe(
+            self._model, verified, limits.max_context_tokens, plan.max_requests, self._config
+        )
 
     async def submit(self, request: GenerationRequest) -> Admission:
         """Take a request in; see the protocol."""
-        return Admission(self._running().submit(request))
+        return self._running().submit(request)
 
     async def cancel(self, request_id: RequestId) -> bool:
         """End a request; see the protocol."""
-        return self._manager is not None and self._manager.cancel_request(request_id)
+        return self._engine is not None and self._engine.cancel_request(request_id)
 
     async def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> None:
         """End a choice as of its first tokens; see the protocol."""
-        if self._manager is not None:
-            self._manager.finish_request(request_id, num_tokens, choice)
+        if self._engine is not None:
+            self._engine.finish_request(request_id, num_tokens, choice)
 
     async def stats(self) -> EngineStats:
         """The engine's figures now."""
         return self._running().stats()
 
     async def close(self) -> None:
-        """Stop at once; see the protocol."""
-        if self._manager is not None:
-            await asyncio.to_thread(self._manager.stop, abort=True)
+        """Stop at once, or give up loading at its next stage; see the protocol."""
+        self._closing.set()
+        if self._loaded is not None:
+            await self._loaded.wait()
+        if self._engine is not None:
+            self._engine.stop(block=False, hard_stop=True)
+            await await_on_own_thread(self._engine.join, "headrace-close")
+
+    async def wait_failed(self) -> Exception:
+        """Wait until the engine is dead; see the protocol."""
+        while (failure := self.failure) is None:
+            self._ended.clear()
+            await self._ended.wait()
+        return failure
 
     @property
     def failure(self) -> Exception | None:
         """Why the engine is dead, if it is."""
-        return self._manager.failure if self._manager is not None else None
+        return self._engine.failure if self._engine is not None else None
 
-    def _running(self) -> ContinuousBatchingManager:
-        if self._manager is None:
+    def _running(self) -> EngineLoop:
+        if self._engine is None:
             raise EngineUnavailableError("the model is still loading; try again when it is ready")
-        return self._manager
+        return self._engine
+
+
+class _Bridge:
+    """From the engine's threads to the event loop."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, sink: StepSink, ended: asyncio.Event
+    ) -> None:
+        self._loop = loop
+        self._sink = sink
+        self._ended = ended
+
+    def deliver(self, outputs: StepOutputs) -> None:
+        """Hand one step's outputs to the sink."""
+        self.call(lambda: self._sink(outputs))
+
+    def end(self) -> None:
+        """The engine's thread has ended."""
+        self.call(self._ended.set)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call a function on the event loop. One that is closed, even between a look at it and
+        this call, takes nothing any more, and nobody is there to miss it.
+        """
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            logger.debug("the event loop is closed; an output of the engine is dropped")
 
 
 def _describe(

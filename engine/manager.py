@@ -1,69 +1,59 @@
-"""The manager: admission on the caller's thread, the loop on its own, every step's results to one
-sink.
+"""The manager: the Python API of a running engine, with the methods that users of transformers'
+continuous batching know.
 
-    any thread                                   engine thread
-    submit ──checks──▶ inbox ───────────────────▶ EngineCore ──step──▶ StepOutputs ──▶ sink
-    cancel_request, finish_request ─▶ inbox ────▶     │
-                                                       └─ between steps: commands are carried out,
-                                                       in order
+    add_request ──▶ options ──▶ ResultRouter.expect ──▶ EngineLoop.submit
+    get_result, iteration, handlers ◀── ResultRouter ◀── StepOutputs ◀── the engine's thread
 
-The sink is the service's delivery log (through `engine.client`), or by default the `ResultRouter`,
-which gives the methods that users of transformers' continuous batching know: add_request,
-get_result, iteration, handlers.
-
-States: new → running → (stop) draining → stopped → (start) running …; a failure of the loop itself
-ends in dead.
+Life, pauses, cancellation and admission are those of `engine.loop.EngineLoop`.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-import uuid
-from collections import deque
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 from engine.admission import AdmissionLimits
-from engine.core import EngineCore, MatcherFactory
-from engine.endings import new_error_id
-from engine.errors import (
-    DuplicateRequestError,
-    EngineUnavailableError,
-    InvalidRequestError,
-    QueueFullError,
-    UnsupportedFeatureError,
-)
-from engine.generation_options import REQUEST_KEYS, GenerationDefaults
-from engine.outputs import (
-    Finish,
-    FinishReason,
-    RequestFailure,
-    RequestOutput,
-    StepOutputs,
-    Timings,
-    Usage,
-)
+from engine.core import EngineCore
+from engine.errors import HeadraceError, InvalidRequestError, UnsupportedFeatureError
+from engine.generation_options import REQUEST_KEYS, GenerationDefaults, RequestOptions
+from engine.loop import EngineLoop
 from engine.request import GenerationRequest
-from engine.results import GenerationOutput, ResultHandler, ResultRouter, StopFinder
-from engine.stats import EngineStats
-from engine.threads import call_on_own_thread
+from engine.results import GenerationOutput, Mailbox, ResultHandler, ResultRouter, StopFinder
 from engine.types import RequestId, TokenId
 
-logger = logging.getLogger(__name__)
-
-StepSink = Callable[[StepOutputs], None]
 StopFinderFactory = Callable[[tuple[str, ...]], StopFinder]
 
-_MAX_FAILED_STEPS = 3
-"""So many unexpected failures of the loop in a row, and the engine is declared dead."""
-_STOPPED_MESSAGE = "the engine was stopped before the request was complete; try again"
+
+class ManagerKeeper(Protocol):
+    """Keeps one stopped manager for the next session; a loaded model has one."""
+
+    def keep(self, manager: ContinuousBatchingManager) -> None:
+        """A manager has ended and may be used again. Must not block."""
+        ...
+
+    def release(self, manager: ContinuousBatchingManager) -> None:
+        """A manager is used: it is not kept any more. Harmless if it was not."""
+        ...
 
 
-class ContinuousBatchingManager:
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A request that was checked."""
+
+    spec: GenerationRequest
+    make_stop_finder: Callable[[], StopFinder] | None
+
+
+class ContinuousBatchingManager(EngineLoop):
     """Generates for many requests at once, on a thread of its own. All methods may be called from
-    any thread.
+    any thread. Made by `LoadedModel.init_continuous_batching`.
+
+    Attributes:
+        settings: the configs that it was made with; one with equal settings can take its place.
     """
 
     def __init__(
@@ -72,182 +62,88 @@ class ContinuousBatchingManager:
         limits: AdmissionLimits,
         *,
         max_queue_size: int = 0,
-        sink: StepSink | None = None,
         defaults: GenerationDefaults | None = None,
         per_request_processors: bool = False,
         make_stop_finder: StopFinderFactory | None = None,
+        keeper: ManagerKeeper | None = None,
+        settings: object = None,
     ) -> None:
-        """Wire a manager; `engine.offline` and `engine.local_client` do it for a loaded model.
+        """Wire a manager; `engine.assembly` does it for a loaded model.
 
         Args:
-            core: the engine; from now on only this manager's thread touches it.
-            limits: what admission checks.
-            max_queue_size: how many requests may wait; 0: no limit.
-            sink: takes each step's outputs on the engine's thread; must not block. None: the
-                offline API.
-            defaults: what requests of the offline API have unless they say otherwise.
-            per_request_processors: whether requests of the offline API may say otherwise.
+            core, limits, max_queue_size: see EngineLoop.
+            defaults: what requests have unless they say otherwise.
+            per_request_processors: whether requests may say otherwise.
             make_stop_finder: makes a stop string matcher; None: there is no tokenizer, stop strings
                 are refused.
+            keeper: takes the manager where it is kept for the next session; None: nobody does.
+            settings: see the class.
         """
-        self._core = core
-        self._limits = limits
-        self._max_queue_size = max_queue_size
+        # Nothing that the manager holds holds the manager: a dropped one frees its cache at once.
+        finish = weakref.WeakMethod(self.finish_request)
+        self._router = ResultRouter(partial(_call_if_alive, finish))
+        super().__init__(core, limits, sink=self._router.accept, max_queue_size=max_queue_size)
+        self.settings = settings
         self._defaults = defaults or GenerationDefaults(
             None, (), drop_unsupported=True, return_logprobs=False
         )
         self._per_request_processors = per_request_processors
         self._make_stop_finder = make_stop_finder
-        self._router = ResultRouter(self.finish_request)
-        self._sink = sink if sink is not None else self._router.accept
-        self._changed = threading.Condition()
-        self._inbox: deque[Callable[[], object]] = deque()
-        self._queued_adds = 0
-        self._live: set[RequestId] = set()
-        self._finish_times: deque[float] = deque(maxlen=64)
-        self._thread: threading.Thread | None = None
-        self._accepting = False
-        self._stopping = False
-        self._aborting = False
-        self._failure: Exception | None = None
+        self._keeper = keeper
+        self._keep = False
+        self._next_name = 0
 
     # ---- life ----------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start the engine's thread. Harmless while it runs.
+    def _started(self) -> None:
+        self._keep = False
+        if self._keeper is not None:
+            self._keeper.release(self)
+        self._router.reopen()
 
-        Raises:
-            EngineUnavailableError: the engine has died, and a new manager is needed; or it is being
-                stopped and has not ended yet.
-        """
-        with self._changed:
-            if self._thread is not None and self._thread.is_alive():
-                if self._stopping:
-                    raise EngineUnavailableError(
-                        "the engine is still being stopped; call join() before start()"
-                    )
-                return
-            if self._failure is not None:
-                raise EngineUnavailableError("the engine has failed and cannot be started again")
-            self._accepting, self._stopping, self._aborting = True, False, False
-            self._router.reopen()
-            self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
-            self._thread.start()
+    def _ended(self) -> None:
+        self._router.close()
+        self._offer()
 
-    def is_running(self) -> bool:
-        """Whether the engine's thread runs."""
-        thread = self._thread
-        return thread is not None and thread.is_alive()
+    def _offer(self) -> None:
+        if self._keep and self._keeper is not None and self._failure is None:
+            self._keeper.keep(self)
 
     def stop(
         self,
         block: bool = True,
         timeout: float | None = None,
         keep_for_next_session: bool = False,
-        *,
-        abort: bool = False,
+        hard_stop: bool = False,
     ) -> None:
         """Stop the engine's thread: nothing new is accepted, live requests are finished first.
+        Harmless if it does not run; results that were not read stay.
 
         Args:
             block: whether to wait for the thread to end.
             timeout: the most seconds to wait.
-            keep_for_next_session: True is refused by managers that no model keeps.
-            abort: end live requests at once, with an error, instead of finishing them.
+            keep_for_next_session: whether the model keeps this manager with its cache, once the
+                thread has ended, for the next session with equal configs.
+            hard_stop: end live requests at once, with an error, instead of finishing them.
 
         Raises:
-            UnsupportedFeatureError: keep_for_next_session is set.
+            UnsupportedFeatureError: keep_for_next_session, of a manager that no model has made.
+            RuntimeError: block is True, and the calling thread holds a pause of this manager: it
+                would wait for itself.
         """
-        if keep_for_next_session:
+        if keep_for_next_session and self._keeper is None:
             raise UnsupportedFeatureError(
-                "keep_for_next_session", "is True; managers are not kept between sessions yet"
+                "keep_for_next_session", "is True, but no model has made this manager"
             )
         with self._changed:
-            self._accepting = False
-            self._stopping = True
-            self._aborting = self._aborting or abort
-            self._changed.notify_all()
-        if block:
-            self.join(timeout)
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for the engine's thread to end, at most `timeout` seconds. Harmless if it does not
-        run.
-        """
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout)
-
-    def warmup(self) -> None:
-        """Run what is slow the first time. Call it before `start`, or it is done on the engine's
-        thread.
-        """
-        with self._changed:
-            if self.is_running():
-                self._inbox.append(self._core.runner.warmup)
-                self._changed.notify_all()
-                return
-        call_on_own_thread(self._core.runner.warmup, "headrace-warmup")
-
-    @property
-    def failure(self) -> Exception | None:
-        """Why the engine is dead, if it is."""
-        return self._failure
+            if block:
+                self._refuse_to_wait_for_itself()
+            self._keep = keep_for_next_session
+            if not self._is_running:
+                self._offer()
+        super().stop(block, timeout, hard_stop=hard_stop)
 
     # ---- requests ------------------------------------------------------------------------------
-
-    def submit(self, request: GenerationRequest, make_matcher: MatcherFactory | None = None) -> int:
-        """Take a request in, or refuse it at once.
-
-        Args:
-            request: what is asked for.
-            make_matcher: of its compiled grammar, where it has one.
-
-        Returns:
-            How many requests were waiting before it.
-
-        Raises:
-            InvalidRequestError, DuplicateRequestError, QueueFullError, EngineUnavailableError.
-        """
-        self._limits.check(request)
-        with self._changed:
-            if self._failure is not None:
-                raise EngineUnavailableError("the engine has failed; restart the server")
-            if not self._accepting:
-                raise EngineUnavailableError(
-                    "the engine is not running or is being stopped; try again later"
-                )
-            if request.request_id in self._live:
-                raise DuplicateRequestError(request.request_id)
-            waiting = self._queued_adds + self._core.num_waiting
-            if self._max_queue_size and waiting >= self._max_queue_size:
-                raise QueueFullError(self._max_queue_size, self._retry_after())
-            self._live.add(request.request_id)
-            self._queued_adds += 1
-            arrival = time.monotonic()
-            self._inbox.append(lambda: self._add(request, arrival, make_matcher))
-            self._changed.notify_all()
-            return waiting
-
-    def cancel_request(self, request_id: str) -> bool:
-        """End a request within one step; its last output says CANCELLED. False: no live request has
-        that id.
-        """
-        return self._command(RequestId(request_id), lambda name: self._core.cancel(name))
-
-    def finish_request(self, request_id: str, num_tokens: int, choice: int = 0) -> bool:
-        """End a choice with STOP as of its first `num_tokens` output tokens. False: it is not
-        live.
-        """
-        return self._command(
-            RequestId(request_id), lambda name: self._core.finish(name, num_tokens, choice)
-        )
-
-    def stats(self) -> EngineStats:
-        """The engine's figures now (the counters of a step that is running may be missing)."""
-        return self._core.stats()
-
-    # ---- the offline API -----------------------------------------------------------------------
 
     def add_request(
         self,
@@ -263,49 +159,161 @@ class ContinuousBatchingManager:
 
         Args:
             input_ids: the prompt's token ids.
-            request_id: its name; None: one is made.
+            request_id: its name; None: "req_0", "req_1", … are given.
             max_new_tokens: the most tokens to generate; None: the generation config's.
             streaming: whether every step gives a (cumulative) result, or only the end.
             record_timestamps: whether results tell when each token came.
             eos_token_id: replaces the model's end-of-sequence ids; −1: none.
-            logit_processor_kwargs: sampling options of this request alone; need
-                per_request_processors.
+            logit_processor_kwargs: options of this request alone (docs/offline.md lists them);
+                those that sampling depends on need per_request_processors.
 
         Returns:
-            The request's id.
+            The request's id. The results of its choices, where num_return_sequences is above 1,
+            come under names of their own: see `engine.results.choice_name`.
 
         Raises:
             InvalidRequestError, UnsupportedFeatureError, DuplicateRequestError, QueueFullError,
             EngineUnavailableError: it is refused; nothing else is touched.
         """
-        if logit_processor_kwargs and not self._per_request_processors:
-            known = sorted(set(logit_processor_kwargs) & REQUEST_KEYS)
+        name = request_id if request_id is not None else self._new_names(1)[0]
+        prepared = self._prepare(
+            name, input_ids, max_new_tokens, eos_token_id, logit_processor_kwargs
+        )
+        self._admit([prepared], streaming=streaming, record_timestamps=record_timestamps)
+        return name
+
+    def add_requests(
+        self,
+        inputs: Sequence[Sequence[int]],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **logit_processor_kwargs: Any,
+    ) -> list[str]:
+        """Add several requests, all of them or none; see `add_request`.
+
+        Returns:
+            Their ids, in the order of the inputs, which is also the order of the queue.
+
+        Raises:
+            InvalidRequestError: the field begins with "inputs[3]." where the fault is in that one.
+            QueueFullError: there is not room for all; add them one by one.
+            UnsupportedFeatureError, EngineUnavailableError.
+        """
+        prepared = []
+        for index, (name, prompt) in enumerate(
+            zip(self._new_names(len(inputs)), inputs, strict=True)
+        ):
+            try:
+                prepared.append(
+                    self._prepare(name, prompt, max_new_tokens, None, logit_processor_kwargs)
+                )
+            except InvalidRequestError as error:
+                raise InvalidRequestError(
+                    f"inputs[{index}].{error.field}", error.description
+                ) from error
+        self._admit(prepared, streaming=streaming, record_timestamps=record_timestamps)
+        return [entry.spec.request_id for entry in prepared]
+
+    def add_to(
+        self,
+        mailbox: Mailbox,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int | None,
+        eos_token_id: int | Iterable[int] | None,
+        record_timestamps: bool,
+    ) -> int:
+        """Add a request whose results go to a mailbox of their own; `engine.batch_generation` does.
+
+        Returns:
+            How many choices it has.
+        """
+        prepared = self._prepare(name, prompt, max_new_tokens, eos_token_id, {})
+        self._admit(
+            [prepared], streaming=False, record_timestamps=record_timestamps, mailbox=mailbox
+        )
+        return prepared.spec.n
+
+    def new_name(self) -> str:
+        """A request id that nobody has."""
+        return self._new_names(1)[0]
+
+    def _prepare(
+        self,
+        name: str,
+        input_ids: Sequence[int],
+        max_new_tokens: int | None,
+        eos_token_id: int | Iterable[int] | None,
+        overrides: dict[str, Any],
+    ) -> _Prepared:
+        """Make a request of what the caller said, and check it."""
+        if overrides and not self._per_request_processors:
+            known = sorted(set(overrides) & REQUEST_KEYS)
             if known:
                 raise InvalidRequestError(
                     known[0], "is set for one request; that needs per_request_processors=True"
                 )
-        name = RequestId(request_id if request_id is not None else f"req_{uuid.uuid4().hex}")
         options = self._defaults.resolve(
             len(input_ids),
             max_new_tokens=max_new_tokens,
             eos_token_id=eos_token_id,
-            overrides=logit_processor_kwargs,
+            overrides=overrides,
         )
-        find_stop = self._stop_finder(options.stop_strings)
-        prompt = tuple(TokenId(token) for token in input_ids)
-        self._router.expect(
-            name,
-            prompt,
-            streaming=streaming,
-            record_timestamps=record_timestamps,
-            find_stop=find_stop,
-        )
+        spec = _to_request(options, name, input_ids)
+        self._limits.check(spec)
+        return _Prepared(spec, self._stop_finder(options.stop_strings))
+
+    def _admit(
+        self,
+        prepared: Sequence[_Prepared],
+        *,
+        streaming: bool,
+        record_timestamps: bool,
+        mailbox: Mailbox | None = None,
+    ) -> None:
+        """Take in requests that were checked: all of them, or none."""
+        arrival = time.monotonic()
+        expected: list[RequestId] = []
         try:
-            self.submit(options.to_request(name, prompt))
-        except Exception:
-            self._router.forget(name)
+            for entry in prepared:
+                self._router.expect(
+                    entry.spec,
+                    arrival,
+                    streaming=streaming,
+                    record_timestamps=record_timestamps,
+                    make_stop_finder=entry.make_stop_finder,
+                    mailbox=mailbox,
+                )
+                expected.append(entry.spec.request_id)
+            self._enqueue([(entry.spec, None) for entry in prepared], arrival)
+        except HeadraceError:
+            for name in expected:
+                self._router.forget(name)
             raise
-        return name
+
+    def _new_names(self, count: int) -> list[str]:
+        names: list[str] = []
+        with self._changed:
+            while len(names) < count:
+                name = f"req_{self._next_name}"
+                self._next_name += 1
+                if not self._router.is_known(name):
+                    names.append(name)
+        return names
+
+    def _stop_finder(self, stop_strings: tuple[str, ...]) -> Callable[[], StopFinder] | None:
+        if not stop_strings:
+            return None
+        if self._make_stop_finder is None:
+            raise UnsupportedFeatureError(
+                "stop_strings",
+                "need the model's tokenizer.json, which is not there; use stop_token_ids",
+            )
+        return partial(self._make_stop_finder, stop_strings)
+
+    # ---- results -------------------------------------------------------------------------------
 
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
@@ -313,7 +321,7 @@ class ContinuousBatchingManager:
         """The oldest result that was not read, waiting for one.
 
         Args:
-            request_id: only this request's results.
+            request_id: only this request's (or choice's) results.
             timeout: the most seconds to wait; None: as long as the engine runs.
 
         Returns:
@@ -322,7 +330,11 @@ class ContinuousBatchingManager:
         Raises:
             RequestNotFoundError: the named request is not live and has no unread result.
         """
-        return self._router.get(None if request_id is None else RequestId(request_id), timeout)
+        return self._router.get(request_id, timeout)
+
+    def get_from(self, mailbox: Mailbox, timeout: float | None) -> GenerationOutput | None:
+        """The same for the requests of `add_to`."""
+        return self._router.get(None, timeout, mailbox)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """All results as they come, until the engine has ended and all are read."""
@@ -330,142 +342,34 @@ class ContinuousBatchingManager:
             yield result
 
     def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
-        """One request's results as they come; ends after its last one."""
+        """One request's (or choice's) results as they come; ends after its last one."""
         while (result := self.get_result(request_id)) is not None:
             yield result
             if result.is_finished():
                 return
 
     def register_result_handler(self, request_id: str, callback: ResultHandler) -> None:
-        """Call `callback` on the running event loop with each result of a request; ends with its
-        last one.
+        """Call `callback` on the running event loop with each result of a request (or choice); ends
+        with its last one.
 
         Raises:
             RequestNotFoundError: the request is not live and has no unread result.
             RuntimeError: no event loop is running here.
         """
-        self._router.register(RequestId(request_id), callback)
+        self._router.register(request_id, callback)
 
-    # ---- the engine's thread -------------------------------------------------------------------
 
-    def _run(self) -> None:
-        failed_steps = 0
-        while True:
-            try:
-                if not self._wait_for_work():
-                    break
-                # Ends that commands have brought do not wait for a step, which may be a long one.
-                self._deliver(self._core.take_outputs())
-                outputs = self._core.step()
-                failed_steps = 0
-            except Exception as error:
-                failed_steps += 1
-                outputs = self._recover(error, dead=failed_steps >= _MAX_FAILED_STEPS)
-            self._deliver(outputs)
-            if self._failure is not None:
-                break
-        self._router.close()
+def _to_request(options: RequestOptions, name: str, input_ids: Sequence[int]) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=RequestId(name),
+        prompt=tuple(TokenId(token) for token in input_ids),
+        sampling=options.sampling,
+        stop=options.stop,
+        logprobs=options.logprobs,
+    )
 
-    def _wait_for_work(self) -> bool:
-        """Carry out the commands; sleep while there is nothing to do. False: it is time to end."""
-        with self._changed:
-            while True:
-                while self._inbox:
-                    self._inbox.popleft()()
-                if self._aborting:
-                    self._core.fail_all(_STOPPED_MESSAGE, retryable=True)
-                    self._aborting = False
-                if self._core.has_work:
-                    return True
-                if self._stopping:
-                    return False
-                self._changed.wait()
 
-    def _add(
-        self, request: GenerationRequest, arrival: float, make_matcher: MatcherFactory | None
-    ) -> None:
-        self._queued_adds -= 1
-        self._core.add(request, arrival, make_matcher)
-
-    def _recover(self, error: Exception, *, dead: bool) -> StepOutputs:
-        """The loop itself failed: end everything that lives, and go on unless it fails again and
-        again.
-        """
-        error_id = new_error_id()
-        logger.error(
-            "error %s: the engine's loop failed; all live requests end", error_id, exc_info=error
-        )
-        outputs: tuple[RequestOutput, ...] = ()
-        try:
-            self._core.fail_all(f"the engine failed (error {error_id}); try again", retryable=True)
-            outputs = self._core.take_outputs().outputs
-        except Exception:
-            logger.exception("error %s: the engine cannot be recovered", error_id)
-            dead = True
-        if dead:
-            with self._changed:
-                self._failure, self._accepting = error, False
-            outputs += self._ends_of_all_but(outputs, error_id)
-        return StepOutputs(time.monotonic(), outputs)
-
-    def _ends_of_all_but(
-        self, outputs: Sequence[RequestOutput], error_id: str
-    ) -> tuple[RequestOutput, ...]:
-        """Terminal outputs, made without the core, for live requests that `outputs` does not end:
-        those that a broken core has lost, and those that have not left the inbox.
-        """
-        now = time.monotonic()
-        failure = RequestFailure(f"the engine failed (error {error_id})", error_id, retryable=True)
-        finish = Finish(
-            reason=FinishReason.ERROR,
-            usage=Usage(0, 0, 0),
-            timings=Timings(now, None, None, None, now, 0),
-            failure=failure,
-        )
-        ended = {output.request_id for output in outputs if output.ends_request}
-        with self._changed:
-            names = sorted(self._live - ended)
-        return tuple(RequestOutput(name, finish=finish, ends_request=True) for name in names)
-
-    def _deliver(self, outputs: StepOutputs) -> None:
-        """Hand one step's outputs to the sink; ids of ended requests are free before their ends are
-        seen.
-        """
-        if not outputs.outputs:
-            return
-        ended = [output.request_id for output in outputs.outputs if output.ends_request]
-        if ended:
-            with self._changed:
-                self._live.difference_update(ended)
-                self._finish_times.extend([outputs.time] * len(ended))
-        try:
-            self._sink(outputs)
-        except Exception:
-            logger.exception(
-                "the sink of the engine's results failed; that step's results are lost to it"
-            )
-
-    def _command(self, name: RequestId, command: Callable[[RequestId], object]) -> bool:
-        with self._changed:
-            if name not in self._live or not self.is_running():
-                return False
-            self._inbox.append(lambda: command(name))
-            self._changed.notify_all()
-            return True
-
-    def _retry_after(self) -> float:
-        """Seconds until a place in the queue should be free, from the recent rate of ends."""
-        times = self._finish_times
-        if len(times) < 2 or times[-1] <= times[0]:
-            return 1.0
-        return min(max((times[-1] - times[0]) / (len(times) - 1), 0.05), 30.0)
-
-    def _stop_finder(self, stop_strings: tuple[str, ...]) -> StopFinder | None:
-        if not stop_strings:
-            return None
-        if self._make_stop_finder is None:
-            raise UnsupportedFeatureError(
-                "stop_strings",
-                "need the model's tokenizer.json, which is not there; use stop_token_ids",
-            )
-        return self._make_stop_finder(stop_strings)
+def _call_if_alive(method: weakref.WeakMethod[Any], *arguments: object) -> None:
+    bound = method()
+    if bound is not None:
+        bound(*arguments)

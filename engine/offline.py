@@ -8,21 +8,21 @@ outputs = model.generate_batch([[1, 2, 3], [4, 5]], max_new_tokens=32)
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
 from engine.assembly import build_manager
+from engine.batch_generation import generate
+from engine.batching_options import resolve_config
 from engine.config import ContinuousBatchingConfig, LoadConfig
-from engine.errors import HeadraceError, InvalidRequestError, ModelRefusedError, QueueFullError
+from engine.errors import ModelRefusedError
 from engine.generation_options import GenerationDefaults
 from engine.manager import ContinuousBatchingManager
-from engine.request import RequestStatus
 from engine.results import GenerationOutput
 from engine.runner.loader import VerifiedModel, load_model, verify_model
 from engine.text import Tokenizer, TokenizerError
@@ -30,18 +30,28 @@ from engine.threads import call_on_own_thread
 
 logger = logging.getLogger(__name__)
 
-_CONFIG_FIELDS = frozenset(field.name for field in dataclasses.fields(ContinuousBatchingConfig))
-
 
 class LoadedModel:
     """A verified model with continuous batching; made by `load` or `from_model`."""
 
-    def __init__(self, verified: VerifiedModel, config: ContinuousBatchingConfig | None) -> None:
+    def __init__(
+        self,
+        verified: VerifiedModel,
+        config: ContinuousBatchingConfig | None = None,
+        tokenizer_path: Path | None = None,
+    ) -> None:
+        """Wrap a model.
+
+        Args:
+            verified: it passed the load gate.
+            config: what managers use unless they are given another.
+            tokenizer_path: the directory with the tokenizer's files; None: there is none.
+        """
         self._verified = verified
         self._config = config or ContinuousBatchingConfig()
-        self._kept: ContinuousBatchingManager | None = None
-        self._kept_key: tuple[str, ContinuousBatchingConfig] | None = None
+        self._tokenizer_path = tokenizer_path
         self._tokenizer: Tokenizer | None = None
+        self._kept = _Kept()
 
     @property
     def model(self) -> PreTrainedModel:
@@ -57,52 +67,50 @@ class LoadedModel:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, None if its directory has none."""
-        if self._tokenizer is None:
+        if self._tokenizer is None and self._tokenizer_path is not None:
             try:
-                self._tokenizer = Tokenizer.load(self._verified.path, self._verified.vocab_size)
+                self._tokenizer = Tokenizer.load(self._tokenizer_path, self._verified.vocab_size)
             except TokenizerError as error:
                 logger.info("no tokenizer: %s", error)
+                self._tokenizer_path = None
         return self._tokenizer
 
     def init_continuous_batching(
         self,
         generation_config: GenerationConfig | None = None,
-        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        continuous_batching_config: object | None = None,
     ) -> ContinuousBatchingManager:
-        """Make a manager, with a KV cache of its own; `start` it, add requests, `stop` it.
+        """A manager with a KV cache of its own; `start` it, add requests, `stop` it.
+
+        If the model keeps a manager (see `ContinuousBatchingManager.stop`) that was made with equal
+        configs, it is this one, with its cache. A kept one with other configs is dropped, and its
+        memory freed, before the new one is made.
 
         Args:
             generation_config: what requests have unless they say otherwise; None: the model's.
-            continuous_batching_config: None: the one given to `load`.
+            continuous_batching_config: ours, or one of transformers; None: what the generation
+                config says of it, else the one given to `load`.
 
         Raises:
+            ConfigError: an option is out of its bounds, or cannot be had on this device.
             InsufficientMemoryError: the KV cache does not fit.
             UnsupportedFeatureError: the generation config asks for what this engine does not do,
                 and drop_unsupported_processors is off.
         """
-        config = continuous_batching_config or self._config
-        chosen = generation_config or self.generation_config
-        defaults = GenerationDefaults(
-            chosen,
-            self._verified.eos_token_ids,
-            drop_unsupported=config.drop_unsupported_processors,
-            return_logprobs=config.return_logprobs,
-            vocab_size=self._verified.vocab_size,
-            seed=config.seed,
-        )
-        manager, _, _ = build_manager(
-            self._verified, config, logger.info, defaults=defaults, tokenizer=self.tokenizer
-        )
-        return manager
+        return self._manager(generation_config, continuous_batching_config, {})
+
+    def destroy_cached_continuous_batching_manager(self) -> None:
+        """Drop the manager that the model keeps, and its cache. Harmless if it keeps none."""
+        self._kept.drop()
 
     @contextlib.contextmanager
     def continuous_batching_context_manager(
         self,
         generation_config: GenerationConfig | None = None,
-        continuous_batching_config: ContinuousBatchingConfig | None = None,
-        *,
         block: bool = True,
         timeout: float | None = None,
+        continuous_batching_config: object | None = None,
+        persistent_manager: bool = False,
         warmup: bool = True,
     ) -> Iterator[ContinuousBatchingManager]:
         """A started manager, stopped at the end of the block: live requests are finished first.
@@ -110,22 +118,22 @@ class LoadedModel:
         Args:
             generation_config, continuous_batching_config: see `init_continuous_batching`.
             block, timeout: how the end of the block waits; see `ContinuousBatchingManager.stop`.
-            warmup: whether to run what is slow the first time before the first prompt.
+            persistent_manager: whether the model keeps the manager for the next session.
+            warmup: whether to run what is slow the first time before the first prompt; it is done
+                once for a manager.
         """
-        manager = self.init_continuous_batching(generation_config, continuous_batching_config)
-        if warmup:
-            manager.warmup()
-        manager.start()
+        manager = self._manager(generation_config, continuous_batching_config, {})
+        _start(manager, warmup)
         try:
             yield manager
         finally:
-            manager.stop(block=block, timeout=timeout)
+            manager.stop(block, timeout, keep_for_next_session=persistent_manager)
 
     def generate_batch(
         self,
         inputs: Sequence[Sequence[int]],
         generation_config: GenerationConfig | None = None,
-        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        continuous_batching_config: object | None = None,
         record_timestamps: bool = False,
         progress_bar: bool = True,
         persistent_manager: bool = False,
@@ -136,102 +144,75 @@ class LoadedModel:
 
         Args:
             inputs: the prompts' token ids.
-            generation_config: None: the model's own.
-            continuous_batching_config: None: the one given to `load`.
+            generation_config, continuous_batching_config: see `init_continuous_batching`.
             record_timestamps: whether outputs tell when each token came.
             progress_bar: whether to show one.
-            persistent_manager: whether to keep the manager, its thread and its cache for the next
-                call with the same configs; `close` ends it.
+            persistent_manager: whether the model keeps the manager and its cache for the next call
+                with the same configs.
             warmup: whether to run what is slow the first time before the first prompt.
-            kwargs: max_new_tokens, eos_token_id, and fields of ContinuousBatchingConfig.
+            kwargs: max_new_tokens, eos_token_id, and single fields of ContinuousBatchingConfig.
 
         Returns:
-            For each prompt, in their order, its request id ("req_0", "req_1", …) and output. A
-            prompt that is refused has an output with status FAILED and its error.
+            For each prompt, in their order, its request id and output: "req_0", "req_1", … of a new
+            manager; a kept one counts on. With num_return_sequences above 1, "req_0" is followed by
+            "req_0__child#0", "req_0__child#1", …. A prompt that is refused has one output with
+            status FAILED and its error.
 
         Raises:
             InvalidRequestError: an unknown keyword.
-            InsufficientMemoryError, UnsupportedFeatureError: see `init_continuous_batching`.
+            ConfigError, InsufficientMemoryError, UnsupportedFeatureError: see
+                `init_continuous_batching`.
         """
         max_new_tokens = kwargs.pop("max_new_tokens", None)
         eos_token_id = kwargs.pop("eos_token_id", None)
-        config = self._with_options(continuous_batching_config or self._config, kwargs)
-        manager = self._manager_for(generation_config, config, warmup)
-        results: dict[str, GenerationOutput] = {}
+        manager = self._manager(generation_config, continuous_batching_config, kwargs)
+        is_complete = False
         try:
-            with tqdm(total=len(inputs), disable=not progress_bar, unit="request") as bar:
-
-                def take(timeout: float | None) -> bool:
-                    output = manager.get_result(timeout=timeout)
-                    if output is not None:
-                        results[output.request_id] = output
-                        bar.update()
-                    return output is not None
-
-                for index, prompt in enumerate(inputs):
-                    name = f"req_{index}"
-                    try:
-                        while not _add(
-                            manager,
-                            prompt,
-                            request_id=name,
-                            max_new_tokens=max_new_tokens,
-                            record_timestamps=record_timestamps,
-                            eos_token_id=eos_token_id,
-                        ):
-                            take(timeout=0.05)  # the queue is full: results make room
-                    except InvalidRequestError as error:
-                        results[name] = _refused(name, prompt, error)
-                        bar.update()
-                    while take(timeout=0):
-                        pass  # unread results are bounded: they are read while prompts are added
-                while len(results) < len(inputs) and take(timeout=None):
-                    pass
+            _start(manager, warmup)
+            results = generate(
+                manager,
+                inputs,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=eos_token_id,
+                record_timestamps=record_timestamps,
+                progress_bar=progress_bar,
+            )
+            is_complete = True
         finally:
-            complete = len(results) == len(inputs)
-            if not (persistent_manager and complete):
-                manager.stop(abort=not complete)
-                self._kept = self._kept_key = None
-        return {f"req_{index}": results[f"req_{index}"] for index in range(len(inputs))}
+            manager.stop(
+                keep_for_next_session=persistent_manager and is_complete, hard_stop=not is_complete
+            )
+        return results
 
-    def close(self) -> None:
-        """End the manager that a call with persistent_manager=True has kept. Harmless if there is
-        none.
-        """
-        if self._kept is not None:
-            self._kept.stop(abort=True)
-            self._kept = self._kept_key = None
-
-    def _manager_for(
+    def _manager(
         self,
         generation_config: GenerationConfig | None,
-        config: ContinuousBatchingConfig,
-        warmup: bool,
+        continuous_batching_config: object | None,
+        options: dict[str, Any],
     ) -> ContinuousBatchingManager:
-        """The kept manager if it fits, else a new one, started."""
-        key = ((generation_config or self.generation_config).to_json_string(), config)
-        if self._kept is not None and self._kept_key == key and self._kept.is_running():
-            return self._kept
-        self.close()
-        manager = self.init_continuous_batching(generation_config, config)
-        if warmup:
-            manager.warmup()
-        manager.start()
-        self._kept, self._kept_key = manager, key
-        return manager
-
-    @staticmethod
-    def _with_options(
-        config: ContinuousBatchingConfig, options: dict[str, Any]
-    ) -> ContinuousBatchingConfig:
-        unknown = sorted(set(options) - _CONFIG_FIELDS)
-        if unknown:
-            raise InvalidRequestError(
-                unknown[0],
-                "is no keyword of generate_batch; use a generation config, or the fields of "
-                f"ContinuousBatchingConfig: {', '.join(sorted(_CONFIG_FIELDS))}",
-            )
-        return dataclasses.replace(config, **options) if options else config
+        """The kept manager if it fits, else a new one."""
+        generation = generation_config or self.generation_config
+        config = resolve_config(generation, continuous_batching_config, self._config, options)
+        defaults = GenerationDefaults(
+            generation,
+            self._verified.eos_token_ids,
+            drop_unsupported=config.drop_unsupported_processors,
+            return_logprobs=config.return_logprobs,
+            vocab_size=self._verified.vocab_size,
+        )
+        settings = (generation.to_json_string(), config)
+        kept = self._kept.take(settings)
+        if kept is not None:
+            return kept
+        return build_manager(
+            self._verified,
+            config,
+            logger.info,
+            defaults=defaults,
+            tokenizer=self.tokenizer,
+            keeper=self._kept,
+            settings=settings,
+        )
 
 
 def load(path: str, config: ContinuousBatchingConfig | None = None, **options: Any) -> LoadedModel:
@@ -250,33 +231,67 @@ def load(path: str, config: ContinuousBatchingConfig | None = None, **options: A
     verified = call_on_own_thread(
         lambda: load_model(path, load_config, logger.info), "headrace-load"
     )
-    return LoadedModel(verified, config)
+    return LoadedModel(verified, config, verified.path)
 
 
 def from_model(
-    model: PreTrainedModel, config: ContinuousBatchingConfig | None = None
+    model: PreTrainedModel,
+    config: ContinuousBatchingConfig | None = None,
+    tokenizer_path: str | Path | None = None,
 ) -> LoadedModel:
     """Verify a model that is in memory. Its attention implementation is exchanged for ours.
+
+    Args:
+        model: in evaluation mode.
+        config: what managers use unless they are given another.
+        tokenizer_path: the directory with the tokenizer's files, for stop strings; None: the one
+            that the model was loaded from, if it was.
 
     Raises:
         ModelRefusedError: it would be run wrongly.
     """
     if model.training:
         raise ModelRefusedError("the model is in training mode; call model.eval() first")
-    path = Path(model.config.name_or_path or ".")
-    return LoadedModel(verify_model(model, path, logger.info), config)
+    name = tokenizer_path or model.config.name_or_path
+    directory = Path(name) if name else None
+    verified = verify_model(model, directory or Path(), logger.info)
+    return LoadedModel(verified, config, directory)
 
 
-def _add(manager: ContinuousBatchingManager, prompt: Sequence[int], **options: Any) -> bool:
-    """Add a request; False: the queue is full, try again later."""
-    try:
-        manager.add_request(prompt, **options)
-    except QueueFullError:
-        return False
-    return True
+def _start(manager: ContinuousBatchingManager, warmup: bool) -> None:
+    if warmup and not manager.warmed_up:
+        manager.warmup()
+    manager.start()
 
 
-def _refused(name: str, prompt: Sequence[int], error: HeadraceError) -> GenerationOutput:
-    return GenerationOutput(
-        request_id=name, prompt_ids=list(prompt), error=str(error), status=RequestStatus.FAILED
-    )
+class _Kept:
+    """The one stopped manager that a model keeps; see `engine.manager.ManagerKeeper`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._manager: ContinuousBatchingManager | None = None
+
+    def keep(self, manager: ContinuousBatchingManager) -> None:
+        """Keep a manager in the place of the one that is kept, if any."""
+        with self._lock:
+            self._manager = manager
+
+    def release(self, manager: ContinuousBatchingManager) -> None:
+        """Somebody has started the manager."""
+        with self._lock:
+            if self._manager is manager:
+                self._manager = None
+
+    def take(self, settings: object) -> ContinuousBatchingManager | None:
+        """The kept manager if it was made with these settings; else None is kept any more."""
+        with self._lock:
+            manager, self._manager = self._manager, None
+        if manager is None or manager.settings != settings:
+            return None
+        manager.join()  # its thread may be on its last breath
+        return manager
+
+    def drop(self) -> None:
+        """Keep none."""
+        with self._lock:
+            self._manager = None

@@ -1,11 +1,12 @@
-"""The offline API's consumer of step outputs: queues, iterators and handlers of cumulative results.
+"""The Python API's consumer of step outputs: mailboxes, iterators and handlers of cumulative
+results.
 
     engine thread ──StepOutputs──▶ ResultRouter ──▶ get_result, iteration      (any thread)
                                                └──▶ handlers                   (their event loops)
 
-The engine speaks in deltas; cumulative outputs, as the seeds' API has them, are made here and only
-when they are read: an unread streaming result is a number. A reader that never comes back costs at
-    most `max_unread` results.
+The engine speaks in deltas, and of choices; cumulative outputs, one name a choice, are made here
+and only when they are read: an unread streaming result is a number. A reader that never comes back
+costs at most `max_unread` results.
 """
 
 from __future__ import annotations
@@ -18,39 +19,45 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.endings import STATUS_OF, new_error_id
 from engine.errors import DuplicateRequestError, RequestNotFoundError
-from engine.outputs import Finish, FinishReason, RequestOutput, StepOutputs
-from engine.request import RequestStatus
+from engine.outputs import Finish, FinishReason, RequestOutput, StepOutputs, TokenLogprobs
+from engine.request import GenerationRequest, RequestStatus
 from engine.types import RequestId, TokenId
 
 logger = logging.getLogger(__name__)
 
 MAX_UNREAD_RESULTS = 65536
 
-_STATUS = {
-    FinishReason.CANCELLED: RequestStatus.CANCELLED,
-    FinishReason.TIME_LIMIT: RequestStatus.CANCELLED,
-    FinishReason.ERROR: RequestStatus.FAILED,
-}
+
+def choice_name(request_id: str, choice: int) -> str:
+    """The name under which a choice's results are found: the first has the request's own, the
+    others are "<request_id>__child#0", "…#1", …, as transformers names them.
+    """
+    return request_id if choice == 0 else f"{request_id}__child#{choice - 1}"
 
 
 @dataclass(slots=True)
 class GenerationOutput:
-    """What was generated for a request so far; cumulative.
+    """What was generated for one choice of a request so far; cumulative.
 
     Attributes:
-        request_id: the request.
+        request_id: the choice's name: the request's own for the first choice, see `choice_name`.
         prompt_ids: its prompt.
         generated_tokens: its output so far.
-        logprobs: a log-probability for each generated token, where return_logprobs is on; else
-            empty.
+        logprobs: a log-probability for each generated token, where they were asked for; else empty.
         error: why it failed, if it did.
         status: where it is; `is_finished()` tells whether this is the last output.
-        finish_reason: why it ended; None while it lives.
         created_time: monotonic seconds at which it was added.
         lifespan: monotonic seconds of its first scheduling and of its end; -1 for what did not
             happen.
         timestamps: monotonic seconds at which each token came, where record_timestamps was asked
+            for; else None.
+        finish_reason: why it ended; None while it lives.
+        choice: which of the request's choices it is.
+        cached_tokens: how much of the prompt came from the prefix cache.
+        token_logprobs: `logprobs` with ranks and candidates.
+        prompt_logprobs: the same for the prompt's tokens from the second on, where they were asked
             for; else None.
     """
 
@@ -60,37 +67,64 @@ class GenerationOutput:
     logprobs: list[float] = field(default_factory=list)
     error: str | None = None
     status: RequestStatus = RequestStatus.WAITING
-    finish_reason: FinishReason | None = None
     created_time: float = 0.0
     lifespan: tuple[float, float] = (-1.0, -1.0)
     timestamps: list[float] | None = None
+    finish_reason: FinishReason | None = None
+    choice: int = 0
+    cached_tokens: int = 0
+    token_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
     def is_finished(self) -> bool:
-        """Whether the request has ended and this is its last output."""
+        """Whether the choice has ended and this is its last output."""
         return self.status.is_terminal
 
 
-ResultHandler = Callable[[GenerationOutput], None]
+ResultHandler = Callable[[GenerationOutput], object]
 """Takes one result on the event loop on which it was registered."""
 
 StopFinder = Callable[[tuple[TokenId, ...]], int | None]
-"""Fed a request's new tokens, tells how many of all its tokens to keep once a stop string is
+"""Fed a choice's new tokens, tells how many of all its tokens to keep once a stop string is
 complete.
 """
 
 
-@dataclass(slots=True)
-class _Record:
-    """A request whose results are not all read."""
+class Mailbox:
+    """Results that were not read, in the order in which they came. The router's lock guards it."""
 
-    prompt: tuple[TokenId, ...]
+    def __init__(self, max_unread: int | None = None) -> None:
+        """Make an empty one. max_unread: the most results that it keeps; None: all."""
+        self.max_unread = max_unread
+        self.unread: OrderedDict[int, tuple[_Choice, int, bool]] = OrderedDict()
+
+
+@dataclass(slots=True)
+class _Request:
+    """What the choices of a request have in common."""
+
+    spec: GenerationRequest
     streaming: bool
     created: float
+    mailbox: Mailbox
+    choices: list[_Choice] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Choice:
+    """A choice whose results are not all read."""
+
+    request: _Request
+    index: int
+    name: str
     timestamps: list[float] | None
     find_stop: StopFinder | None
     tokens: list[TokenId] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     stopped_at: int | None = None
+    error: str | None = None
     finish: Finish | None = None
     handler: tuple[ResultHandler, asyncio.AbstractEventLoop] | None = None
     unread: deque[int] = field(default_factory=deque)
@@ -101,46 +135,76 @@ class ResultRouter:
 
     def __init__(
         self,
-        finish_request: Callable[[RequestId, int], object],
+        finish_request: Callable[[RequestId, int, int], object],
         max_unread: int = MAX_UNREAD_RESULTS,
     ) -> None:
+        """Make a router.
+
+        Args:
+            finish_request: ends a choice: request, number of tokens to keep, choice.
+            max_unread: the most results that wait to be read; the oldest go first.
+        """
         self._finish_request = finish_request
-        self._max_unread = max_unread
         self._changed = threading.Condition()
-        self._records: dict[RequestId, _Record] = {}
-        self._unread: OrderedDict[int, tuple[RequestId, int, bool]] = OrderedDict()
+        self._requests: dict[RequestId, _Request] = {}  # whose end has not come
+        self._choices: dict[str, _Choice] = {}  # whose results are not all read
+        self._mailbox = Mailbox(max_unread)
         self._next = 0
         self._closed = True
 
+    # ---- requests ------------------------------------------------------------------------------
+
     def expect(
         self,
-        request_id: RequestId,
-        prompt: tuple[TokenId, ...],
+        spec: GenerationRequest,
+        created: float,
         *,
-        streaming: bool,
-        record_timestamps: bool,
-        find_stop: StopFinder | None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        make_stop_finder: Callable[[], StopFinder] | None = None,
+        mailbox: Mailbox | None = None,
     ) -> None:
         """Prepare for a request that is about to be submitted.
 
+        Args:
+            spec: the request.
+            created: monotonic seconds.
+            streaming, record_timestamps: see `ContinuousBatchingManager.add_request`.
+            make_stop_finder: called once for each choice.
+            mailbox: takes its results instead of the common one.
+
         Raises:
-            DuplicateRequestError: a request of that id is live or has results that were not read.
+            DuplicateRequestError: a request or choice of that name is live or has results that were
+                not read.
         """
-        with self._changed:
-            if request_id in self._records:
-                raise DuplicateRequestError(request_id)
-            self._records[request_id] = _Record(
-                prompt=prompt,
-                streaming=streaming,
-                created=time.monotonic(),
-                timestamps=[] if record_timestamps else None,
-                find_stop=find_stop,
+        request = _Request(spec, streaming, created, mailbox or self._mailbox)
+        for index in range(spec.n):
+            request.choices.append(
+                _Choice(
+                    request=request,
+                    index=index,
+                    name=choice_name(spec.request_id, index),
+                    timestamps=[] if record_timestamps else None,
+                    find_stop=None if make_stop_finder is None else make_stop_finder(),
+                )
             )
+        with self._changed:
+            for choice in request.choices:
+                if choice.name in self._choices:
+                    raise DuplicateRequestError(choice.name)
+            self._requests[spec.request_id] = request
+            self._choices.update((choice.name, choice) for choice in request.choices)
 
     def forget(self, request_id: RequestId) -> None:
         """Undo `expect` for a request that was refused."""
         with self._changed:
-            self._records.pop(request_id, None)
+            request = self._requests.pop(request_id, None)
+            for choice in () if request is None else request.choices:
+                del self._choices[choice.name]
+
+    def is_known(self, name: str) -> bool:
+        """Whether a choice of that name is live or has results that were not read."""
+        return name in self._choices
 
     def reopen(self) -> None:
         """The engine's thread was started: readers may wait again."""
@@ -153,48 +217,71 @@ class ResultRouter:
             self._closed = True
             self._changed.notify_all()
 
+    # ---- what comes from the engine ------------------------------------------------------------
+
     def accept(self, step: StepOutputs) -> None:
         """Take one step's outputs. Called on the engine's thread."""
+        to_finish: list[tuple[RequestId, int, int]] = []
         with self._changed:
             for output in step.outputs:
-                record = self._records.get(output.request_id)
-                if record is not None:
-                    self._take(output, record, step.time)
+                request = self._requests.get(output.request_id)
+                if request is not None:
+                    self._take(output, request, step.time, to_finish)
             self._changed.notify_all()
+        for request_id, num_tokens, choice in to_finish:
+            self._finish_request(request_id, num_tokens, choice)
 
-    def _take(self, output: RequestOutput, record: _Record, now: float) -> None:
-        if record.stopped_at is None:
-            record.tokens.extend(output.token_ids)
-            if output.logprobs is not None:
-                record.logprobs.extend(entry.logprob for entry in output.logprobs)
-            if record.timestamps is not None:
-                record.timestamps.extend([now] * len(output.token_ids))
-            if record.find_stop is not None and output.token_ids:
-                record.stopped_at = record.find_stop(output.token_ids)
-                if record.stopped_at is not None:
-                    del record.tokens[record.stopped_at :]
-                    if output.finish is None:
-                        self._finish_request(output.request_id, record.stopped_at)
-        record.finish = output.finish
-        if output.finish is not None or (record.streaming and output.token_ids):
-            self._publish(output.request_id, record)
+    def _take(
+        self,
+        output: RequestOutput,
+        request: _Request,
+        now: float,
+        to_finish: list[tuple[RequestId, int, int]],
+    ) -> None:
+        choice = request.choices[output.choice]
+        if output.prompt_done is not None:
+            request.cached_tokens = output.prompt_done
+        if output.prompt_logprobs is not None:
+            request.prompt_logprobs = list(output.prompt_logprobs)
+        if choice.stopped_at is None and output.token_ids:
+            choice.tokens.extend(output.token_ids)
+            choice.logprobs.extend(output.logprobs or ())
+            if choice.timestamps is not None:
+                choice.timestamps.extend([now] * len(output.token_ids))
+            kept = _look_for_stop(choice, output.token_ids)
+            if kept is not None and output.finish is None:
+                to_finish.append((output.request_id, kept, output.choice))
+        if output.finish is not None:
+            self._finish(choice, output.finish)
+        elif request.streaming and output.token_ids:
+            self._publish(choice)
+        if output.ends_request:
+            del self._requests[output.request_id]
+            for other in request.choices:  # an error ends all choices with one output
+                if other.finish is None and output.finish is not None:
+                    self._finish(other, output.finish)
 
-    def _publish(self, request_id: RequestId, record: _Record) -> None:
-        terminal = record.finish is not None
-        if record.handler is not None:
+    def _finish(self, choice: _Choice, finish: Finish) -> None:
+        choice.finish = finish
+        choice.find_stop = None
+        self._publish(choice)
+
+    def _publish(self, choice: _Choice) -> None:
+        terminal = choice.finish is not None
+        if choice.handler is not None:
             if terminal:
-                del self._records[request_id]
-            self._call(
-                record.handler, self._output(request_id, record, len(record.tokens), terminal)
-            )
+                del self._choices[choice.name]
+            self._call(choice.handler, _output(choice, len(choice.tokens), terminal))
             return
-        record.unread.append(self._next)
-        self._unread[self._next] = (request_id, len(record.tokens), terminal)
+        mailbox = choice.request.mailbox
+        choice.unread.append(self._next)
+        mailbox.unread[self._next] = (choice, len(choice.tokens), terminal)
         self._next += 1
-        while len(self._unread) > self._max_unread:
-            oldest = next(iter(self._unread))
-            lost = self._pop(oldest)
-            logger.warning("result of %s dropped: %d are unread", lost.request_id, self._max_unread)
+        while mailbox.max_unread is not None and len(mailbox.unread) > mailbox.max_unread:
+            lost = self._pop(mailbox, next(iter(mailbox.unread)))
+            logger.warning(
+                "result of %s dropped: %d are unread", lost.request_id, mailbox.max_unread
+            )
 
     def _call(
         self,
@@ -210,74 +297,117 @@ class ResultRouter:
                 "result of %s dropped: its handler's event loop is closed", output.request_id
             )
 
-    def register(self, request_id: RequestId, callback: ResultHandler) -> None:
-        """Send a request's results to a callback on the running event loop; unread ones at once.
+    # ---- readers -------------------------------------------------------------------------------
+
+    def register(self, name: str, callback: ResultHandler) -> None:
+        """Send a choice's results to a callback on the running event loop; unread ones at once.
 
         Raises:
-            RequestNotFoundError: the request is not live and has no unread results.
+            RequestNotFoundError: the choice is not live and has no unread results.
         """
         loop = asyncio.get_running_loop()
         with self._changed:
-            record = self._records.get(request_id)
-            if record is None:
-                raise RequestNotFoundError(request_id)
-            while record.unread:
-                self._call((callback, loop), self._pop(record.unread[0]))
-            record.handler = (callback, loop)
+            choice = self._choices.get(name)
+            if choice is None:
+                raise RequestNotFoundError(name)
+            while choice.unread:
+                self._call((callback, loop), self._pop(choice.request.mailbox, choice.unread[0]))
+            choice.handler = (callback, loop)
 
-    def get(self, request_id: RequestId | None, timeout: float | None) -> GenerationOutput | None:
-        """The oldest unread result (of one request, if named), waiting for it. None: timeout, or
-        the engine ended.
+    def get(
+        self, name: str | None, timeout: float | None, mailbox: Mailbox | None = None
+    ) -> GenerationOutput | None:
+        """The oldest unread result (of one choice, if named), waiting for it. None: timeout, or the
+        engine ended.
+
+        Args:
+            name: a choice's name, see `choice_name`; None: any of the mailbox.
+            timeout: seconds; None: as long as the engine runs.
+            mailbox: None: the common one.
 
         Raises:
-            RequestNotFoundError: the named request is not live and has no unread results.
+            RequestNotFoundError: the named choice is not live and has no unread results.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
+        mailbox = mailbox or self._mailbox
         with self._changed:
             while True:
-                number = self._first_unread(request_id)
+                number = self._first_unread(name, mailbox)
                 if number is not None:
-                    return self._pop(number)
+                    return self._pop(mailbox, number)
                 remaining = None if deadline is None else deadline - time.monotonic()
                 if self._closed or (remaining is not None and remaining <= 0):
                     return None
                 self._changed.wait(remaining)
 
-    def _first_unread(self, request_id: RequestId | None) -> int | None:
-        if request_id is None:
-            return next(iter(self._unread), None)
-        record = self._records.get(request_id)
-        if record is None:
-            raise RequestNotFoundError(request_id)
-        return record.unread[0] if record.unread else None
+    def _first_unread(self, name: str | None, mailbox: Mailbox) -> int | None:
+        if name is None:
+            return next(iter(mailbox.unread), None)
+        choice = self._choices.get(name)
+        if choice is None or choice.request.mailbox is not mailbox:
+            raise RequestNotFoundError(name)
+        return choice.unread[0] if choice.unread else None
 
-    def _pop(self, number: int) -> GenerationOutput:
-        request_id, length, terminal = self._unread.pop(number)
-        record = self._records[request_id]
-        record.unread.remove(number)
+    def _pop(self, mailbox: Mailbox, number: int) -> GenerationOutput:
+        choice, length, terminal = mailbox.unread.pop(number)
+        choice.unread.remove(number)
         if terminal:
-            del self._records[request_id]
-        return self._output(request_id, record, length, terminal)
+            del self._choices[choice.name]
+        return _output(choice, length, terminal)
 
-    def _output(
-        self, request_id: RequestId, record: _Record, length: int, terminal: bool
-    ) -> GenerationOutput:
-        output = GenerationOutput(
-            request_id=request_id,
-            prompt_ids=list(record.prompt),
-            generated_tokens=list(record.tokens[:length]),
-            logprobs=record.logprobs[:length],
-            status=RequestStatus.DECODING,
-            created_time=record.created,
-            timestamps=None if record.timestamps is None else record.timestamps[:length],
+
+def _output(choice: _Choice, length: int, terminal: bool) -> GenerationOutput:
+    """A choice's output as of its first `length` tokens."""
+    request = choice.request
+    details = choice.logprobs[:length]
+    output = GenerationOutput(
+        request_id=choice.name,
+        prompt_ids=list(request.spec.prompt),
+        generated_tokens=list(choice.tokens[:length]),
+        logprobs=[entry.logprob for entry in details],
+        status=RequestStatus.DECODING,
+        created_time=request.created,
+        timestamps=None if choice.timestamps is None else choice.timestamps[:length],
+        choice=choice.index,
+        cached_tokens=request.cached_tokens,
+        token_logprobs=details,
+        prompt_logprobs=None if request.prompt_logprobs is None else list(request.prompt_logprobs),
+    )
+    finish = choice.finish
+    if terminal and finish is not None:
+        first = finish.timings.first_scheduled
+        output.lifespan = (-1.0 if first is None else first, finish.timings.finished)
+        reason = finish.reason
+        if choice.error is not None:
+            reason, output.error = FinishReason.ERROR, choice.error
+        elif choice.stopped_at is not None:
+            reason = FinishReason.STOP
+        elif finish.failure is not None:
+            output.error = finish.failure.message
+        output.finish_reason = reason
+        output.status = STATUS_OF[reason]
+    return output
+
+
+def _look_for_stop(choice: _Choice, new: tuple[TokenId, ...]) -> int | None:
+    """Cut a choice at a stop string; returns how many tokens are left, None: nothing was found. A
+    finder that fails costs that choice alone.
+    """
+    if choice.find_stop is None:
+        return None
+    try:
+        kept = choice.find_stop(new)
+    except Exception:
+        error_id = new_error_id()
+        logger.exception(
+            "error %s: looking for the stop strings of %s failed", error_id, choice.name
         )
-        finish = record.finish
-        if terminal and finish is not None:
-            stopped = record.stopped_at is not None
-            reason = FinishReason.STOP if stopped else finish.reason
-            output.finish_reason = reason
-            output.status = _STATUS.get(reason, RequestStatus.FINISHED)
-            first = finish.timings.first_scheduled
-            output.lifespan = (-1.0 if first is None else first, finish.timings.finished)
-            output.error = finish.failure.message if finish.failure is not None else None
-        return output
+        choice.error = f"its stop strings could not be looked for (error {error_id})"
+        kept = len(choice.tokens)
+    choice.stopped_at = kept
+    if kept is not None:
+        del choice.tokens[kept:]
+        del choice.logprobs[kept:]
+        if choice.timestamps is not None:
+            del choice.timestamps[kept:]
+    return kept

@@ -9,8 +9,11 @@ takes its team with it: whatever runs the model before the engine's thread does,
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -23,18 +26,46 @@ def call_on_own_thread(function: Callable[[], T], name: str) -> T:
     While it runs, an interrupt (Ctrl-C) of the waiting thread is raised there at once; the new
     thread is a daemon, and does not keep the process alive.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
+    outcome: Future[T] = Future()
+    try:
+        _start(function, name, outcome).join()
+        return outcome.result()
+    finally:
+        del outcome  # or an error, its traceback and this frame would keep each other
 
+
+async def await_on_own_thread(function: Callable[[], T], name: str) -> T:
+    """The same for a coroutine: the event loop runs on meanwhile.
+
+    A cancelled caller does not wait for the thread, which runs on to its end; what it returns or
+    raises is then dropped.
+    """
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    outcome: Future[T] = Future()
+
+    def tell(_: Future[T]) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is gone, and nobody waits
+            loop.call_soon_threadsafe(ended.set)
+
+    outcome.add_done_callback(tell)
+    try:
+        _start(function, name, outcome)
+        await ended.wait()
+        return outcome.result()
+    finally:
+        del outcome
+
+
+def _start(function: Callable[[], T], name: str, outcome: Future[T]) -> threading.Thread:
     def run() -> None:
         try:
-            results.append(function())
+            result = function()
         except BaseException as error:  # handed over, not hidden: the caller raises it
-            errors.append(error)
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(result)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    return thread

@@ -35,7 +35,7 @@ def rig() -> Iterator[Rig]:
     rig.manager.start()
     yield rig
     rig.let()
-    rig.manager.stop(abort=True, timeout=WAIT)
+    rig.manager.stop(hard_stop=True, timeout=WAIT)
     assert not rig.manager.is_running()
     rig.kv_cache.check_integrity()
     assert rig.kv_cache.num_used_blocks == 0

@@ -8,6 +8,8 @@ from typing import Any
 
 from engine.admission import AdmissionLimits
 from engine.batch import ScheduledBatch
+from engine.core import EngineCore
+from engine.loop import EngineLoop
 from engine.manager import ContinuousBatchingManager
 from engine.results import GenerationOutput
 from tests.engine.fake_runner import VOCAB, make_core
@@ -16,13 +18,13 @@ WAIT = 20.0
 """Seconds after which a test gives up; nothing waits that long unless it hangs."""
 
 
-class Rig:
-    """A manager, and a gate in front of each step."""
+class LoopRig:
+    """An engine's loop, and a gate in front of each step."""
 
     def __init__(self, **options: Any) -> None:
         core_options = {
             name: options.pop(name)
-            for name in ("num_blocks", "max_requests", "max_batch_tokens", "block_size")
+            for name in ("num_blocks", "max_requests", "max_batch_tokens", "block_size", "verify")
             if name in options
         }
         core, runner, kv_cache = make_core(
@@ -30,14 +32,16 @@ class Rig:
         )
         self.core, self.runner, self.kv_cache = core, runner, kv_cache
         context = core.max_context_tokens
-        self.manager = ContinuousBatchingManager(
-            core,
-            AdmissionLimits(vocab_size=VOCAB, model_context=context, cache_context=context),
-            **options,
-        )
+        limits = AdmissionLimits(vocab_size=VOCAB, model_context=context, cache_context=context)
+        self.loop = self._wire(core, limits, options)
         self.entered = threading.Semaphore(0)
         self._gate = threading.Semaphore(0)
         self._held = False
+
+    def _wire(
+        self, core: EngineCore, limits: AdmissionLimits, options: dict[str, Any]
+    ) -> EngineLoop:
+        return EngineLoop(core, limits, **options)
 
     def hold(self) -> None:
         """From now on each step waits for `let`."""
@@ -59,6 +63,18 @@ class Rig:
             steps = 1000
         for _ in range(steps):
             self._gate.release()
+
+
+class Rig(LoopRig):
+    """The same with a manager."""
+
+    manager: ContinuousBatchingManager
+
+    def _wire(
+        self, core: EngineCore, limits: AdmissionLimits, options: dict[str, Any]
+    ) -> EngineLoop:
+        self.manager = ContinuousBatchingManager(core, limits, **options)
+        return self.manager
 
 
 def result(manager: ContinuousBatchingManager, name: str | None = None) -> GenerationOutput:

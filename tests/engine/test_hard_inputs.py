@@ -11,7 +11,6 @@ import torch
 
 from engine.config import ContinuousBatchingConfig
 from engine.errors import (
-    ConfigError,
     DuplicateRequestError,
     InvalidRequestError,
     QueueFullError,
@@ -65,7 +64,7 @@ def near(loaded: Callable[[str], LoadedModel], right: list[list[int]]) -> Iterat
     )
     manager = loaded("qwen3").init_continuous_batching(continuous_batching_config=config)
     yield Neighbourhood(manager, right)
-    manager.stop(abort=True)
+    manager.stop(hard_stop=True)
     kv_cache = manager._core.scheduler.kv_cache
     kv_cache.check_integrity()
     assert kv_cache.num_used_blocks == 0
@@ -175,11 +174,6 @@ def test_several_beams_are_refused(near: Neighbourhood) -> None:
     with pytest.raises(UnsupportedFeatureError, match="num_beams"):
         near.manager.add_request([5], num_beams=3)
     near.check()
-
-
-def test_offload_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match="cpu_offload_space"):
-        ContinuousBatchingConfig(cpu_offload_space=1.0)
 
 
 def test_exception_in_forward(

@@ -139,15 +139,18 @@ async def test_a_model_that_is_refused() -> None:
 async def test_submit_and_finish(running: Running, path: Path) -> None:
     prompts = make_prompts((3, 30, 70))
     model = make_model(FAMILIES["llama"]())
+    arrivals: dict[str, float] = {}
     for index, prompt in enumerate(prompts):
         admission = await running.client.submit(request(str(index), prompt))
         assert admission.queue_position >= 0
+        arrivals[str(index)] = admission.arrival
     for index, prompt in enumerate(prompts):
         end = await running.sink.until(str(index))
         assert end is not None
         assert end.reason in (FinishReason.LENGTH, FinishReason.STOP)
         assert running.sink.tokens[str(index)] == greedy_reference(model, prompt, 8)
         assert end.usage.prompt_tokens == len(prompt)
+        assert end.timings.arrival == arrivals[str(index)]
     assert running.sink.threads == {threading.get_ident()}, "the sink is called on the loop"
     stats = await running.client.stats()
     assert stats.blocks_used == 0
@@ -201,3 +204,103 @@ async def test_close_ends_live_requests_with_a_retryable_error(running: Running)
         assert end.failure.retryable
     with pytest.raises(EngineUnavailableError):
         await running.client.submit(endless("late"))
+
+
+# ---- death, closing, and cancelled loading -----------------------------------------------------
+
+
+async def test_death_is_noticed_by_all_who_wait(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object, **options: object) -> None:
+        raise RuntimeError("a bug")
+
+    waiting = [asyncio.create_task(running.client.wait_failed()) for _ in range(2)]
+    await asyncio.sleep(0)
+    engine = running.client._engine
+    assert engine is not None
+    monkeypatch.setattr(engine._core.scheduler, "schedule", broken)
+    for turn in range(3):
+        await running.client.submit(request(f"a{turn}", [5]))
+        end = await running.sink.until(f"a{turn}")
+        assert end is not None
+        assert end.reason is FinishReason.ERROR
+    failures = await asyncio.wait_for(asyncio.gather(*waiting), WAIT)
+    assert failures == [running.client.failure] * 2
+    assert isinstance(failures[0], RuntimeError)
+    assert await running.client.wait_failed() is failures[0]
+    with pytest.raises(EngineUnavailableError, match="failed"):
+        await running.client.submit(request("late", [5]))
+
+
+async def test_an_engine_closed_in_good_order_has_not_failed(path: Path) -> None:
+    client = LocalEngineClient(str(path), CONFIG, LoadConfig(threads=1))
+    await client.start(Sink(), lambda line: None)
+    waiting = asyncio.create_task(client.wait_failed())
+    await client.close()
+    await asyncio.sleep(0)  # the end of the engine's thread has reached the loop
+    assert not waiting.done()
+    waiting.cancel()
+
+
+class Stages:
+    """Holds loading at a stage."""
+
+    def __init__(self, held: str) -> None:
+        self.held = held
+        self.seen: list[str] = []
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self, line: str) -> None:
+        self.seen.append(line)
+        if line.startswith(self.held):
+            self.reached.set()
+            assert self.go_on.wait(WAIT)
+
+
+async def test_closing_while_the_model_loads_ends_it_at_the_next_stage(path: Path) -> None:
+    client = LocalEngineClient(str(path), CONFIG, LoadConfig(threads=1))
+    stages = Stages("loading")
+    starting = asyncio.create_task(client.start(Sink(), stages))
+    await asyncio.to_thread(stages.reached.wait, WAIT)
+    closing = asyncio.create_task(client.close())
+    await asyncio.sleep(0)
+    assert not closing.done(), "the loading thread still runs"
+    stages.go_on.set()
+    await asyncio.wait_for(closing, WAIT)
+    with pytest.raises(EngineUnavailableError, match="given up"):
+        await starting
+    assert stages.seen[-1].startswith("loading")
+    with pytest.raises(EngineUnavailableError):
+        await client.submit(request("a", [5]))
+
+
+async def test_a_cancelled_start_does_not_wait_and_keeps_nothing(path: Path) -> None:
+    client = LocalEngineClient(str(path), CONFIG, LoadConfig(threads=1))
+    stages = Stages("warming up")
+    starting = asyncio.create_task(client.start(Sink(), stages))
+    await asyncio.to_thread(stages.reached.wait, WAIT)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    stages.go_on.set()
+    await asyncio.wait_for(client.close(), WAIT)
+    assert client._engine is None
+    assert "headrace-engine" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_outputs_after_the_event_loop_is_closed_are_dropped(path: Path) -> None:
+    """Also where it closes between a look at it and the call."""
+    client = LocalEngineClient(str(path), CONFIG, LoadConfig(threads=1))
+
+    async def begin() -> None:
+        await client.start(Sink(), lambda line: None)
+        await client.submit(endless("a"))
+
+    asyncio.run(begin())
+    engine = client._engine
+    assert engine is not None
+    engine.stop(timeout=WAIT, hard_stop=True)
+    assert not engine.is_running()
+    assert client.failure is None

@@ -224,7 +224,7 @@ def test_a_full_queue_refuses_at_once_with_advice() -> None:
     rig.manager.add_request([1], request_id="running", max_new_tokens=3)
     rig.wait_for_step()
     for index in range(3):
-        assert rig.manager.submit(make_request(f"w{index}", [1], 1)) == index
+        assert rig.manager.submit(make_request(f"w{index}", [1], 1)).queue_position == index
     with pytest.raises(QueueFullError, match=r"max_queue_size.* try again in") as caught:
         rig.manager.add_request([1], request_id="late", max_new_tokens=1)
     assert caught.value.retry_after_s > 0
@@ -289,7 +289,7 @@ def test_abort_ends_everybody_at_once(rig: Rig) -> None:
     for name in "abc":
         rig.manager.add_request([1], request_id=name, max_new_tokens=500)
     rig.wait_for_step()
-    rig.manager.stop(block=False, abort=True)
+    rig.manager.stop(block=False, hard_stop=True)
     rig.let()
     rig.manager.join(timeout=WAIT)
     outputs = list(rig.manager)
@@ -322,7 +322,7 @@ def test_warmup_before_and_while_running(rig: Rig) -> None:
     assert rig.runner.warmups == 1
 
 
-def test_keeping_for_the_next_session_is_refused(rig: Rig) -> None:
+def test_a_manager_that_no_model_made_is_not_kept(rig: Rig) -> None:
     with pytest.raises(UnsupportedFeatureError, match="keep_for_next_session"):
         rig.manager.stop(keep_for_next_session=True)
 

@@ -93,18 +93,19 @@ def test_a_persistent_manager(llama: LoadedModel) -> None:
             progress_bar=False,
             **options,
         )
-        return llama._kept
+        return llama._kept._manager
 
     first = run(persistent_manager=True)
-    assert first.is_running()
+    assert first is not None
+    assert not first.is_running()
+    assert first.warmed_up
     assert run(persistent_manager=True, warmup=False) is first
     other = run(persistent_manager=True, block_size=4)
     assert other is not first
-    assert not first.is_running()
-    llama.close()
-    assert not other.is_running()
+    llama.destroy_cached_continuous_batching_manager()
+    assert llama._kept._manager is None
     assert run(persistent_manager=False) is None
-    llama.close()
+    llama.destroy_cached_continuous_batching_manager()  # harmless
 
 
 def test_an_interrupted_batch_leaves_nothing_behind(
@@ -116,12 +117,13 @@ def test_an_interrupted_batch_leaves_nothing_behind(
         "persistent_manager": True,
     }
     with monkeypatch.context() as patch:
-        patch.setattr("engine.offline.tqdm.update", _interrupt)
+        patch.setattr("engine.batch_generation.tqdm.update", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             llama.generate_batch([[5], [6], [7]], max_new_tokens=50, **options)
+    assert llama._kept._manager is None
     outputs = llama.generate_batch([[9]], max_new_tokens=2, **options)
     assert outputs["req_0"].generated_tokens == greedy_reference(llama.model, [9], 2)
-    llama.close()
+    llama.destroy_cached_continuous_batching_manager()
 
 
 def _interrupt(*args: object) -> None:
@@ -281,7 +283,7 @@ def test_all_errors_are_ours(llama: LoadedModel) -> None:
 def test_context_manager_finishes_what_is_live(llama: LoadedModel) -> None:
     prompt = make_prompts((9,))[0]
     with llama.continuous_batching_context_manager(
-        GenerationConfig(max_new_tokens=6), SMALL
+        GenerationConfig(max_new_tokens=6), continuous_batching_config=SMALL
     ) as manager:
         name = manager.add_request(prompt)
     output = manager.get_result(name)

@@ -19,7 +19,7 @@ from tests.engine.fake_runner import (
     make_core,
     make_request,
 )
-from tests.engine.rig import WAIT, Rig, result
+from tests.engine.rig import WAIT, LoopRig, Rig, result
 
 # ---- results ---------------------------------------------------------------------------------
 
@@ -123,18 +123,17 @@ def test_preemption_shortens_no_stream() -> None:
 
 
 def test_unread_results_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    router = ResultRouter(lambda name, count: None, max_unread=10)
+    router = ResultRouter(lambda name, count, choice: None, max_unread=10)
     core, _, _ = make_core(num_blocks=64)
     for index in range(25):
         spec = make_request(f"r{index}", [1], 1)
-        router.expect(
-            spec.request_id, spec.prompt, streaming=False, record_timestamps=False, find_stop=None
-        )
+        router.expect(spec, 100.0)
         core.add(spec, 100.0)
     while core.has_work:
         router.accept(core.step())
-    assert len(router._unread) == 10
-    assert len(router._records) == 10
+    assert len(router._mailbox.unread) == 10
+    assert len(router._choices) == 10
+    assert not router._requests
     assert "unread" in caplog.text
     assert [router.get(None, 0).request_id for _ in range(10)] == [  # type: ignore[union-attr]
         f"r{i}" for i in range(15, 25)
@@ -156,7 +155,7 @@ async def test_handler_of_a_streaming_request(rig: Rig) -> None:
     assert outputs[-1].is_finished()
     assert rig.manager.get_result(timeout=0) is None
     assert seen.empty()
-    assert not rig.manager._router._records, "the handler goes with its request"
+    assert not rig.manager._router._choices, "the handler goes with its request"
 
 
 async def test_handler_of_a_request_that_does_not_stream(rig: Rig) -> None:
@@ -230,13 +229,13 @@ def test_a_raising_sink_does_not_stop_the_loop() -> None:
                     done.set()
         raise ValueError("a sink's own bug")
 
-    rig = Rig(sink=sink)
-    rig.manager.start()
+    rig = LoopRig(sink=sink)
+    rig.loop.start()
     for name in "ab":
-        rig.manager.submit(make_request(name, [1], 3))
+        rig.loop.submit(make_request(name, [1], 3))
     assert done.wait(WAIT)
     assert ends == ["a", "b"]
-    rig.manager.stop()
+    rig.loop.stop()
 
 
 # ---- stop strings ----------------------------------------------------------------------------
@@ -288,12 +287,11 @@ def test_a_stop_string_in_the_last_token_is_a_stop() -> None:
 
 
 def test_a_second_record_of_an_id_does_not_replace_the_first() -> None:
-    router = ResultRouter(lambda name, count: None)
+    router = ResultRouter(lambda name, count, choice: None)
     spec = make_request("a", [1], 1)
-    options: Any = {"streaming": False, "record_timestamps": False, "find_stop": None}
-    router.expect(spec.request_id, spec.prompt, **options)
+    router.expect(spec, 100.0)
     with pytest.raises(DuplicateRequestError):
-        router.expect(spec.request_id, spec.prompt, **options)
-    assert router.get(spec.request_id, timeout=0) is None
+        router.expect(spec, 100.0)
+    assert router.get("a", timeout=0) is None
     router.forget(spec.request_id)
-    router.expect(spec.request_id, spec.prompt, **options)
+    router.expect(spec, 100.0)

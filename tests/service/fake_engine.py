@@ -160,6 +160,7 @@ class FakeEngine:
     ended: int = 0
     closed: bool = False
     _dead: Exception | None = None
+    _died: asyncio.Event = field(default_factory=asyncio.Event)
     _sink: StepSink | None = None
     _waiting: deque[_Live] = field(default_factory=deque)
     _live: dict[RequestId, _Live] = field(default_factory=dict)
@@ -202,7 +203,7 @@ class FakeEngine:
         self._live[request.request_id] = live
         self.submitted.append(request)
         self._work.set()
-        return Admission(position)
+        return Admission(position, live.arrival)
 
     async def cancel(self, request_id: RequestId) -> bool:
         """End a request with CANCELLED at the next step."""
@@ -244,6 +245,12 @@ class FakeEngine:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
 
+    async def wait_failed(self) -> Exception:
+        """Wait for `die`."""
+        await self._died.wait()
+        assert self._dead is not None
+        return self._dead
+
     @property
     def failure(self) -> Exception | None:
         """Why the engine is dead."""
@@ -268,6 +275,7 @@ class FakeEngine:
     def die(self, error: Exception) -> None:
         """The engine dies: all live requests fail, retryably."""
         self._dead = error
+        self._died.set()
         self._fail_all("the engine has stopped")
 
     def step(self) -> bool:

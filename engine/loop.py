@@ -1,0 +1,475 @@
+"""The engine's loop: admission on the caller's thread, steps on a thread of its own, every step's
+outputs to one sink.
+
+    any thread                                   engine thread
+    submit ──checks──▶ inbox ───────────────────▶ EngineCore ──step──▶ StepOutputs ──▶ sink
+    cancel_request, finish_request ─▶ inbox ────▶     │
+                                                       └─ between steps: commands are carried out,
+                                                       in order; pauses are granted
+
+The sink is the service's delivery log (through `engine.client`), or the `ResultRouter` of the
+Python API (`engine.manager`).
+
+States: new → running → (stop) draining → stopped → (start) running …; a failure of the loop itself
+ends in dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from engine.admission import AdmissionLimits
+from engine.client import Admission
+from engine.core import EngineCore, MatcherFactory
+from engine.endings import new_error_id
+from engine.errors import (
+    DuplicateRequestError,
+    EngineUnavailableError,
+    QueueFullError,
+)
+from engine.outputs import (
+    Finish,
+    FinishReason,
+    RequestFailure,
+    RequestOutput,
+    StepOutputs,
+    Timings,
+    Usage,
+)
+from engine.pause import PauseGate
+from engine.request import GenerationRequest
+from engine.stats import EngineStats
+from engine.threads import call_on_own_thread
+from engine.types import RequestId
+
+logger = logging.getLogger(__name__)
+
+StepSink = Callable[[StepOutputs], None]
+
+_MAX_FAILED_STEPS = 3
+"""So many unexpected failures of the loop in a row, and the engine is declared dead."""
+_STOPPED_MESSAGE = "the engine was stopped before the request was complete; try again"
+
+
+class EngineLoop:
+    """Runs an engine on a thread of its own. All methods may be called from any thread."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        limits: AdmissionLimits,
+        *,
+        sink: StepSink,
+        max_queue_size: int = 0,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        """Wire a loop.
+
+        Args:
+            core: the engine; from now on only this loop's thread touches it.
+            limits: what admission checks.
+            sink: takes each step's outputs on the engine's thread; must not block.
+            max_queue_size: how many requests may wait; 0: no limit.
+            on_end: called on the engine's thread as its last act, whether it was stopped or has
+                died (`failure` tells); must not block.
+        """
+        self._core = core
+        self._limits = limits
+        self._sink = sink
+        self._max_queue_size = max_queue_size
+        self._on_end = on_end
+        self._changed = threading.Condition()
+        self._pause = PauseGate(self._changed)
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._calls: set[Future[None]] = set()
+        self._queued: set[RequestId] = set()  # accepted, their adds are still in the inbox
+        self._live: set[RequestId] = set()
+        self._finish_times: deque[float] = deque(maxlen=64)
+        self._thread: threading.Thread | None = None
+        self._is_running = False
+        self._is_warming = False
+        self._warmed_up = False
+        self._accepting = False
+        self._stopping = False
+        self._aborting = False
+        self._failure: Exception | None = None
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the engine's thread. Harmless while it runs.
+
+        Raises:
+            EngineUnavailableError: the engine has died, and a new one is needed; or it is being
+                stopped and has not ended yet.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_warming)
+            if self._failure is not None:
+                raise EngineUnavailableError("the engine has failed and cannot be started again")
+            if self._is_running:
+                if self._stopping:
+                    raise EngineUnavailableError(
+                        "the engine is still being stopped; call join() before start()"
+                    )
+                return
+            thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
+            thread.start()  # it waits for the lock
+            self._thread = thread
+            self._is_running = self._accepting = True
+            self._stopping = self._aborting = False
+            self._pause.opened()
+            self._started()
+
+    def _started(self) -> None:
+        """Called with the lock held when the thread was started."""
+
+    def _ended(self) -> None:
+        """Called with the lock held as the thread's last act."""
+        if self._on_end is not None:
+            self._on_end()
+
+    def is_running(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._is_running
+
+    def stop(
+        self, block: bool = True, timeout: float | None = None, *, hard_stop: bool = False
+    ) -> None:
+        """Stop the engine's thread: nothing new is accepted, live requests are finished first.
+
+        Args:
+            block: whether to wait for the thread to end.
+            timeout: the most seconds to wait.
+            hard_stop: end live requests at once, with an error, instead of finishing them.
+
+        Raises:
+            RuntimeError: block is True, and the calling thread holds a pause of this engine: it
+                would wait for itself.
+        """
+        with self._changed:
+            if block:
+                self._refuse_to_wait_for_itself()
+            self._accepting = False
+            self._stopping = True
+            self._aborting = self._aborting or hard_stop
+            self._changed.notify_all()
+        if block:
+            self.join(timeout)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the engine's thread to end, at most `timeout` seconds. Harmless if it does not
+        run.
+
+        Raises:
+            RuntimeError: the calling thread holds a pause of this engine.
+        """
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._refuse_to_wait_for_itself()
+            thread.join(timeout)
+
+    def _refuse_to_wait_for_itself(self) -> None:
+        if self._pause.is_held_here:
+            raise RuntimeError(
+                "the engine is paused by this thread and cannot end before the pause does; leave "
+                "the pause first, or call stop(block=False)"
+            )
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """A window in which nothing touches the model: `with manager.pause(): …`.
+
+        The loop finishes its step first. Live requests stay, with their KV, and go on afterwards;
+        new ones are accepted and wait. Several threads may pause at the same time: the loop goes on
+        when the last one has left. A stop takes effect after that.
+
+        Raises:
+            EngineUnavailableError: the engine does not run, or ends before the window opens.
+        """
+        holder = self._pause.acquire()
+        try:
+            yield
+        finally:
+            self._pause.release(holder)
+
+    @property
+    def warmed_up(self) -> bool:
+        """Whether `warmup` has been done."""
+        return self._warmed_up
+
+    def warmup(self) -> None:
+        """Run what is slow the first time, and return when that is done. On a running engine it is
+        done on the engine's thread, between two steps.
+
+        Raises:
+            EngineUnavailableError: the engine ended before it came to it.
+            Exception: what the warm-up itself raises; requests are not touched.
+        """
+        call: Future[None] | None = None
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_warming)
+            if self._is_running:
+                call = Future()
+                self._calls.add(call)
+                self._inbox.append(partial(self._warm_up_for, call))
+                self._changed.notify_all()
+            else:
+                self._is_warming = True
+        if call is not None:
+            call.result()
+        else:
+            call_on_own_thread(self._warm_up_alone, "headrace-warmup")
+        self._warmed_up = True
+
+    def _warm_up_alone(self) -> None:
+        try:
+            self._core.runner.warmup()
+        finally:
+            with self._changed:
+                self._is_warming = False
+                self._changed.notify_all()
+
+    def _warm_up_for(self, call: Future[None]) -> None:
+        try:
+            self._core.settle()
+            self._core.runner.warmup()
+        except Exception as error:  # handed over, not hidden: the caller raises it
+            call.set_exception(error)
+        else:
+            call.set_result(None)
+        self._calls.discard(call)
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the engine is dead, if it is."""
+        return self._failure
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def submit(
+        self, request: GenerationRequest, make_matcher: MatcherFactory | None = None
+    ) -> Admission:
+        """Take a request in, or refuse it at once.
+
+        Args:
+            request: what is asked for.
+            make_matcher: of its compiled grammar, where it has one.
+
+        Raises:
+            InvalidRequestError, DuplicateRequestError, QueueFullError, EngineUnavailableError.
+        """
+        self._limits.check(request)
+        return self._enqueue([(request, make_matcher)], time.monotonic())
+
+    def _enqueue(
+        self, requests: Sequence[tuple[GenerationRequest, MatcherFactory | None]], arrival: float
+    ) -> Admission:
+        """Take in requests that were checked: all of them, or none."""
+        with self._changed:
+            if self._failure is not None:
+                raise EngineUnavailableError("the engine has failed; restart the server")
+            if not self._accepting:
+                raise EngineUnavailableError(
+                    "the engine is not running or is being stopped; try again later"
+                )
+            names = set()
+            for request, _ in requests:
+                if request.request_id in self._live or request.request_id in names:
+                    raise DuplicateRequestError(request.request_id)
+                names.add(request.request_id)
+            waiting = len(self._queued) + self._core.num_waiting
+            if self._max_queue_size and waiting + len(requests) > self._max_queue_size:
+                raise QueueFullError(self._max_queue_size, self._retry_after())
+            self._live |= names
+            self._queued |= names
+            for request, make_matcher in requests:
+                self._inbox.append(partial(self._add, request, arrival, make_matcher))
+            self._changed.notify_all()
+            return Admission(queue_position=waiting, arrival=arrival)
+
+    def cancel_request(self, request_id: str) -> bool:
+        """End a request, with all its choices, within one step; its last outputs say CANCELLED.
+        False: no live request has that id.
+        """
+        return self._command(RequestId(request_id), self._core.cancel)
+
+    def finish_request(self, request_id: str, num_tokens: int, choice: int = 0) -> bool:
+        """End a choice with STOP as of its first `num_tokens` output tokens. False: it is not
+        live.
+        """
+        return self._command(
+            RequestId(request_id), lambda name: self._core.finish(name, num_tokens, choice)
+        )
+
+    def stats(self) -> EngineStats:
+        """The engine's figures now (the counters of a step that is running may be missing)."""
+        return self._core.stats()
+
+    def _command(self, name: RequestId, command: Callable[[RequestId], object]) -> bool:
+        with self._changed:
+            if name not in self._live or not self._is_running:
+                return False
+            self._inbox.append(partial(command, name))
+            self._changed.notify_all()
+            return True
+
+    def _retry_after(self) -> float:
+        """Seconds until a place in the queue should be free, from the recent rate of ends."""
+        times = self._finish_times
+        if len(times) < 2 or times[-1] <= times[0]:
+            return 1.0
+        return min(max((times[-1] - times[0]) / (len(times) - 1), 0.05), 30.0)
+
+    # ---- the engine's thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failed_steps = 0
+        while self._failure is None:
+            try:
+                if not self._wait_for_work():
+                    break
+                # Ends that commands have brought do not wait for a step, which may be a long one.
+                self._deliver(self._core.take_outputs())
+                outputs = self._core.step()
+                failed_steps = 0
+            except Exception as error:
+                failed_steps += 1
+                outputs = self._recover(error, dead=failed_steps >= _MAX_FAILED_STEPS)
+            self._deliver(outputs)
+        with self._changed:
+            self._end()
+
+    def _end(self) -> None:
+        """The thread's last act, with the lock held."""
+        self._is_running = self._accepting = False
+        self._inbox.clear()
+        for call in self._calls:
+            call.set_exception(EngineUnavailableError("the engine ended before it came to it"))
+        self._calls.clear()
+        self._pause.closed()
+        self._ended()
+
+    def _wait_for_work(self) -> bool:
+        """Carry out the commands, grant pauses, sleep while there is nothing to do. False: it is
+        time to end.
+        """
+        while True:
+            self._carry_out_commands()
+            if self._pause.is_wanted:
+                self._core.settle()
+                self._deliver(self._core.take_outputs())
+                with self._changed:
+                    self._pause.park()
+                continue
+            if self._core.has_work:
+                return True
+            with self._changed:
+                if self._inbox or self._aborting or self._pause.is_wanted:
+                    continue
+                if self._stopping:
+                    return False
+                self._changed.wait()
+
+    def _carry_out_commands(self) -> None:
+        """Carry out what is in the inbox; then a hard stop, if one was asked for."""
+        for _ in range(len(self._inbox)):  # not what comes meanwhile: steps must not wait for it
+            self._inbox.popleft()()
+        with self._changed:
+            if self._inbox or not self._aborting:
+                return
+            self._aborting = False
+        self._core.fail_all(_STOPPED_MESSAGE, retryable=True)
+
+    def _add(
+        self, request: GenerationRequest, arrival: float, make_matcher: MatcherFactory | None
+    ) -> None:
+        if make_matcher is not None:
+            try:
+                matchers = iter([make_matcher() for _ in range(request.n)])
+            except Exception as error:
+                self._refuse_late(request.request_id, arrival, error)
+                return
+            make_matcher = matchers.__next__
+        with self._changed:  # so that `submit` counts it exactly once
+            self._queued.discard(request.request_id)
+            self._core.add(request, arrival, make_matcher)
+
+    def _refuse_late(self, name: RequestId, arrival: float, error: Exception) -> None:
+        """An accepted request's grammar cannot be followed: that request ends, no other."""
+        error_id = new_error_id()
+        logger.error("error %s: the grammar of %s failed", error_id, name, exc_info=error)
+        with self._changed:
+            self._queued.discard(name)
+        failure = RequestFailure(f"its grammar cannot be followed (error {error_id})", error_id)
+        self._deliver(StepOutputs(time.monotonic(), (_lost(name, failure, arrival),)))
+
+    def _recover(self, error: Exception, *, dead: bool) -> StepOutputs:
+        """The loop itself failed: end everything that lives, and go on unless it fails again and
+        again.
+        """
+        error_id = new_error_id()
+        logger.error(
+            "error %s: the engine's loop failed; all live requests end", error_id, exc_info=error
+        )
+        outputs: tuple[RequestOutput, ...] = ()
+        try:
+            self._core.fail_all(f"the engine failed (error {error_id}); try again", retryable=True)
+            outputs = self._core.take_outputs().outputs
+        except Exception:
+            logger.exception("error %s: the engine cannot be recovered", error_id)
+            dead = True
+        if dead:
+            with self._changed:
+                self._failure, self._accepting = error, False
+        return StepOutputs(time.monotonic(), outputs + self._ends_of_the_lost(outputs, error_id))
+
+    def _ends_of_the_lost(
+        self, outputs: Sequence[RequestOutput], error_id: str
+    ) -> tuple[RequestOutput, ...]:
+        """Terminal outputs, made without the core, for live requests that `outputs` does not end:
+        those that a broken core has lost and, if the engine is dead, those in the inbox.
+        """
+        failure = RequestFailure(f"the engine failed (error {error_id})", error_id, retryable=True)
+        ended = {output.request_id for output in outputs if output.ends_request}
+        with self._changed:
+            kept = self._queued if self._failure is None else set()
+            names = sorted(self._live - ended - kept)
+        now = time.monotonic()
+        return tuple(_lost(name, failure, now) for name in names)
+
+    def _deliver(self, outputs: StepOutputs) -> None:
+        """Hand one step's outputs to the sink; ids of ended requests are free before their ends are
+        seen. A step that brought no request anything is handed over too, for its record.
+        """
+        if not outputs.outputs and outputs.step is None:
+            return
+        ended = [output.request_id for output in outputs.outputs if output.ends_request]
+        if ended:
+            with self._changed:
+                self._live.difference_update(ended)
+                self._finish_times.extend([outputs.time] * len(ended))
+        try:
+            self._sink(outputs)
+        except Exception:
+            logger.exception(
+                "the sink of the engine's results failed; that step's results are lost to it"
+            )
+
+
+def _lost(name: RequestId, failure: RequestFailure, arrival: float) -> RequestOutput:
+    """The end of a request that the core does not know."""
+    finish = Finish(
+        reason=FinishReason.ERROR,
+        usage=Usage(0, 0, 0),
+        timings=Timings(arrival, None, None, None, time.monotonic(), 0),
+        failure=failure,
+    )
+    return RequestOutput(name, finish=finish, ends_request=True)

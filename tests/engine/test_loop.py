@@ -1,0 +1,357 @@
+"""The loop itself: what reaches the sink, warm-up, pauses, and requests that a bug has lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from engine.batch import ScheduledBatch
+from engine.errors import EngineUnavailableError
+from engine.outputs import FinishReason, StepOutputs
+from engine.request import RequestStatus
+from tests.engine.fake_runner import expected_tokens, make_request
+from tests.engine.rig import WAIT, LoopRig, Rig, result
+
+
+def in_thread(function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
+
+
+def ended(thread: threading.Thread) -> bool:
+    thread.join(WAIT)
+    return not thread.is_alive()
+
+
+# ---- what reaches the sink -------------------------------------------------------------------
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.steps: list[StepOutputs] = []
+        self.done = threading.Event()
+
+    def __call__(self, step: StepOutputs) -> None:
+        self.steps.append(step)
+        if any(output.ends_request for output in step.outputs):
+            self.done.set()
+
+
+def test_every_step_is_reported_also_those_that_bring_nobody_anything() -> None:
+    sink = Sink()
+    rig = LoopRig(sink=sink, max_batch_tokens=4)
+    rig.loop.start()
+    rig.loop.submit(make_request("a", [1] * 10, 3))
+    assert sink.done.wait(WAIT)
+    rig.loop.stop(timeout=WAIT)
+    records = [step.step for step in sink.steps if step.step is not None]
+    assert [(r.num_requests, r.num_prompt_tokens, r.num_decode_tokens) for r in records] == [
+        (1, 4, 0),
+        (1, 4, 0),
+        (1, 2, 0),
+        (1, 0, 1),
+        (1, 0, 1),
+    ]
+    assert all(record.duration_s >= 0 for record in records)
+    assert [len(step.outputs) for step in sink.steps] == [0, 0, 1, 1, 1]
+    times = [step.time for step in sink.steps]
+    assert times == sorted(times)
+
+
+def test_timings_under_preemption() -> None:
+    sink = Sink()
+    rig = LoopRig(sink=sink, num_blocks=8, block_size=2, max_batch_tokens=8)
+    rig.loop.start()
+    arrivals = {}
+    rig.hold()
+    for name in "abcd":
+        arrivals[name] = rig.loop.submit(make_request(name, [1, 2, ord(name)], 9)).arrival
+    rig.let()
+    rig.loop.stop(timeout=WAIT)
+    assert rig.loop.stats().preemptions > 0
+    first_seen: dict[str, float] = {}
+    last_seen: dict[str, float] = {}
+    finishes = {}
+    for step in sink.steps:
+        for output in step.outputs:
+            if output.token_ids:
+                first_seen.setdefault(output.request_id, step.time)
+                last_seen[output.request_id] = step.time
+            if output.finish is not None:
+                finishes[output.request_id] = output.finish
+    assert sum(finish.timings.preemptions for finish in finishes.values()) > 0
+    for name, finish in finishes.items():
+        timings = finish.timings
+        assert timings.arrival == arrivals[name]
+        assert timings.first_scheduled is not None
+        assert timings.first_token is not None
+        assert timings.last_token is not None
+        assert (
+            timings.arrival
+            <= timings.first_scheduled
+            <= timings.first_token
+            <= first_seen[name]
+            <= timings.last_token
+            <= timings.finished
+            <= last_seen[name]
+        )
+
+
+# ---- warm-up ---------------------------------------------------------------------------------
+
+
+def test_warming_up_a_running_engine_blocks_nobody(rig: Rig) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        inside.set()
+        assert go_on.wait(WAIT)
+
+    rig.runner.warmup = slow  # type: ignore[method-assign]
+    assert not rig.manager.warmed_up
+    warming = in_thread(rig.manager.warmup)
+    assert inside.wait(WAIT)
+    adding = in_thread(lambda: rig.manager.add_request([1], request_id="a", max_new_tokens=2))
+    assert ended(adding), "the lock was held"
+    assert rig.manager.cancel_request("a")
+    assert warming.is_alive()
+    go_on.set()
+    assert ended(warming)
+    assert rig.manager.warmed_up
+    assert result(rig.manager, "a").status is RequestStatus.CANCELLED
+
+
+def test_a_failing_warm_up_is_its_callers(rig: Rig) -> None:
+    def broken() -> None:
+        raise RuntimeError("no memory for graphs")
+
+    rig.runner.warmup = broken  # type: ignore[method-assign]
+    rig.hold()
+    rig.manager.add_request([1], request_id="a", max_new_tokens=3)
+    rig.let()
+    with pytest.raises(RuntimeError, match="graphs"):
+        rig.manager.warmup()
+    assert result(rig.manager, "a").generated_tokens == expected_tokens([1], 3)
+    assert rig.manager.failure is None
+    rig.manager.stop()
+    with pytest.raises(RuntimeError, match="graphs"):
+        rig.manager.warmup()
+    rig.manager.start()
+
+
+def test_start_waits_for_a_warm_up() -> None:
+    rig = Rig()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        inside.set()
+        assert go_on.wait(WAIT)
+
+    rig.runner.warmup = slow  # type: ignore[method-assign]
+    warming = in_thread(rig.manager.warmup)
+    assert inside.wait(WAIT)
+    starting = in_thread(rig.manager.start)
+    assert not rig.manager.is_running()
+    go_on.set()
+    assert ended(warming)
+    assert ended(starting)
+    assert rig.manager.is_running()
+    rig.manager.stop(timeout=WAIT)
+
+
+# ---- pauses ----------------------------------------------------------------------------------
+
+
+class Steps:
+    """Fails when a step runs where none may."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.count = 0
+        self.may_run = True
+        self.wrong = False
+        rig.runner.hook = self
+
+    def __call__(self, batch: ScheduledBatch) -> None:
+        self.count += 1
+        self.wrong = self.wrong or not self.may_run
+
+
+@pytest.fixture
+def steps(rig: Rig) -> Iterator[Steps]:
+    steps = Steps(rig)
+    yield steps
+    assert not steps.wrong
+
+
+def test_nothing_runs_in_a_pause_and_all_goes_on_behind_it(rig: Rig, steps: Steps) -> None:
+    rig.manager.add_request([1], request_id="a", max_new_tokens=600, streaming=True)
+    first = result(rig.manager, "a")
+    with rig.manager.pause():
+        steps.may_run = False
+        before = steps.count
+        rig.manager.add_request([2], request_id="b", max_new_tokens=4)
+        while (rest := rig.manager.get_result("a", timeout=0)) is not None:
+            first = rest
+        assert rig.manager.get_result("b", timeout=0.02) is None
+        assert steps.count == before
+        steps.may_run = True
+    assert len(first.generated_tokens) < 600
+    assert result(rig.manager, "b").generated_tokens == expected_tokens([2], 4)
+    last = list(rig.manager.request_id_iter("a"))[-1]
+    assert last.generated_tokens == expected_tokens([1], 600)
+    assert rig.core.scheduler.num_preemptions == 0
+
+
+def test_the_last_of_several_holders_lets_the_loop_go_on(rig: Rig, steps: Steps) -> None:
+    rig.manager.add_request([1], request_id="a", max_new_tokens=900)
+    inside = threading.Barrier(4, timeout=WAIT)
+    leave = [threading.Event() for _ in range(3)]
+
+    def hold(index: int) -> None:
+        with rig.manager.pause(), rig.manager.pause():  # the same thread may hold twice
+            inside.wait()
+            assert leave[index].wait(WAIT)
+            if index == 2:
+                steps.may_run = True
+
+    holders = [in_thread(lambda index=index: hold(index)) for index in range(3)]  # type: ignore[misc]
+    inside.wait()
+    steps.may_run = False
+    before = steps.count
+    for index in (0, 1):
+        leave[index].set()
+        assert ended(holders[index])
+        assert rig.manager.get_result("a", timeout=0.01) is None
+        assert steps.count == before
+    leave[2].set()
+    assert ended(holders[2])
+    assert result(rig.manager, "a").generated_tokens == expected_tokens([1], 900)
+
+
+def test_an_error_in_the_window_ends_the_pause(rig: Rig) -> None:
+    with pytest.raises(KeyError), rig.manager.pause():
+        raise KeyError("the holder's own")
+    rig.manager.add_request([1], request_id="a", max_new_tokens=2)
+    assert result(rig.manager, "a").is_finished()
+
+
+def test_only_a_running_engine_can_be_paused(rig: Rig) -> None:
+    with pytest.raises(EngineUnavailableError, match="not running"), Rig().manager.pause():
+        pytest.fail("entered")
+    rig.manager.stop()
+    with pytest.raises(EngineUnavailableError, match="not running"), rig.manager.pause():
+        pytest.fail("entered")
+
+
+def test_a_stop_while_paused_takes_effect_behind_the_pause(rig: Rig, steps: Steps) -> None:
+    rig.manager.add_request([1], request_id="a", max_new_tokens=500)
+    with rig.manager.pause():
+        steps.may_run = False
+        with pytest.raises(RuntimeError, match="leave the pause"):
+            rig.manager.stop()
+        rig.manager.add_request([1], request_id="b", max_new_tokens=3)  # it was not stopped
+        with pytest.raises(RuntimeError, match="leave the pause"):
+            rig.manager.join()
+        stopping = in_thread(rig.manager.stop)
+        rig.manager.stop(block=False)
+        assert rig.manager.is_running()
+        steps.may_run = True
+    assert ended(stopping)
+    outputs = {output.request_id: output.generated_tokens for output in rig.manager}
+    assert outputs == {"a": expected_tokens([1], 500), "b": expected_tokens([1], 3)}
+
+
+def test_a_hard_stop_while_paused(rig: Rig) -> None:
+    rig.manager.add_request([1], request_id="a", max_new_tokens=800)
+    with rig.manager.pause():
+        rig.manager.stop(block=False, hard_stop=True)
+    rig.manager.join(WAIT)
+    assert not rig.manager.is_running()
+    assert result(rig.manager, "a").is_finished()
+
+
+def test_death_before_the_window_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    entered, gate = threading.Event(), threading.Event()
+
+    def broken(*arguments: Any, **options: Any) -> None:
+        entered.set()
+        assert gate.wait(WAIT)
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(rig.core.scheduler, "schedule", broken)
+    monkeypatch.setattr(rig.core, "fail_all", broken)
+    rig.manager.start()
+    rig.manager.add_request([1], request_id="a", max_new_tokens=2)
+    assert entered.wait(WAIT)
+    caught: list[EngineUnavailableError] = []
+
+    def hold() -> None:
+        try:
+            with rig.manager.pause():
+                pass
+        except EngineUnavailableError as error:
+            caught.append(error)
+
+    holder = in_thread(hold)
+    while not rig.manager._pause.is_wanted:
+        assert holder.is_alive()
+    gate.set()
+    assert ended(holder)
+    assert "ended before" in str(caught[0])
+    assert rig.manager.failure is not None
+    assert result(rig.manager, "a").status is RequestStatus.FAILED
+
+
+# ---- requests that a bug has lost --------------------------------------------------------------
+
+
+def test_a_request_that_the_core_lost_on_its_way_in_ends_too(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = rig.core.add
+    broken = ["a"]
+
+    def lose(spec: Any, *arguments: Any) -> None:
+        if spec.request_id in broken:
+            raise RuntimeError("a bug")
+        add(spec, *arguments)
+
+    monkeypatch.setattr(rig.core, "add", lose)
+    rig.manager.add_request([1], request_id="a", max_new_tokens=2)
+    output = result(rig.manager, "a")
+    assert output.status is RequestStatus.FAILED
+    assert output.finish_reason is FinishReason.ERROR
+    broken.clear()
+    rig.manager.add_request([1], request_id="a", max_new_tokens=2)
+    assert result(rig.manager, "a").generated_tokens == expected_tokens([1], 2)
+
+
+def test_a_grammar_that_cannot_be_followed_costs_its_request_alone() -> None:
+    sink = Sink()
+    rig = LoopRig(sink=sink)
+    rig.hold()
+    rig.loop.start()
+    rig.loop.submit(make_request("neighbour", [1], 3))
+
+    def broken() -> Any:
+        raise ValueError("a grammar's own")
+
+    arrival = rig.loop.submit(make_request("bad", [1], 3), broken).arrival
+    rig.let()
+    rig.loop.stop(timeout=WAIT)
+    finishes = {
+        output.request_id: output.finish
+        for step in sink.steps
+        for output in step.outputs
+        if output.finish is not None
+    }
+    assert finishes["neighbour"].reason is FinishReason.LENGTH
+    assert finishes["bad"].reason is FinishReason.ERROR
+    assert finishes["bad"].timings.arrival == arrival
+    assert finishes["bad"].failure is not None
+    assert "grammar" in finishes["bad"].failure.message
