@@ -247,7 +247,9 @@ class ResultRouter:
             choice.tokens.extend(output.token_ids)
             choice.logprobs.extend(output.logprobs or ())
             if choice.timestamps is not None:
-                choice.timestamps.extend([now] * len(output.token_ids))
+                last = None if output.finish is None else output.finish.timings.last_token
+                # The last one is not later than the end that is reported with it.
+                choice.timestamps.extend([now if last is None else last] * len(output.token_ids))
             kept = _look_for_stop(choice, output.token_ids)
             if kept is not None and output.finish is None:
                 to_finish.append((output.request_id, kept, output.choice))

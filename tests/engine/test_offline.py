@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import GenerationConfig
 
+import engine
 from engine.config import ContinuousBatchingConfig
 from engine.errors import (
     HeadraceError,
@@ -21,6 +25,7 @@ from engine.outputs import FinishReason
 from engine.request import RequestStatus
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
 
+DEMO = Path(__file__).parents[2] / "models" / "demo"
 SMALL = ContinuousBatchingConfig(block_size=8, num_blocks=64, max_batch_tokens=64)
 
 
@@ -290,3 +295,125 @@ def test_context_manager_finishes_what_is_live(llama: LoadedModel) -> None:
     assert output is not None
     assert output.generated_tokens == greedy_reference(llama.model, prompt, 6)
     assert not manager.is_running()
+
+
+# ---- kept managers -----------------------------------------------------------------------------
+
+
+def test_a_kept_manager_comes_again_with_its_cache(llama: LoadedModel) -> None:
+    prompt = make_prompts((9,))[0]
+    right = greedy_reference(llama.model, prompt, 4)
+    first = llama.init_continuous_batching(continuous_batching_config=SMALL)
+    first.start()
+    name = first.add_request(prompt, max_new_tokens=4)
+    first.stop(keep_for_next_session=True)
+    assert llama.init_continuous_batching(continuous_batching_config=SMALL) is first
+    output = first.get_result(name)
+    assert output is not None
+    assert output.generated_tokens == right
+    # It is in use: another session gets one of its own, which takes the kept one's place.
+    first.start()
+    other = llama.init_continuous_batching(continuous_batching_config=SMALL)
+    assert other is not first
+    first.stop(keep_for_next_session=True)
+    other.stop(keep_for_next_session=True)  # it never ran
+    assert llama.init_continuous_batching(continuous_batching_config=SMALL) is other
+    llama.destroy_cached_continuous_batching_manager()
+
+
+def test_a_kept_manager_is_dropped_for_other_configs(llama: LoadedModel) -> None:
+    def keep(**options: Any) -> Any:
+        manager = llama.init_continuous_batching(**options)
+        manager.start()
+        manager.stop(block=False, keep_for_next_session=True)
+        manager.join(60)
+        return manager
+
+    options: Any = {"continuous_batching_config": SMALL}
+    first = keep(**options)
+    assert llama.init_continuous_batching(GenerationConfig(max_new_tokens=3), SMALL) is not first
+    assert llama._kept._manager is None
+    first = keep(**options)
+    first.start()  # by its owner, who still has it
+    assert llama._kept._manager is None
+    first.stop()
+    assert llama._kept._manager is None, "it was not asked to be kept this time"
+
+
+def test_a_dropped_manager_frees_its_cache_at_once(llama: LoadedModel) -> None:
+    manager = llama.init_continuous_batching(continuous_batching_config=SMALL)
+    manager.start()
+    manager.add_request([5, 6], max_new_tokens=2)
+    manager.stop()
+    runner: Any = manager._core.runner
+    cache = weakref.ref(runner._caches[0].keys)
+    gc.collect()
+    gc.disable()
+    try:
+        del manager, runner
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+def test_a_batch_reads_its_own_results_only(llama: LoadedModel) -> None:
+    prompt = make_prompts((5,))[0]
+    right = greedy_reference(llama.model, prompt, 3)
+    manager = llama.init_continuous_batching(continuous_batching_config=SMALL)
+    manager.start()
+    manager.add_request([7], request_id="req_0", max_new_tokens=1)
+    manager.stop(keep_for_next_session=True)
+    outputs = llama.generate_batch(
+        [prompt], continuous_batching_config=SMALL, max_new_tokens=3, progress_bar=False
+    )
+    assert {name: output.generated_tokens for name, output in outputs.items()} == {"req_1": right}
+    left = manager.get_result()
+    assert left is not None
+    assert left.request_id == "req_0"
+    assert manager.get_result() is None
+
+
+def test_a_persistent_context(llama: LoadedModel) -> None:
+    with llama.continuous_batching_context_manager(
+        continuous_batching_config=SMALL, persistent_manager=True
+    ) as first:
+        assert first.warmed_up
+    with llama.continuous_batching_context_manager(continuous_batching_config=SMALL) as second:
+        assert second is first
+    assert llama._kept._manager is None
+
+
+def test_death_in_a_batch_gives_what_there_is(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object, **options: object) -> None:
+        raise RuntimeError("a bug")
+
+    manager = llama.init_continuous_batching(continuous_batching_config=SMALL)
+    monkeypatch.setattr(manager._core.scheduler, "schedule", broken)
+    monkeypatch.setattr(manager._core, "fail_all", broken)
+    manager.stop(keep_for_next_session=True)
+    outputs = llama.generate_batch(
+        [[5], [6], [7]], continuous_batching_config=SMALL, max_new_tokens=3, progress_bar=False
+    )
+    assert list(outputs) == ["req_0", "req_1", "req_2"]
+    assert {output.status for output in outputs.values()} == {RequestStatus.FAILED}
+    assert all(output.error for output in outputs.values())
+    assert llama._kept._manager is None, "a dead manager is not kept"
+
+
+def test_a_model_without_a_path_has_no_tokenizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the current directory holds."""
+    monkeypatch.chdir(DEMO)
+    model = from_model(make_model(FAMILIES["llama"]()))
+    assert model.tokenizer is None
+    assert from_model(model.model, tokenizer_path=DEMO).tokenizer is not None
+
+
+def test_what_users_import() -> None:
+    for name in engine.__all__:
+        assert getattr(engine, name) is not None
+    with pytest.raises(AttributeError, match="nonsense"):
+        engine.nonsense  # noqa: B018

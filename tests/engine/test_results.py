@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from engine.errors import DuplicateRequestError, RequestNotFoundError
+from engine.errors import (
+    DuplicateRequestError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestNotFoundError,
+)
+from engine.manager import _Prepared
 from engine.outputs import FinishReason, StepOutputs
 from engine.request import RequestStatus
-from engine.results import GenerationOutput, ResultRouter
+from engine.results import GenerationOutput, ResultRouter, choice_name
+from engine.types import RequestId
 from tests.engine.fake_runner import (
     VOCAB,
     expected_tokens,
@@ -295,3 +304,202 @@ def test_a_second_record_of_an_id_does_not_replace_the_first() -> None:
     assert router.get("a", timeout=0) is None
     router.forget(spec.request_id)
     router.expect(spec, 100.0)
+
+
+# ---- several choices ---------------------------------------------------------------------------
+
+
+def admit(rig: Rig, name: str, n: int, max_tokens: int = 3, **options: Any) -> None:
+    """A request of several choices, as num_return_sequences makes it."""
+    spec = dataclasses.replace(make_request(name, [4, 5], max_tokens), n=n)
+    rig.manager._admit(
+        [_Prepared(spec, options.pop("make_stop_finder", None))],
+        **{"streaming": False, "record_timestamps": False, **options},
+    )
+
+
+@pytest.fixture
+def forks() -> Iterator[Rig]:
+    rig = Rig(verify=False)
+    rig.manager.start()
+    yield rig
+    rig.let()
+    rig.manager.stop(timeout=WAIT, hard_stop=True)
+    assert rig.kv_cache.num_used_blocks == 0
+    assert not rig.manager._live
+    assert not rig.manager._router._requests
+
+
+def test_each_choice_has_a_name_of_its_own(forks: Rig) -> None:
+    admit(forks, "a", 3, record_timestamps=True)
+    outputs = {name: result(forks.manager, name) for name in ("a__child#1", "a", "a__child#0")}
+    for index, name in enumerate(("a", "a__child#0", "a__child#1")):
+        assert name == choice_name("a", index)
+        output = outputs[name]
+        assert output.request_id == name
+        assert output.choice == index
+        assert output.prompt_ids == [4, 5]
+        assert output.generated_tokens == expected_tokens([4, 5], 3)
+        assert output.timestamps is not None
+        assert len(output.timestamps) == 3
+        assert output.created_time <= output.lifespan[0] <= output.timestamps[0]
+        assert output.timestamps[-1] <= output.lifespan[1]
+    assert forks.manager.get_result(timeout=0) is None
+    admit(forks, "a", 2)  # all names are free again
+    assert {result(forks.manager).request_id for _ in range(2)} == {"a", "a__child#0"}
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_choices_of_next_to_nothing(forks: Rig, max_tokens: int) -> None:
+    spec = dataclasses.replace(make_request("a", [4], max_tokens), n=3)
+    forks.manager._admit([_Prepared(spec, None)], streaming=True, record_timestamps=False)
+    for index in range(3):
+        outputs = list(forks.manager.request_id_iter(choice_name("a", index)))
+        assert [output.is_finished() for output in outputs] == [True]
+        assert outputs[0].generated_tokens == expected_tokens([4], max_tokens)
+        assert outputs[0].finish_reason is FinishReason.LENGTH
+
+
+def test_each_choice_streams(forks: Rig) -> None:
+    admit(forks, "a", 2, streaming=True)
+    right = expected_tokens([4, 5], 3)
+    for name in ("a__child#0", "a"):
+        outputs = list(forks.manager.request_id_iter(name))
+        assert [output.generated_tokens for output in outputs] == [
+            right[:length] for length in (1, 2, 3)
+        ]
+
+
+async def test_each_choice_has_handlers_of_its_own(forks: Rig) -> None:
+    forks.hold()
+    admit(forks, "a", 3, streaming=True)
+    seen: dict[str, list[GenerationOutput]] = {"a": [], "a__child#1": []}
+    done = asyncio.Event()
+
+    def take(output: GenerationOutput) -> None:
+        seen[output.request_id].append(output)
+        if all(outputs and outputs[-1].is_finished() for outputs in seen.values()):
+            done.set()
+
+    for name in seen:
+        forks.manager.register_result_handler(name, take)
+    forks.let()
+    await asyncio.wait_for(done.wait(), WAIT)
+    assert [len(outputs) for outputs in seen.values()] == [3, 3]
+    forks.manager.stop()
+    assert [output.request_id for output in forks.manager] == ["a__child#0"] * 3
+
+
+def test_a_stop_string_ends_its_choice_alone(forks: Rig) -> None:
+    finders = iter([_stop_at(4), _stop_at(99), _stop_at(2)])
+    admit(forks, "a", 3, 8, make_stop_finder=lambda: next(finders)(("x",)))
+    lengths = [len(result(forks.manager, choice_name("a", i)).generated_tokens) for i in range(3)]
+    assert lengths == [3, 8, 1]
+
+
+def test_cancelling_ends_all_choices(forks: Rig) -> None:
+    admit(forks, "a", 3, 900)
+    assert not forks.manager.cancel_request("a__child#0")
+    assert forks.manager.cancel_request("a")
+    outputs = [result(forks.manager) for _ in range(3)]
+    assert {output.status for output in outputs} == {RequestStatus.CANCELLED}
+    assert len({output.request_id for output in outputs}) == 3
+
+
+def test_an_error_ends_all_choices(forks: Rig) -> None:
+    forks.runner.invalid = {RequestId("a")}
+    admit(forks, "a", 3)
+    outputs = [result(forks.manager) for _ in range(3)]
+    assert {output.status for output in outputs} == {RequestStatus.FAILED}
+    assert len({output.request_id for output in outputs}) == 3
+    assert all("finite logits" in (output.error or "") for output in outputs)
+
+
+def test_a_choices_name_is_taken(forks: Rig) -> None:
+    forks.hold()
+    admit(forks, "a", 2)
+    with pytest.raises(DuplicateRequestError, match="child#0"):
+        forks.manager.add_request([1], request_id="a__child#0")
+    forks.manager.add_request([1], request_id="b__child#1", max_new_tokens=1)
+    with pytest.raises(DuplicateRequestError, match="b__child#1"):
+        admit(forks, "b", 3)
+    admit(forks, "b", 2)
+
+
+# ---- a stop finder's own failure ---------------------------------------------------------------
+
+
+def test_a_stop_finder_that_fails_costs_its_request_alone() -> None:
+    def make(stop_strings: tuple[str, ...]) -> Any:
+        def find(token_ids: tuple[int, ...]) -> int | None:
+            if stop_strings == ("bad",):
+                raise ValueError("a tokenizer's own bug")
+            return None
+
+        return find
+
+    rig = Rig(make_stop_finder=make, per_request_processors=True)
+    rig.hold()
+    rig.manager.start()
+    rig.manager.add_request([1], request_id="good", max_new_tokens=5, stop_strings="x")
+    rig.manager.add_request([1], request_id="bad", max_new_tokens=500, stop_strings="bad")
+    rig.manager.add_request([1], request_id="last", max_new_tokens=5)
+    rig.let()
+    bad = result(rig.manager, "bad")
+    assert bad.status is RequestStatus.FAILED
+    assert bad.finish_reason is FinishReason.ERROR
+    assert bad.generated_tokens == expected_tokens([1], 1)
+    assert bad.error is not None
+    assert "stop strings" in bad.error
+    assert "bug" not in bad.error
+    for name in ("good", "last"):
+        assert result(rig.manager, name).generated_tokens == expected_tokens([1], 5)
+    rig.manager.stop(timeout=WAIT)
+    assert rig.kv_cache.num_used_blocks == 0
+
+
+# ---- log-probabilities --------------------------------------------------------------------------
+
+
+def test_candidates_are_kept() -> None:
+    rig = Rig(per_request_processors=True)
+    rig.manager.start()
+    rig.manager.add_request([1], max_new_tokens=2, logprobs=3)
+    output = result(rig.manager)
+    assert output.logprobs == [-0.5, -0.5]
+    assert [entry.rank for entry in output.token_logprobs] == [1, 1]
+    assert output.prompt_logprobs is None
+    rig.manager.stop()
+
+
+# ---- several requests at once --------------------------------------------------------------------
+
+
+def test_several_at_once(rig: Rig) -> None:
+    names = rig.manager.add_requests([[1], [2, 3]], max_new_tokens=3, streaming=True)
+    assert names == ["req_0", "req_1"]
+    assert rig.manager.add_requests([]) == []
+    for name, prompt in zip(names, ([1], [2, 3]), strict=True):
+        last = list(rig.manager.request_id_iter(name))[-1]
+        assert last.generated_tokens == expected_tokens(prompt, 3)
+    assert rig.manager.add_request([1], max_new_tokens=1) == "req_2"
+
+
+def test_of_several_all_or_none_are_taken() -> None:
+    rig = Rig(max_queue_size=3)
+    rig.hold()
+    rig.manager.start()
+    with pytest.raises(InvalidRequestError, match=r"inputs\[1\]\.prompt\[0\]"):
+        rig.manager.add_requests([[1], [VOCAB]], max_new_tokens=1)
+    with pytest.raises(QueueFullError):
+        rig.manager.add_requests([[1]] * 4, max_new_tokens=1)
+    names = rig.manager.add_requests([[1]] * 3, max_new_tokens=1)
+    rig.let()
+    rig.manager.stop(timeout=WAIT)
+    assert [output.request_id for output in rig.manager] == names
+    assert rig.core.stats().requests_accepted == 3
+
+
+def test_given_names_are_left_out(rig: Rig) -> None:
+    rig.manager.add_request([1], request_id="req_0", max_new_tokens=1)
+    assert rig.manager.add_request([1], max_new_tokens=1) == "req_1"

@@ -1,0 +1,75 @@
+"""The bounds of a request's fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from engine.admission import MAX_CACHE_SALT_BYTES, AdmissionLimits
+from engine.errors import InvalidRequestError
+from engine.request import GenerationRequest
+from engine.sampling_params import MAX_CHOICES, MAX_LOGPROBS, LogprobParams, SamplingParams
+from engine.types import TokenId
+from tests.engine.fake_runner import make_request
+
+LIMITS = AdmissionLimits(vocab_size=10, model_context=16, cache_context=32)
+
+
+def request(**changes: Any) -> GenerationRequest:
+    return dataclasses.replace(make_request("a", [1, 2], 3), **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n": 1},
+        {"n": MAX_CHOICES},
+        {"priority": 100},
+        {"priority": -100},
+        {"prompt_logprobs": 0},
+        {"prompt_logprobs": MAX_LOGPROBS},
+        {"cache_salt": b"x" * MAX_CACHE_SALT_BYTES},
+        {"time_limit_s": 1e-9},
+        {"sampling": SamplingParams(allowed_token_ids=(TokenId(0), TokenId(9)))},
+        {"sampling": SamplingParams(banned_token_ids=(TokenId(9),))},
+        {"logprobs": LogprobParams(token_ids=(TokenId(9),))},
+        {"prompt": (TokenId(1),) * 15},
+    ],
+)
+def test_within(changes: dict[str, Any]) -> None:
+    LIMITS.check(request(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"n": 0}, r"^n: is 0; .* from 1 to 128"),
+        ({"n": MAX_CHOICES + 1}, "^n: is 129"),
+        ({"n": True}, "^n: is True"),
+        ({"priority": 101}, r"^scheduling\.priority: is 101; .* from -100 to 100"),
+        ({"priority": -101}, r"^scheduling\.priority"),
+        ({"prompt_logprobs": -1}, r"^output\.prompt_logprobs"),
+        ({"prompt_logprobs": MAX_LOGPROBS + 1}, r"^output\.prompt_logprobs: is 129"),
+        ({"cache_salt": b"x" * 257}, r"^scheduling\.cache_salt: has 257 bytes; at most 256"),
+        ({"time_limit_s": 0.0}, r"^scheduling\.time_limit"),
+        ({"time_limit_s": float("nan")}, r"^scheduling\.time_limit"),
+        (
+            {"sampling": SamplingParams(allowed_token_ids=(TokenId(0), TokenId(10)))},
+            r"^sampling\.allowed_token_ids\[1\]: is 10",
+        ),
+        (
+            {"sampling": SamplingParams(banned_token_ids=(TokenId(-1),))},
+            r"^sampling\.banned_token_ids\[0\]: is -1",
+        ),
+        (
+            {"logprobs": LogprobParams(token_ids=(TokenId(10),))},
+            r"^output\.logprob_token_ids\[0\]: is 10",
+        ),
+        ({"prompt": (TokenId(1),) * 16}, "at most 15 fit"),
+    ],
+)
+def test_beyond(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(InvalidRequestError, match=match):
+        LIMITS.check(request(**changes))
