@@ -200,6 +200,17 @@ class EngineLoop:
         finally:
             self._pause.release(holder)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, before the next step at the latest: they belong to weights
+        that were changed. What running requests hold of them they keep to their end.
+        """
+        with self._changed:
+            if self._is_running:
+                self._inbox.append(self._core.scheduler.kv_cache.reset_prefix_cache)
+                self._changed.notify_all()
+            else:
+                self._core.scheduler.kv_cache.reset_prefix_cache()
+
     @property
     def warmed_up(self) -> bool:
         """Whether `warmup` has been done."""

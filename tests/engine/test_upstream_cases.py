@@ -313,20 +313,23 @@ def test_several_threads_use_the_model_in_pauses(loaded: Load) -> None:
 def test_weights_that_are_changed_in_a_pause_act_behind_it(loaded: Load) -> None:
     model = loaded("llama")
     manager = model.init_continuous_batching(
-        continuous_batching_config=ContinuousBatchingConfig(
-            block_size=8, num_blocks=96, allow_block_sharing=False
-        )
+        continuous_batching_config=ContinuousBatchingConfig(block_size=8, num_blocks=96)
     )
     manager.start()
     before = greedy_reference(model.model, PROMPTS[2], 8)
+    name = manager.add_request(PROMPTS[2], max_new_tokens=8)
+    assert read(manager, name).generated_tokens == before
     head = model.model.get_output_embeddings().weight
     try:
         with manager.pause(), torch.no_grad():
             head.copy_(head.roll(7, dims=0).clone())
+            manager.reset_prefix_cache()
         after = greedy_reference(model.model, PROMPTS[2], 8)
         assert after != before
         name = manager.add_request(PROMPTS[2], max_new_tokens=8)
-        assert read(manager, name).generated_tokens == after
+        output = read(manager, name)
+        assert output.generated_tokens == after
+        assert output.cached_tokens == 0
     finally:
         manager.stop(hard_stop=True)
         with torch.no_grad():
