@@ -100,7 +100,11 @@ class LocalEngineClient:
 
     async def submit(self, request: GenerationRequest) -> Admission:
         """Take a request in; see the protocol."""
-        return self._running().submit(request)
+        engine = self._running()
+        compiling = engine.compile_grammar(request)
+        if compiling is None:
+            return engine.submit(request)
+        return engine.submit(request, await asyncio.wrap_future(compiling))
 
     async def cancel(self, request_id: RequestId) -> bool:
         """End a request; see the protocol."""

@@ -28,30 +28,26 @@ from functools import partial
 from engine.admission import AdmissionLimits
 from engine.client import Admission
 from engine.core import EngineCore, MatcherFactory
-from engine.endings import new_error_id
+from engine.endings import end_of_lost, new_error_id
 from engine.errors import (
     DuplicateRequestError,
     EngineUnavailableError,
     QueueFullError,
+    UnsupportedFeatureError,
 )
-from engine.outputs import (
-    Finish,
-    FinishReason,
-    RequestFailure,
-    RequestOutput,
-    StepOutputs,
-    Timings,
-    Usage,
-)
+from engine.outputs import RequestFailure, RequestOutput, StepOutputs
 from engine.pause import PauseGate
 from engine.request import GenerationRequest
+from engine.sampling_params import GrammarParams
 from engine.stats import EngineStats
 from engine.threads import call_on_own_thread
-from engine.types import RequestId
+from engine.types import RequestId, TokenId
 
 logger = logging.getLogger(__name__)
 
 StepSink = Callable[[StepOutputs], None]
+GrammarCompile = Callable[[GrammarParams, frozenset[TokenId]], Future[MatcherFactory]]
+"""Begins to compile a form for a request with these ending ids."""
 
 _MAX_FAILED_STEPS = 3
 """So many unexpected failures of the loop in a row, and the engine is declared dead."""
@@ -69,6 +65,7 @@ class EngineLoop:
         sink: StepSink,
         max_queue_size: int = 0,
         on_end: Callable[[], None] | None = None,
+        compile_grammar: GrammarCompile | None = None,
     ) -> None:
         """Wire a loop.
 
@@ -79,12 +76,14 @@ class EngineLoop:
             max_queue_size: how many requests may wait; 0: no limit.
             on_end: called on the engine's thread as its last act, whether it was stopped or has
                 died (`failure` tells); must not block.
+            compile_grammar: begins to compile the form of a request; None: forms are refused.
         """
         self._core = core
         self._limits = limits
         self._sink = sink
         self._max_queue_size = max_queue_size
         self._on_end = on_end
+        self._compile_grammar = compile_grammar
         self._changed = threading.Condition()
         self._pause = PauseGate(self._changed)
         self._inbox: deque[Callable[[], object]] = deque()
@@ -272,12 +271,15 @@ class EngineLoop:
 
         Args:
             request: what is asked for.
-            make_matcher: of its compiled grammar, where it has one.
+            make_matcher: of its compiled grammar, where it has one; see `compile_grammar`.
 
         Raises:
             InvalidRequestError, DuplicateRequestError, QueueFullError, EngineUnavailableError.
+            ValueError: it has a grammar, and no matcher was given: its form would not be kept.
         """
         self._limits.check(request)
+        if request.grammar is not None and make_matcher is None:
+            raise ValueError("a request with a grammar needs a matcher: see compile_grammar")
         return self._enqueue([(request, make_matcher)], time.monotonic())
 
     def _enqueue(
@@ -305,6 +307,21 @@ class EngineLoop:
                 self._inbox.append(partial(self._add, request, arrival, make_matcher))
             self._changed.notify_all()
             return Admission(queue_position=waiting, arrival=arrival)
+
+    def compile_grammar(self, request: GenerationRequest) -> Future[MatcherFactory] | None:
+        """Begin to compile a request's form, for `submit`. Does not block; the result may be an
+        error for which the request is refused. None: it has no form.
+
+        Raises:
+            UnsupportedFeatureError: forms cannot be followed here.
+        """
+        if request.grammar is None:
+            return None
+        if self._compile_grammar is None:
+            raise UnsupportedFeatureError(
+                "structured_output", "needs the model's tokenizer.json, which is not there"
+            )
+        return self._compile_grammar(request.grammar, request.stop.ending_token_ids)
 
     def cancel_request(self, request_id: str) -> bool:
         """End a request, with all its choices, within one step; its last outputs say CANCELLED.
@@ -420,7 +437,7 @@ class EngineLoop:
         with self._changed:
             self._queued.discard(name)
         failure = RequestFailure(f"its grammar cannot be followed (error {error_id})", error_id)
-        self._deliver(StepOutputs(time.monotonic(), (_lost(name, failure, arrival),)))
+        self._deliver(StepOutputs(time.monotonic(), (end_of_lost(name, failure, arrival),)))
 
     def _recover(self, error: Exception, *, dead: bool) -> StepOutputs:
         """The loop itself failed: end everything that lives, and go on unless it fails again and
@@ -454,7 +471,7 @@ class EngineLoop:
             kept = self._queued if self._failure is None else set()
             names = sorted(self._live - ended - kept)
         now = time.monotonic()
-        return tuple(_lost(name, failure, now) for name in names)
+        return tuple(end_of_lost(name, failure, now) for name in names)
 
     def _deliver(self, outputs: StepOutputs) -> None:
         """Hand one step's outputs to the sink; ids of ended requests are free before their ends are
@@ -473,14 +490,3 @@ class EngineLoop:
             logger.exception(
                 "the sink of the engine's results failed; that step's results are lost to it"
             )
-
-
-def _lost(name: RequestId, failure: RequestFailure, arrival: float) -> RequestOutput:
-    """The end of a request that the core does not know."""
-    finish = Finish(
-        reason=FinishReason.ERROR,
-        usage=Usage(0, 0, 0),
-        timings=Timings(arrival, None, None, None, time.monotonic(), 0),
-        failure=failure,
-    )
-    return RequestOutput(name, finish=finish, ends_request=True)

@@ -12,19 +12,28 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from engine.admission import AdmissionLimits
-from engine.core import EngineCore
+from engine.core import EngineCore, MatcherFactory
 from engine.errors import HeadraceError, InvalidRequestError, UnsupportedFeatureError
 from engine.generation_options import REQUEST_KEYS, GenerationDefaults, RequestOptions
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, GrammarCompile
 from engine.request import GenerationRequest
 from engine.results import GenerationOutput, Mailbox, ResultHandler, ResultRouter, StopFinder
 from engine.types import RequestId, TokenId
 
+_FREE_KEYS = frozenset(
+    {
+        "n", "num_return_sequences", "seed", "stop_strings", "stop_token_ids", "ignore_eos",
+        "logprobs", "logprob_token_ids", "prompt_logprobs", "grammar", "priority", "time_limit_s",
+        "cache_salt", "bypass_prefix_cache",
+    }
+)  # fmt: skip
+"""Options of one request for which no processor is needed; `grammar` has a matcher of its own."""
 StopFinderFactory = Callable[[tuple[str, ...]], StopFinder]
 
 
@@ -45,7 +54,13 @@ class _Prepared:
     """A request that was checked."""
 
     spec: GenerationRequest
-    make_stop_finder: Callable[[], StopFinder] | None
+    make_stop_finder: Callable[[], StopFinder] | None = None
+    compiling: Future[MatcherFactory] | None = None
+
+    @property
+    def make_matcher(self) -> MatcherFactory | None:
+        """Of its grammar; waits for it."""
+        return None if self.compiling is None else self.compiling.result()
 
 
 class ContinuousBatchingManager(EngineLoop):
@@ -65,13 +80,14 @@ class ContinuousBatchingManager(EngineLoop):
         defaults: GenerationDefaults | None = None,
         per_request_processors: bool = False,
         make_stop_finder: StopFinderFactory | None = None,
+        compile_grammar: GrammarCompile | None = None,
         keeper: ManagerKeeper | None = None,
         settings: object = None,
     ) -> None:
         """Wire a manager; `engine.assembly` does it for a loaded model.
 
         Args:
-            core, limits, max_queue_size: see EngineLoop.
+            core, limits, max_queue_size, compile_grammar: see EngineLoop.
             defaults: what requests have unless they say otherwise.
             per_request_processors: whether requests may say otherwise.
             make_stop_finder: makes a stop string matcher; None: there is no tokenizer, stop strings
@@ -82,7 +98,13 @@ class ContinuousBatchingManager(EngineLoop):
         # Nothing that the manager holds holds the manager: a dropped one frees its cache at once.
         finish = weakref.WeakMethod(self.finish_request)
         self._router = ResultRouter(partial(_call_if_alive, finish))
-        super().__init__(core, limits, sink=self._router.accept, max_queue_size=max_queue_size)
+        super().__init__(
+            core,
+            limits,
+            sink=self._router.accept,
+            max_queue_size=max_queue_size,
+            compile_grammar=compile_grammar,
+        )
         self.settings = settings
         self._defaults = defaults or GenerationDefaults(
             None, (), drop_unsupported=True, return_logprobs=False
@@ -250,7 +272,7 @@ class ContinuousBatchingManager(EngineLoop):
     ) -> _Prepared:
         """Make a request of what the caller said, and check it."""
         if overrides and not self._per_request_processors:
-            known = sorted(set(overrides) & REQUEST_KEYS)
+            known = sorted(set(overrides) & (REQUEST_KEYS - _FREE_KEYS))
             if known:
                 raise InvalidRequestError(
                     known[0], "is set for one request; that needs per_request_processors=True"
@@ -263,7 +285,8 @@ class ContinuousBatchingManager(EngineLoop):
         )
         spec = _to_request(options, name, input_ids)
         self._limits.check(spec)
-        return _Prepared(spec, self._stop_finder(options.stop_strings))
+        find_stop = self._stop_finder(options.stop_strings)
+        return _Prepared(spec, find_stop, self.compile_grammar(spec))
 
     def _admit(
         self,
@@ -274,6 +297,7 @@ class ContinuousBatchingManager(EngineLoop):
         mailbox: Mailbox | None = None,
     ) -> None:
         """Take in requests that were checked: all of them, or none."""
+        requests = [(entry.spec, entry.make_matcher) for entry in prepared]
         arrival = time.monotonic()
         expected: list[RequestId] = []
         try:
@@ -287,7 +311,7 @@ class ContinuousBatchingManager(EngineLoop):
                     mailbox=mailbox,
                 )
                 expected.append(entry.spec.request_id)
-            self._enqueue([(entry.spec, None) for entry in prepared], arrival)
+            self._enqueue(requests, arrival)
         except HeadraceError:
             for name in expected:
                 self._router.forget(name)

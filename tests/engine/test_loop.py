@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 
 from engine.batch import ScheduledBatch
-from engine.errors import EngineUnavailableError
+from engine.errors import EngineUnavailableError, UnsupportedFeatureError
 from engine.outputs import FinishReason, StepOutputs
 from engine.request import RequestStatus
+from engine.sampling_params import GrammarKind, GrammarParams
 from tests.engine.fake_runner import expected_tokens, make_request
 from tests.engine.rig import WAIT, LoopRig, Rig, result
 
@@ -355,3 +357,14 @@ def test_a_grammar_that_cannot_be_followed_costs_its_request_alone() -> None:
     assert finishes["bad"].timings.arrival == arrival
     assert finishes["bad"].failure is not None
     assert "grammar" in finishes["bad"].failure.message
+
+
+def test_a_grammar_is_compiled_before_its_request_is_taken(rig: Rig) -> None:
+    request = dataclasses.replace(
+        make_request("a", [1], 3), grammar=GrammarParams(kind=GrammarKind.JSON_OBJECT)
+    )
+    with pytest.raises(UnsupportedFeatureError, match="structured_output"):
+        rig.manager.compile_grammar(request)
+    with pytest.raises(ValueError, match="matcher"):
+        rig.manager.submit(request)
+    assert rig.manager.compile_grammar(make_request("a", [1], 3)) is None
