@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from engine.client import Admission, ModelInfo, ProgressSink, StepSink
 from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.core import MatcherFactory
 from engine.errors import EngineUnavailableError
 from engine.loop import EngineLoop
 from engine.outputs import StepOutputs
@@ -104,7 +105,8 @@ class LocalEngineClient:
         compiling = engine.compile_grammar(request)
         if compiling is None:
             return engine.submit(request)
-        return engine.submit(request, await asyncio.wrap_future(compiling))
+        make_matcher: MatcherFactory = await asyncio.wrap_future(compiling)
+        return engine.submit(request, make_matcher)
 
     async def cancel(self, request_id: RequestId) -> bool:
         """End a request; see the protocol."""

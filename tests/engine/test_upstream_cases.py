@@ -37,6 +37,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "a step ahead": {"block_size": 8, "num_blocks": 64, "use_async_batching": True},
     "no step ahead": {"block_size": 8, "num_blocks": 64, "use_async_batching": False},
     "few blocks, a step ahead": {**FEW_BLOCKS, "use_async_batching": True},
+    "few blocks, offload": {**FEW_BLOCKS, "cpu_offload_space": 0.001},
+    "few blocks, offload, a step ahead": {
+        **FEW_BLOCKS,
+        "cpu_offload_space": 0.001,
+        "use_async_batching": True,
+    },
 }
 
 
