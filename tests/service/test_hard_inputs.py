@@ -120,7 +120,7 @@ class Place(Harness):
     def __init__(self, tiny: Tiny, server: HeadraceServer, engine: Any, channel: Any) -> None:
         super().__init__(server, engine, channel)
         self.tiny = tiny
-        self.manager: Any = engine._manager
+        self.manager: Any = engine._engine
         self.runner: Any = self.manager._core.runner
         self.gate = Gate(self.runner)
 
