@@ -178,8 +178,8 @@ class EngineLoop:
     def _refuse_to_wait_for_itself(self) -> None:
         if self._pause.is_held_here:
             raise RuntimeError(
-                "the engine is paused by this thread and cannot end before the pause does; leave "
-                "the pause first, or call stop(block=False)"
+                "the engine is paused by this thread, which would wait for itself; leave the pause "
+                "first, or call stop(block=False)"
             )
 
     @contextlib.contextmanager
@@ -221,10 +221,12 @@ class EngineLoop:
 
         Raises:
             EngineUnavailableError: the engine ended before it came to it.
+            RuntimeError: the calling thread holds a pause of this engine.
             Exception: what the warm-up itself raises; requests are not touched.
         """
         call: Future[None] | None = None
         with self._changed:
+            self._refuse_to_wait_for_itself()
             self._changed.wait_for(lambda: not self._is_warming)
             if self._is_running:
                 call = Future()

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from engine.admission import AdmissionLimits
 from engine.core import EngineCore, MatcherFactory
-from engine.errors import HeadraceError, InvalidRequestError, UnsupportedFeatureError
+from engine.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.generation_options import REQUEST_KEYS, GenerationDefaults, RequestOptions
 from engine.loop import EngineLoop, GrammarCompile
 from engine.request import GenerationRequest
@@ -312,7 +312,7 @@ class ContinuousBatchingManager(EngineLoop):
                 )
                 expected.append(entry.spec.request_id)
             self._enqueue(requests, arrival)
-        except HeadraceError:
+        except BaseException:  # also an interrupt: nothing may be left behind
             for name in expected:
                 self._router.forget(name)
             raise

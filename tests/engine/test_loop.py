@@ -258,6 +258,8 @@ def test_a_stop_while_paused_takes_effect_behind_the_pause(rig: Rig, steps: Step
         rig.manager.add_request([1], request_id="b", max_new_tokens=3)  # it was not stopped
         with pytest.raises(RuntimeError, match="leave the pause"):
             rig.manager.join()
+        with pytest.raises(RuntimeError, match="leave the pause"):
+            rig.manager.warmup()
         stopping = in_thread(rig.manager.stop)
         rig.manager.stop(block=False)
         assert rig.manager.is_running()
