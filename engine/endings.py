@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import secrets
-import time
 from dataclasses import dataclass
 
-from engine.outputs import (
-    Finish,
-    FinishReason,
-    RequestFailure,
-    RequestOutput,
-    Timings,
-    Usage,
-)
+from engine.outputs import Finish, FinishReason, RequestFailure, Timings, Usage
 from engine.request import GenerationRequest, Request, RequestStatus
-from engine.types import RequestId, TokenId
+from engine.types import TokenId
 
 STATUS_OF = {
     FinishReason.STOP: RequestStatus.FINISHED,
@@ -71,19 +63,6 @@ def describe_end(
         stop_token_id=stop_token_id,
         failure=failure,
     )
-
-
-def end_of_lost(name: RequestId, failure: RequestFailure, arrival: float) -> RequestOutput:
-    """The end of an accepted request that no core knows, or not any more. `arrival`: monotonic
-    seconds.
-    """
-    finish = Finish(
-        reason=FinishReason.ERROR,
-        usage=Usage(0, 0, 0),
-        timings=Timings(arrival, None, None, None, time.monotonic(), 0),
-        failure=failure,
-    )
-    return RequestOutput(name, finish=finish, ends_request=True)
 
 
 def new_error_id() -> str:

@@ -28,14 +28,22 @@ from functools import partial
 from engine.admission import AdmissionLimits
 from engine.client import Admission
 from engine.core import EngineCore, MatcherFactory
-from engine.endings import end_of_lost, new_error_id
+from engine.endings import new_error_id
 from engine.errors import (
     DuplicateRequestError,
     EngineUnavailableError,
     QueueFullError,
     UnsupportedFeatureError,
 )
-from engine.outputs import RequestFailure, RequestOutput, StepOutputs
+from engine.outputs import (
+    Finish,
+    FinishReason,
+    RequestFailure,
+    RequestOutput,
+    StepOutputs,
+    Timings,
+    Usage,
+)
 from engine.pause import PauseGate
 from engine.request import GenerationRequest
 from engine.sampling_params import GrammarParams
@@ -439,7 +447,7 @@ class EngineLoop:
         with self._changed:
             self._queued.discard(name)
         failure = RequestFailure(f"its grammar cannot be followed (error {error_id})", error_id)
-        self._deliver(StepOutputs(time.monotonic(), (end_of_lost(name, failure, arrival),)))
+        self._deliver(StepOutputs(time.monotonic(), (_end_of_lost(name, failure, arrival),)))
 
     def _recover(self, error: Exception, *, dead: bool) -> StepOutputs:
         """The loop itself failed: end everything that lives, and go on unless it fails again and
@@ -473,7 +481,7 @@ class EngineLoop:
             kept = self._queued if self._failure is None else set()
             names = sorted(self._live - ended - kept)
         now = time.monotonic()
-        return tuple(end_of_lost(name, failure, now) for name in names)
+        return tuple(_end_of_lost(name, failure, now) for name in names)
 
     def _deliver(self, outputs: StepOutputs) -> None:
         """Hand one step's outputs to the sink; ids of ended requests are free before their ends are
@@ -492,3 +500,10 @@ class EngineLoop:
             logger.exception(
                 "the sink of the engine's results failed; that step's results are lost to it"
             )
+
+
+def _end_of_lost(name: RequestId, failure: RequestFailure, arrival: float) -> RequestOutput:
+    """The end of an accepted request that the core does not know."""
+    timings = Timings(arrival, None, None, None, time.monotonic(), 0)
+    finish = Finish(FinishReason.ERROR, Usage(0, 0, 0), timings, failure=failure)
+    return RequestOutput(name, finish=finish, ends_request=True)
