@@ -200,7 +200,8 @@ class EngineCore:
         """Wait for the step that is still running, if one is; then nothing touches the model until
         the next `step`. What it brought comes with the next outputs.
         """
-        self._collect()
+        while self._in_flight:
+            self._collect()
 
     def take_outputs(self) -> StepOutputs:
         """The outputs since the last call."""

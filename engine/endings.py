@@ -1,13 +1,31 @@
-"""How requests end: the record of a live one, and the description of its end."""
+"""How requests end: the record of those that live, and the description of an end.
+
+Whatever the cause (a token, a command, a time limit, a failure), a choice ends in `close`, once,
+and with it goes all that the scheduler and the runner keep of it.
+"""
 
 from __future__ import annotations
 
+import heapq
+import logging
 import secrets
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from engine.outputs import Finish, FinishReason, RequestFailure, Timings, Usage
+from engine.outputs import (
+    Finish,
+    FinishReason,
+    RequestFailure,
+    RequestOutput,
+    Timings,
+    Usage,
+)
 from engine.request import GenerationRequest, Request, RequestStatus
-from engine.types import TokenId
+from engine.runner_protocol import Runner
+from engine.scheduler.base import Scheduler
+from engine.types import RequestId, TokenId
+
+logger = logging.getLogger(__name__)
 
 STATUS_OF = {
     FinishReason.STOP: RequestStatus.FINISHED,
@@ -26,7 +44,8 @@ class LiveRequest:
     Attributes:
         spec: what was asked for.
         choices: by index; empty once the request has ended.
-        is_forked: whether all choices have begun; until then, the first one computes the prompt.
+        is_forked: whether all choices have begun (or all end); until then, the first one computes
+            the prompt.
         is_prompt_reported: whether an output has said that the prompt was processed.
     """
 
@@ -42,7 +61,6 @@ def describe_end(
     now: float,
     *,
     stop_token_id: TokenId | None = None,
-    failure: RequestFailure | None = None,
 ) -> Finish:
     """How a choice ended. `now`: monotonic seconds."""
     return Finish(
@@ -61,10 +79,131 @@ def describe_end(
             preemptions=request.preemptions,
         ),
         stop_token_id=stop_token_id,
-        failure=failure,
     )
+
+
+def describe_failure(requests: Sequence[Request], now: float, failure: RequestFailure) -> Finish:
+    """How a request failed.
+
+    Args:
+        requests: the choices that had not ended, at least one. Their tokens are counted together,
+            since the others say nothing more; the timings are the first one's.
+        now: monotonic seconds.
+        failure: why.
+    """
+    first = describe_end(requests[0], FinishReason.ERROR, now)
+    counted = sum(one.num_output_tokens - one.num_pending_tokens for one in requests)
+    usage = replace(first.usage, completion_tokens=counted)
+    return replace(first, usage=usage, failure=failure)
 
 
 def new_error_id() -> str:
     """A short random name under which a cause stands in the log."""
     return secrets.token_hex(6)
+
+
+class LiveRequests:
+    """The requests that have not ended, and the only way in which they do.
+
+    Attributes:
+        by_id: the live requests.
+        outputs: what is to be delivered next.
+        num_accepted, num_finished: since the start.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float]) -> None:
+        """`scheduler`, `runner`: told of each choice that ends. `clock`: monotonic seconds."""
+        self.by_id: dict[RequestId, LiveRequest] = {}
+        self.outputs: list[RequestOutput] = []
+        self.num_accepted = 0
+        self.num_finished = 0
+        self._scheduler = scheduler
+        self._runner = runner
+        self._clock = clock
+        self._deadlines: list[tuple[float, int, LiveRequest]] = []  # heap; ended ones stay a while
+
+    def add(self, spec: GenerationRequest, choices: dict[int, Request]) -> LiveRequest:
+        """Take in a request, with its choices by index."""
+        live = LiveRequest(spec, choices, is_forked=len(choices) == 1)
+        self.by_id[spec.request_id] = live
+        self.num_accepted += 1
+        if spec.time_limit_s is not None:
+            deadline = choices[0].arrival + spec.time_limit_s
+            heapq.heappush(self._deadlines, (deadline, self.num_accepted, live))
+        return live
+
+    def take_outputs(self) -> tuple[RequestOutput, ...]:
+        """The outputs since the last call."""
+        outputs = tuple(self.outputs)
+        self.outputs.clear()
+        return outputs
+
+    def fail_alone(self, live: LiveRequest, what: str, error: Exception | None = None) -> None:
+        """End one request with an error that is its own."""
+        error_id = new_error_id()
+        logger.error("error %s: %s: %s", error_id, live.spec.request_id, what, exc_info=error)
+        self.fail(live, RequestFailure(message=f"{what} (error {error_id})", error_id=error_id))
+
+    def fail(self, live: LiveRequest, failure: RequestFailure) -> None:
+        """End a request with an error: one output, whatever was to come of its choices."""
+        live.is_forked = True  # no choice takes over from another
+        requests = tuple(live.choices.values())
+        for request in requests:
+            self.close(live, request, FinishReason.ERROR)
+        self.outputs.append(
+            RequestOutput(
+                live.spec.request_id,
+                choice=requests[0].choice,
+                finish=describe_failure(requests, self._clock(), failure),
+                ends_request=True,
+            )
+        )
+
+    def end_overdue(self, now: float) -> None:
+        """End the requests whose time limits have passed. `now`: monotonic seconds."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, live = heapq.heappop(self._deadlines)
+            self.end_all(live, FinishReason.TIME_LIMIT)
+
+    def end_all(self, live: LiveRequest, reason: FinishReason) -> None:
+        """End a request's live choices now, with an output each."""
+        live.is_forked = True  # no choice takes over from another
+        for request in list(live.choices.values()):
+            self.end(live, request, reason)
+
+    def end(self, live: LiveRequest, request: Request, reason: FinishReason) -> None:
+        """End a choice now, with an output of its own."""
+        self.close(live, request, reason)
+        self.outputs.append(
+            RequestOutput(
+                request_id=request.request_id,
+                choice=request.choice,
+                finish=describe_end(request, reason, self._clock()),
+                ends_request=not live.choices,
+            )
+        )
+
+    def close(self, live: LiveRequest, request: Request, reason: FinishReason) -> None:
+        """Take a choice out of everything that knows it. The only way in which one ends."""
+        leads = not live.is_forked and request is next(iter(live.choices.values()))
+        del live.choices[request.choice]
+        if not live.choices:
+            del self.by_id[request.request_id]
+            self.num_finished += 1
+            self._tidy_deadlines()
+        self._scheduler.remove(request)
+        self._runner.release(request.key)
+        request.status = STATUS_OF[reason]
+        if leads and live.choices:
+            # The one that computes the prompt ends before the others began: the next one does.
+            successor = next(iter(live.choices.values()))
+            if request.first_scheduled is None:
+                self._scheduler.add(successor)
+            else:
+                self._scheduler.put_back(successor)
+
+    def _tidy_deadlines(self) -> None:
+        """Drop the deadlines of ended requests when they are the most. O(1), amortised."""
+        if len(self._deadlines) > 2 * len(self.by_id) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].choices]
+            heapq.heapify(self._deadlines)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from engine.admission import AdmissionLimits
 from engine.core import EngineCore, MatcherFactory
 from engine.errors import InvalidRequestError, UnsupportedFeatureError
-from engine.generation_options import REQUEST_KEYS, GenerationDefaults, RequestOptions
+from engine.generation_options import REQUEST_KEYS, GenerationDefaults
 from engine.loop import EngineLoop, GrammarCompile
 from engine.request import GenerationRequest
 from engine.results import GenerationOutput, Mailbox, ResultHandler, ResultRouter, StopFinder
@@ -283,7 +283,8 @@ class ContinuousBatchingManager(EngineLoop):
             eos_token_id=eos_token_id,
             overrides=overrides,
         )
-        spec = _to_request(options, name, input_ids)
+        prompt = tuple(TokenId(token) for token in input_ids)
+        spec = options.to_request(RequestId(name), prompt)
         self._limits.check(spec)
         find_stop = self._stop_finder(options.stop_strings)
         return _Prepared(spec, find_stop, self.compile_grammar(spec))
@@ -381,16 +382,6 @@ class ContinuousBatchingManager(EngineLoop):
             RuntimeError: no event loop is running here.
         """
         self._router.register(request_id, callback)
-
-
-def _to_request(options: RequestOptions, name: str, input_ids: Sequence[int]) -> GenerationRequest:
-    return GenerationRequest(
-        request_id=RequestId(name),
-        prompt=tuple(TokenId(token) for token in input_ids),
-        sampling=options.sampling,
-        stop=options.stop,
-        logprobs=options.logprobs,
-    )
 
 
 def _call_if_alive(method: weakref.WeakMethod[Any], *arguments: object) -> None:

@@ -199,6 +199,7 @@ class LoadedModel:
             drop_unsupported=config.drop_unsupported_processors,
             return_logprobs=config.return_logprobs,
             vocab_size=self._verified.vocab_size,
+            seed=config.seed,
         )
         settings = (generation.to_json_string(), config)
         kept = self._kept.take(settings)

@@ -24,7 +24,14 @@ class LoopRig:
     def __init__(self, **options: Any) -> None:
         core_options = {
             name: options.pop(name)
-            for name in ("num_blocks", "max_requests", "max_batch_tokens", "block_size", "verify")
+            for name in (
+                "num_blocks",
+                "max_requests",
+                "max_batch_tokens",
+                "block_size",
+                "overlap",
+                "late",
+            )
             if name in options
         }
         core, runner, kv_cache = make_core(

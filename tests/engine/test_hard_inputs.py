@@ -181,16 +181,16 @@ def test_exception_in_forward(
 ) -> None:
     near.check()
     runner: Any = near.manager._core.runner
-    forward, left = runner._forward, 1
+    forward, left = runner._forward.as_it_comes, 1
 
-    def failing(inputs: Any) -> Any:
+    def failing(*arguments: Any) -> Any:
         nonlocal left
         if left:
             left -= 1
             raise torch.OutOfMemoryError("CUDA out of memory: 1234 GiB of /secret/path")
-        return forward(inputs)
+        return forward(*arguments)
 
-    monkeypatch.setattr(runner, "_forward", failing)
+    monkeypatch.setattr(runner._forward, "as_it_comes", failing)
     near.manager.add_request([5], request_id="unlucky", max_new_tokens=3)
     output = near.result("unlucky")
     assert output.status is RequestStatus.FAILED
@@ -240,7 +240,7 @@ def test_nan_left_in_freed_blocks_reaches_nobody(
     config = ContinuousBatchingConfig(block_size=8, num_blocks=80, max_batch_tokens=64)
     manager = loaded("qwen3").init_continuous_batching(continuous_batching_config=config)
     runner: Any = manager._core.runner
-    for cache in runner._caches:
+    for cache in runner.kv.caches:
         cache.keys[8:] = float("nan")  # all but the null block
         cache.values[8:] = float("nan")
     near = Neighbourhood(manager, right)

@@ -208,6 +208,19 @@ def test_nothing_runs_in_a_pause_and_all_goes_on_behind_it(rig: Rig, steps: Step
     assert rig.core.scheduler.num_preemptions == 0
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_step_in_flight_is_over_before_the_window_opens(streaming: bool) -> None:
+    rig = Rig(overlap=True, late=True)
+    rig.manager.start()
+    rig.manager.add_request([1], request_id="a", max_new_tokens=400, streaming=streaming)
+    for _ in range(20):
+        with rig.manager.pause():
+            assert not rig.core._in_flight
+    last = list(rig.manager.request_id_iter("a"))[-1]
+    assert last.generated_tokens == expected_tokens([1], 400)
+    rig.manager.stop(timeout=WAIT)
+
+
 def test_the_last_of_several_holders_lets_the_loop_go_on(rig: Rig, steps: Steps) -> None:
     rig.manager.add_request([1], request_id="a", max_new_tokens=900)
     inside = threading.Barrier(4, timeout=WAIT)

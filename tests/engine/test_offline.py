@@ -346,7 +346,7 @@ def test_a_dropped_manager_frees_its_cache_at_once(llama: LoadedModel) -> None:
     manager.add_request([5, 6], max_new_tokens=2)
     manager.stop()
     runner: Any = manager._core.runner
-    cache = weakref.ref(runner._caches[0].keys)
+    cache = weakref.ref(runner.kv.caches[0].keys)
     gc.collect()
     gc.disable()
     try:

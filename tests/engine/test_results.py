@@ -27,6 +27,7 @@ from tests.engine.fake_runner import (
     expected_tokens,
     make_core,
     make_request,
+    prompt_logprob,
 )
 from tests.engine.rig import WAIT, LoopRig, Rig, result
 
@@ -320,7 +321,7 @@ def admit(rig: Rig, name: str, n: int, max_tokens: int = 3, **options: Any) -> N
 
 @pytest.fixture
 def forks() -> Iterator[Rig]:
-    rig = Rig(verify=False)
+    rig = Rig()
     rig.manager.start()
     yield rig
     rig.let()
@@ -339,7 +340,7 @@ def test_each_choice_has_a_name_of_its_own(forks: Rig) -> None:
         assert output.request_id == name
         assert output.choice == index
         assert output.prompt_ids == [4, 5]
-        assert output.generated_tokens == expected_tokens([4, 5], 3)
+        assert output.generated_tokens == expected_tokens([4, 5], 3, choice=index)
         assert output.timestamps is not None
         assert len(output.timestamps) == 3
         assert output.created_time <= output.lifespan[0] <= output.timestamps[0]
@@ -356,15 +357,15 @@ def test_choices_of_next_to_nothing(forks: Rig, max_tokens: int) -> None:
     for index in range(3):
         outputs = list(forks.manager.request_id_iter(choice_name("a", index)))
         assert [output.is_finished() for output in outputs] == [True]
-        assert outputs[0].generated_tokens == expected_tokens([4], max_tokens)
+        assert outputs[0].generated_tokens == expected_tokens([4], max_tokens, choice=index)
         assert outputs[0].finish_reason is FinishReason.LENGTH
 
 
 def test_each_choice_streams(forks: Rig) -> None:
     admit(forks, "a", 2, streaming=True)
-    right = expected_tokens([4, 5], 3)
-    for name in ("a__child#0", "a"):
-        outputs = list(forks.manager.request_id_iter(name))
+    for choice in (1, 0):
+        outputs = list(forks.manager.request_id_iter(choice_name("a", choice)))
+        right = expected_tokens([4, 5], 3, choice=choice)
         assert [output.generated_tokens for output in outputs] == [
             right[:length] for length in (1, 2, 3)
         ]
@@ -466,9 +467,14 @@ def test_candidates_are_kept() -> None:
     rig.manager.start()
     rig.manager.add_request([1], max_new_tokens=2, logprobs=3)
     output = result(rig.manager)
-    assert output.logprobs == [-0.5, -0.5]
-    assert [entry.rank for entry in output.token_logprobs] == [1, 1]
+    assert output.logprobs == [-float(token) for token in output.generated_tokens]
+    assert [entry.rank for entry in output.token_logprobs] == [1, 2]
     assert output.prompt_logprobs is None
+    rig.manager.add_request([1, 5, 9], max_new_tokens=1, prompt_logprobs=0, n=2)
+    for _ in range(2):
+        output = result(rig.manager)
+        assert output.prompt_logprobs == [prompt_logprob(5, 1), prompt_logprob(9, 2)]
+        assert output.logprobs == []
     rig.manager.stop()
 
 

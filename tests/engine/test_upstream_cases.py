@@ -15,7 +15,7 @@ from engine.config import ContinuousBatchingConfig
 from engine.manager import ContinuousBatchingManager
 from engine.offline import LoadedModel
 from engine.request import RequestStatus
-from engine.results import GenerationOutput
+from engine.results import GenerationOutput, choice_name
 from tests.engine.rig import WAIT
 from tests.tiny_models import WINDOW, greedy_reference, make_prompts
 
@@ -37,6 +37,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "a step ahead": {"block_size": 8, "num_blocks": 64, "use_async_batching": True},
     "no step ahead": {"block_size": 8, "num_blocks": 64, "use_async_batching": False},
     "few blocks, a step ahead": {**FEW_BLOCKS, "use_async_batching": True},
+    "prefill first": {"scheduler_type": "prefill_first", "block_size": 8, "num_blocks": 64},
+    "few blocks, prefill first": {**FEW_BLOCKS, "scheduler_type": "prefill_first"},
+    "few blocks, priority": {**FEW_BLOCKS, "scheduler_type": "priority"},
     "few blocks, offload": {**FEW_BLOCKS, "cpu_offload_space": 0.001},
     "few blocks, offload, a step ahead": {
         **FEW_BLOCKS,
@@ -232,7 +235,10 @@ def test_processors_of_single_requests(loaded: Load) -> None:
     assert all(ours != greedy for ours, greedy in zip(together[1:], plain[1:], strict=True))
 
 
-HISTORY = {"repetition penalty": {"repetition_penalty": 1.6}}
+HISTORY: dict[str, dict[str, Any]] = {
+    "repetition penalty": {"repetition_penalty": 1.6},
+    "no repeated n-gram": {"no_repeat_ngram_size": 2},
+}
 
 
 @pytest.mark.parametrize("processor", HISTORY.values(), ids=HISTORY)
@@ -279,6 +285,50 @@ def test_a_common_prefix_is_computed_once(loaded: Load, shares: bool) -> None:
     assert [output.cached_tokens for output in others] == ([40, 40] if shares else [0, 0])
     for prompt, output in zip(prompts, [first, *others], strict=True):
         assert output.generated_tokens == greedy_reference(model.model, prompt, 6)
+
+
+def test_several_sequences_of_each_prompt(loaded: Load) -> None:
+    """Of four blocks, in which not even two prompts' choices find room together, too."""
+    model = loaded("llama")
+    prompts = [PROMPTS[4], PROMPTS[0], PROMPTS[2]]
+    generation = GenerationConfig(
+        num_return_sequences=3, do_sample=True, temperature=1.3, seed=11, max_new_tokens=12
+    )
+    names = [choice_name(f"req_{i}", choice) for i in range(3) for choice in range(3)]
+    results = []
+    for options in ({"block_size": 8, "num_blocks": 96}, FEW_BLOCKS):
+        outputs = model.generate_batch(
+            prompts,
+            generation,
+            ContinuousBatchingConfig(**options, seed=5),
+            progress_bar=False,
+            record_timestamps=True,
+        )
+        assert list(outputs) == names
+        assert {output.status for output in outputs.values()} == {RequestStatus.FINISHED}
+        for index, output in enumerate(outputs.values()):
+            assert output.prompt_ids == prompts[index // 3]
+            assert output.choice == index % 3
+            assert len(output.timestamps or ()) == len(output.generated_tokens)
+        results.append([output.generated_tokens for output in outputs.values()])
+    assert results[0] == results[1]
+    for first in range(0, 9, 3):
+        assert len({tuple(tokens) for tokens in results[0][first : first + 3]}) == 3
+
+
+@pytest.mark.parametrize("max_new_tokens", [0, 1, 9])
+def test_greedy_sequences_are_all_the_same(loaded: Load, max_new_tokens: int) -> None:
+    model = loaded("llama")
+    outputs = model.generate_batch(
+        PROMPTS,
+        GenerationConfig(num_return_sequences=2, do_sample=True, top_k=1, eos_token_id=2),
+        ContinuousBatchingConfig(block_size=4, num_blocks=96),
+        max_new_tokens=max_new_tokens,
+        progress_bar=False,
+    )
+    right = [greedy_reference(model.model, prompt, 9)[:max_new_tokens] for prompt in PROMPTS]
+    ours = [output.generated_tokens for output in outputs.values()]
+    assert ours[::2] == ours[1::2] == right
 
 
 # ---- pauses ----------------------------------------------------------------------------------
