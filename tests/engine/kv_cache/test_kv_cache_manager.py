@@ -93,7 +93,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestKVCacheManager = CacheMachine.TestCase
 TestKVCacheManager.settings = settings(
-    max_examples=80, stateful_step_count=30, deadline=None, derandomize=True, database=None
+    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True, database=None
 )
 
 
