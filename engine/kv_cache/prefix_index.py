@@ -19,6 +19,11 @@ from engine.types import BlockId
 
 _DIGEST_BYTES = 16
 
+# What each digest begins with; `person` keeps a salt from standing for a block. Only ever copied:
+# that takes half the time of making one anew.
+_SALT_HASH = blake2b(digest_size=_DIGEST_BYTES, person=b"salt")
+_BLOCK_HASH = blake2b(digest_size=_DIGEST_BYTES, person=b"block")
+
 
 def extend_block_hashes(request: Request, num_blocks: int, block_size: int) -> None:
     """Fill `request.block_hashes` up to its first `num_blocks` blocks, whose tokens must be known.
@@ -28,16 +33,20 @@ def extend_block_hashes(request: Request, num_blocks: int, block_size: int) -> N
     digests = request.block_hashes
     if len(digests) >= num_blocks:
         return
-    parent = digests[-1] if digests else _hash(request.spec.cache_salt, b"salt")
-    for start in range(len(digests) * block_size, num_blocks * block_size, block_size):
-        tokens = array("i", request.token_ids[start : start + block_size])
-        parent = _hash(parent + tokens.tobytes(), b"block")
+    parent = digests[-1] if digests else _digest(_SALT_HASH, request.spec.cache_salt)
+    start, stop = len(digests) * block_size, num_blocks * block_size
+    tokens = array("i", request.token_ids[start:stop])
+    block_bytes = block_size * tokens.itemsize
+    data = tokens.tobytes()
+    for offset in range(0, len(data), block_bytes):
+        parent = _digest(_BLOCK_HASH, parent + data[offset : offset + block_bytes])
         digests.append(parent)
 
 
-def _hash(data: bytes, purpose: bytes) -> bytes:
-    """`purpose` keeps a salt from standing for a block."""
-    return blake2b(data, digest_size=_DIGEST_BYTES, person=purpose).digest()
+def _digest(template: blake2b, data: bytes) -> bytes:
+    made = template.copy()
+    made.update(data)
+    return made.digest()
 
 
 class PrefixWatch:
