@@ -16,6 +16,7 @@ import torch
 from transformers import AttentionInterface
 
 from engine.attention.base import AttentionBackend, AttentionContext, AttentionParams
+from engine.attention.opaque import attend_by_number
 from engine.attention.torch_backend import TorchAttentionBackend
 
 ATTENTION_NAME = "headrace_paged"
@@ -40,19 +41,23 @@ def paged_attention(
         query: [1, Hq, T, D]. key: [1, Hkv, T, D]. value: [1, Hkv, T, Dv], after rotary embedding.
         attention_mask: None.
         scaling, softcap, s_aux: see AttentionParams. The window is known from the load gate.
-        kwargs: CONTEXT_KEYWORD, and others that are not needed.
+        kwargs: CONTEXT_KEYWORD, and others that are not needed. A number stands for the context
+            where the model is compiled.
 
     Returns:
         [1, T, Hq, Dv], and no weights.
     """
-    context: AttentionContext = kwargs[CONTEXT_KEYWORD]
+    context: AttentionContext | int = kwargs[CONTEXT_KEYWORD]
     layer: Any = module.layer_idx  # an int on every attention layer; the load gate saw to that
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    if isinstance(context, int):
+        output = attend_by_number(
+            query[0], key[0], value[0], s_aux, context, layer, scaling, softcap
+        )
+        return output.unsqueeze(0), None
     cache = context.caches[layer]
-    params = AttentionParams(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    params = AttentionParams(scaling=scaling, softcap=softcap, sinks=s_aux)
     metadata = context.metadata[cache.group]
     output = context.backend.forward(query[0], key[0], value[0], cache, metadata, params)
     return output.unsqueeze(0), None

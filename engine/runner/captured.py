@@ -17,13 +17,12 @@ from collections.abc import Callable
 
 import torch
 
-from engine.attention.base import AttentionBackend, StaticShape
+from engine.attention.base import StaticShape
 from engine.runner.buckets import context_sizes, token_sizes
 from engine.runner.cuda_graph import CapturedStep, GraphBackend, GraphCache
 from engine.runner.device import StepDevice
 from engine.runner.forward import ModelForward
 from engine.runner.input_batch import InputBatch
-from engine.runner.kv_tensors import KVTensors
 from engine.runner.options import RunnerOptions, StepPath
 from engine.runner.static_inputs import StaticInputs
 
@@ -36,15 +35,13 @@ class CapturedSteps:
     def __init__(
         self,
         forward: ModelForward,
-        kv: KVTensors,
-        attention: AttentionBackend,
         graphs: GraphBackend,
         options: RunnerOptions,
         device: StepDevice,
     ) -> None:
         self._forward = forward
-        self._kv = kv
-        self._attention = attention
+        self._kv = forward.kv
+        self._attention = forward.backend
         self._graphs = graphs
         self._options = options
         self._device = device

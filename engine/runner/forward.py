@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from engine.attention.base import AttentionBackend, AttentionContext, AttentionMetadata
+from engine.attention.opaque import calling, new_number
 from engine.attention.registry import CONTEXT_KEYWORD
 from engine.runner.input_batch import InputBatch
 from engine.runner.kv_tensors import KVTensors
@@ -23,24 +24,37 @@ class CausalModel(Protocol):
 
 
 class ModelForward:
-    """Calls the model. See the module."""
+    """Calls the model. See the module.
+
+    Attributes:
+        kv: the cache.
+        backend: computes attention.
+    """
 
     def __init__(
         self,
-        models: Mapping[StepPath, CausalModel],
+        model: CausalModel,
         kv: KVTensors,
         backend: AttentionBackend,
+        compiled: Mapping[StepPath, CausalModel] | None = None,
     ) -> None:
         """Wire a forward pass.
 
         Args:
-            models: what to call on each path: the model, or the model compiled.
+            model: computes.
             kv: the cache.
             backend: computes attention.
+            compiled: the model compiled, for the paths on which it is.
         """
-        self._models = models
-        self._kv = kv
-        self._backend = backend
+        self.kv = kv
+        self.backend = backend
+        self._models = {path: (compiled or {}).get(path, model) for path in StepPath}
+        self._numbers = {path: new_number() for path in compiled or ()}
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is on any path."""
+        return bool(self._numbers)
 
     def as_it_comes(
         self, inputs: InputBatch, fill_in: Callable[[InputBatch, torch.Tensor], None]
@@ -54,10 +68,10 @@ class ModelForward:
         Returns:
             [S + P, V], in the model's dtype.
         """
-        device = self._kv.device
+        device = self.kv.device
         metadata = [
-            self._backend.prepare(layout, group.window, self._kv.caches[group.layers[0]].keys)
-            for group, layout in zip(self._kv.groups, inputs.layouts, strict=True)
+            self.backend.prepare(layout, group.window, self.kv.caches[group.layers[0]].keys)
+            for group, layout in zip(self.kv.groups, inputs.layouts, strict=True)
         ]
         token_ids = torch.from_numpy(inputs.token_ids).to(device)
         fill_in(inputs, token_ids)
@@ -88,12 +102,27 @@ class ModelForward:
         Returns:
             [L, V], in the model's dtype.
         """
+        context = AttentionContext(self.backend, self.kv.caches, metadata)
+        number = self._numbers.get(path)
+        if number is None:
+            return self._call(path, token_ids, positions, logit_rows, context)
+        with calling(number, context):
+            return self._call(path, token_ids, positions, logit_rows, number)
+
+    def _call(
+        self,
+        path: StepPath,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor | None,
+        context: AttentionContext | int,
+    ) -> torch.Tensor:
         output = self._models[path](
             input_ids=token_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             logits_to_keep=0 if logit_rows is None else logit_rows,
             use_cache=False,
-            **{CONTEXT_KEYWORD: AttentionContext(self._backend, self._kv.caches, metadata)},
+            **{CONTEXT_KEYWORD: context},
         )
         logits: torch.Tensor = output.logits  # type: ignore[attr-defined]  # a ModelOutput
         return logits[0]

@@ -36,6 +36,7 @@ from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.errors import ModelRefusedError
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import GenerationRequest, Request
+from engine.runner.forward import ModelForward
 from engine.runner.kv_tensors import KVTensors, allocate_caches, make_groups
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
@@ -316,7 +317,7 @@ def self_check(
     blocks = [sum(_PROBE_TOKENS) // _PROBE_BLOCK_SIZE + 2] * len(groups)
     caches = allocate_caches(probe.shapes, groups, blocks, _PROBE_BLOCK_SIZE, probe.dtype, device)
     kv = KVTensors(groups, caches, (), _PROBE_BLOCK_SIZE)
-    runner = ModelRunner(model, kv, backend=backend, sampler=Sampler(1, device))
+    runner = ModelRunner(ModelForward(model, kv, backend), sampler=Sampler(1, device))
     manager = KVCacheManager(groups, blocks, _PROBE_BLOCK_SIZE)
     requests = [_probe_request(index, prompt) for index, prompt in enumerate(probe.prompts)]
     for request in requests:

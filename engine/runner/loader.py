@@ -29,7 +29,9 @@ from engine.attention.registry import choose_backend, register
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import InvalidRequestError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
+from engine.runner.compile import compile_model, compile_options
 from engine.runner.cuda_graph import CudaGraphBackend, GraphBackend
+from engine.runner.forward import ModelForward
 from engine.runner.gate import ModelProbe, check_config, probe_layers, self_check
 from engine.runner.kv_tensors import (
     KVTensors,
@@ -222,12 +224,15 @@ def build_runner(
             f"KV offload: {plan.host_bytes / 2**20:.0f} MiB of host memory, "
             f"{' + '.join(map(str, plan.host_slots))} blocks"
         )
+    compiled = compile_model(
+        verified.model,
+        compile_options(config, getattr(verified.model.generation_config, "compile_config", None)),
+        device,
+    )
     if graphs is None and device.type == "cuda" and options.captured_paths:
         graphs = CudaGraphBackend(device)
     runner = ModelRunner(
-        verified.model,
-        kv,
-        backend=verified.backend,
+        ModelForward(verified.model, kv, verified.backend, compiled),
         sampler=Sampler(probe.logits[0].shape[-1], device),
         options=options,
         graphs=graphs,

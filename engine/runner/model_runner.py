@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.base import AttentionBackend
 from engine.batch import ScheduledBatch, ScheduledRequest
+from engine.errors import ConfigError
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import GenerationRequest, Request
 from engine.runner.block_copies import BlockCopier
 from engine.runner.captured import CapturedSteps
+from engine.runner.compile import describe
 from engine.runner.cuda_graph import GraphBackend
 from engine.runner.device import StepDevice, step_device
-from engine.runner.forward import CausalModel, ModelForward
+from engine.runner.forward import ModelForward
 from engine.runner.input_batch import InputBatch, build_input_batch
-from engine.runner.kv_tensors import KVTensors
 from engine.runner.options import PLAIN, RunnerOptions, StepPath
 from engine.runner.prompt_logprobs import report_prompts
 from engine.runner.slots import CarriedTokens, LaunchedStep, Slots, begin_sampling
@@ -34,6 +34,12 @@ from engine.sampling_params import SamplingParams, StopParams
 from engine.types import RequestId, RequestKey, TokenId
 
 logger = logging.getLogger(__name__)
+
+
+_COMPILE_FAILED = (
+    "the model's first step fails as it is compiled (varlen_compile_config, decode_compile_config, "
+    "default_compile_level): {error}; leave fullgraph off, or compilation out"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +69,8 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: CausalModel,
-        kv: KVTensors,
+        forward: ModelForward,
         *,
-        backend: AttentionBackend,
         sampler: Sampler,
         options: RunnerOptions = PLAIN,
         device: StepDevice | None = None,
@@ -76,19 +80,18 @@ class ModelRunner:
         """Wire a runner.
 
         Args:
-            model: computes.
-            kv: the cache.
-            backend: computes attention.
+            forward: the model, with its cache.
             sampler: chooses tokens.
             options: how steps are computed.
             device: queues copies; None: what the cache's device needs.
             graphs: captures steps; None: nothing is captured.
             progress: gets a line for what takes long in `warmup`.
         """
+        kv = forward.kv
         self.kv = kv
         self.options = options
         self.steps: Counter[StepKind] = Counter()
-        self._forward = ModelForward(dict.fromkeys(StepPath, model), kv, backend)
+        self._forward = forward
         self._sampler = sampler
         self._copier = BlockCopier(kv.groups, kv.caches, kv.host_caches, kv.block_size)
         self._device = device or step_device(kv.device)
@@ -97,9 +100,7 @@ class ModelRunner:
         self._progress = progress
         self._captured = None
         if graphs is not None and options.captured_paths:
-            self._captured = CapturedSteps(
-                self._forward, kv, backend, graphs, options, self._device
-            )
+            self._captured = CapturedSteps(forward, graphs, options, self._device)
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Begin to compute a batch and to sample. Raises whatever the model or the device raises.
@@ -161,6 +162,9 @@ class ModelRunner:
         and capture what is to be replayed.
 
         The null block belongs to nobody, so no request's cache is touched.
+
+        Raises:
+            ConfigError: the model cannot be compiled as the options say.
         """
         spec = GenerationRequest(
             request_id=RequestId("warmup"),
@@ -177,7 +181,13 @@ class ModelRunner:
         count = len(spec.prompt)
         for start, end in ((0, count), (count - 1, count)):
             part = ScheduledRequest(request, start, end - start, tables, samples=True)
-            self.launch(ScheduledBatch((part,), end - start)).result()
+            try:
+                self.launch(ScheduledBatch((part,), end - start)).result()
+            except (RuntimeError, NotImplementedError) as error:
+                if not self._forward.is_compiled:
+                    raise
+                message = _COMPILE_FAILED.format(error=describe(error))
+                raise ConfigError("compile_config", message) from error
         if self._captured is not None:
             with torch.inference_mode():
                 self._captured.warmup(self._progress)

@@ -106,7 +106,7 @@ def test_padding_is_really_read_and_written(loaded: Callable[[str], LoadedModel]
     """The metadata of a decode step of two requests, padded to 4 tokens and 32 of context."""
     built = build(loaded("gemma3"), q_padding_interval_size=4, kv_padding_interval_size=32)
     runner = built.runner
-    backend = runner._forward._backend
+    backend = runner._forward.backend
     null = runner.kv.caches[0].keys[0]
     null.fill_(5.0)
     prepared: list[Any] = []

@@ -32,9 +32,7 @@ def with_device(built: LoadedRunner, device: LateDevice, **options: Any) -> Mode
     """The built runner's parts around another device."""
     runner = built.runner
     return ModelRunner(
-        runner._forward._models[next(iter(runner._forward._models))],
-        runner.kv,
-        backend=runner._forward._backend,
+        runner._forward,
         sampler=runner._sampler,
         options=runner.options,
         device=device,
