@@ -27,7 +27,7 @@ from engine.runner.forward import ModelForward
 from engine.runner.input_batch import InputBatch, build_input_batch
 from engine.runner.options import PLAIN, RunnerOptions, StepPath
 from engine.runner.prompt_logprobs import report_prompts
-from engine.runner.slots import CarriedTokens, LaunchedStep, Slots, begin_sampling
+from engine.runner.slots import CarriedTokens, LaunchedStep, Slots
 from engine.runner_protocol import PendingStep, SampledTokens
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams, StopParams
@@ -124,19 +124,9 @@ class ModelRunner:
         logits = self._logits(inputs, slot)
         count = len(inputs.sampling)
         prompt_logprobs = report_prompts(self._sampler, logits[count:], inputs.prompts)
-        if count:
-            token_ids, logprobs = begin_sampling(self._sampler, logits[:count], inputs.sampling)
-        else:
-            token_ids, logprobs = logits.new_empty(0, dtype=torch.int64), None
-        self._carried.keep(inputs.sampling, token_ids)
-        return LaunchedStep(
-            self._slots,
-            slot,
-            self._device,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
+        rows = self._sampler.begin(logits[:count], inputs.sampling)
+        self._carried.keep(inputs.sampling, rows.token_ids)
+        return LaunchedStep(self._slots, slot, self._device, rows, prompt_logprobs)
 
     def _logits(self, inputs: InputBatch, slot: int) -> torch.Tensor:
         """The logits [S + P, V] of a step."""

@@ -22,8 +22,8 @@ from engine.request import Request
 from engine.runner.device import StepDevice
 from engine.runner.input_batch import InputBatch
 from engine.runner_protocol import SampledTokens
-from engine.sampling.sampler import Sampler
-from engine.types import RequestKey, TokenId
+from engine.sampling.sampler import SampledRows
+from engine.types import RequestKey
 
 
 class Slots:
@@ -86,16 +86,13 @@ class LaunchedStep:
         slots: Slots,
         slot: int,
         device: StepDevice,
-        *,
-        token_ids: torch.Tensor,
-        logprobs: Sequence[TokenLogprobs | None] | None,
+        rows: SampledRows,
         prompt_logprobs: Mapping[RequestKey, Sequence[TokenLogprobs]],
     ) -> None:
-        """Queue the copy of the tokens, int64 [S] on the device, and mark the step's end."""
+        """Queue the copies of what was sampled, and mark the step's end."""
         self._slots = slots
         self._slot = slot
-        self._token_ids = device.download(token_ids)
-        self._logprobs = logprobs
+        self._rows = rows.copied(device.download)
         self._prompt_logprobs = prompt_logprobs
         self._end = device.record()
 
@@ -103,15 +100,7 @@ class LaunchedStep:
         """Wait for this step, not for one that was launched since."""
         try:
             self._end.wait()
-            token_ids = [TokenId(token) for token in self._token_ids.tolist()]
-            return SampledTokens(token_ids, self._logprobs, self._prompt_logprobs)
+            token_ids, logprobs = self._rows.result()
+            return SampledTokens(token_ids, logprobs, self._prompt_logprobs)
         finally:
             self._slots.free(self._slot)
-
-
-def begin_sampling(
-    sampler: Sampler, logits: torch.Tensor, requests: Sequence[Request]
-) -> tuple[torch.Tensor, Sequence[TokenLogprobs | None] | None]:
-    """Sample a token for each row: int64 [S] on the device, and what is reported with them."""
-    token_ids, logprobs = sampler.sample(logits, requests)
-    return torch.tensor(token_ids, dtype=torch.int64).to(logits.device), logprobs

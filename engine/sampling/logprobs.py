@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,16 @@ class RowLogprobs:
     ids: torch.Tensor
     values: torch.Tensor
     requested: torch.Tensor
+
+    def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> RowLogprobs:
+        """The same, with every tensor replaced by its copy."""
+        return RowLogprobs(
+            copy(self.logprobs),
+            copy(self.ranks),
+            copy(self.ids),
+            copy(self.values),
+            copy(self.requested),
+        )
 
     def entries(
         self, top_n: Sequence[int], requested_ids: Sequence[Sequence[TokenId]]

@@ -16,7 +16,7 @@ is one argmax. How rows are grouped and cut does not change their tokens (see
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,15 @@ class SampledRows:
         """logprobs: pieces of (rows, what each reports, its values)."""
         self.token_ids = token_ids
         self._logprobs = logprobs
+
+    def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> SampledRows:
+        """The same, with every tensor replaced by its copy on the host. The copies may be late:
+        then `result` is called when they are there.
+        """
+        return SampledRows(
+            copy(self.token_ids),
+            [(rows, wanted, computed.copied(copy)) for rows, wanted, computed in self._logprobs],
+        )
 
     def result(self) -> tuple[list[TokenId], list[TokenLogprobs | None] | None]:
         """Wait for the tokens; see `Sampler.sample`."""

@@ -10,9 +10,8 @@ import torch
 
 from engine.offline import LoadedModel
 from engine.outputs import TokenLogprobs
-from engine.runner import prompt_logprobs
 from tests.engine.runner.steps import build, make_core, make_request, run
-from tests.tiny_models import VOCAB, make_prompts
+from tests.tiny_models import make_prompts
 
 
 def _expected(model: Any, prompt: list[int]) -> torch.Tensor:
@@ -59,17 +58,6 @@ def test_all_prompt_tokens_are_reported_once(
         _check(first.prompt_logprobs, llama.model, prompt, index)
         assert all(output.prompt_logprobs is None for output in outputs[str(index)][1:])
     assert all(output.prompt_logprobs is None for output in outputs["not"])
-
-
-def test_many_rows_are_computed_in_slices(
-    loaded: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prompt_logprobs, "_SLICE_NUMBERS", 7 * VOCAB)
-    llama = loaded("llama")
-    (prompt,) = make_prompts((50,))
-    core = make_core(build(llama))
-    outputs = run(core, [make_request("a", prompt, 1, prompt_logprobs=3)])
-    _check(outputs["a"][0].prompt_logprobs, llama.model, prompt, 3)
 
 
 def test_scoring_alone(loaded: Callable[[str], LoadedModel]) -> None:

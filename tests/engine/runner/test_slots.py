@@ -157,18 +157,19 @@ def test_an_invalid_token_fails_its_request_alone(
     prompts = make_prompts((9, 20))
     built = build(llama, use_async_batching=True)
     sampler = built.runner._sampler
-    sample = sampler.sample
+    begin = sampler.begin
     calls = 0
 
     def spoil(logits: torch.Tensor, requests: Any) -> Any:
         nonlocal calls
         calls += 1
-        tokens, logprobs = sample(logits, requests)
+        rows = begin(logits, requests)
         if calls == 3:
-            tokens[[request.request_id for request in requests].index("a")] = INVALID_TOKEN
-        return tokens, logprobs
+            names = [request.request_id for request in requests]
+            rows.token_ids[names.index("a")] = INVALID_TOKEN
+        return rows
 
-    monkeypatch.setattr(sampler, "sample", spoil)
+    monkeypatch.setattr(sampler, "begin", spoil)
     core = make_core(built, overlap=True)
     outputs = run(core, [make_request("a", prompts[0], 8), make_request("b", prompts[1], 8)])
     finish = outputs["a"][-1].finish
