@@ -41,10 +41,18 @@ def build(
     return build_runner(loaded._verified, config, lambda line: None, graphs=graphs)
 
 
-def make_core(built: LoadedRunner, *, runner: Any = None, **options: Any) -> EngineCore:
+def make_core(
+    built: LoadedRunner, *, runner: Any = None, share_blocks: bool = False, **options: Any
+) -> EngineCore:
     """A core around a runner."""
     plan = built.plan
-    kv_cache = KVCacheManager(built.groups, plan.num_blocks, plan.block_size)
+    kv_cache = KVCacheManager(
+        built.groups,
+        plan.num_blocks,
+        plan.block_size,
+        share_blocks=share_blocks,
+        host_slots=plan.host_slots,
+    )
     scheduler = FIFOScheduler(
         kv_cache, max_batch_tokens=plan.max_batch_tokens, max_requests_per_batch=plan.max_requests
     )

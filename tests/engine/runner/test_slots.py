@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.slots import Slots
 from engine.runner_protocol import INVALID_TOKEN
 from engine.sampling_params import SamplingParams, StopParams
-from engine.types import GroupId, RequestKey
+from engine.types import GroupId, RequestKey, TokenId
 from tests.engine.runner.fake_device import LateDevice
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
@@ -206,3 +207,43 @@ def test_copies_alone_take_no_slot(loaded: Callable[[str], LoadedModel]) -> None
     for _ in range(3):
         assert runner.launch(batch).result().token_ids == ()
     runner.release(RequestKey(1))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_offloaded_blocks_and_shared_prefixes_over_a_real_model(
+    loaded: Callable[[str], LoadedModel], family: str, overlap: bool
+) -> None:
+    """Few blocks: what is preempted goes to the host and back, choices fork, prefixes are found."""
+    built = build(
+        loaded(family),
+        num_blocks=24,
+        cpu_offload_space=0.01,
+        max_batch_tokens=64,
+        use_async_batching=overlap,
+    )
+    copied: Counter[str] = Counter()
+    copier = built.runner._copier
+    copy = copier.run
+
+    def count(copies: StepCopies) -> None:
+        copied["offloads"] += len(copies.offloads)
+        copied["restores"] += len(copies.restores)
+        copied["forks"] += len(copies.forks)
+        copy(copies)
+
+    copier.run = count  # type: ignore[method-assign]
+    core = make_core(built, overlap=overlap, share_blocks=True)
+    prompts = make_prompts((70, 61, 44, 33))
+    prompts.append(prompts[0][:40] + prompts[3])
+    stop = StopParams(max_tokens=40, eos_token_ids=(TokenId(2),))
+    requests = [make_request(str(i), p, 40, n=2, stop=stop) for i, p in enumerate(prompts)]
+    outputs = run(core, requests)
+    for index, prompt in enumerate(prompts):
+        expected = greedy_reference(loaded(family).model, prompt, 40)
+        for choice in (0, 1):
+            mine = [output for output in outputs[str(index)] if output.choice == choice]
+            assert tokens_of(mine) == expected
+    assert copied["offloads"] > 0
+    assert copied["restores"] > 0
+    assert copied["forks"] > 0
