@@ -85,6 +85,10 @@ protos-check: $(PROTOS_STAMP) $(STAMP) ## Check that the committed stubs are tho
 	@if command -v go >/dev/null; then BUF=$(BIN)/buf scripts/generate-go.sh --check; else echo "Go stubs not checked: go is not installed"; fi
 	@if command -v npm >/dev/null; then BUF=$(BIN)/buf scripts/generate-typescript.sh --check; else echo "TypeScript stubs not checked: npm is not installed"; fi
 
+.PHONY: model-table
+model-table: $(STAMP) ## Write the tables of docs/models.md from tests/model_recipes.py.
+	$(BIN)/python scripts/model_table.py
+
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 .PHONY: bench

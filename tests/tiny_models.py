@@ -3,113 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    FalconConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTJConfig,
-    GptOssConfig,
-    Llama4TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    StableLmConfig,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-VOCAB = 128
-CONTEXT = 512
-WINDOW = 24
+from tests.model_recipes import CONTEXT, RECIPES, VOCAB, WINDOW
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+__all__ = [
+    "CONTEXT",
+    "FAMILIES",
+    "VOCAB",
+    "WINDOW",
+    "greedy_reference",
+    "make_model",
+    "make_prompts",
+]
 
-FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_COMMON),
-    "qwen2": lambda: Qwen2Config(**_COMMON),
-    "qwen3": lambda: Qwen3Config(**_COMMON, head_dim=16),
-    "mistral": lambda: MistralConfig(**_COMMON, sliding_window=WINDOW),
-    "gemma2": lambda: Gemma2Config(
-        **_COMMON, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16
-    ),
-    "gemma3": lambda: Gemma3TextConfig(
-        **{**_COMMON, "num_hidden_layers": 6},
-        head_dim=16,
-        sliding_window=WINDOW,
-        query_pre_attn_scalar=16,
-    ),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=VOCAB,
-        n_embd=64,
-        n_layer=3,
-        n_head=4,
-        n_positions=CONTEXT,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
-    "phi3": lambda: Phi3Config(**_COMMON, sliding_window=None),
-    "mixtral": lambda: MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
-    "olmo2": lambda: Olmo2Config(**_COMMON),
-    "gpt_oss": lambda: GptOssConfig(
-        **_COMMON,
-        head_dim=16,
-        sliding_window=WINDOW,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    ),
-    "deepseek_v3": lambda: DeepseekV3Config(
-        **{**_COMMON, "num_key_value_heads": 4},
-        moe_intermediate_size=32,
-        first_k_dense_replace=1,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        q_lora_rank=24,
-        kv_lora_rank=32,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=20,
-    ),
-}
-
-REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
-    "falcon": lambda: FalconConfig(
-        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
-    ),
-    "gptj": lambda: GPTJConfig(
-        vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=CONTEXT, rotary_dim=8
-    ),
-    "stablelm": lambda: StableLmConfig(**_COMMON),
-    "llama4": lambda: Llama4TextConfig(
-        **_COMMON,
-        head_dim=16,
-        intermediate_size_mlp=96,
-        num_local_experts=2,
-        attention_chunk_size=32,
-    ),
+FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
+    name: recipe.config for name, recipe in RECIPES.items()
 }
 
 

@@ -2,12 +2,12 @@
 
 1. `check_config`: before any weight is read. The class routes its attention through
    AttentionInterface, and every layer's kind is one that we do.
-2. `probe_layers`: one eager forward that watches the attention calls. Exactly one call a layer;
-   what keys, values and window each layer really has (a config may say otherwise). At each call our
-   backend computes the same attention, on
-   queries scaled up until the scores are large: a softcap, a sink or a window that is dropped then
-       shows, which with
-   ordinary small scores it does not.
+2. `probe_layers`: one eager forward that watches the attention calls and the masks. Exactly one
+   call a layer; what keys and values each layer really has (a config may say otherwise). The window
+   is found by asking the mask's rule about positions up to the end of the context
+   (`engine.runner.mask_rules`): the prompts are too short to show it. At each call our backend
+   computes the same attention, on queries scaled up until the scores are large: a softcap, a sink
+   or a window that is dropped then shows, which with ordinary small scores it does not.
 3. `self_check`: two prompts in one ragged batch, one of them in chunks, through the paged cache,
    against the eager logits of each alone.
 """
@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from engine.attention.base import (
     AttentionBackend,
@@ -31,13 +30,14 @@ from engine.attention.base import (
     LayerCache,
     LayerShape,
 )
-from engine.attention.registry import ATTENTION_NAME
+from engine.attention.registry import ATTENTION_NAME, CONTEXT_KEYWORD
 from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.errors import ModelRefusedError
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import GenerationRequest, Request
 from engine.runner.forward import ModelForward
 from engine.runner.kv_tensors import KVTensors, allocate_caches, make_groups
+from engine.runner.mask_rules import MaskWatch, UnknownMaskError
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams, StopParams
@@ -46,6 +46,8 @@ from engine.types import RequestId, RequestKey, TokenId
 _PROBE_NAME = "headrace_probe"
 _PROBE_TOKENS = (43, 11)
 """Lengths of the two prompts; more than one small block, and not a multiple of it."""
+_LONGEST_CONTEXT = 1 << 20
+"""Of a model that names no limit."""
 _PROBE_BLOCK_SIZE = 8
 _PROBE_CHUNK = 29
 _TARGET_SCORE = 60.0
@@ -79,6 +81,11 @@ def check_config(config: Any, model_class: type[PreTrainedModel]) -> None:
             f"{name} has layers of kind {', '.join(unknown)}; "
             f"supported are {', '.join(sorted(SUPPORTED_LAYER_TYPES))}"
         )
+    if getattr(text_config, "attn_temperature_tuning", False):
+        raise ModelRefusedError(
+            f"{name} scales queries by a token's place in the row that is computed, not by its "
+            "position (attn_temperature_tuning): in a batch, neighbours would change each other"
+        )
 
 
 @dataclass(slots=True)
@@ -86,6 +93,7 @@ class _Probe:
     """Watches the attention calls of an eager forward."""
 
     backend: AttentionBackend
+    masks: MaskWatch
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)
     dtypes: set[torch.dtype] = field(default_factory=set)
@@ -108,22 +116,47 @@ class _Probe:
             raise ModelRefusedError(
                 f"{type(module).__name__} has no layer_idx, so its cache cannot be found"
             )
+        if query.shape[0] != 1:
+            raise ModelRefusedError(
+                f"{type(module).__name__}, layer {layer}, attends in {query.shape[0]} rows where "
+                "one was given, so its tokens cannot be told apart in a ragged batch"
+            )
+        if query.shape[2] != key.shape[2]:
+            raise ModelRefusedError(
+                f"{type(module).__name__}, layer {layer}, attends with {query.shape[2]} queries to "
+                f"{key.shape[2]} keys, where each token must have one of both"
+            )
         eager = _eager_attention(module)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         self.calls[layer] = self.calls.get(layer, 0) + 1
         self.dtypes.add(key.dtype)
-        window = kwargs.get("sliding_window")
         self.shapes[layer] = LayerShape(
             num_kv_heads=key.shape[1],
             key_dim=key.shape[-1],
             value_dim=value.shape[-1],
-            window=window if isinstance(window, int) else None,
+            window=self._window(layer, module, attention_mask, kwargs.get("sliding_window")),
         )
         self._compare(layer, module, eager, query, key, value, attention_mask, scaling, kwargs)
         output: tuple[torch.Tensor, torch.Tensor | None] = eager(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return output
+
+    def _window(
+        self, layer: int, module: torch.nn.Module, mask: torch.Tensor | None, told: object
+    ) -> int | None:
+        """The window of the layer's mask, which must not contradict what attention is told."""
+        name = f"{type(module).__name__}, layer {layer}"
+        try:
+            window = self.masks.window(mask)
+        except UnknownMaskError as error:
+            raise ModelRefusedError(f"{name}: {error}") from error
+        if isinstance(told, int) and told < self.masks.context and told != window:
+            raise ModelRefusedError(
+                f"{name}: attention is told a window of {told} tokens, but the window of the "
+                f"layer's mask is {window}"
+            )
+        return window
 
     def _compare(
         self,
@@ -235,9 +268,10 @@ def probe_layers(model: PreTrainedModel, backend: AttentionBackend, num_layers: 
         ModelRefusedError: a layer makes no attention call, or several, or one that we would compute
             wrongly.
     """
-    probe = _Probe(backend)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    probe = _Probe(backend, MaskWatch(context or _LONGEST_CONTEXT))
     AttentionInterface.register(_PROBE_NAME, probe)
-    AttentionMaskInterface.register(_PROBE_NAME, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    AttentionMaskInterface.register(_PROBE_NAME, probe.masks)
     model.set_attn_implementation(_PROBE_NAME)
     vocab_size = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
@@ -265,7 +299,9 @@ def probe_layers(model: PreTrainedModel, backend: AttentionBackend, num_layers: 
 def _eager_forward(model: PreTrainedModel, ids: torch.Tensor) -> Any:
     try:
         with torch.inference_mode():
-            return model(input_ids=ids, use_cache=False, logits_to_keep=1)
+            # A tensor, as in every step: some models compute fewer tokens if it is a number.
+            rows = torch.tensor([ids.shape[1] - 1], device=ids.device)
+            return model(input_ids=ids, use_cache=False, logits_to_keep=rows)
     except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ModelRefusedError(
             f"{type(model).__name__} fails on a prompt of {ids.shape[1]} tokens, "
@@ -284,15 +320,17 @@ def _check_calls(model: PreTrainedModel, probe: _Probe, num_layers: int) -> None
         )
     text_config = model.config.get_text_config()
     kinds = getattr(text_config, "layer_types", None)
-    # A window that only the mask has is longer than our prompts and does not show in them.
-    window = getattr(text_config, "sliding_window", None)
-    used = window and getattr(text_config, "use_sliding_window", True) and not kinds
-    if used and all(shape.window is None for shape in probe.shapes.values()):
-        longest = getattr(text_config, "max_position_embeddings", None)
-        if longest is None or window < longest:
+    # Where the config has no kinds of layers, generate's cache drops what is beyond the config's
+    # window or chunk, whether the layers know of it or not.
+    full = [layer for layer in range(num_layers) if probe.shapes[layer].window is None]
+    for option in ("sliding_window", "attention_chunk_size"):
+        window = getattr(text_config, option, None)
+        if not window or kinds or not full or not getattr(text_config, "use_sliding_window", True):
+            continue
+        if window < probe.masks.context:
             raise ModelRefusedError(
-                f"{name}: the config has a sliding window of {window} tokens, but no layer passes "
-                "it to its attention, so it would be lost"
+                f"{name}: {option} is {window} in the config, but layer {full[0]} attends to all "
+                "tokens"
             )
     for layer, kind in enumerate(kinds or ()):
         if (kind == "sliding_attention") != (probe.shapes[layer].window is not None):
@@ -324,8 +362,8 @@ def self_check(
         manager.allocate(request.key, request.num_tokens)
 
     def part(request: Request, start: int, end: int) -> ScheduledRequest:
-        tables = manager.tables(request.key)
-        return ScheduledRequest(request, start, end - start, tables, end == request.num_tokens)
+        # The last token of each part is asked for: some rows of many, and every row.
+        return ScheduledRequest(request, start, end - start, manager.tables(request.key), True)
 
     long, short = requests
     steps: Sequence[tuple[ScheduledRequest, ...]] = (
@@ -336,14 +374,54 @@ def self_check(
     )  # fmt: skip
     actual = torch.empty(0)
     for step in steps:
-        actual = runner.logits(ScheduledBatch(step, sum(p.num_tokens for p in step)))
+        actual = _paged_logits(model, runner, step)
     for row, expected in enumerate(probe.logits):
         error = ((actual[row].float() - expected).norm() / expected.norm().clamp(min=1e-6)).item()
         if not error < _LOGITS_TOLERANCE.get(probe.dtype, 8e-2):
             raise ModelRefusedError(
                 f"{type(model).__name__}: logits through the paged cache differ from the model's "
-                f"own by {error:.2%}; it would be run wrongly"
+                f"own by {error:.2%}; it would be run wrongly{_why_logits_differ(model, probe)}"
             )
+
+
+def _paged_logits(
+    model: PreTrainedModel, runner: ModelRunner, step: tuple[ScheduledRequest, ...]
+) -> torch.Tensor:
+    """The logits of a step's sampled rows, and no others."""
+    name = type(model).__name__
+    try:
+        logits = runner.logits(ScheduledBatch(step, sum(part.num_tokens for part in step)))
+    except KeyError as error:
+        if error.args != (CONTEXT_KEYWORD,):
+            raise
+        raise ModelRefusedError(
+            f"{name} does not hand the keyword arguments of its forward on to its attention, so "
+            "the paged KV cache cannot reach it"
+        ) from error
+    except (IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise ModelRefusedError(f"{name} fails on a ragged batch: {error}") from error
+    sampled = sum(part.samples for part in step)
+    if logits.shape[0] != sampled:
+        raise ModelRefusedError(
+            f"{name} gives logits of {logits.shape[0]} tokens where {sampled} were asked for: it "
+            "does not know logits_to_keep"
+        )
+    return logits
+
+
+def _why_logits_differ(model: PreTrainedModel, probe: ModelProbe) -> str:
+    """What is known of the cause: whether the model counts positions as everybody else does."""
+    model.set_attn_implementation("eager")
+    prompt = torch.tensor([probe.prompts[1]], device=model.device)
+    positions = torch.arange(prompt.shape[1], device=model.device).unsqueeze(0)
+    with torch.inference_mode():
+        counted = model(input_ids=prompt, position_ids=positions, use_cache=False).logits[0, -1]
+    model.set_attn_implementation(ATTENTION_NAME)
+    expected = probe.logits[1]
+    error = (counted.float() - expected).norm() / expected.norm().clamp(min=1e-6)
+    if not error < _LOGITS_TOLERANCE.get(probe.dtype, 8e-2):
+        return ": it does not count positions from 0"
+    return ""
 
 
 def _probe_request(index: int, prompt: tuple[TokenId, ...]) -> Request:

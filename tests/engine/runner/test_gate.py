@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import GPT2Config, PhimoeConfig
+from transformers.masking_utils import sliding_window_causal_mask_function
 
 from engine.attention.base import (
     AttentionBackend,
@@ -21,6 +22,7 @@ from engine.attention.registry import register
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.errors import ModelRefusedError
 from engine.runner.gate import check_config, probe_layers, self_check
+from engine.runner.mask_rules import MaskWatch, UnknownMaskError
 from tests.tiny_models import FAMILIES, make_model
 
 
@@ -146,10 +148,8 @@ def test_a_window_that_the_mask_does_not_have() -> None:
         _gate(model, Broken())
 
 
-@pytest.mark.parametrize("window", [24, 100])
-def test_a_window_that_only_the_mask_has(window: int) -> None:
-    """Also one that is longer than the prompts that the gate tries."""
-    config = PhimoeConfig(
+def _phimoe(window: int) -> PhimoeConfig:
+    return PhimoeConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=32,
@@ -162,10 +162,86 @@ def test_a_window_that_only_the_mask_has(window: int) -> None:
         sliding_window=window,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
-    with pytest.raises(ModelRefusedError):
-        _gate(make_model(config), Broken())
-    config.sliding_window = 256  # as long as the context: it never acts
-    _gate(make_model(config), Broken())
+
+
+@pytest.mark.parametrize(("window", "seen"), [(24, 24), (100, 100), (255, 255), (256, None)])
+def test_a_window_that_only_the_mask_has(window: int, seen: int | None) -> None:
+    """Also one that is longer than the prompts that the gate tries; as long as the context, it
+    never acts.
+    """
+    register()
+    probe = probe_layers(make_model(_phimoe(window)), TorchAttentionBackend(), 2)
+    assert [shape.window for shape in probe.shapes] == [seen, seen]
+
+
+def test_a_window_that_attention_is_told_and_the_mask_does_not_have() -> None:
+    """Longer than the gate's prompts, so that no number tells."""
+    model: Any = make_model(FAMILIES["qwen2"]())
+    model.model.layers[2].self_attn.sliding_window = 100
+    with pytest.raises(ModelRefusedError, match=r"told a window of 100 tokens.* is None"):
+        _gate(model, Broken())
+
+
+@pytest.mark.parametrize("option", ["sliding_window", "attention_chunk_size"])
+def test_a_window_that_only_generates_cache_has(option: str) -> None:
+    model = make_model(FAMILIES["llama"](**{option: 100}))
+    with pytest.raises(ModelRefusedError, match=f"{option} is 100 in the config, but layer 0"):
+        _gate(model, Broken())
+
+
+def test_a_mask_that_the_model_changes() -> None:
+    """Far away tokens are hidden by a mask that the model makes: the prompts do not show it."""
+    model: Any = make_model(FAMILIES["llama"]())
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+
+    def hide_the_past(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("attention_mask") is not None:
+            mask = kwargs["attention_mask"]
+            hidden = torch.ones_like(mask, dtype=torch.bool).tril(-100)
+            kwargs["attention_mask"] = mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+        return forward(*args, **kwargs)
+
+    attention.forward = hide_the_past
+    with pytest.raises(ModelRefusedError, match=r"layer 1: .* changes the attention mask itself"):
+        _gate(model, Broken())
+
+
+def test_a_model_that_ignores_which_logits_are_asked_for() -> None:
+    model: Any = make_model(FAMILIES["llama"]())
+    forward = model.forward
+
+    def all_logits(*args: Any, logits_to_keep: object = 0, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    model.forward = all_logits
+    with pytest.raises(ModelRefusedError, match="does not know logits_to_keep"):
+        _gate(model, Broken())
+
+
+def test_a_rule_is_asked_over_the_whole_context() -> None:
+    def chunked(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (key <= query) & (key // 300 == query // 300)
+
+    def of_the_tokens(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (key <= query) & torch.ones(43, dtype=torch.bool)[key]
+
+    for rule, reason in ((chunked, "neither causal"), (of_the_tokens, "more than positions")):
+        watch = MaskWatch(1024)
+        mask = watch(batch_size=1, q_length=43, kv_length=43, mask_function=rule)
+        with pytest.raises(UnknownMaskError, match=reason):
+            watch.window(mask)
+
+
+@pytest.mark.parametrize(("window", "seen"), [(1, 1), (2, 2), (1023, 1023), (1024, None)])
+def test_windows_of_any_length_are_found(window: int, seen: int | None) -> None:
+    watch = MaskWatch(1024)
+    rule = sliding_window_causal_mask_function(window)
+    mask = watch(batch_size=1, q_length=43, kv_length=43, mask_function=rule)
+    assert mask is not None
+    assert watch.window(mask[:, :, :, :40]) == seen
+    with pytest.raises(UnknownMaskError, match="has no mask"):
+        watch.window(None)
 
 
 def test_a_context_shorter_than_the_probe() -> None:

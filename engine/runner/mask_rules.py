@@ -1,0 +1,99 @@
+"""What a model's masks hide, asked of the masks' own rules.
+
+A model makes its masks through transformers' mask interface, which is given a rule: a function of
+(batch, head, query position, key position) that says whether the key is visible. The mask itself
+shows only the few positions of the prompt at hand; the rule answers for any. So a window, or a
+chunk, that is longer than the prompt is found without computing anything of that length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.masking_utils import eager_mask
+
+MaskRule = Callable[..., torch.Tensor]
+
+
+class UnknownMaskError(ValueError):
+    """A mask hides something else than the future and what a window has left behind."""
+
+
+@dataclass(slots=True)
+class MaskWatch:
+    """Stands in for transformers' eager mask function: makes the same masks, keeps their rules.
+
+    Attributes:
+        context: the longest request that the model allows, in tokens; rules are asked about
+            positions below it.
+    """
+
+    context: int
+    _made: dict[int, tuple[torch.Tensor, MaskRule]] = field(default_factory=dict)
+    """By the address of the mask's memory: models slice masks, slices share it."""
+    _windows: dict[int, int | None] = field(default_factory=dict)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """See `transformers.masking_utils.eager_mask`."""
+        mask: torch.Tensor | None = eager_mask(*args, **kwargs)
+        if mask is not None and "mask_function" in kwargs:
+            address = mask.untyped_storage().data_ptr()
+            self._made[address] = (mask, kwargs["mask_function"])
+            self._windows.pop(address, None)
+        return mask
+
+    def window(self, mask: torch.Tensor | None) -> int | None:
+        """How many tokens a token sees through this mask, itself included; None: all before it, as
+        far as the context goes.
+
+        Raises:
+            UnknownMaskError: the mask was not made here, or its rule is neither causal nor causal
+                with a window.
+        """
+        if mask is None:
+            raise UnknownMaskError("attention has no mask, so tokens see those after them")
+        address = mask.untyped_storage().data_ptr()
+        if address not in self._made:
+            raise UnknownMaskError(
+                "the model makes or changes the attention mask itself, so what it hides in longer "
+                "prompts is not known"
+            )
+        if address not in self._windows:
+            self._windows[address] = _window_of(self._made[address][1], self.context)
+        return self._windows[address]
+
+
+def _window_of(rule: MaskRule, context: int) -> int | None:
+    """The window of a rule that is causal, or causal with a window; see `MaskWatch.window`."""
+    last = context - 1
+    visible = _ask(rule, last, context)
+    first = int(visible.int().argmax())  # where the last token begins to see
+    window = context - first
+    # At the window's two ends, in the middle of the context, and at odd places.
+    for query in {0, 1, window - 1, window, context // 3, context // 2, 3 * context // 4, last}:
+        if query > last:
+            continue
+        expected = torch.zeros(context, dtype=torch.bool)
+        expected[max(query - window + 1, 0) : query + 1] = True
+        if not torch.equal(_ask(rule, query, context), expected):
+            raise UnknownMaskError(
+                f"the mask of the token at position {query} is neither causal nor a sliding window"
+            )
+    return None if first == 0 else window
+
+
+def _ask(rule: MaskRule, query: int, context: int) -> torch.Tensor:
+    """Which of the keys at positions 0 … context − 1 a query sees: bool [context]."""
+    zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
+    keys = torch.arange(context).view(1, 1, 1, context)
+    try:
+        answer = rule(zero, zero, torch.full_like(zero, query), keys)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise UnknownMaskError(
+            "the mask depends on more than positions, so what it hides in longer prompts is not "
+            f"known ({error})"
+        ) from error
+    return answer.expand(1, 1, 1, context).reshape(context).bool().cpu()

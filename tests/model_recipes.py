@@ -1,0 +1,527 @@
+"""Recipes of tiny models, one a family: what is served, what is refused and why. docs/models.md is
+written from here (`make model-table`), and tests/engine/test_families.py proves every line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCAB = 128
+CONTEXT = 512
+WINDOW = 24
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,  # with tied ones, random models repeat their input
+}
+_HEADS = {"head_dim": 16}
+_SLIDING = {"sliding_window": WINDOW}
+_MIXED = {
+    **_SLIDING,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+_SMALL_EXPERTS = {**_EXPERTS, "moe_intermediate_size": 32}
+_ROUTED = {
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 20,
+}
+_GPT = {
+    "vocab_size": VOCAB,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_GEMMA4 = {
+    **_HEADS,
+    **_SLIDING,
+    "num_hidden_layers": 4,
+    "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+MODES = ("together", "chunked", "preempted")
+"""What each family is put through; see tests/engine/test_families.py."""
+
+Attention = Literal["full", "sliding", "sliding and full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A tiny model of a family.
+
+    Attributes:
+        model_type: transformers' name of the family.
+        settings: of its config, over COMMON.
+        attention: what the layers do: the test compares it with what the load gate saw.
+        special: what the family has that others do not, for the table.
+        common: whether COMMON is used.
+    """
+
+    model_type: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    attention: Attention = "full"
+    special: str = ""
+    common: bool = True
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this version of transformers has the family."""
+        return self.model_type in CONFIG_MAPPING
+
+    def config(self, **changes: Any) -> PreTrainedConfig:
+        """The tiny config."""
+        base = COMMON if self.common else {}
+        return AutoConfig.for_model(self.model_type, **{**base, **self.settings, **changes})
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A family, or a use of one, that the load gate refuses.
+
+    Attributes:
+        recipe: a tiny model of it.
+        reason: a part of the gate's message.
+        why: the reason in the table's words.
+    """
+
+    recipe: Recipe
+    reason: str
+    why: str
+
+
+def _mixed(model_type: str, special: str = "", **settings: Any) -> Recipe:
+    return Recipe(model_type, {**_HEADS, **_MIXED, **settings}, "sliding and full", special)
+
+
+def _experts(model_type: str, special: str = "experts", **settings: Any) -> Recipe:
+    return Recipe(model_type, {**_HEADS, **_SMALL_EXPERTS, **settings}, "full", special)
+
+
+def _latent(model_type: str, special: str, **settings: Any) -> Recipe:
+    return Recipe(model_type, {**_ROUTED, **_LATENT, **settings}, "full", special)
+
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 32.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.5,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+RECIPES: dict[str, Recipe] = {
+    "afmoe": _mixed("afmoe", "experts, gated attention", **_SMALL_EXPERTS),
+    "apertus": Recipe("apertus", special="QK norms, xIELU"),
+    "arcee": Recipe("arcee"),
+    "aria_text": Recipe("aria_text", {"moe_num_experts": 4, "moe_topk": 2}, special="experts"),
+    "axk1": _latent("axk1", "experts, multi-head latent attention"),
+    "bitnet": Recipe("bitnet"),
+    "cohere": Recipe("cohere", special="layer norms, scaled logits, parallel blocks"),
+    "cohere2": _mixed("cohere2", "layers without positions"),
+    "ctrl": Recipe(
+        "ctrl",
+        {
+            "vocab_size": VOCAB,
+            "n_embd": 64,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": CONTEXT,
+            "dff": 96,
+        },
+        special="sinusoidal positions",
+        common=False,
+    ),
+    "cwm": _mixed("cwm"),
+    "dbrx": Recipe(
+        "dbrx",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 64,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": CONTEXT,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+            "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+        special="experts, clipped queries, keys and values",
+        common=False,
+    ),
+    "deepseek_v2": _latent("deepseek_v2", "experts, multi-head latent attention"),
+    "deepseek_v3": _latent("deepseek_v3", "experts, multi-head latent attention"),
+    "dots1": Recipe("dots1", {**_HEADS, **_ROUTED, "n_shared_experts": 1}, special="experts"),
+    "ernie4_5": Recipe("ernie4_5", _HEADS),
+    "ernie4_5_moe": _experts("ernie4_5_moe", moe_num_experts=4, moe_k=2),
+    "exaone4": _mixed("exaone4", "QK norms, full layers without positions"),
+    "flex_olmo": Recipe("flex_olmo", _SMALL_EXPERTS, special="experts, QK norms"),
+    "gemma": Recipe("gemma", _HEADS, special="one norm more, scaled embeddings"),
+    "gemma2": _mixed("gemma2", "softcaps", query_pre_attn_scalar=16),
+    "gemma3": Recipe(
+        "gemma3_text",
+        {**_HEADS, **_SLIDING, "num_hidden_layers": 6, "query_pre_attn_scalar": 16},
+        "sliding and full",
+        "five sliding layers to a full one, rotary bases by kind of layer",
+    ),
+    "gemma3n": _mixed(
+        "gemma3n_text",
+        "layers that reuse others' keys and values, embeddings per layer",
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=VOCAB,
+        laurel_rank=8,
+        num_kv_shared_layers=2,
+        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+    ),
+    "gemma4": Recipe(
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+        },
+        "sliding and full",
+        "head sizes by kind of layer, layers that reuse others' keys and values",
+    ),
+    "gemma4 with experts": Recipe(
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            **_SMALL_EXPERTS,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "enable_moe_block": True,
+            "top_k_experts": 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+        "sliding and full",
+        "experts, keys that are the values, KV heads by kind of layer",
+    ),
+    "glm": Recipe("glm", _HEADS, special="partial rotary embeddings"),
+    "glm4": Recipe("glm4", _HEADS, special="partial rotary embeddings"),
+    "glm4_moe": Recipe("glm4_moe", {**_HEADS, **_ROUTED, "n_shared_experts": 1}, special="experts"),
+    "glm4_moe_lite": _latent("glm4_moe_lite", "experts, multi-head latent attention"),
+    "gpt2": Recipe("gpt2", _GPT, special="learned positions", common=False),
+    "gpt_bigcode": Recipe(
+        "gpt_bigcode", _GPT, special="learned positions, one KV head", common=False
+    ),
+    "gpt_neox": Recipe("gpt_neox", special="partial rotary embeddings, parallel blocks"),
+    "gpt_oss": _mixed("gpt_oss", "experts, attention sinks", **_EXPERTS),
+    "granite": Recipe(
+        "granite",
+        {"logits_scaling": 4.0, "attention_multiplier": 0.1},
+        special="scaled attention, residuals and logits",
+    ),
+    "granitemoe": Recipe("granitemoe", _EXPERTS, special="experts"),
+    "granitemoeshared": Recipe(
+        "granitemoeshared", {**_EXPERTS, "shared_intermediate_size": 32}, special="experts"
+    ),
+    "helium": Recipe("helium", _HEADS),
+    "hunyuan_v1_dense": Recipe("hunyuan_v1_dense", _HEADS, special="QK norms"),
+    "hunyuan_v1_moe": _experts("hunyuan_v1_moe", "experts, QK norms", moe_topk=2),
+    "jetmoe": Recipe(
+        "jetmoe",
+        {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        special="experts in attention too",
+    ),
+    "laguna": _mixed(
+        "laguna", "experts, gated attention", **_SMALL_EXPERTS, shared_expert_intermediate_size=32
+    ),
+    "llama": Recipe("llama"),
+    "longcat_flash": Recipe(
+        "longcat_flash",
+        {
+            **_LATENT,
+            "v_head_dim": 16,
+            "head_dim": 8,
+            "num_layers": 2,
+            "num_hidden_layers": 4,
+            "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 32,
+            "n_routed_experts": 8,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+        },
+        special="two attentions a layer, experts that do nothing, multi-head latent attention",
+    ),
+    "mimo_v2_flash": _mixed("mimo_v2_flash", "experts, attention sinks", **_ROUTED),
+    "minicpm3": _latent("minicpm3", "multi-head latent attention"),
+    "minimax_m2": _experts("minimax_m2", "experts, QK norms"),
+    "ministral": _mixed("ministral"),
+    "ministral3": Recipe(
+        "ministral3",
+        {**_HEADS, "rope_parameters": _YARN},
+        special="YaRN, queries scaled by position",
+    ),
+    "mistral": Recipe("mistral", _SLIDING, "sliding"),
+    "mixtral": Recipe("mixtral", _EXPERTS, special="experts"),
+    "modernbert-decoder": Recipe(
+        "modernbert-decoder",
+        {
+            "local_attention": 2 * WINDOW,
+            "global_attn_every_n_layers": 3,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+        },
+        "sliding and full",
+    ),
+    "nanochat": Recipe("nanochat", special="QK norms, softcapped logits"),
+    "olmo": Recipe("olmo", {"clip_qkv": 8.0}, special="clipped queries, keys and values"),
+    "olmo2": Recipe("olmo2", special="QK norms"),
+    "olmo3": Recipe("olmo3", _MIXED, "sliding and full", "QK norms"),
+    "olmoe": Recipe("olmoe", _EXPERTS, special="experts, QK norms"),
+    "opt": Recipe(
+        "opt",
+        {"ffn_dim": 96, "word_embed_proj_dim": 64},
+        special="learned positions that begin at 2",
+    ),
+    "persimmon": Recipe("persimmon", special="QK norms, partial rotary embeddings"),
+    "phi": Recipe("phi", special="partial rotary embeddings, parallel blocks"),
+    "phi3": Recipe("phi3", {"sliding_window": None}, special="fused projections"),
+    "phi3 with a window": Recipe("phi3", _SLIDING, "sliding"),
+    "phimoe": Recipe(
+        "phimoe",
+        {**_EXPERTS, **_SLIDING, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "sliding",
+        "experts, a window that only the mask has",
+    ),
+    "qwen2": Recipe("qwen2", special="attention bias"),
+    "qwen2 with windows": Recipe(
+        "qwen2",
+        {**_SLIDING, "use_sliding_window": True, "max_window_layers": 1},
+        "sliding and full",
+        "the first layers full, the others sliding",
+    ),
+    "qwen2_moe": _experts("qwen2_moe", shared_expert_intermediate_size=32),
+    "qwen3": Recipe("qwen3", _HEADS, special="QK norms"),
+    "qwen3_moe": _experts("qwen3_moe", "experts, QK norms"),
+    "seed_oss": Recipe("seed_oss", _HEADS, special="attention bias"),
+    "smollm3": Recipe(
+        "smollm3", {"num_hidden_layers": 4}, special="every fourth layer without positions"
+    ),
+    "solar_open": Recipe(
+        "solar_open", {**_HEADS, **_ROUTED, "n_shared_experts": 1}, special="experts"
+    ),
+    "starcoder2": Recipe("starcoder2", _SLIDING, "sliding"),
+    "vaultgemma": _mixed("vaultgemma", query_pre_attn_scalar=16),
+    "youtu": _latent("youtu", "multi-head latent attention"),
+}
+
+FAST = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "gemma4", "phimoe")
+"""Families that are swept in every run of the tests; together they have what is special."""
+
+_NO_INTERFACE = "does not route its attention through"
+_NO_INTERFACE_WHY = "attention does not go through `AttentionInterface`"
+_INDEXED_WHY = "layers that choose the tokens to attend to (sparse attention)"
+
+
+def _not_routed(model_type: str, **settings: Any) -> Refusal:
+    return Refusal(Recipe(model_type, settings), _NO_INTERFACE, _NO_INTERFACE_WHY)
+
+
+REFUSALS: dict[str, Refusal] = {
+    "bloom": Refusal(
+        Recipe("bloom", {"n_layer": 2, "n_head": 4}), _NO_INTERFACE, _NO_INTERFACE_WHY
+    ),
+    "codegen": Refusal(
+        Recipe("codegen", {**_GPT, "rotary_dim": 8}, common=False), _NO_INTERFACE, _NO_INTERFACE_WHY
+    ),
+    "falcon": Refusal(
+        Recipe(
+            "falcon",
+            {
+                "vocab_size": VOCAB,
+                "hidden_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+            },
+            common=False,
+        ),
+        _NO_INTERFACE,
+        _NO_INTERFACE_WHY,
+    ),
+    "gpt_neo": Refusal(
+        Recipe(
+            "gpt_neo",
+            {
+                "vocab_size": VOCAB,
+                "hidden_size": 64,
+                "num_layers": 2,
+                "num_heads": 4,
+                "attention_types": [[["global", "local"], 1]],
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            },
+            common=False,
+        ),
+        _NO_INTERFACE,
+        _NO_INTERFACE_WHY,
+    ),
+    "gptj": Refusal(
+        Recipe("gptj", {**_GPT, "rotary_dim": 8}, common=False), _NO_INTERFACE, _NO_INTERFACE_WHY
+    ),
+    "mpt": Refusal(
+        Recipe(
+            "mpt", {"vocab_size": VOCAB, "d_model": 64, "n_heads": 4, "n_layers": 2}, common=False
+        ),
+        _NO_INTERFACE,
+        _NO_INTERFACE_WHY,
+    ),
+    "qwen3_next": _not_routed(
+        "qwen3_next",
+        **_SMALL_EXPERTS,
+        **_HEADS,
+        shared_expert_intermediate_size=32,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    ),
+    "stablelm": _not_routed("stablelm"),
+    "xglm": Refusal(
+        Recipe(
+            "xglm",
+            {
+                "vocab_size": VOCAB,
+                "d_model": 64,
+                "num_layers": 2,
+                "attention_heads": 4,
+                "ffn_dim": 96,
+            },
+            common=False,
+        ),
+        _NO_INTERFACE,
+        _NO_INTERFACE_WHY,
+    ),
+    "mamba": Refusal(
+        Recipe("mamba", {"state_size": 8}), _NO_INTERFACE, "state spaces, no attention"
+    ),
+    "deepseek_v32": Refusal(
+        _latent("deepseek_v32", "", index_topk=8, index_n_heads=2, index_head_dim=16),
+        "layers of kind indexed_attention",
+        _INDEXED_WHY,
+    ),
+    "diffllama": Refusal(
+        Recipe("diffllama"), "each layer must attend once", "two attention calls a layer"
+    ),
+    "doge": Refusal(
+        Recipe("doge"), "changes the attention mask itself", "makes its attention mask itself"
+    ),
+    "lfm2": Refusal(
+        Recipe("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+        "layers of kind conv",
+        "convolutions between the attention layers",
+    ),
+    "llama4": Refusal(
+        Recipe(
+            "llama4_text",
+            {
+                **_HEADS,
+                "intermediate_size_mlp": 96,
+                "num_local_experts": 2,
+                "attention_chunk_size": 32,
+            },
+        ),
+        "layers of kind chunked_attention",
+        "layers with chunked attention",
+    ),
+    "llama4 without chunks": Refusal(
+        Recipe(
+            "llama4_text",
+            {
+                **_HEADS,
+                "intermediate_size_mlp": 96,
+                "num_local_experts": 2,
+                "layer_types": ["full_attention"] * 3,
+                "no_rope_layers": [0, 0, 0],
+                "floor_scale": 8192,
+            },
+        ),
+        "attn_temperature_tuning",
+        "scales queries by their place in the row, which in a ragged batch is not their position",
+    ),
+    "llama with a window": Refusal(
+        Recipe("llama", {"sliding_window": 100}),
+        "sliding_window is 100 in the config",
+        "the layers ignore the config's window, `generate`'s cache does not",
+    ),
+    "llama with chunks": Refusal(
+        Recipe("llama", {"attention_chunk_size": 100}),
+        "attention_chunk_size is 100 in the config",
+        "the layers ignore the config's chunks, `generate`'s cache does not",
+    ),
+    "minimax": Refusal(
+        Recipe(
+            "minimax",
+            {
+                **_EXPERTS,
+                **_HEADS,
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            },
+        ),
+        "layers of kind linear_attention",
+        "layers with linear attention",
+    ),
+    "nemotron": Refusal(
+        Recipe("nemotron"),
+        "does not hand the keyword arguments",
+        "its layers do not hand keywords on to their attention",
+    ),
+    "recurrent_gemma": Refusal(
+        Recipe("recurrent_gemma", {**_HEADS, "attention_window_size": WINDOW}),
+        "layers of kind linear_attention",
+        "recurrent layers",
+    ),
+    "roberta": Refusal(
+        Recipe("roberta", {"is_decoder": True}),
+        "does not count positions from 0",
+        "counts positions from the padding token's id",
+    ),
+    "bert as an encoder": Refusal(
+        Recipe("bert", {"is_decoder": False}),
+        "tokens see those after them",
+        "attends to later tokens, too",
+    ),
+    "gemma3, bidirectional": Refusal(
+        Recipe("gemma3_text", {**_HEADS, **_SLIDING, "use_bidirectional_attention": True}),
+        "neither causal nor a sliding window",
+        "attends to later tokens, too",
+    ),
+}
