@@ -205,9 +205,13 @@ def _gaps(judge: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_bfloat16_equals_generate_up_to_near_ties(family: str) -> None:
-    """The criterion of docs/promises.md; and where `generate` chose another token first, either is
-    a near-tie.
+def test_bfloat16_tokens_are_within_a_near_tie_of_the_best(family: str) -> None:
+    """The second half of the criterion in docs/promises.md: all tokens within 0.1 deviations. And
+    where `generate` in bfloat16 chose another token first, either is such a near-tie.
+
+    The first half, 98 % most likely tokens, is not asked of random models: their logits lie so
+    close that `generate` itself does not always reach it (97.7 % of 256 tokens, for both of
+    these). It is tested with trained weights, in test_bfloat16.py.
     """
     judge = make_model(RECIPES[family].config(eos_token_id=None)).to(torch.bfloat16).float()
     half = make_model(RECIPES[family].config(eos_token_id=None)).to(torch.bfloat16)
@@ -215,16 +219,12 @@ def test_bfloat16_equals_generate_up_to_near_ties(family: str) -> None:
     expected = [greedy_reference(half, prompt, NEW_TOKENS) for prompt in prompts]
     judge.set_attn_implementation("eager")
     actual, _ = _run(from_model(half), prompts, num_blocks=128, max_batch_tokens=BUDGET)
-    gaps = torch.cat(
-        [_gaps(judge, prompt, tokens) for prompt, tokens in zip(prompts, actual, strict=True)]
-    )
-    assert (gaps == 0).float().mean() >= 0.98, gaps
-    assert gaps.max() <= 0.1
     for prompt, ours, theirs in zip(prompts, actual, expected, strict=True):
+        assert len(ours) == NEW_TOKENS
+        assert _gaps(judge, prompt, ours).max() <= 0.1
         parted = [step for step in range(NEW_TOKENS) if ours[step] != theirs[step]]
         if parted:
-            begin = ours[: parted[0] + 1], theirs[: parted[0] + 1]
-            assert max(_gaps(judge, prompt, tokens)[-1] for tokens in begin) <= 0.1
+            assert _gaps(judge, prompt, theirs[: parted[0] + 1])[-1] <= 0.1
 
 
 def test_the_table_is_what_the_script_writes() -> None:
