@@ -1,0 +1,52 @@
+"""What llguidance says of a grammar, in the words of whoever sent it."""
+
+from __future__ import annotations
+
+import re
+
+from engine.sampling_params import GrammarKind
+
+_MAX_CHARACTERS = 300
+_EXCERPT = re.compile(r"\s*(\d+ \||\^|<non-verbose/>)")
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*)\]")
+_TOO_COMPLEX = (
+    "lexer precomputation failed",
+    "too big",
+    "too large",
+    "too many",
+    "max is",
+    "limit",
+)
+_PLAIN = {
+    "oneOf constraints are not supported": "has a oneOf whose branches may overlap, which is not "
+    "supported; use anyOf",
+    "Default retriever does not fetch resources": "has a $ref to another document; refer to "
+    "definitions of the schema itself",
+    "unclosed group": "is not valid: a group is not closed",
+    "look-around": "has look-around, which is not supported",
+    "no start rule found": "has no rule called start",
+}
+
+
+def explain(kind: GrammarKind, error: str) -> str:
+    """A refusal's text, without the excerpt of the translated grammar that llguidance adds."""
+    for said, plain in _PLAIN.items():
+        if said in error:
+            return plain
+    if found := _KEYWORDS.search(error):
+        return f"uses keywords that are not supported: {found[1]}"
+    place = _PLACE.match(error)
+    lines = [line for line in error.splitlines() if not _EXCERPT.match(line)]
+    text = " ".join(" ".join(lines).split())
+    text = _PLACE.sub("", text, count=1).partition("; following ")[0]
+    if kind is not GrammarKind.LARK:
+        text = text.rpartition("error: ")[2] if "parse error" in text else text
+        text = text.removeprefix("failed to compile JSON schema: ")
+        text = text.rpartition(" (in regex): ")[2]
+    if any(word in text.lower() for word in _TOO_COMPLEX):
+        return "is too complex; make it smaller, or less ambiguous"
+    where = f" in line {place[1]}" if place is not None and kind is GrammarKind.LARK else ""
+    if len(text) > _MAX_CHARACTERS:
+        text = text[:_MAX_CHARACTERS] + "…"
+    return f"cannot be compiled{where}: {text}"

@@ -1,0 +1,70 @@
+"""The model's vocabulary, as llguidance sees it: the bytes that each token puts into the text.
+
+They come from our own tables, so that a mask means the text that the front end will deliver. A
+token of no text (special ones, ids of the model that the tokenizer lacks) can be chosen only where
+a Lark grammar names it, as in <|call|> or <[7]>. Behind the vocabulary stands one token more, which
+no model has: llguidance says with it that the output may end here, and `matcher` puts the request's
+own ending ids in its place.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from llguidance import LLTokenizer
+
+from engine.errors import UnsupportedFeatureError
+from engine.text import Tokenizer
+
+_END_NAME = b"<|end of the output|>"
+_NO_TEXT = 0xFF
+"""Is in no text, since it is in no UTF-8; llguidance marks special tokens with it."""
+
+
+def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> LLTokenizer:
+    """Make llguidance's view of a tokenizer.
+
+    Args:
+        tokenizer: the model's; None: it has none.
+        vocab_size: V, the width of the logits. The token behind the vocabulary has this id.
+
+    Raises:
+        UnsupportedFeatureError: forms cannot be followed with this tokenizer; says why.
+    """
+    if tokenizer is None:
+        raise UnsupportedFeatureError(
+            "structured_output", "needs the model's tokenizer.json, which is not there"
+        )
+    if not tokenizer.piece_rules.concatenates:
+        raise UnsupportedFeatureError(
+            "structured_output",
+            "is not there for this model: the text of its tokens depends on their neighbours "
+            "(its tokenizer is neither byte-level nor with byte fallback)",
+        )
+    return LLTokenizer(_Vocabulary(tokenizer, vocab_size), n_vocab=vocab_size + 1)  # type: ignore[arg-type]
+
+
+class _Vocabulary:
+    """What llguidance reads of a tokenizer object."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        pieces = tokenizer.pieces(skip_special_tokens=False)
+        special = {i for i in tokenizer.special_token_ids if i < vocab_size}
+        self.tokens = [
+            tokenizer.token_bytes(i) if i in special else _text(pieces[i])
+            for i in range(vocab_size)
+        ]
+        self.tokens.append(_END_NAME)
+        self.special_token_ids = [*sorted(special), vocab_size]
+        self.eos_token_id = vocab_size
+        self.bos_token_id = None
+
+    def __call__(self, text: str) -> NoReturn:
+        raise NotImplementedError("forced tokens are off; nothing is tokenized")
+
+
+def _text(piece: bytes) -> bytes:
+    """A token's bytes; none where no text can have them."""
+    return b"" if _NO_TEXT in piece else piece
