@@ -15,12 +15,13 @@ from engine.core import EngineCore
 from engine.errors import InsufficientMemoryError
 from engine.generation_options import GenerationDefaults
 from engine.kv_cache.manager import KVCacheManager
-from engine.loop import EngineLoop, StepSink
+from engine.loop import EngineLoop, GrammarCompile, StepSink
 from engine.manager import ContinuousBatchingManager, ManagerKeeper
 from engine.results import StopFinder
 from engine.runner.loader import VerifiedModel, build_runner
 from engine.runner.memory import CachePlan
 from engine.scheduler.registry import scheduler_class
+from engine.structured import GrammarCompiler
 from engine.text import TextStream, Tokenizer
 from engine.types import TokenId
 
@@ -75,11 +76,23 @@ def build_loop(
     progress: Callable[[str], None],
     *,
     sink: StepSink,
+    tokenizer: Tokenizer | None = None,
     on_end: Callable[[], None] | None = None,
 ) -> tuple[EngineLoop, AdmissionLimits, CachePlan]:
-    """An engine whose outputs go to `sink`; see `build_core`, and EngineLoop for the arguments."""
+    """An engine whose outputs go to `sink`; see `build_core`, and EngineLoop for other arguments.
+
+    Args:
+        tokenizer: for the forms of outputs; None: they are refused.
+    """
     core, limits, plan = build_core(verified, config, progress)
-    loop = EngineLoop(core, limits, sink=sink, max_queue_size=config.max_queue_size, on_end=on_end)
+    loop = EngineLoop(
+        core,
+        limits,
+        sink=sink,
+        max_queue_size=config.max_queue_size,
+        on_end=on_end,
+        compile_grammar=_grammar_compile(verified, tokenizer),
+    )
     return loop, limits, plan
 
 
@@ -97,7 +110,7 @@ def build_manager(
     arguments.
 
     Args:
-        tokenizer: for stop strings; None: they are refused.
+        tokenizer: for stop strings and the forms of outputs; None: they are refused.
     """
     core, limits, _ = build_core(verified, config, progress)
     return ContinuousBatchingManager(
@@ -106,10 +119,16 @@ def build_manager(
         max_queue_size=config.max_queue_size,
         defaults=defaults,
         per_request_processors=config.per_request_processors,
+        compile_grammar=_grammar_compile(verified, tokenizer),
         make_stop_finder=None if tokenizer is None else _StopFinders(tokenizer),
         keeper=keeper,
         settings=settings,
     )
+
+
+def _grammar_compile(verified: VerifiedModel, tokenizer: Tokenizer | None) -> GrammarCompile | None:
+    """What compiles the forms of outputs; None: there is no tokenizer."""
+    return None if tokenizer is None else GrammarCompiler(tokenizer, verified.vocab_size).begin
 
 
 class _StopFinders:

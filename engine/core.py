@@ -45,6 +45,12 @@ logger = logging.getLogger(__name__)
 MatcherFactory = Callable[[], TokenMatcher]
 """Makes a matcher at the beginning of a grammar, one for each choice."""
 
+_NO_TOKEN = "the model gave no finite logits for this request"
+_NO_TOKEN_FITS = (
+    "no token can follow: the form that was asked for allows none that the other options allow, "
+    "it became too complex to be followed, or the model gave no finite logits"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
@@ -345,7 +351,8 @@ class EngineCore:
     ) -> None:
         """Take the token that was sampled for a position of a live choice."""
         if token == INVALID_TOKEN:
-            self._live.fail_alone(live, "the model gave no finite logits for this request")
+            what = _NO_TOKEN if request.matcher is None else _NO_TOKEN_FITS
+            self._live.fail_alone(live, what)
             return
         if position >= request.max_total_tokens:
             # Nothing may be generated: max_tokens is 0. The prompt was processed, the sampled token

@@ -23,6 +23,7 @@ from engine.loop import EngineLoop
 from engine.outputs import StepOutputs
 from engine.request import GenerationRequest
 from engine.stats import EngineStats
+from engine.text import Tokenizer, TokenizerError
 from engine.threads import await_on_own_thread
 from engine.types import RequestId
 
@@ -91,7 +92,12 @@ class LocalEngineClient:
 
         verified = load_model(self._model, self._load_config, stage)
         engine, limits, plan = build_loop(
-            verified, self._config, stage, sink=bridge.deliver, on_end=bridge.end
+            verified,
+            self._config,
+            stage,
+            sink=bridge.deliver,
+            tokenizer=_load_tokenizer(verified),
+            on_end=bridge.end,
         )
         stage("warming up")
         engine.warmup()
@@ -174,6 +180,15 @@ class _Bridge:
             self._loop.call_soon_threadsafe(function)
         except RuntimeError:
             logger.debug("the event loop is closed; an output of the engine is dropped")
+
+
+def _load_tokenizer(verified: VerifiedModel) -> Tokenizer | None:
+    """For the forms of outputs; a model without a tokenizer is served without them."""
+    try:
+        return Tokenizer.load(verified.path, verified.vocab_size)
+    except TokenizerError as error:
+        logger.info("no tokenizer: %s", error)
+        return None
 
 
 def _describe(
