@@ -158,6 +158,7 @@ class GrammarCompiler:
                 return waiter
             job = self._jobs.get(params)
             if job is None:
+                self._drop_deserted()
                 if len(self._queue) >= self._max_waiting:
                     waiter.set_exception(
                         EngineUnavailableError(
@@ -177,6 +178,12 @@ class GrammarCompiler:
         timer.start()
         waiter.add_done_callback(lambda _: timer.cancel())
         return waiter
+
+    def _drop_deserted(self) -> None:
+        """Forget what waits for its turn, but nobody waits for any more."""
+        for job in [job for job in self._queue if all(w.done() for w in job.waiters)]:
+            self._queue.remove(job)
+            del self._jobs[job.params]
 
     def _overrun(self, job: _Job, waiter: Future[LLMatcher]) -> None:
         with self._lock:
@@ -198,13 +205,11 @@ class GrammarCompiler:
     def _work(self) -> None:
         while True:
             with self._lock:
+                self._drop_deserted()
                 job = self._queue.popleft() if self._queue else None
                 if job is None:
                     self._running -= 1
                     return
-                if all(waiter.done() for waiter in job.waiters):
-                    del self._jobs[job.params]
-                    continue
             root: LLMatcher | None = None
             error: BaseException | None = None
             try:

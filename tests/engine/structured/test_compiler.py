@@ -1,0 +1,274 @@
+"""What is refused, how soon, and what a compilation may cost others."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+
+import pytest
+from llguidance import LLMatcher
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from engine.errors import EngineUnavailableError, InvalidRequestError, UnsupportedFeatureError
+from engine.sampling_params import GrammarKind, GrammarParams
+from engine.structured import GrammarCompiler
+from engine.text import Tokenizer
+from tests.engine.structured.conftest import V, form
+from tests.engine.structured.following import allowed
+
+NONE: frozenset[int] = frozenset()
+SCHEMA, REGEX, LARK = GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK
+WAIT = 20.0
+
+
+def nested(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+def optional_parts(count: int) -> str:
+    return " ".join('("a"|"b")?' for _ in range(count))
+
+
+def doubled(times: int) -> str:
+    lines = [f"P{i}: P{i + 1} P{i + 1}\nQ{i}: Q{i + 1} Q{i + 1}" for i in range(times)]
+    return "\n".join(["start: T", "T: P0 Q0", *lines, f'P{times}: "a"?', f'Q{times}: "a"'])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (SCHEMA, "{", "is not valid JSON: "),
+        (SCHEMA, '{"minimum": NaN}', "NaN is no JSON number"),
+        (SCHEMA, "[]", "is neither a JSON object nor true or false"),
+        (SCHEMA, "false", "Unsatisfiable"),
+        (SCHEMA, '{"type": "foo"}', "Invalid type: foo"),
+        (SCHEMA, '{"not": {}, "uniqueItems": true}', '"not", "uniqueItems"'),
+        (SCHEMA, '{"properties": {"a": {"if": {}}}}', 'not supported: "if"'),
+        (SCHEMA, '{"type": "string", "format": "foo"}', "Unknown format: foo"),
+        (SCHEMA, '{"type": "string", "pattern": "("}', "a group is not closed"),
+        (SCHEMA, '{"type": "string", "pattern": "(?=a)"}', "look-around"),
+        (SCHEMA, '{"oneOf": [{"type": "string"}, {"maxLength": 2}]}', "use anyOf"),
+        (SCHEMA, '{"$ref": "http://example.com/schema"}', "another document"),
+        (SCHEMA, '{"$ref": "#/$defs/none"}', "'/$defs/none' does not exist"),
+        (SCHEMA, '{"$ref": "#"}', "matches no text"),
+        (SCHEMA, '{"type": "string", "minLength": 3, "maxLength": 1}', "minLength (3)"),
+        (SCHEMA, '{"x-guidance": {"lenient": true}}', "x-guidance"),
+        (SCHEMA, nested(97), "deeper than 96"),
+        (SCHEMA, nested(20_000), "deeper than 96"),
+        (SCHEMA, '{"type": "integer", "multipleOf": 99999989}', "multipleOf"),
+        (SCHEMA, '{"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}', "multipleOf"),
+        (SCHEMA, json.dumps({"pattern": "a?" * 9000}), "18000 bytes of patterns"),
+        (SCHEMA, json.dumps({"enum": [f"v{i}" for i in range(19_000)]}), "too complex"),
+        (REGEX, "(a", "a group is not closed"),
+        (REGEX, "a{0}", "the empty text alone"),
+        (REGEX, "[a&&b]", "matches no text"),
+        (REGEX, "a(?!b)", "look-around"),
+        (REGEX, "(" * 1000 + "a" + ")" * 1000, "nested parentheses"),
+        (REGEX, "a" * 17_000, "17000 bytes; at most 16384"),
+        (LARK, "start: x", 'in line 1: unknown name: "x"'),
+        (LARK, 'start: "a"\nother: [', "cannot be compiled in line"),
+        (LARK, 'begin: "a"', "no rule called start"),
+        (LARK, 'start: start "a"', "matches no text"),
+        (LARK, 'start: "a"\nstart: "b"', "in line 2"),
+        (LARK, 'start: %json {"type": "object"}', "use a json_schema"),
+        (LARK, "start: " + optional_parts(3000), "too complex"),
+        (LARK, doubled(16), "too complex"),
+        (LARK, "start: " + " | ".join(["/a/"] * 20_000), "at most 65536"),
+    ],
+)
+def test_refusals(compiler: GrammarCompiler, kind: GrammarKind, text: str, message: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(InvalidRequestError) as caught:
+        compiler.compile(form(kind, text), NONE)
+    assert time.monotonic() - begin < 5
+    assert caught.value.field == f"structured_output.{kind.value}"
+    assert message in caught.value.description
+    assert len(str(caught.value)) < 450
+    assert "%llguidance" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        form(SCHEMA, "true"),
+        form(SCHEMA, ' {"type": "number", "minimum": 0.1, "multipleOf": 0.01} '),
+        form(SCHEMA, '{"minItems": 5000000000}'),
+        form(SCHEMA, json.dumps({"properties": {f"p{i}": {"type": "null"} for i in range(500)}})),
+        form(SCHEMA, json.dumps({"enum": [f"value {i}" for i in range(4000)]})),
+        form(REGEX, "(a|b)*a(a|b){200}"),
+        form(REGEX, "((((a{1000}){1000}){1000}){1000})"),
+        form(REGEX, "a?" * 2000 + "a" * 2000),
+        form(LARK, 'start: start "a" | "b"'),
+        form(LARK, 's: s s s | "a" | ""\nstart: s'),
+        form(GrammarKind.CHOICE, tuple(f"choice {i}" for i in range(15_000))),
+        form(GrammarKind.CHOICE, tuple("a" * i for i in range(1, 700))),
+    ],
+)
+def test_hard_forms_that_are_taken(compiler: GrammarCompiler, params: GrammarParams) -> None:
+    begin = time.monotonic()
+    make_matcher = compiler.compile(params, NONE)
+    assert time.monotonic() - begin < 5
+    assert allowed(make_matcher(), V)
+
+
+def lark_chain(count: int) -> GrammarParams:
+    lines = [f"r{i}:r{i + 1}" for i in range(count)]
+    return form(LARK, "\n".join(["start:r0", *lines, f'r{count}:"y"']))
+
+
+def terminal_chain(count: int) -> GrammarParams:
+    lines = [f"R{i}:R{i + 1}" for i in range(count)]
+    return form(LARK, "\n".join(["start:R0", *lines, f'R{count}:"y"']))
+
+
+def schema_chain(count: int) -> GrammarParams:
+    definitions: dict[str, object] = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(count)}
+    definitions[f"a{count}"] = {"const": 1}
+    return form(SCHEMA, json.dumps({"$defs": definitions, "$ref": "#/$defs/a0"}))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [lark_chain(5000), terminal_chain(5000), schema_chain(5500)],
+    ids=["rules", "terminals", "refs"],
+)
+def test_long_chains_of_definitions_do_not_overflow_a_stack(
+    compiler: GrammarCompiler, params: GrammarParams
+) -> None:
+    """Within the bounds of size; on a stack of usual size the process would die here."""
+    matcher = compiler.compile(params, NONE)()
+    assert allowed(matcher, V)
+
+
+def test_compiled_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(tokenizer, V, max_cached=2)
+    seen: list[str] = []
+    real = LLMatcher.grammar_from_regex
+
+    def count(text: str) -> str:
+        seen.append(text)
+        return real(text)
+
+    monkeypatch.setattr(LLMatcher, "grammar_from_regex", count, raising=False)
+    for text in ("a", "b", "a", "c", "a", "b"):
+        compiler.compile(form(REGEX, text), NONE)
+    assert seen == ["a", "b", "c", "b"]
+
+
+class Held:
+    """Compilations that a test lets go on, one by one, by their text."""
+
+    def __init__(self, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[str] = []
+        self.entered = threading.Semaphore(0)
+        self.gates: dict[str, threading.Event] = {}
+        real = compiler._compile
+
+        def compile_held(params: GrammarParams) -> LLMatcher:
+            self.begun.append(params.text)
+            gate = self.gates.get(params.text)
+            self.entered.release()
+            if gate is not None:
+                assert gate.wait(WAIT)
+            return real(params)
+
+        monkeypatch.setattr(compiler, "_compile", compile_held)
+
+    def hold(self, text: str) -> threading.Event:
+        return self.gates.setdefault(text, threading.Event())
+
+
+def test_an_overrunning_compilation_blocks_nobody_for_ever(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, V, time_limit_s=0.3, workers=1, max_waiting=1)
+    held = Held(compiler, monkeypatch)
+    gate = held.hold("slow")
+    slow = compiler.begin(form(REGEX, "slow"), NONE)
+    assert held.entered.acquire(timeout=WAIT)
+    behind = compiler.begin(form(REGEX, "behind"), NONE)
+    crowded = compiler.begin(form(REGEX, "crowded"), NONE)
+    with pytest.raises(EngineUnavailableError, match="too many"):
+        crowded.result(0)
+    with pytest.raises(InvalidRequestError, match=r"regex: takes longer than 0.3 s"):
+        slow.result(WAIT)
+    with pytest.raises(EngineUnavailableError, match="other forms are still"):
+        behind.result(WAIT)
+    # What nobody waits for holds no place; the thread is free again, and the slow one was kept.
+    new = compiler.begin(form(REGEX, "new"), NONE)
+    gate.set()
+    assert callable(new.result(WAIT))
+    assert callable(compiler.begin(form(REGEX, "slow"), NONE).result(0))
+    assert held.begun == ["slow", "new"]
+
+
+def test_those_who_ask_for_the_same_wait_together_and_may_leave(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, V, workers=1)
+    held = Held(compiler, monkeypatch)
+    gate = held.hold("ab")
+    first = compiler.begin(form(REGEX, "ab"), NONE)
+    second = compiler.begin(form(REGEX, "ab"), NONE)
+    left = compiler.begin(form(REGEX, "left"), NONE)
+    assert held.entered.acquire(timeout=WAIT)
+    assert first.cancel()
+    assert left.cancel()
+    gate.set()
+    assert callable(second.result(WAIT))
+    compiler.compile(form(REGEX, "last"), NONE)
+    assert held.begun == ["ab", "last"]
+
+
+def test_a_failure_inside_tells_nothing_and_holds_nobody(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, V, workers=1)
+
+    def fail(params: GrammarParams) -> LLMatcher:
+        raise RuntimeError("secret")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "_compile", fail)
+        with pytest.raises(InvalidRequestError, match="cannot be compiled") as caught:
+            compiler.compile(form(REGEX, "a"), NONE)
+    assert "secret" not in str(caught.value)
+    assert callable(compiler.compile(form(REGEX, "a"), NONE))
+
+
+def test_without_a_tokenizer_forms_are_refused() -> None:
+    with pytest.raises(UnsupportedFeatureError, match=r"tokenizer\.json"):
+        GrammarCompiler(None, V).compile(form(REGEX, "a"), NONE)
+
+
+def test_a_tokenizer_whose_text_is_no_concatenation_is_refused() -> None:
+    backend = Backend(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    with pytest.raises(UnsupportedFeatureError, match="byte-level"):
+        GrammarCompiler(Tokenizer(backend), 3).compile(form(REGEX, "a"), NONE)
+
+
+def test_a_tokenizer_with_byte_fallback() -> None:
+    names = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "b", "▁"]
+    backend = Backend(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    size = 288  # a multiple of 32: the token behind the vocabulary has a word of its own
+    matcher = GrammarCompiler(Tokenizer(backend, vocab_size=size), size).compile(
+        form(REGEX, " ab"), NONE
+    )()
+    assert allowed(matcher, size) == {2 + 0x20, names.index("▁a"), names.index("▁")}
+
+
+def test_the_result_is_there_at_once_for_what_is_known(compiler: GrammarCompiler) -> None:
+    compiler.compile(form(REGEX, "known"), NONE)
+    known: Future[object] = compiler.begin(form(REGEX, "known"), NONE)  # type: ignore[assignment]
+    try:
+        assert callable(known.result(0))
+    except FutureTimeout:
+        pytest.fail("a known form was not there at once")

@@ -1,0 +1,331 @@
+"""Forms through the whole engine: a random model that would write anything, and the demo model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.errors import InvalidRequestError, UnsupportedFeatureError
+from engine.local_client import LocalEngineClient
+from engine.manager import ContinuousBatchingManager
+from engine.offline import LoadedModel, from_model, load
+from engine.outputs import FinishReason, RequestOutput, StepOutputs
+from engine.request import GenerationRequest
+from engine.sampling_params import GrammarKind, GrammarParams, SamplingParams, StopParams
+from engine.text import Tokenizer
+from engine.types import RequestId, TokenId
+from tests.engine.structured.conftest import DEMO, form
+from tests.tiny_models import make_model
+
+WAIT = 30.0
+CONFIG = ContinuousBatchingConfig(
+    block_size=8, num_blocks=160, max_batch_tokens=64, max_requests_per_batch=8
+)
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "size": {"enum": ["small", "large"]},
+            "count": {"type": "integer", "minimum": 1, "maximum": 20},
+        },
+        "required": ["name", "size", "count"],
+        "additionalProperties": False,
+    }
+)
+CHOICES = ("yes", "no", "maybe, or not")
+
+
+def fits_schema(text: str) -> bool:
+    value = json.loads(text)
+    return (
+        value.keys() == {"name", "size", "count"}
+        and isinstance(value["name"], str)
+        and len(value["name"]) <= 8
+        and value["size"] in ("small", "large")
+        and type(value["count"]) is int
+        and 1 <= value["count"] <= 20
+    )
+
+
+CASES: list[tuple[GrammarParams, Callable[[str], object]]] = [
+    (form(GrammarKind.JSON_SCHEMA, SCHEMA), fits_schema),
+    (form(GrammarKind.JSON_OBJECT), lambda text: isinstance(json.loads(text), dict)),
+    (
+        form(GrammarKind.REGEX, r"[a-z]{3,9}( [0-9]{2}|é)"),
+        lambda text: re.fullmatch(r"[a-z]{3,9}( [0-9]{2}|é)", text),
+    ),
+    (
+        form(GrammarKind.LARK, 'start: pair ("," pair){0,2}\npair: /[a-z]{1,3}/ "=" /[0-9]{1,2}/'),
+        lambda text: re.fullmatch(r"[a-z]{1,3}=\d{1,2}(,[a-z]{1,3}=\d{1,2}){0,2}", text),
+    ),
+    (form(GrammarKind.CHOICE, CHOICES), lambda text: text in CHOICES),
+]
+
+
+@pytest.fixture(scope="module")
+def random_model() -> LoadedModel:
+    tokenizer = Tokenizer.load(DEMO)
+    eos = tokenizer.token_id(tokenizer.eos_token or "")
+    model = make_model(
+        LlamaConfig(
+            vocab_size=tokenizer.vocab_size,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=512,
+            bos_token_id=1,
+            eos_token_id=eos,
+            pad_token_id=0,
+        )
+    )
+    model.config.name_or_path = str(DEMO)
+    return from_model(model, CONFIG)
+
+
+@pytest.fixture(scope="module")
+def demo_model() -> LoadedModel:
+    return load(str(DEMO), CONFIG, dtype="float32")
+
+
+class Outputs:
+    """Collects every request's outputs, and tells when all have ended."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], FinishReason] = {}
+
+    def take(self, output: RequestOutput) -> None:
+        key = (output.request_id, output.choice)
+        self.tokens.setdefault(key, []).extend(output.token_ids)
+        if output.finish is not None:
+            self.reasons[key] = output.finish.reason
+
+
+@pytest.fixture
+def manager(random_model: LoadedModel) -> Iterator[ContinuousBatchingManager]:
+    yield from _started(random_model)
+
+
+@pytest.fixture
+def demo_manager(demo_model: LoadedModel) -> Iterator[ContinuousBatchingManager]:
+    yield from _started(demo_model)
+
+
+def _started(model: LoadedModel) -> Iterator[ContinuousBatchingManager]:
+    import dataclasses
+
+    config = dataclasses.replace(CONFIG, per_request_processors=True)
+    manager = model.init_continuous_batching(None, config)
+    manager.start()
+    yield manager
+    manager.stop(abort=True, timeout=WAIT)
+    assert not manager.is_running()
+
+
+def run_all(
+    manager: ContinuousBatchingManager, model: LoadedModel, prompt: list[int], seeds: range
+) -> None:
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    names: dict[str, Callable[[str], object]] = {}
+    for index, (grammar, fits) in enumerate(CASES):
+        for seed in seeds:
+            name = f"{index}-{seed}"
+            names[name] = fits
+            manager.add_request(
+                prompt,
+                name,
+                max_new_tokens=100,
+                grammar=grammar,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                seed=seed,
+            )
+    whole = set()
+    for _ in names:
+        output = manager.get_result(timeout=WAIT)
+        assert output is not None
+        assert output.error is None
+        if len(output.generated_tokens) < 100:
+            text = tokenizer.decode(output.generated_tokens)
+            assert names[output.request_id](text), text
+            whole.add(output.request_id[0])
+    assert whole >= {"0", "2", "3", "4"}
+
+
+def test_a_random_model_keeps_to_every_form(
+    manager: ContinuousBatchingManager, random_model: LoadedModel
+) -> None:
+    run_all(manager, random_model, [5, 6, 7], range(12))
+
+
+def test_the_demo_model_keeps_to_every_form(
+    demo_manager: ContinuousBatchingManager, demo_model: LoadedModel
+) -> None:
+    tokenizer = demo_model.tokenizer
+    assert tokenizer is not None
+    run_all(demo_manager, demo_model, tokenizer.encode("The answer is "), range(3))
+
+
+def test_neighbours_without_a_form_give_what_they_give_alone(
+    manager: ContinuousBatchingManager,
+) -> None:
+    prompts = [[11, 12, 13], [400, 401, 402, 403, 404]]
+
+    def greedy(tag: str) -> list[list[int]]:
+        for index, prompt in enumerate(prompts):
+            manager.add_request(prompt, f"{tag}{index}", max_new_tokens=24, eos_token_id=-1)
+        found = []
+        for index in range(len(prompts)):
+            output = manager.get_result(f"{tag}{index}", timeout=WAIT)
+            assert output is not None
+            found.append(list(output.generated_tokens))
+        return found
+
+    alone = greedy("alone")
+    for index, (grammar, _) in enumerate(CASES):
+        manager.add_request([9, 8, 7], f"form{index}", max_new_tokens=40, grammar=grammar)
+    assert greedy("beside") == alone
+
+
+def test_without_ending_ids_a_complete_output_ends_all_the_same(
+    manager: ContinuousBatchingManager, random_model: LoadedModel
+) -> None:
+    assert random_model.tokenizer is not None
+    manager.add_request(
+        [4, 5],
+        "r",
+        max_new_tokens=50,
+        eos_token_id=-1,
+        grammar=form(GrammarKind.CHOICE, ("one", "two")),
+    )
+    output = manager.get_result("r", timeout=WAIT)
+    assert output is not None
+    assert output.error is None
+    assert random_model.tokenizer.decode(output.generated_tokens) in ("one", "two")
+
+
+def test_a_form_cut_by_max_tokens_is_no_error(manager: ContinuousBatchingManager) -> None:
+    manager.add_request([4], "r", max_new_tokens=2, grammar=form(GrammarKind.CHOICE, ("x" * 50,)))
+    output = manager.get_result("r", timeout=WAIT)
+    assert output is not None
+    assert output.error is None
+    assert len(output.generated_tokens) == 2
+
+
+def test_a_refused_form_leaves_nothing_behind(manager: ContinuousBatchingManager) -> None:
+    with pytest.raises(InvalidRequestError, match=r"structured_output\.regex"):
+        manager.add_request([4], "r", max_new_tokens=2, grammar=form(GrammarKind.REGEX, "(a"))
+    manager.add_request([4], "r", max_new_tokens=2)
+    assert manager.get_result("r", timeout=WAIT) is not None
+
+
+def test_a_form_that_the_other_options_leave_no_token_for_fails_alone(
+    manager: ContinuousBatchingManager, random_model: LoadedModel
+) -> None:
+    tokenizer = random_model.tokenizer
+    assert tokenizer is not None
+    banned = tuple(
+        TokenId(i) for i in range(tokenizer.vocab_size) if b"z" in tokenizer.token_bytes(i)
+    )
+    request = GenerationRequest(
+        request_id=RequestId("none"),
+        prompt=(TokenId(4),),
+        sampling=SamplingParams(banned_token_ids=banned),
+        stop=StopParams(max_tokens=5),
+        grammar=form(GrammarKind.REGEX, "z+"),
+    )
+    manager._router.expect(
+        request.request_id, request.prompt, streaming=False, record_timestamps=False, find_stop=None
+    )
+    compiling = manager.compile_grammar(request)
+    assert compiling is not None
+    manager.submit(request, compiling.result(WAIT))
+    manager.add_request([4], "other", max_new_tokens=5, eos_token_id=-1)
+    failed = manager.get_result("none", timeout=WAIT)
+    assert failed is not None
+    assert failed.error is not None
+    assert "the form that was asked for" in failed.error
+    other = manager.get_result("other", timeout=WAIT)
+    assert other is not None
+    assert other.error is None
+
+
+def test_a_grammar_is_never_ignored(manager: ContinuousBatchingManager) -> None:
+    request = GenerationRequest(
+        request_id=RequestId("r"),
+        prompt=(TokenId(4),),
+        sampling=SamplingParams(),
+        stop=StopParams(max_tokens=5),
+        grammar=form(GrammarKind.JSON_OBJECT),
+    )
+    with pytest.raises(UnsupportedFeatureError, match="compile_grammar"):
+        manager.submit(request)
+
+
+def test_without_a_tokenizer_a_form_is_refused(loaded: Callable[[str], LoadedModel]) -> None:
+    manager = loaded("llama").init_continuous_batching(None, CONFIG)
+    manager.start()
+    try:
+        with pytest.raises(UnsupportedFeatureError, match=r"tokenizer\.json"):
+            manager.add_request([4], max_new_tokens=2, grammar=form(GrammarKind.JSON_OBJECT))
+    finally:
+        manager.stop(abort=True, timeout=WAIT)
+
+
+async def test_the_services_client_compiles_and_waits(tmp_path: Path) -> None:
+    outputs = Outputs()
+    changed = asyncio.Event()
+
+    def sink(step: StepOutputs) -> None:
+        for output in step.outputs:
+            outputs.take(output)
+        changed.set()
+
+    client = LocalEngineClient(str(DEMO), CONFIG, LoadConfig(dtype="float32"))
+    info = await client.start(sink, lambda _: None)
+    try:
+
+        def request(name: str, grammar: GrammarParams) -> GenerationRequest:
+            return GenerationRequest(
+                request_id=RequestId(name),
+                prompt=(TokenId(40), TokenId(41)),
+                sampling=SamplingParams(temperature=1.0, seed=3),
+                stop=StopParams(max_tokens=60, eos_token_ids=info.eos_token_ids),
+                grammar=grammar,
+                n=3,
+            )
+
+        with pytest.raises(InvalidRequestError, match="json_schema"):
+            await client.submit(request("bad", form(GrammarKind.JSON_SCHEMA, "{")))
+        left = asyncio.create_task(
+            client.submit(request("left", form(GrammarKind.REGEX, "[a-z]{5,2000}")))
+        )
+        await asyncio.sleep(0)
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        assert not await client.cancel(RequestId("left"))
+        await client.submit(request("good", form(GrammarKind.CHOICE, CHOICES)))
+        async with asyncio.timeout(WAIT):
+            while len(outputs.reasons) < 3:
+                changed.clear()
+                await changed.wait()
+    finally:
+        await client.close()
+    tokenizer = Tokenizer.load(DEMO)
+    assert set(outputs.reasons) == {("good", choice) for choice in range(3)}
+    for key, reason in outputs.reasons.items():
+        assert reason is FinishReason.STOP
+        assert tokenizer.decode(outputs.tokens[key], skip_special_tokens=True) in CHOICES
