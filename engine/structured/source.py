@@ -30,7 +30,7 @@ MAX_SCHEMA_DEPTH = 96
 """How deep arrays and objects may be nested in a schema's text."""
 MAX_MULTIPLE_OF = 100_000
 """The largest product of a schema's different multipleOf values, each without its decimal point."""
-MAX_BLANKS = 64
+MAX_BLANKS = 32
 """How many blanks and line ends, at most, may stand between two parts of a JSON text."""
 
 _OPTIONS = '\n%llguidance {"no_forcing": true, "allow_invalid_utf8": false}\n'

@@ -195,7 +195,7 @@ def test_blanks_in_json_are_bounded(compiler: GrammarCompiler, tokenizer: Tokeni
     matcher = compiler.compile(form(GrammarKind.JSON_OBJECT), frozenset())()
     take(matcher, tokenizer, "{")
     blank = one(tokenizer, "\n")
-    assert all(matcher.accept(blank) for _ in range(64))
+    assert all(matcher.accept(blank) for _ in range(32))
     assert not matcher.accept(blank)
     take(matcher, tokenizer, "}")
     assert matcher.is_complete
