@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -28,7 +29,6 @@ from typing import TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.endings import new_error_id
 from engine.errors import EngineUnavailableError, HeadraceError, InvalidRequestError
 from engine.request import TokenMatcher
 from engine.sampling_params import GrammarKind, GrammarParams
@@ -217,7 +217,7 @@ class GrammarCompiler:
             except HeadraceError as refusal:
                 error = refusal
             except BaseException as failure:  # a panic in Rust is no Exception
-                error_id = new_error_id()
+                error_id = secrets.token_hex(6)
                 logger.error("error %s: a grammar failed to compile", error_id, exc_info=failure)
                 error = InvalidRequestError(
                     f"structured_output.{job.params.kind.value}",
