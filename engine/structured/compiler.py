@@ -42,8 +42,8 @@ from engine.types import TokenId
 logger = logging.getLogger(__name__)
 
 _STACK_BYTES = 256 << 20
-"""Of address space; what is not used takes no memory. The longest chain of definitions that fits
-into the bounds of a grammar needs about a quarter of it.
+"""Of address space; what is not used takes no memory. No chain of definitions that was
+tried within the bounds of a grammar's size needs more than a quarter of it; 8 MB overflow.
 """
 _LEXER_FUEL = 200_000
 """What building the lexer may cost: large enough for thousands of strings to choose from."""
