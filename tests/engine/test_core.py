@@ -34,10 +34,11 @@ from tests.engine.fake_runner import (
     next_token,
 )
 from tests.engine.ledger import Ledger, drain
+from tests.engine.traffic import traffic
 
 TestCore = CoreMachine.TestCase
 TestCore.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
 
 
@@ -54,49 +55,6 @@ def test_a_request_from_end_to_end() -> None:
     assert ledger.end("a").reason is FinishReason.LENGTH
     assert runner.steps == 4
     assert kv_cache.num_used_blocks == 0
-
-
-def thousands(
-    core: EngineCore,
-    runner: FakeRunner,
-    count: int,
-    chance: random.Random,
-    *,
-    first: int = 0,
-) -> Ledger:
-    """Requests of all kinds through a core, with cancels, finishes and failing steps; at most 300
-    are live at a time.
-    """
-    ledger = Ledger()
-    added = steps = 0
-    while core.has_work or added < count:
-        while added < count and len(core._live.by_id) < 300:
-            prompt = [chance.choice((1, 2)) for _ in range(chance.randint(1, 24))]
-            spec = make_request(
-                f"r{first + added}",
-                prompt,
-                chance.randint(0, 7),
-                ending=ENDING if chance.random() < 0.5 else (),
-                n=3 if chance.random() < 0.05 else 1,
-                priority=chance.randint(-2, 2),
-                time_limit_s=1e6 if chance.random() < 0.5 else None,
-                prompt_logprobs=0 if chance.random() < 0.1 else None,
-                history=chance.random() < 0.02,
-            )
-            added += 1
-            ledger.add(spec)
-            core.add(spec, core.clock())
-        runner.fail = 1 if steps % 101 == 100 else 0
-        runner.fail_results = 1 if steps % 101 == 50 else 0
-        if steps % 7 == 0:
-            core.cancel(chance.choice(list(core._live.by_id)))
-        if steps % 11 == 0 and core.scheduler.running:
-            request = chance.choice(list(core.scheduler.running.values()))
-            core.finish(request.request_id, chance.randint(0, 3), request.choice)
-        ledger.take(core.step())
-        steps += 1
-        assert steps < 20 * count
-    return ledger
 
 
 @pytest.fixture
@@ -124,13 +82,13 @@ def test_ten_thousand_requests(policy: str) -> None:
         host_slots=8,
     )
     chance = random.Random(7)
-    thousands(core, runner, 300, chance, first=20_000)  # whatever stays is there from here on
+    traffic(core, runner, 300, chance, first=20_000)  # whatever stays is there from here on
     kv_cache.reset_prefix_cache()
     runner.released.clear()
     gc.collect()
     objects = len(gc.get_objects())
     count = 10_000 if policy == "fifo" else 3_000
-    ledger = thousands(core, runner, count, chance)
+    ledger = traffic(core, runner, count, chance)
     ledger.check(core.max_context_tokens)
     assert len(ledger.over) == count
     reasons = {end.reason for end in ledger.ends.values()}
@@ -163,7 +121,7 @@ def test_memory_returns_to_where_it_was() -> None:
     chance = random.Random(1)
 
     def settle(count: int, first: int) -> int:
-        thousands(core, runner, count, chance, first=first)
+        traffic(core, runner, count, chance, first=first)
         kv_cache.reset_prefix_cache()
         runner.released.clear()
         gc.collect()
