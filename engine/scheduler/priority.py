@@ -94,7 +94,8 @@ class PriorityScheduler(Scheduler):
             else:
                 self._limits.push((now + slack,), request)
         self._limits.tidy()
-        return list({request.key: request for request in hopeless}.values())
+        # One may be in both, or have ended since `choose` came across it.
+        return {one.key: one for one in hopeless if one.key in self.waiting}.values()
 
     def _slack(self, request: Request, now: float) -> float:
         """Seconds by which a request that is started now can reach its next token before its time

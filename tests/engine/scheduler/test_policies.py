@@ -306,6 +306,21 @@ def test_a_choice_that_waits_hopelessly_leaves_the_others_running() -> None:
     assert len(watched.ledger.text("a", 0)) > len(watched.ledger.text("a", 1)) == 0
 
 
+def test_who_has_ended_is_not_given_up_again() -> None:
+    """Between `choose` and `take_hopeless` a pending step may be collected, and fail."""
+    watched = Watched(policy="priority", num_blocks=200, max_batch_tokens=4)
+    scheduler = watched.core.scheduler
+    scheduler.measured(4, 1.0)
+    watched.add(make_request("a", range(40), 3, time_limit_s=5.0))
+    watched.add(make_request("b", range(40), 3, time_limit_s=5.0))
+    batch = scheduler.schedule(watched.clock())
+    assert batch is not None
+    assert batch.is_empty
+    assert watched.core.cancel(RequestId("a"))
+    given_up = [one.request_id for one in scheduler.take_hopeless(watched.clock())]
+    assert given_up == ["b"]
+
+
 def test_step_times() -> None:
     times = StepTimes(8)
     assert times.at_least(1000) == 0.0
