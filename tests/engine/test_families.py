@@ -49,7 +49,7 @@ def _manager(loaded: LoadedModel, **options: Any) -> Iterator[ContinuousBatching
     try:
         yield manager
     finally:
-        manager.stop(abort=True)
+        manager.stop(hard_stop=True)
     kv_cache = manager._core.scheduler.kv_cache
     kv_cache.check_integrity()
     assert kv_cache.num_used_blocks == 0
