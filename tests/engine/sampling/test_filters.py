@@ -237,3 +237,11 @@ def test_one_token_left() -> None:
     logits[0, 30] = -1e38
     for options in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}, {"typical_p": 0.5}):
         assert _tokens(logits, [make(temperature=1.0, seed=1, **options)]) == [30]
+
+
+def test_ties_behind_the_kth_count_in_top_p() -> None:
+    """Five tokens are left by top_k; half of their probability is more than the first one's."""
+    row = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0, -9.0]])
+    kept = [True] * 5 + [False]
+    assert _kept(row, 1.0, top_k=2, top_p=0.5).tolist() == [kept]
+    assert _kept(row, 1.0, top_k=2, top_p=0.4).tolist() == [[False, True] + [False] * 4]
