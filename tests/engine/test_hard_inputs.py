@@ -207,7 +207,7 @@ def test_a_request_without_finite_logits_fails_alone(
     near: Neighbourhood, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner: Any = near.manager._core.runner
-    sample = runner._sampler.sample
+    begin = runner._sampler.begin
 
     def poisoned(logits: torch.Tensor, requests: Any) -> Any:
         logits = logits.clone()
@@ -218,9 +218,9 @@ def test_a_request_without_finite_logits_fails_alone(
                 logits[row, 3] = float("inf")
             if request.request_id == "sampled":
                 logits[row] = float("-inf")
-        return sample(logits, requests)
+        return begin(logits, requests)
 
-    monkeypatch.setattr(runner._sampler, "sample", poisoned)
+    monkeypatch.setattr(runner._sampler, "begin", poisoned)
     near.manager.add_request([5], request_id="poisoned", max_new_tokens=3)
     near.manager.add_request([5], request_id="infinite", max_new_tokens=3, logprobs=2)
     near.manager.add_request(
