@@ -22,6 +22,12 @@ be given what is not a tensor.
 _numbers = itertools.count(1)
 
 
+_SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor? sinks, int number, int layer, float scaling, "
+    "float? softcap) -> Tensor"
+)
+
+
 def new_number() -> int:
     """A number for the calls of one model, on one thread at a time."""
     return next(_numbers)
@@ -37,7 +43,7 @@ def calling(number: int, context: AttentionContext) -> Iterator[None]:
         del CALLS[number]
 
 
-@torch.library.custom_op("headrace::paged_attention", mutates_args=())
+@torch.library.custom_op("headrace::paged_attention", mutates_args=(), schema=_SCHEMA)
 def attend_by_number(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -209,8 +209,7 @@ def test_copies_alone_take_no_slot(loaded: Callable[[str], LoadedModel]) -> None
     runner.release(RequestKey(1))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "overlap"), [("llama", False), ("gemma3", True)])
 def test_offloaded_blocks_and_shared_prefixes_over_a_real_model(
     loaded: Callable[[str], LoadedModel], family: str, overlap: bool
 ) -> None:
