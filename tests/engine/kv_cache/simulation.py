@@ -142,7 +142,7 @@ class Simulation:
         chunk = min(chunk, request.num_tokens - found)
         assert chunk > 0
         free = [pool.num_free for pool in kv_cache.pools]
-        if not kv_cache.can_start(request, found, chunk, spare):
+        if not kv_cache.can_start(request, found, chunk, [spare] * len(free)):
             return False
         if not request.num_computed_tokens:
             self.seen["hits"] += found > 0

@@ -210,8 +210,8 @@ def test_a_preempted_request_comes_back_from_the_host() -> None:
     assert copies.keys == {request.key}
     assert kv_cache.offloads == 1
     assert kv_cache.find_prefix(request) == 10
-    assert kv_cache.can_start(request, 10, 1, 17)
-    assert not kv_cache.can_start(request, 10, 1, 18)
+    assert kv_cache.can_start(request, 10, 1, [17])
+    assert not kv_cache.can_start(request, 10, 1, [18])
     assert kv_cache.start(request) == 10
     kv_cache.check_integrity()
     back = kv_cache.take_copies()
@@ -399,7 +399,7 @@ def test_a_restore_without_room_takes_nothing() -> None:
     _preempt(kv_cache, request)
     kv_cache.take_copies()
     _run(kv_cache, make_request(2, PROMPT[:8]))
-    assert not kv_cache.can_start(request, 9, 1, 0)
+    assert not kv_cache.can_start(request, 9, 1, [0])
     with pytest.raises(ValueError, match="without room"):
         kv_cache.start(request)
     kv_cache.check_integrity()

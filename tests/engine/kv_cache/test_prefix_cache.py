@@ -190,7 +190,7 @@ def test_queries_and_hits_are_counted_once_a_start() -> None:
     request = make_request(2, PROMPT)
     for _ in range(5):
         assert kv_cache.find_prefix(request) == 8
-        assert kv_cache.can_start(request, 8, 2, 0)
+        assert kv_cache.can_start(request, 8, 2, [0])
     assert (kv_cache.prefix_queries, kv_cache.prefix_hits) == (10, 0)
     kv_cache.start(request)
     assert (kv_cache.prefix_queries, kv_cache.prefix_hits) == (20, 8)
@@ -200,7 +200,7 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_front() -> None:
     kv_cache = _manager(blocks=5)
     _leave(kv_cache, PROMPT)
     other = make_request(2, [1, 1, 1, 1])
-    assert kv_cache.can_start(other, 0, 4, 0)
+    assert kv_cache.can_start(other, 0, 4, [0])
     kv_cache.start(other)
     assert kv_cache.allocate(other.key, 4)
     assert _find(kv_cache, [*PROMPT, 1], key=3) == 6
@@ -210,13 +210,13 @@ def test_cached_blocks_that_are_found_take_room_those_that_are_held_do_not() -> 
     kv_cache = _manager(blocks=7)
     _leave(kv_cache, PROMPT)
     other = make_request(2, [*PROMPT, 1, 2])
-    assert kv_cache.can_start(other, 10, 2, 1)
-    assert not kv_cache.can_start(other, 10, 2, 2), "5 cached ones and 1 more are needed"
+    assert kv_cache.can_start(other, 10, 2, [1])
+    assert not kv_cache.can_start(other, 10, 2, [2]), "5 cached ones and 1 more are needed"
     holder = make_request(3, PROMPT)
     assert _compute(kv_cache, holder) == 8
     assert kv_cache.pools[0].num_free == 2
-    assert kv_cache.can_start(other, 10, 2, 0), "1 cached one and 1 more are needed"
-    assert not kv_cache.can_start(other, 10, 2, 1)
+    assert kv_cache.can_start(other, 10, 2, [0]), "1 cached one and 1 more are needed"
+    assert not kv_cache.can_start(other, 10, 2, [1])
 
 
 def test_a_sliding_group_needs_its_window_only() -> None:
@@ -300,7 +300,7 @@ def test_the_blocked_head_of_the_queue_costs_nothing(monkeypatch: pytest.MonkeyP
     searches.clear()
     for other in others:
         assert kv_cache.find_prefix(head) == 400
-        kv_cache.can_start(head, 400, 1, 0)
+        kv_cache.can_start(head, 400, 1, [0, 0])
         # Others come and go, and leave blocks of their own. `allocate` starts them unseen.
         assert kv_cache.allocate(other.key, 8)
         kv_cache.commit(other, 8)
