@@ -6,14 +6,11 @@ block id   0          1 … num_blocks
            (takes the writes of padding, is never allocated, and stands in block tables where a
            sliding window has moved on)
 
-           allocate                       publish: gives a used block its digest
-    free ───────────▶ used ──┐
-     ▲                 │ ▲   │ free, by its last holder
-     │  no digest      │ │   ▼
-     └─────────────────┘ └─ cached        holds a prefix that nobody needs just now; `share` revives
-                      share  │            it, `allocate` evicts it: least recently used first, and
-              ▲              │ evicted    only when no block is free
-              └──────────────┘
+    free ──allocate──▶ used                 `publish` gives a used block its digest
+    used ──free──▶ free                     by its last holder, if it has no digest
+    used ──free──▶ cached                   if it has one: it keeps a prefix that nobody needs now
+    cached ──share──▶ used                  somebody needs it again
+    cached ──allocate──▶ used               evicted, when no block is free: least recently used first
 """
 
 from __future__ import annotations
