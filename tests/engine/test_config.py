@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import ConfigError
@@ -191,3 +192,103 @@ def test_max_memory_percent_acts(llama: LoadedModel, monkeypatch: pytest.MonkeyP
         for percent in (0.25, 0.5)
     ]
     assert sizes[1] == pytest.approx(2 * sizes[0], rel=0.05)
+
+
+def test_allow_block_sharing_acts(llama: LoadedModel) -> None:
+    hits = []
+    for allowed in (True, False):
+        again = llama.init_continuous_batching(
+            continuous_batching_config=ContinuousBatchingConfig(
+                block_size=8, num_blocks=64, allow_block_sharing=allowed
+            )
+        )
+        again.start()
+        for turn in range(2):
+            again.add_request([9] * 20, request_id=str(turn), max_new_tokens=2)
+            assert again.get_result(str(turn), timeout=60) is not None
+        again.stop()
+        hits.append(again.stats().prefix_hits)
+    assert hits == [16, 0]
+
+
+def test_use_async_batching_acts(llama: LoadedModel) -> None:
+    """A step is launched before the one before it was collected."""
+    for overlap in (True, False):
+        config = ContinuousBatchingConfig(block_size=8, num_blocks=64, use_async_batching=overlap)
+        manager = llama.init_continuous_batching(continuous_batching_config=config)
+        runner: Any = manager._core.runner
+        launch, open_steps, most = runner.launch, 0, 0
+
+        def watch(batch: Any) -> Any:
+            nonlocal open_steps, most
+            step = launch(batch)  # noqa: B023  # called while this turn lasts
+            open_steps += 1
+            most = max(most, open_steps)
+
+            class Watched:
+                def result(self) -> Any:
+                    nonlocal open_steps
+                    open_steps -= 1
+                    return step.result()
+
+            return Watched()
+
+        runner.launch = watch
+        manager.start()
+        manager.add_request([5] * 20, max_new_tokens=6)
+        manager.stop()
+        assert most == (2 if overlap else 1)
+        assert open_steps == 0
+
+
+def test_cpu_offload_space_acts(llama: LoadedModel) -> None:
+    manager, _ = _run(llama, num_blocks=6, cpu_offload_space=0.001)
+    stats = manager.stats()
+    assert stats.host_blocks_total > 0
+    assert stats.offloads > 0
+    assert stats.restores > 0
+    without, _ = _run(llama, num_blocks=6)
+    assert (without.stats().host_blocks_total, without.stats().offloads) == (0, 0)
+
+
+def test_scheduler_type_acts(llama: LoadedModel) -> None:
+    kinds = {
+        name: type(_run(llama, scheduler_type=name)[0]._core.scheduler).__name__
+        for name in ("fifo", "prefill_first", "priority")
+    }
+    assert kinds == {
+        "fifo": "FIFOScheduler",
+        "prefill_first": "PrefillFirstScheduler",
+        "priority": "PriorityScheduler",
+    }
+    with pytest.raises(ConfigError, match="scheduler_type"):
+        _run(llama, scheduler_type="lifo")
+
+
+def test_safety_margin_acts(llama: LoadedModel) -> None:
+    _, eager = _run(llama, num_blocks=16, safety_margin=0.0)
+    _, careful = _run(llama, num_blocks=16, safety_margin=0.7)
+    assert max(requests for requests, _ in careful) < max(requests for requests, _ in eager)
+
+
+def test_graphs_need_a_device_that_has_them(llama: LoadedModel) -> None:
+    with pytest.raises(ConfigError, match="use_cuda_graph"):
+        _run(llama, use_cuda_graph=True)
+
+
+def test_seed_acts(llama: LoadedModel) -> None:
+    def tokens(seed: int | None) -> list[list[int]]:
+        manager = llama.init_continuous_batching(
+            GenerationConfig(do_sample=True, temperature=1.0),
+            ContinuousBatchingConfig(block_size=8, num_blocks=64, seed=seed),
+        )
+        manager.start()
+        names = [manager.add_request([5, 6], max_new_tokens=12) for _ in range(2)]
+        manager.stop()
+        outputs = {output.request_id: output.generated_tokens for output in manager}
+        return [outputs[name] for name in names]
+
+    first = tokens(3)
+    assert first[0] != first[1], "requests have seeds of their own"
+    assert tokens(3) == first
+    assert tokens(4) != first
