@@ -10,7 +10,7 @@ block id   0          1 … num_blocks
     used ──free──▶ free                     by its last holder, if it has no digest
     used ──free──▶ cached                   if it has one: it keeps a prefix that nobody needs now
     cached ──share──▶ used                  somebody needs it again
-    cached ──allocate──▶ used               evicted, when no block is free: least recently used first
+    cached ──allocate──▶ used               evicted, if no block is free: least recently used first
 """
 
 from __future__ import annotations
