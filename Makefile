@@ -38,12 +38,12 @@ run: $(STAMP) ## Serve the demo model on 127.0.0.1:50051 (MODEL=path LISTEN=addr
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: $(STAMP) ## Run the whole Python test suite.
-	$(BIN)/python -m pytest $(ARGS)
-
-.PHONY: test-fast
-test-fast: $(STAMP) ## Run the tests that take less than ten seconds each.
+test: $(STAMP) ## Run the Python test suite.
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+.PHONY: test-slow
+test-slow: $(STAMP) ## Run the long sweeps: every model family in every mode, every planted bug.
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 .PHONY: lint
 lint: $(STAMP) ## Check style, import arrows and the contract's form.
@@ -58,7 +58,7 @@ types: $(STAMP) ## Check types (mypy strict on engine, service and the Python cl
 	$(BIN)/mypy
 
 .PHONY: check
-check: lint types protos-check test ## Everything that CI checks.
+check: lint types protos-check test test-slow ## Everything that CI checks.
 
 .PHONY: format
 format: $(STAMP) ## Bring the sources into their form.
