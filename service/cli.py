@@ -25,6 +25,10 @@ app = typer.Typer(
 )
 
 
+_RENAMED = {"default_compile_level": "compile_level"}
+"""Options of the engine whose flags have other names."""
+
+
 def default_model() -> str:
     """The demo model of the repository."""
     return str(Path(__file__).resolve().parent.parent / "models" / "demo")
@@ -73,6 +77,13 @@ def serve(
     max_memory_percent: options.MaxMemoryPercent = None,
     max_batch_tokens: options.MaxBatchTokens = None,
     max_requests_per_batch: options.MaxRequestsPerBatch = None,
+    scheduler: options.Scheduler = "priority",
+    prefix_cache: options.PrefixCache = True,
+    cpu_offload_space: options.CpuOffloadSpace = 0.0,
+    async_batching: options.AsyncBatching = None,
+    cuda_graphs: options.CudaGraphs = None,
+    compile_level: options.CompileLevel = 0,
+    max_choices: options.MaxChoices = 16,
     max_queue_size: options.MaxQueueSize = 1024,
     max_open_requests: options.MaxOpenRequests = 8192,
     default_max_tokens: options.DefaultMaxTokens = 256,
@@ -99,6 +110,9 @@ def serve(
             tls_cert=tls_cert,
             tls_key=tls_key,
             drain_timeout_s=drain_timeout,
+            max_choices=max_choices,
+            scheduler=scheduler,
+            prefix_cache=prefix_cache,
             max_queue_size=max_queue_size,
             max_open_requests=max_open_requests,
             default_max_tokens=default_max_tokens,
@@ -119,12 +133,19 @@ def serve(
             max_memory_percent=max_memory_percent,
             max_requests_per_batch=max_requests_per_batch,
             max_queue_size=config.max_queue_size,
+            scheduler_type=config.scheduler,
+            allow_block_sharing=config.prefix_cache,
+            cpu_offload_space=cpu_offload_space,
+            use_async_batching=async_batching,
+            use_cuda_graph=cuda_graphs,
+            default_compile_level=compile_level,
             per_request_processors=True,
         )
         load = LoadConfig(dtype=dtype, device=device, threads=threads)  # type: ignore[arg-type]
     except ConfigError as error:
         # Named as the flag: the rest of the message is the option's own.
-        flag = error.option.removesuffix("_s").replace("_", "-")
+        option = _RENAMED.get(error.option, error.option)
+        flag = option.removesuffix("_s").replace("_", "-")
         message = str(error).removeprefix(f"{error.option}: ")
         typer.echo(f"headrace-server: --{flag}: {message}", err=True)
         raise typer.Exit(2) from error

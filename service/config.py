@@ -11,7 +11,9 @@ import ipaddress
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
+from engine.sampling_params import MAX_CHOICES
 
+SCHEDULERS = ("fifo", "prefill_first", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MIB = 1 << 20
 DAY_S = 86_400.0
@@ -31,6 +33,10 @@ class ServiceConfig:
         drain_timeout_s: how long live requests may go on after the first signal; 0 to a day.
         max_queue_size: how many requests may wait in the engine; one more is refused. 1 to
             1,000,000.
+        max_choices: the most choices (n) of one request; 1 to 128.
+        scheduler: in which order requests run: "priority" (and by arrival among equals), "fifo" or
+            "prefill_first". Only "priority" heeds scheduling.priority; the others refuse it.
+        prefix_cache: whether requests may share the blocks of a common prefix.
         max_open_requests: how many requests may run, or have results that their stream has not
             read. 1 to 1,000,000.
         default_max_tokens: max_tokens where a request does not say; 1 to 2^31 − 1.
@@ -53,6 +59,9 @@ class ServiceConfig:
     tls_key: str | None = None
     drain_timeout_s: float = 30.0
     max_queue_size: int = 1024
+    max_choices: int = 16
+    scheduler: str = "priority"
+    prefix_cache: bool = True
     max_open_requests: int = 8192
     default_max_tokens: int = 256
     default_time_limit_s: float = 3600.0
@@ -78,6 +87,11 @@ class ServiceConfig:
             )
         _within("drain_timeout_s", self.drain_timeout_s, 0, DAY_S)
         _within("max_queue_size", self.max_queue_size, 1, 1_000_000)
+        _within("max_choices", self.max_choices, 1, MAX_CHOICES)
+        if self.scheduler not in SCHEDULERS:
+            raise ConfigError(
+                "scheduler", f"is {self.scheduler!r}; it must be one of {', '.join(SCHEDULERS)}"
+            )
         _within("max_open_requests", self.max_open_requests, 1, 1_000_000)
         _within("default_max_tokens", self.default_max_tokens, 1, 2**31 - 1)
         _within("max_time_limit_s", self.max_time_limit_s, 0, 365 * DAY_S)
@@ -103,6 +117,11 @@ class ServiceConfig:
                 "log_level", f"is {self.log_level!r}; it must be one of {', '.join(LOG_LEVELS)}"
             )
         self._check_exposure()
+
+    @property
+    def knows_priorities(self) -> bool:
+        """Whether the scheduler heeds priorities."""
+        return self.scheduler == "priority"
 
     @property
     def uses_tls(self) -> bool:

@@ -141,6 +141,66 @@ MaxRequestsPerBatch = Annotated[
         show_default="64 on a CPU, 256 on CUDA",
     ),
 ]
+Scheduler = Annotated[
+    str,
+    _option(
+        "scheduler",
+        "SCHEDULER",
+        "In which order requests run: priority, fifo or prefill_first.",
+        _MODEL,
+    ),
+]
+PrefixCache = Annotated[
+    bool,
+    _option(
+        "prefix-cache/--no-prefix-cache",
+        "PREFIX_CACHE",
+        "Share the KV cache of common prefixes among requests.",
+        _MODEL,
+    ),
+]
+CpuOffloadSpace = Annotated[
+    float,
+    _option(
+        "cpu-offload-space",
+        "CPU_OFFLOAD_SPACE",
+        "GiB of host memory for the KV cache of preempted requests; 0: none.",
+        _MODEL,
+    ),
+]
+AsyncBatching = Annotated[
+    bool | None,
+    _option(
+        "async-batching/--no-async-batching",
+        "ASYNC_BATCHING",
+        "Prepare the next step while the last one runs.",
+        _MODEL,
+        show_default="on CUDA only",
+    ),
+]
+CudaGraphs = Annotated[
+    bool | None,
+    _option(
+        "cuda-graphs/--no-cuda-graphs",
+        "CUDA_GRAPHS",
+        "Capture all kinds of steps as CUDA graphs, or none.",
+        _MODEL,
+        show_default="decode steps on CUDA",
+    ),
+]
+CompileLevel = Annotated[
+    int,
+    _option(
+        "compile-level",
+        "COMPILE_LEVEL",
+        "How hard torch.compile works on the model, 0 (not at all) to 3.",
+        _MODEL,
+    ),
+]
+MaxChoices = Annotated[
+    int,
+    _option("max-choices", "MAX_CHOICES", "Most choices (n) of one request.", _REQUESTS),
+]
 MaxQueueSize = Annotated[
     int,
     _option(

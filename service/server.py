@@ -182,6 +182,9 @@ class HeadraceServer:
             default_max_tokens=config.default_max_tokens,
             default_time_limit_s=config.default_time_limit_s or None,
             max_time_limit_s=config.max_time_limit_s or None,
+            max_choices=config.max_choices,
+            max_message_bytes=config.max_message_bytes,
+            knows_priorities=config.knows_priorities,
         )
         return FrontEnd(
             info=info,

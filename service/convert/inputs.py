@@ -16,7 +16,7 @@ from headrace.v1 import generation_pb2
 from engine.errors import InvalidRequestError
 from engine.text import Tokenizer
 from engine.types import TokenId
-from service.convert.values import check_enum, from_struct
+from service.convert.values import check_enum, check_ids, from_struct
 
 INLINE_CHARACTERS = 4096
 """Texts up to this length are tokenized at once, on the event loop."""
@@ -100,13 +100,7 @@ class InputEncoder:
 
     def check_ids(self, ids: Sequence[int], field: str) -> list[int]:
         """The ids, which must all be in the vocabulary."""
-        if ids and max(ids) >= self._vocab_size:
-            index = next(i for i, token_id in enumerate(ids) if token_id >= self._vocab_size)
-            raise InvalidRequestError(
-                f"{field}[{index}]",
-                f"is {ids[index]}; token ids are below {self._vocab_size} (ModelCard.vocab_size)",
-            )
-        return list(ids)
+        return check_ids(ids, field, self._vocab_size)
 
 
 def truncate(spec: generation_pb2.GenerationSpec, ids: list[int]) -> tuple[TokenId, ...]:

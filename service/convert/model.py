@@ -25,9 +25,12 @@ _FEATURES = (
     "sessions",
     "attach",
     "lease",
+    "choices",
     "logprobs",
+    "prompt_logprobs",
     "echo",
     "stop_strings",
+    "structured_output",
     "token_details",
     "timestamps",
     "truncation",
@@ -47,7 +50,12 @@ def model_card(
     info: ModelInfo, tokenizer: Tokenizer, config: ServiceConfig, instance_id: str
 ) -> model_service_pb2.ModelCard:
     """Describe the model and the server's limits."""
-    features = [*_FEATURES, *(["chat"] if tokenizer.has_chat_template else [])]
+    features = [
+        *_FEATURES,
+        *(["chat"] if tokenizer.has_chat_template else []),
+        *(["priorities"] if config.knows_priorities else []),
+        *(["prefix_cache"] if config.prefix_cache else []),
+    ]
     return model_service_pb2.ModelCard(
         name=config.served_name or info.name,
         architecture=info.architecture,
@@ -63,7 +71,7 @@ def model_card(
             max_context_tokens=info.max_context_tokens,
             max_prompt_tokens=info.max_context_tokens - 1,
             default_max_tokens=config.default_max_tokens,
-            max_choices=1,
+            max_choices=config.max_choices,
             max_logprobs=MAX_LOGPROBS,
             max_stop_strings=MAX_STOP_STRINGS,
             max_stop_string_bytes=MAX_STOP_STRING_BYTES,

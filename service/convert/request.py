@@ -1,33 +1,33 @@
 """A GenerationSpec becomes a `delivery.Submission`: checked, with every default filled in.
 
-Every field acts, or is refused. Two are taken and change nothing, because nothing is shared among
-requests yet, which is exactly what they ask for at most: `cache.salt` and
-`cache.bypass_prefix_cache`.
+Every field acts, or is refused by name: in `unsupported`, here, or in `sampling`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from headrace.v1 import generation_pb2
 
 from engine.client import ModelInfo
 from engine.errors import InvalidRequestError
 from engine.request import GenerationRequest
-from engine.sampling_params import LogprobParams, SamplingParams, StopParams, check_stop_strings
+from engine.sampling_params import MAX_LOGPROBS, LogprobParams, StopParams, check_stop_strings
 from engine.text import TextStream, Tokenizer
 from engine.types import RequestId, TokenId
 from service.convert.inputs import InputEncoder, truncate
+from service.convert.sampling import grammar_params, sampling_params
 from service.convert.unsupported import refuse_unsupported
 from service.convert.values import check_enum, seconds
-from service.delivery.events import DeliveryOptions
+from service.delivery.events import DeliveryOptions, prompt_size
 from service.delivery.registry import Submission
 
 MAX_SALT_BYTES = 128
+MAX_PRIORITY = 100
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _PROMPT_TAIL = 16
 
@@ -40,11 +40,17 @@ class RequestLimits:
         default_max_tokens: max_tokens where a request does not say.
         default_time_limit_s: the time limit where a request does not say; None: none.
         max_time_limit_s: the longest one that may be asked for; None: any.
+        max_choices: the most choices of one request.
+        max_message_bytes: the largest message that can be sent.
+        knows_priorities: whether the engine's scheduler heeds priorities.
     """
 
     default_max_tokens: int
     default_time_limit_s: float | None
     max_time_limit_s: float | None
+    max_choices: int
+    max_message_bytes: int
+    knows_priorities: bool
 
 
 def check_request_id(request_id: str, field: str = "request_id") -> None:
@@ -100,13 +106,18 @@ class Converter:
         Raises:
             InvalidRequestError, UnsupportedFeatureError, ChatTemplateUnavailableError: as they say.
         """
-        refuse_unsupported(spec)
-        _check_cache(spec.cache)
+        refuse_unsupported(spec, knows_priorities=self._limits.knows_priorities)
         output = spec.output
         check_enum(generation_pb2.Delivery, output.delivery, "output.delivery")
         # Everything that is cheap to check comes before the input is tokenized.
-        sampling = self._sampling(spec.sampling)
-        logprobs = LogprobParams(top_n=output.logprobs) if output.HasField("logprobs") else None
+        n = self._choices(spec)
+        priority = _priority(spec.scheduling)
+        salt = cache_salt(identity, spec.cache.salt)
+        sampling = sampling_params(spec.sampling, self._info)
+        grammar = (
+            grammar_params(spec.structured_output) if spec.HasField("structured_output") else None
+        )
+        logprobs = self._logprobs(output)
         options = _delivery(output, logprobs, final)
         stop_strings = tuple(spec.stop.stop_strings)
         check_stop_strings(stop_strings)
@@ -119,6 +130,7 @@ class Converter:
         time_limit_s = self._time_limit(spec.scheduling)
         prompt = truncate(spec, await self._encoder.encode_spec(spec))
         self._check_prompt(spec, len(prompt))
+        self._check_prompt_size(options, len(prompt))
         stop = self._stop(spec.stop, len(prompt))
         skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
         echo = await self._encoder.decode(prompt, skip) if output.echo else ""
@@ -143,6 +155,14 @@ class Converter:
                 sampling=sampling,
                 stop=stop,
                 logprobs=logprobs,
+                prompt_logprobs=(
+                    output.prompt_logprobs if output.HasField("prompt_logprobs") else None
+                ),
+                grammar=grammar,
+                n=n,
+                priority=priority,
+                cache_salt=salt,
+                bypass_prefix_cache=spec.cache.bypass_prefix_cache,
                 time_limit_s=time_limit_s,
             ),
             options=options,
@@ -151,38 +171,41 @@ class Converter:
             include_stop=spec.stop.include_stop,
         )
 
-    def _sampling(self, options: generation_pb2.SamplingOptions) -> SamplingParams:
-        """The effective parameters: the field's value, else what the model's generation config
-        says.
-        """
-        default = self._info.default_sampling
-        bias: list[tuple[TokenId, float]] = []
-        for token_id, value in options.logit_bias.items():
-            if token_id >= self._info.vocab_size:
-                raise InvalidRequestError(
-                    f"sampling.logit_bias[{token_id}]",
-                    f"is not a token id; token ids are below {self._info.vocab_size}",
-                )
-            bias.append((TokenId(token_id), value))
+    def _choices(self, spec: generation_pb2.GenerationSpec) -> int:
+        n = spec.n if spec.HasField("n") else 1
+        most = self._limits.max_choices
+        if not 1 <= n <= most:
+            raise InvalidRequestError(
+                "n", f"is {n}; it must be between 1 and {most} (limits.max_choices)"
+            )
+        return n
 
-        given: Any = options.HasField  # its stubs want literal names
-
-        def pick(name: str) -> float:
-            source = options if given(name) else default
-            value: float = getattr(source, name)
-            return value
-
-        return SamplingParams(
-            temperature=pick("temperature"),
-            top_k=options.top_k if options.HasField("top_k") else default.top_k,
-            top_p=pick("top_p"),
-            min_p=pick("min_p"),
-            repetition_penalty=pick("repetition_penalty"),
-            presence_penalty=pick("presence_penalty"),
-            frequency_penalty=pick("frequency_penalty"),
-            logit_bias=tuple(bias) or default.logit_bias,
-            seed=options.seed if options.HasField("seed") else secrets.randbits(64),
+    def _logprobs(self, output: generation_pb2.OutputOptions) -> LogprobParams | None:
+        if output.HasField("prompt_logprobs") and output.prompt_logprobs > MAX_LOGPROBS:
+            raise InvalidRequestError(
+                "output.prompt_logprobs",
+                f"is {output.prompt_logprobs}; it must be between 0 and {MAX_LOGPROBS} "
+                "(limits.max_logprobs)",
+            )
+        if not output.HasField("logprobs") and not output.logprob_token_ids:
+            return None
+        ids = self._encoder.check_ids(output.logprob_token_ids, "output.logprob_token_ids")
+        return LogprobParams(
+            top_n=output.logprobs, token_ids=tuple(TokenId(token_id) for token_id in ids)
         )
+
+    def _check_prompt_size(self, options: DeliveryOptions, prompt_tokens: int) -> None:
+        """PromptProcessed is one event and cannot be cut: it must fit one message."""
+        if not options.describe_prompt:
+            return
+        size, most = prompt_size(prompt_tokens, options), self._limits.max_message_bytes
+        if size > most:
+            raise InvalidRequestError(
+                "output.prompt_logprobs",
+                f"asks for about {size} bytes with a prompt of {prompt_tokens} tokens; a message "
+                f"holds {most} (limits.max_message_bytes): ask for fewer candidates, or shorten "
+                "the prompt",
+            )
 
     def _check_prompt(self, spec: generation_pb2.GenerationSpec, length: int) -> None:
         field = {"tokens": "tokens.ids", "text": "text.text"}.get(
@@ -232,9 +255,28 @@ class Converter:
         return limit
 
 
-def _check_cache(cache: generation_pb2.CacheOptions) -> None:
-    if len(cache.salt.encode()) > MAX_SALT_BYTES:
+def cache_salt(identity: str, salt: str) -> bytes:
+    """What cached prefixes are shared by: 32 bytes that are the same only for the same identity and
+    the same salt.
+
+    Raises:
+        InvalidRequestError: the salt is too long.
+    """
+    raw = salt.encode()
+    if len(raw) > MAX_SALT_BYTES:
         raise InvalidRequestError("cache.salt", f"is longer than {MAX_SALT_BYTES} bytes")
+    # Each part is hashed for itself, so that no boundary can be moved from one into the other.
+    name = hashlib.sha256(identity.encode()).digest()
+    return hashlib.sha256(name + hashlib.sha256(raw).digest()).digest()
+
+
+def _priority(options: generation_pb2.SchedulingOptions) -> int:
+    if abs(options.priority) > MAX_PRIORITY:
+        raise InvalidRequestError(
+            "scheduling.priority",
+            f"is {options.priority}; it must be between -{MAX_PRIORITY} and {MAX_PRIORITY}",
+        )
+    return options.priority
 
 
 def _delivery(
@@ -247,6 +289,8 @@ def _delivery(
         final=final or output.delivery == generation_pb2.DELIVERY_FINAL,
         min_tokens_per_delta=at_least,
         token_details=output.token_details or output.record_timestamps or logprobs is not None,
-        candidates=logprobs.top_n if logprobs is not None else 0,
+        candidates=logprobs.top_n + len(logprobs.token_ids) if logprobs is not None else 0,
+        describe_prompt=output.HasField("prompt_logprobs"),
+        prompt_candidates=output.prompt_logprobs,
         record_times=output.record_timestamps,
     )

@@ -6,7 +6,7 @@ message of everything that a stream took.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from google.protobuf import duration_pb2, timestamp_pb2
 from headrace.v1 import generation_pb2, generation_service_pb2
@@ -44,12 +44,14 @@ def sampling_message(
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
-        typical_p=1.0,
+        typical_p=params.typical_p,
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        no_repeat_ngram_size=0,
+        no_repeat_ngram_size=params.no_repeat_ngram_size,
         logit_bias=dict(params.logit_bias),
+        allowed_token_ids=params.allowed_token_ids,
+        banned_token_ids=params.banned_token_ids,
     )
     if seed:
         message.seed = params.seed
@@ -75,6 +77,15 @@ def _usage(usage: EngineUsage) -> generation_pb2.Usage:
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
+    )
+
+
+def _total(usages: Sequence[generation_pb2.Usage]) -> generation_pb2.Usage:
+    """What all choices cost together: their prompt counts once."""
+    return generation_pb2.Usage(
+        prompt_tokens=max(usage.prompt_tokens for usage in usages),
+        cached_tokens=max(usage.cached_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
     )
 
 
@@ -120,9 +131,12 @@ class Responder:
         """One event."""
         event = numbered.event
         if isinstance(event, events.Delta):
-            return generation_pb2.ResultEvent(
+            message = generation_pb2.ResultEvent(
                 request_id=request_id, seq=numbered.seq, delta=self.delta(event)
             )
+            if event.choice:
+                message.choice_index = event.choice
+            return message
         message = generation_pb2.ResultEvent(request_id=request_id, seq=numbered.seq)
         match event:
             case events.Accepted():
@@ -130,6 +144,7 @@ class Responder:
             case events.PromptProcessed():
                 message.prompt.CopyFrom(self.prompt(event))
             case events.Finished():
+                message.choice_index = event.choice
                 message.finished.CopyFrom(self.finished(event))
             case events.Failed():
                 message.failed.CopyFrom(self.failed(event))
@@ -147,13 +162,17 @@ class Responder:
             queue_position=event.queue_position,
             command_id=event.command_id,
             accepted_at=at,
-            n=1,
+            n=event.n,
         )
 
     def prompt(self, event: events.PromptProcessed) -> generation_pb2.PromptProcessed:
         """What was learnt from the prompt."""
+        tokens = [self.token(token_id) for token_id in event.token_ids]
+        # The first token has nothing before it that could make it likely.
+        for info, logprobs in zip(tokens[1:], event.logprobs, strict=False):
+            self._add_logprobs(info, logprobs)
         return generation_pb2.PromptProcessed(
-            prompt_tokens=event.prompt_tokens, cached_tokens=event.cached_tokens
+            prompt_tokens=event.prompt_tokens, cached_tokens=event.cached_tokens, tokens=tokens
         )
 
     def delta(self, event: events.Delta) -> generation_pb2.Delta:
@@ -183,7 +202,7 @@ class Responder:
     def _add_logprobs(self, info: generation_pb2.TokenInfo, logprobs: TokenLogprobs) -> None:
         info.logprob = logprobs.logprob
         info.rank = logprobs.rank
-        for token_id, logprob in logprobs.candidates:
+        for token_id, logprob in (*logprobs.candidates, *logprobs.requested):
             raw = self._tokenizer.token_bytes(token_id)
             info.candidates.add(
                 id=token_id,
@@ -216,12 +235,12 @@ class Responder:
         return message
 
     def result(
-        self, request_id: str, run: Iterable[events.NumberedEvent]
+        self, request_id: str, n: int, run: Iterable[events.NumberedEvent]
     ) -> generation_service_pb2.GenerateResponse:
-        """All events of a finished request, folded into one result."""
+        """All events of a finished request with n choices, folded into one result."""
         message = generation_service_pb2.GenerateResponse(request_id=request_id)
-        choice = message.choices.add(index=0)
-        text: list[str] = []
+        choices = [message.choices.add(index=index) for index in range(n)]
+        texts: list[list[str]] = [[] for _ in range(n)]
         for numbered in run:
             match numbered.event:
                 case events.Accepted() as event:
@@ -229,16 +248,18 @@ class Responder:
                 case events.PromptProcessed() as event:
                     message.prompt.CopyFrom(self.prompt(event))
                 case events.Delta() as event:
-                    text.append(event.text)
+                    choice = choices[event.choice]
+                    texts[event.choice].append(event.text)
                     choice.token_ids.extend(event.token_ids)
                     if event.detailed:
                         choice.tokens.extend(self.tokens(event))
                 case events.Finished() as event:
-                    choice.finished.CopyFrom(self.finished(event))
-                    message.usage.CopyFrom(_usage(event.usage))
+                    choices[event.choice].finished.CopyFrom(self.finished(event))
                 case events.Failed():
                     pass  # the RPC's status says it
-        choice.text = "".join(text)
+        for choice, text in zip(choices, texts, strict=True):
+            choice.text = "".join(text)
+        message.usage.CopyFrom(_total([choice.finished.usage for choice in choices]))
         return message
 
     def _reply(

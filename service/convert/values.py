@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf import duration_pb2, struct_pb2
@@ -36,6 +37,21 @@ def check_enum(enum: Any, value: int, field: str) -> None:
     """Refuse a number that the enum (a generated one) does not have: a newer client's."""
     if value not in enum.values():
         raise InvalidRequestError(field, f"has the unknown value {value}")
+
+
+def check_ids(ids: Sequence[int], field: str, vocab_size: int) -> list[int]:
+    """The token ids, which must all be in the vocabulary.
+
+    Raises:
+        InvalidRequestError: with the first that is not.
+    """
+    if ids and max(ids) >= vocab_size:
+        index = next(i for i, token_id in enumerate(ids) if token_id >= vocab_size)
+        raise InvalidRequestError(
+            f"{field}[{index}]",
+            f"is {ids[index]}; token ids are below {vocab_size} (ModelCard.vocab_size)",
+        )
+    return list(ids)
 
 
 def from_struct(struct: struct_pb2.Struct, field: str) -> dict[str, object]:

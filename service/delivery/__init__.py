@@ -2,8 +2,9 @@
 
 The journey of a result:
 1. The engine hands all outputs of one step to `registry.Registry.on_step`, on the event loop.
-2. Each output goes into its request's `log.RequestLog`: tokens become text, stop strings are found,
-   and everything that was not taken yet is merged into one pending delta.
+2. Each output goes into its request's `log.RequestLog`, and there into its choice
+   (`choice.ChoiceLog`): tokens become text, stop strings are found, and everything that was not
+   taken yet is merged into one pending delta.
 3. The log's stream (`session.ResultStream`, one per RPC) is marked and woken. Its writer takes all
    that is pending of all its requests at once: one message per engine step and stream, fewer where
    the client reads slowly. What is taken gets its sequence number then, never before.
@@ -13,7 +14,7 @@ The journey of a result:
 Nothing here knows protobuf: events are the plain dataclasses of `events`; `service.convert` turns
 them into messages.
 
-Memory is bounded: what is pending of a request is bounded by the model's context, the number of
-requests whose results are not delivered yet by `Registry` (they are refused beyond that), and what
-is kept of ended ones by count and bytes.
+Memory is bounded: what is pending of a request is bounded by the model's context and the number of
+its choices, the number of requests whose results are not delivered yet by `Registry` (they are
+refused beyond that), and what is kept of ended ones by count and bytes.
 """

@@ -30,6 +30,8 @@ class DeliveryOptions:
         min_tokens_per_delta: a delta waits for this many tokens, or for the end. At least 1.
         token_details: tokens are described one by one.
         candidates: how many candidates come with each token; only to estimate sizes.
+        describe_prompt, prompt_candidates: whether the prompt's tokens are described too, and with
+            how many candidates each.
         record_times: each token carries when it was made.
     """
 
@@ -37,6 +39,8 @@ class DeliveryOptions:
     min_tokens_per_delta: int = 1
     token_details: bool = False
     candidates: int = 0
+    describe_prompt: bool = False
+    prompt_candidates: int = 0
     record_times: bool = False
 
     @property
@@ -44,13 +48,18 @@ class DeliveryOptions:
         """About how large one token is in a message."""
         if not self.token_details:
             return _TOKEN_BYTES
-        return _DETAIL_BYTES * (1 + self.candidates)
+        return detail_bytes(self.candidates)
+
+
+def detail_bytes(candidates: int) -> int:
+    """About how large one described token is in a message."""
+    return _DETAIL_BYTES * (1 + candidates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
     """The request was taken in. All parameters are the effective ones; accepted_at is wall-clock
-    seconds.
+    seconds, n the number of choices.
     """
 
     sampling: SamplingParams
@@ -61,19 +70,43 @@ class Accepted:
     queue_position: int
     command_id: int
     accepted_at: float
+    n: int = 1
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it takes in a message."""
+        sampling, stop = self.sampling, self.stop
+        ids = (
+            len(sampling.allowed_token_ids)
+            + len(sampling.banned_token_ids)
+            + len(stop.stop_token_ids)
+            + len(stop.eos_token_ids)
+        )
+        entries = 2 * len(sampling.logit_bias) + ids
+        return _EVENT_BYTES + entries * _TOKEN_BYTES + sum(map(len, self.stop_strings))
 
 
 @dataclass(frozen=True, slots=True)
 class PromptProcessed:
-    """The prompt was processed."""
+    """The prompt was processed.
+
+    Attributes:
+        prompt_tokens, cached_tokens: its length, and how much of it came from the prefix cache.
+        token_ids: its tokens, where they are described one by one; else empty.
+        logprobs: one entry for each of token_ids but the first.
+        size: about how many bytes it takes in a message.
+    """
 
     prompt_tokens: int
     cached_tokens: int
+    token_ids: tuple[TokenId, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    size: int = _EVENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New output.
+    """New output of one choice.
 
     Attributes:
         token_ids, text: the new tokens, and the new text (which may belong to earlier tokens).
@@ -82,6 +115,7 @@ class Delta:
         logprobs: one entry a token, where asked for.
         times: seconds since the request was accepted, one a token, where asked for.
         size: about how many bytes it takes in a message.
+        choice: which of the request's choices it belongs to.
     """
 
     token_ids: tuple[TokenId, ...]
@@ -91,24 +125,36 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] | None
     times: tuple[float, ...] | None
     size: int
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end, as it should be. `reason` is never ERROR."""
+    """The end of one choice, as it should be. `reason` is never ERROR."""
 
     reason: FinishReason
     stop_string: str | None
     finish: Finish
     usage: Usage
     last_token: float | None
+    choice: int = 0
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it takes in a message."""
+        return _EVENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The end by a failure; `finish.failure` says why."""
+    """The end of the whole request by a failure; `finish.failure` says why."""
 
     finish: Finish
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it takes in a message."""
+        return _EVENT_BYTES
 
 
 Event = Accepted | PromptProcessed | Delta | Finished | Failed
@@ -124,7 +170,7 @@ class NumberedEvent:
     @property
     def size(self) -> int:
         """About how many bytes it takes in a message, and in memory."""
-        return self.event.size if isinstance(self.event, Delta) else _EVENT_BYTES
+        return self.event.size
 
 
 def at_most(run: list[NumberedEvent], limit: int) -> list[NumberedEvent]:
@@ -140,6 +186,11 @@ def at_most(run: list[NumberedEvent], limit: int) -> list[NumberedEvent]:
 def delta_size(text: str, tokens: int, options: DeliveryOptions) -> int:
     """About how many bytes a delta takes in a message."""
     return _EVENT_BYTES + len(text) + tokens * options.bytes_per_token
+
+
+def prompt_size(tokens: int, options: DeliveryOptions) -> int:
+    """About how many bytes a PromptProcessed with this many described tokens takes."""
+    return _EVENT_BYTES + tokens * detail_bytes(options.prompt_candidates)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,50 +1,38 @@
 """The log of one request's events: from the engine's outputs to numbered events that can be sent,
 and sent again.
 
-    outputs ──push──▶ pending (one merged delta) ──number──▶ events 1, 2, 3, … ──take──▶ readers
+    outputs ──push──▶ choices (pending: `choice`) ──number──▶ events 1, 2, 3, … ──take──▶ readers
 
 What is pending has no number yet: it grows while nobody takes it, so a slow reader costs one
-delta, not thousands. A number is given when an event is first taken, and from then on it stands
-for that event alone. Events are kept while `keep` is set; otherwise they go once the stream has
-taken them.
+delta for each choice, not thousands. A number is given when an event is first taken, and from then
+on it stands for that event alone. Events are kept while `keep` is set; otherwise they go once the
+stream has taken them.
 
-A stop string is found here, where the text is made: the tokens after it are dropped, `on_stop`
-tells the engine, and the terminal event says STOP whatever the engine's own reason was, because by
-the output that the client sees the request had ended before that. Exactly one terminal event is
-ever made: `_end` and `fail` do nothing after the first.
+A request ends in one Finished for each of its choices, or in one Failed. It has ended when the
+engine says that nothing of it comes after (`ends_request`), and never twice: `push` and `fail` do
+nothing after that. When a choice's stop string is found, `on_stop` tells the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from engine.outputs import (
-    Finish,
-    FinishReason,
-    RequestFailure,
-    RequestOutput,
-    Timings,
-    TokenLogprobs,
-    Usage,
-)
-from engine.text import StopMatch, TextStream
+from engine.outputs import Finish, FinishReason, RequestFailure, RequestOutput, Timings, Usage
+from engine.text import TextStream
 from engine.types import RequestId, TokenId
+from service.delivery.choice import ChoiceLog
 from service.delivery.errors import ResultGoneError
 from service.delivery.events import (
-    MAX_DELTA_BYTES,
     Accepted,
     DeliveryOptions,
-    Delta,
     Event,
     Failed,
-    Finished,
     NumberedEvent,
     PromptProcessed,
     at_most,
-    delta_size,
+    prompt_size,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +50,8 @@ class RequestLog:
         keep: whether events are kept after the stream took them. Set by Registry.
         durable: whether it outlives its streams (it came by AddRequest).
         accepted: event number 1, once the engine took the request in.
+        failure: the terminal event of a request that failed.
+        ended: whether the terminal events are all there (sent or not).
         cancel_wanted: it was cancelled before that. Set by Registry.
         abandoned: whoever wanted it went away before that. Set by Registry.
         watchers: who waits in `changed`.
@@ -71,29 +61,24 @@ class RequestLog:
 
     __slots__ = (
         "_accepted_at",
-        "_ending_ids",
-        "_ids",
+        "_choices",
+        "_end_numbered",
         "_kept",
-        "_logprobs",
         "_next_seq",
-        "_offset",
         "_on_stop",
         "_options",
         "_prompt",
+        "_prompt_ids",
         "_prompt_tokens",
-        "_stop",
-        "_stop_time",
-        "_terminal",
-        "_terminal_numbered",
-        "_text",
-        "_text_stream",
-        "_times",
+        "_ready",
         "abandoned",
         "accepted",
         "cancel_wanted",
         "cursor",
         "durable",
+        "ended",
         "engine_id",
+        "failure",
         "identity",
         "keep",
         "request_id",
@@ -110,12 +95,24 @@ class RequestLog:
         request_id: str,
         engine_id: RequestId,
         options: DeliveryOptions,
-        text_stream: TextStream | None,
+        text_streams: Sequence[TextStream | None],
         ending_ids: frozenset[TokenId],
-        prompt_tokens: int,
+        prompt: tuple[TokenId, ...],
         now: float,
-        on_stop: Callable[[RequestLog, int], None],
+        on_stop: Callable[[RequestLog, int, int], None],
     ) -> None:
+        """An empty log.
+
+        Args:
+            identity, request_id, engine_id: see the attributes.
+            options: how the results are delivered.
+            text_streams: one for each choice; None where no text is wanted.
+            ending_ids: stop and end-of-sequence ids in force.
+            prompt: the prompt's tokens.
+            now: monotonic seconds.
+            on_stop: called with the log, the choice and its number of tokens when a stop string
+                was found.
+        """
         self.identity = identity
         self.request_id = request_id
         self.engine_id = engine_id
@@ -126,46 +123,45 @@ class RequestLog:
         self.timer: asyncio.TimerHandle | None = None
         self.size = 0
         self.accepted: Accepted | None = None
+        self.failure: Failed | None = None
+        self.ended = False
         self.abandoned = False
         self.cancel_wanted = False
         self.watchers: list[asyncio.Future[None]] = []
         self._options = options
-        self._text_stream = text_stream
-        self._ending_ids = ending_ids
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens = len(prompt)
+        self._prompt_ids = prompt if options.describe_prompt else ()
         self._accepted_at = now
         self._on_stop = on_stop
         # Pending: what came since the last number was given.
+        self._choices = tuple(
+            ChoiceLog(
+                index,
+                options=options,
+                text_stream=text_stream,
+                ending_ids=ending_ids,
+                accepted_at=now,
+            )
+            for index, text_stream in enumerate(text_streams)
+        )
+        self._ready: list[ChoiceLog] = []
         self._prompt: PromptProcessed | None = None
-        self._ids: list[TokenId] = []
-        self._text: list[str] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._times: list[float] = []
-        self._terminal: Finished | Failed | None = None
         # Numbered.
         self._kept: list[NumberedEvent] = []
         self._next_seq = 1
-        self._offset = 0  # tokens in numbered deltas
-        self._terminal_numbered = False
-        self._stop: StopMatch | None = None
-        self._stop_time: float | None = None
+        self._end_numbered = False
 
     # What the registry asks
 
     @property
-    def ended(self) -> bool:
-        """Whether the terminal event is there (sent or not)."""
-        return self._terminal is not None
-
-    @property
-    def terminal(self) -> Finished | Failed | None:
-        """The terminal event, once it is there."""
-        return self._terminal
+    def n(self) -> int:
+        """How many choices it has."""
+        return len(self._choices)
 
     @property
     def delivered(self) -> bool:
-        """Whether the stream has taken the terminal event."""
-        return self._terminal_numbered and self.cursor >= self._next_seq
+        """Whether the stream has taken the last event."""
+        return self._end_numbered and self.cursor >= self._next_seq
 
     @property
     def next_seq(self) -> int:
@@ -180,69 +176,73 @@ class RequestLog:
         self._number(accepted)
 
     def push(self, output: RequestOutput, now: float) -> None:
-        """Take one step's output. The path of every token: kept short."""
-        if self._terminal is not None:
+        """Take one step's output of one choice. The path of every token: kept short.
+
+        Raises:
+            RuntimeError: the engine ended the request, and not all of its choices.
+        """
+        if self.ended:
             return
         if output.prompt_done is not None:
-            self._prompt = PromptProcessed(self._prompt_tokens, output.prompt_done)
-        if output.token_ids and self._stop is None:
-            self._push_tokens(output.token_ids, output.logprobs, now)
+            self._prompt = self._processed(output.prompt_done, output)
+        choice = self._choices[output.choice]
+        if output.token_ids:
+            stop = choice.push(output.token_ids, output.logprobs, now)
+            if stop is not None:
+                self._on_stop(self, choice.index, stop.num_tokens)
         if output.finish is not None:
-            self._end(output.finish)
+            self._finish(choice, output.finish)
+        if not choice.queued and choice.is_ready:
+            choice.queued = True
+            self._ready.append(choice)
+        if output.ends_request:
+            self._check_ended()
+            self.ended = True
 
-    def _push_tokens(
-        self,
-        ids: tuple[TokenId, ...],
-        logprobs: tuple[TokenLogprobs, ...] | None,
-        now: float,
-    ) -> None:
-        if self._text_stream is not None:
-            piece = self._text_stream.push(ids, ends_with_stop_token=ids[-1] in self._ending_ids)
-            if piece.text:
-                self._text.append(piece.text)
-            if piece.stop is not None:
-                ids = ids[: piece.num_tokens_kept]
-                logprobs = logprobs[: piece.num_tokens_kept] if logprobs is not None else None
-                self._stop = piece.stop
-                self._stop_time = now
-                self._on_stop(self, piece.stop.num_tokens)
-        self._ids += ids
-        if logprobs is not None:
-            self._logprobs += logprobs
-        if self._options.record_times:
-            self._times += [max(now - self._accepted_at, 0.0)] * len(ids)
+    def _processed(self, cached_tokens: int, output: RequestOutput) -> PromptProcessed:
+        ids, self._prompt_ids = self._prompt_ids, ()
+        return PromptProcessed(
+            self._prompt_tokens,
+            cached_tokens,
+            ids,
+            output.prompt_logprobs or (),
+            prompt_size(len(ids), self._options),
+        )
 
-    def _end(self, finish: Finish) -> None:
-        if self._text_stream is not None:
-            # What was held back, because a character or a stop string might have been completed. A
-            # stop string that is completed by a part of a character (U+FFFD) is found only here.
-            rest = self._text_stream.finish()
-            if rest:
-                self._text.append(rest)
-            if self._stop is None:
-                self._stop = self._text_stream.stop
-        stop = self._stop
-        last_token = finish.timings.last_token
-        if stop is not None:
-            if last_token is not None and self._stop_time is not None:
-                last_token = min(last_token, self._stop_time)
-            usage = replace(finish.usage, completion_tokens=stop.num_tokens)
-            self._terminal = Finished(
-                FinishReason.STOP, stop.stop_string, finish, usage, last_token
-            )
-        elif finish.reason is FinishReason.ERROR:
-            self._terminal = Failed(finish)
+    def _finish(self, choice: ChoiceLog, finish: Finish) -> None:
+        if finish.reason is not FinishReason.ERROR:
+            if choice.finished is None:
+                choice.flush()
+                choice.end(finish)
+            return
+        # An error ends the whole request; but a choice whose stop string was found had ended
+        # before, by the output that the client sees.
+        unfinished = [choice for choice in self._choices if choice.finished is None]
+        for other in unfinished:
+            other.flush()
+        if all(other.stop is not None for other in unfinished):
+            for other in unfinished:
+                other.end(finish)
         else:
-            self._terminal = Finished(finish.reason, None, finish, finish.usage, last_token)
+            self.failure = Failed(finish)
+
+    def _check_ended(self) -> None:
+        if self.failure is not None:
+            return
+        missing = [choice.index for choice in self._choices if choice.finished is None]
+        if missing:
+            raise RuntimeError(
+                f"{self.engine_id}: the engine ended the request, but not its choices {missing}"
+            )
 
     def fail(self, failure: RequestFailure, now: float) -> None:
         """End the request here with a failure, where the front end itself could not go on with
         it.
         """
-        if self._terminal is not None:
+        if self.ended:
             return
-        tokens = self._offset + len(self._ids)
-        self._terminal = Failed(
+        tokens = sum(choice.num_tokens for choice in self._choices)
+        self.failure = Failed(
             Finish(
                 FinishReason.ERROR,
                 Usage(self._prompt_tokens, 0, tokens),
@@ -250,6 +250,7 @@ class RequestLog:
                 failure=failure,
             )
         )
+        self.ended = True
 
     # Numbering
 
@@ -260,13 +261,13 @@ class RequestLog:
         self.size += numbered.size
 
     def _can_number(self) -> bool:
-        if self.accepted is None or self._terminal_numbered:
+        if self.accepted is None:
             return False
-        if self._terminal is not None:
-            return True
+        if self.ended:
+            return not self._end_numbered
         if self._options.final:
             return False
-        return self._prompt is not None or len(self._ids) >= self._options.min_tokens_per_delta
+        return self._prompt is not None or bool(self._ready)
 
     def _number_pending(self) -> None:
         """Give numbers to what is pending, as far as the delivery options let it go."""
@@ -275,49 +276,15 @@ class RequestLog:
         if self._prompt is not None:
             self._number(self._prompt)
             self._prompt = None
-        ending = self._terminal is not None
-        if len(self._ids) >= self._options.min_tokens_per_delta or (
-            ending and (self._ids or self._text)
-        ):
-            self._number_deltas()
-        if self._terminal is not None:
-            self._number(self._terminal)
-            self._terminal_numbered = True
-
-    def _number_deltas(self) -> None:
-        """Turn the pending tokens and text into a delta, or several where one would be very
-        large.
-        """
-        ids, text = self._ids, "".join(self._text)
-        step = max(1, MAX_DELTA_BYTES // self._options.bytes_per_token)
-        if len(ids) <= step:  # nearly always
-            self._number(self._delta(tuple(ids), text, 0, len(ids)))
-        else:
-            for start in range(0, len(ids), step):
-                part = tuple(ids[start : start + step])
-                part_text = text if start + step >= len(ids) else ""
-                self._number(self._delta(part, part_text, start, start + step))
-        self._ids = []
-        self._text = []
-        if self._logprobs:
-            self._logprobs = []
-        if self._times:
-            self._times = []
-
-    def _delta(self, ids: tuple[TokenId, ...], text: str, start: int, end: int) -> Delta:
-        """A delta of the pending tokens from `start` to `end`."""
-        options = self._options
-        delta = Delta(
-            ids,
-            text,
-            self._offset,
-            options.token_details,
-            tuple(self._logprobs[start:end]) if self._logprobs else None,
-            tuple(self._times[start:end]) if self._times else None,
-            delta_size(text, len(ids), options),
-        )
-        self._offset += len(ids)
-        return delta
+        ended = self.ended
+        for choice in self._choices if ended else self._ready:
+            choice.queued = False
+            choice.take(self._number, ending=ended)
+        self._ready.clear()
+        if ended:
+            if self.failure is not None:
+                self._number(self.failure)
+            self._end_numbered = True
 
     # Taking
 
@@ -371,8 +338,8 @@ class RequestLog:
 
     def pending_size(self) -> int:
         """About how many bytes the events take, the pending ones too."""
-        text = sum(map(len, self._text))
-        return self.size + text + len(self._ids) * self._options.bytes_per_token
+        size = self.size + sum(choice.pending_size() for choice in self._choices)
+        return size if self._prompt is None else size + self._prompt.size
 
     def notify(self) -> None:
         """Wake those who wait for events."""

@@ -1,7 +1,7 @@
 """All requests that are running, or whose results are kept: by identity and request id.
 
 A request enters by `start` and leaves
-- when its terminal event was taken by its stream, where nothing is kept (Generate, GenerateStream,
+- when its last event was taken by its stream, where nothing is kept (Generate, GenerateStream,
   sessions without a lease);
 - else when its retention after the end has passed, or when newer results need the room (count and
   bytes are bounded; the oldest go first).
@@ -65,7 +65,7 @@ class Submission:
         identity, request_id: whose it is, and its name there.
         request: what the engine gets, under a name that `Registry.engine_id` made.
         options: how its results are delivered.
-        make_text: makes the output's text; None: no text is wanted.
+        make_text: makes a choice's text; called for each; None: no text is wanted.
         stop_strings, include_stop: as asked for.
     """
 
@@ -133,15 +133,15 @@ class Registry:
             InvalidRequestError, QueueFullError, EngineUnavailableError: the engine's refusals.
         """
         self.check_free(submission.identity, submission.request_id)
-        request = submission.request
+        request, make_text = submission.request, submission.make_text
         log = RequestLog(
             identity=submission.identity,
             request_id=submission.request_id,
             engine_id=request.request_id,
             options=submission.options,
-            text_stream=submission.make_text() if submission.make_text is not None else None,
+            text_streams=[make_text() if make_text is not None else None for _ in range(request.n)],
             ending_ids=request.stop.ending_token_ids,
-            prompt_tokens=len(request.prompt),
+            prompt=request.prompt,
             now=time.monotonic(),
             on_stop=self._on_stop,
         )
@@ -169,6 +169,7 @@ class Registry:
                 queue_position=admission.queue_position,
                 command_id=command_id,
                 accepted_at=time.time(),
+                n=request.n,
             )
         )
         if stream is not None:
@@ -229,11 +230,11 @@ class Registry:
         log.fail(RequestFailure("the request's output could not be delivered", error_id), now)
         self._spawn(self._cancel(log))
 
-    def _on_stop(self, log: RequestLog, num_tokens: int) -> None:
-        self._spawn(self._finish(log, num_tokens))
+    def _on_stop(self, log: RequestLog, choice: int, num_tokens: int) -> None:
+        self._spawn(self._finish(log, choice, num_tokens))
 
     def _on_end(self, log: RequestLog) -> None:
-        """The terminal event is there."""
+        """The last terminal event is there."""
         if self._by_engine.pop(log.engine_id, None) is None:
             return
         self._count_end()
@@ -260,7 +261,7 @@ class Registry:
     # Streams
 
     def on_delivered(self, log: RequestLog) -> None:
-        """A stream took the log's terminal event."""
+        """A stream took the log's last event."""
         if not log.keep:
             self._forget(log)
 
@@ -365,9 +366,9 @@ class Registry:
         except Exception:
             logger.exception("cancelling %s in the engine failed", log.engine_id)
 
-    async def _finish(self, log: RequestLog, num_tokens: int) -> None:
+    async def _finish(self, log: RequestLog, choice: int, num_tokens: int) -> None:
         try:
-            await self._client.finish(log.engine_id, num_tokens)
+            await self._client.finish(log.engine_id, num_tokens, choice)
         except Exception:
             logger.exception("finishing %s in the engine failed", log.engine_id)
 

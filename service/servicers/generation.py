@@ -25,7 +25,7 @@ from service.convert.response import cancel_result
 from service.convert.unknown import refuse_unknown
 from service.convert.values import seconds
 from service.delivery.errors import RequestFailedError, RequestMovedError
-from service.delivery.events import Failed, at_most
+from service.delivery.events import at_most
 from service.delivery.log import RequestLog
 from service.delivery.session import MAX_BATCH_BYTES, ResultStream
 from service.errors import FieldError
@@ -77,7 +77,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             stream.complete()
         finally:
             stream.lost()
-        return front.responder.result(log.request_id, run)
+        return front.responder.result(log.request_id, log.n, run)
 
     async def GenerateStream(
         self, request: generation_service_pb2.GenerateStreamRequest, context: Any
@@ -196,8 +196,8 @@ def _wait(request: generation_service_pb2.GetResultRequest) -> float:
 
 def _raise_failure(log: RequestLog, stream: ResultStream) -> None:
     """Raise what the RPC's status has to say of its request's end."""
-    terminal = log.terminal
+    failed = log.failure
     if stream.moved is log:
         raise RequestMovedError(log.request_id)
-    if isinstance(terminal, Failed) and terminal.finish.failure is not None:
-        raise RequestFailedError(terminal.finish.failure)
+    if failed is not None and failed.finish.failure is not None:
+        raise RequestFailedError(failed.finish.failure)

@@ -1,9 +1,12 @@
 """An engine without a model: an `EngineClient` whose tokens are known beforehand, for tests of
 whatever stands before it.
 
-`FakeEngine` generates for every request what its `script` says (by default `default_script`: some
-readable bytes that depend on the prompt alone), one token a step, and ends requests as the real
-engine does: STOP at stop and end-of-sequence ids, LENGTH, CONTEXT, CANCELLED, TIME_LIMIT, ERROR.
+`FakeEngine` generates for every choice of a request what its `script` says (by default
+`default_script`: some readable bytes that depend on the prompt and the choice alone), one token a
+step, and ends choices as the real engine does: STOP at stop and end-of-sequence ids, LENGTH,
+CONTEXT, CANCELLED, TIME_LIMIT; ERROR ends the whole request. Waiting requests of a higher priority
+run first. A prompt counts as cached as far as an earlier one under the same salt began with the
+same tokens. A schema that is no JSON is refused.
 It runs by itself (`auto=True`: one step each turn of the event loop while there is work), or step
 by step:
 
@@ -21,8 +24,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -42,12 +45,13 @@ from engine.outputs import (
     RequestFailure,
     RequestOutput,
     StepOutputs,
+    StepRecord,
     Timings,
     TokenLogprobs,
     Usage,
 )
 from engine.request import GenerationRequest
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import GrammarKind, GrammarParams, SamplingParams
 from engine.stats import EngineStats
 from engine.text import Tokenizer
 from engine.types import RequestId, TokenId
@@ -60,7 +64,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
-Script = Callable[[GenerationRequest], Sequence[int]]
+Script = Callable[[GenerationRequest, int], Sequence[int]]
+"""What a choice of a request generates; over again where that is not enough."""
 
 
 def byte_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
@@ -83,17 +88,22 @@ def byte_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
     )
 
 
-def default_script(request: GenerationRequest) -> Sequence[int]:
-    """Endless lower-case letters and blanks that depend on the prompt alone."""
-    digest = hashlib.sha256(repr(request.prompt).encode()).digest()
+def default_script(request: GenerationRequest, choice: int = 0) -> Sequence[int]:
+    """Endless lower-case letters and blanks that depend on the prompt and the choice alone."""
+    digest = hashlib.sha256(repr((request.prompt, choice)).encode()).digest()
     letters = b"abcdefghijklmnopqrstuvwxyz      "
     return [letters[digest[i % 32] % 32] for i in range(4096)]
 
 
-def says(text: str | bytes, *, eos: bool = True) -> Script:
-    """A script that generates this text, and then the end-of-sequence token."""
-    raw = text.encode() if isinstance(text, str) else text
-    return lambda _request: [*raw, *([EOS] if eos else [])]
+def says(*texts: str | bytes, eos: bool = True) -> Script:
+    """A script that generates this text, and then the end-of-sequence token; of several texts, each
+    choice gets its own, and the last one is for all that follow.
+    """
+    scripts = [
+        [*(text.encode() if isinstance(text, str) else text), *([EOS] if eos else [])]
+        for text in texts
+    ]
+    return lambda _request, choice: scripts[min(choice, len(scripts) - 1)]
 
 
 def model_info(**changes: object) -> ModelInfo:
@@ -117,22 +127,37 @@ def model_info(**changes: object) -> ModelInfo:
 
 
 @dataclass(eq=False)
+class _Choice:
+    """A choice of a request in the fake engine."""
+
+    index: int
+    tokens: Sequence[int]
+    generated: int = 0
+    first_token: float | None = None
+    last_token: float | None = None
+    end: FinishReason | None = None
+    over: bool = False
+    finish_at: int | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(eq=False)
 class _Live:
     """A request in the fake engine."""
 
     spec: GenerationRequest
-    tokens: Sequence[int]
+    choices: list[_Choice]
     arrival: float
-    generated: int = 0
     running: bool = False
+    cached: int = 0
     prompt_done: bool = False
     first_scheduled: float | None = None
-    first_token: float | None = None
-    last_token: float | None = None
-    end: FinishReason | None = None
     failure: RequestFailure | None = None
-    finish_at: int | None = None
-    stop_token_id: int | None = None
+
+    @property
+    def left(self) -> list[_Choice]:
+        """The choices that have not ended."""
+        return [choice for choice in self.choices if not choice.over]
 
 
 @dataclass(eq=False)
@@ -154,7 +179,7 @@ class FakeEngine:
     # What happened.
     submitted: list[GenerationRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
-    finished: list[tuple[str, int]] = field(default_factory=list)
+    finished: list[tuple[str, int, int]] = field(default_factory=list)
     steps: int = 0
     generated: int = 0
     ended: int = 0
@@ -162,7 +187,8 @@ class FakeEngine:
     _dead: Exception | None = None
     _died: asyncio.Event = field(default_factory=asyncio.Event)
     _sink: StepSink | None = None
-    _waiting: deque[_Live] = field(default_factory=deque)
+    _waiting: list[_Live] = field(default_factory=list)
+    _prefixes: dict[bytes, list[tuple[TokenId, ...]]] = field(default_factory=dict)
     _live: dict[RequestId, _Live] = field(default_factory=dict)
     _work: asyncio.Event = field(default_factory=asyncio.Event)
     _loop: asyncio.Task[None] | None = None
@@ -193,12 +219,14 @@ class FakeEngine:
             raise DuplicateRequestError(request.request_id)
         if not 0 < len(request.prompt) < self.info.max_context_tokens:
             raise InvalidRequestError("prompt", "does not fit the context")
+        _check_grammar(request.grammar)
         self._admit()
         limit = self.info.max_queue_size
         if limit and len(self._waiting) >= limit:
             raise QueueFullError(limit, 0.5)
         position = len(self._waiting)
-        live = _Live(request, self.script(request), time.monotonic())
+        choices = [_Choice(i, self.script(request, i)) for i in range(request.n)]
+        live = _Live(request, choices, time.monotonic())
         self._waiting.append(live)
         self._live[request.request_id] = live
         self.submitted.append(request)
@@ -212,11 +240,11 @@ class FakeEngine:
 
     async def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> None:
         """End a request with STOP at the next step."""
-        self.finished.append((request_id, num_tokens))
+        self.finished.append((request_id, num_tokens, choice))
         live = self._live.get(request_id)
-        if live is not None and live.end is None:
-            live.end = FinishReason.STOP
-            live.finish_at = num_tokens
+        if live is not None and live.choices[choice].end is None:
+            live.choices[choice].end = FinishReason.STOP
+            live.choices[choice].finish_at = num_tokens
             self._work.set()
 
     async def stats(self) -> EngineStats:
@@ -266,7 +294,7 @@ class FakeEngine:
     def fail(self, request_id: RequestId, failure: RequestFailure) -> None:
         """Let one request fail at the next step."""
         self._live[request_id].failure = failure
-        self._end(request_id, FinishReason.ERROR)
+        self._work.set()
 
     def time_out(self, request_id: RequestId) -> None:
         """Let one request reach its time limit at the next step."""
@@ -282,14 +310,16 @@ class FakeEngine:
         """One step; False: there was nothing to do."""
         self._admit()
         now = time.monotonic()
-        outputs = []
+        outputs: list[RequestOutput] = []
         for live in list(self._live.values()):
-            if live.running or live.end is not None:
-                outputs.append(self._output(live, now))
+            outputs += self._outputs(live, now)
         if not outputs or self._sink is None:
             return False
         self.steps += 1
-        self._sink(StepOutputs(now, tuple(outputs)))
+        prompts = sum(output.prompt_done is not None for output in outputs)
+        tokens = sum(len(output.token_ids) for output in outputs)
+        record = StepRecord(0.25, len({output.request_id for output in outputs}), prompts, tokens)
+        self._sink(StepOutputs(now, tuple(outputs), record))
         return True
 
     def run(self) -> None:
@@ -312,95 +342,154 @@ class FakeEngine:
 
     def _end(self, request_id: RequestId, reason: FinishReason) -> bool:
         live = self._live.get(request_id)
-        if live is None or live.end is not None:
-            return False
-        live.end = reason
+        going = [] if live is None else [one for one in live.choices if one.end is None]
+        for choice in going:
+            choice.end = reason
         self._work.set()
-        return True
+        return bool(going)
 
     def _admit(self) -> None:
         running = sum(live.running for live in self._live.values())
         while self._waiting and running < self.info.max_running_requests:
-            live = self._waiting.popleft()
+            live = max(self._waiting, key=lambda one: one.spec.priority)  # of equals, the first
+            self._waiting.remove(live)
             if self._live.get(live.spec.request_id) is live:
                 live.running = True
+                live.cached = self._look_up(live.spec)
                 running += 1
 
-    def _output(self, live: _Live, now: float) -> RequestOutput:
+    def _look_up(self, request: GenerationRequest) -> int:
+        """How much of a prompt is cached; the whole of it is from now on."""
+        if request.bypass_prefix_cache:
+            return 0
+        known = self._prefixes.setdefault(request.cache_salt, [])
+        found = max((_common(request.prompt, other) for other in known), default=0)
+        known.append(request.prompt)
+        return min(found, len(request.prompt) - 1)
+
+    def _outputs(self, live: _Live, now: float) -> list[RequestOutput]:
+        if live.failure is not None:
+            finish = self._finish(live, live.left[0], now)
+            self._forget(live)
+            return [RequestOutput(live.spec.request_id, finish=finish, ends_request=True)]
+        return [
+            self._output(live, choice, now)
+            for choice in live.left
+            if live.running or choice.end is not None
+        ]
+
+    def _output(self, live: _Live, choice: _Choice, now: float) -> RequestOutput:
         ids: tuple[TokenId, ...] = ()
-        prompt_done = None
-        if live.end is None:
+        prompt_done = prompt_logprobs = None
+        if choice.end is None:
             if not live.prompt_done:
                 live.prompt_done = True
                 live.first_scheduled = now
-                prompt_done = 0
-            ids = self._generate(live, now)
+                prompt_done = live.cached
+                prompt_logprobs = self._prompt_logprobs(live.spec)
+            ids = self._generate(live, choice, now)
         finish = None
-        if live.end is not None:
-            finish = self._finish(live, now)
-            del self._live[live.spec.request_id]
-            self.ended += 1
+        if choice.end is not None:
+            finish = self._finish(live, choice, now)
+            choice.over = True
+            if not live.left:
+                self._forget(live)
         logprobs = None
         if live.spec.logprobs is not None:
-            start = live.generated - len(ids)
-            top_n = live.spec.logprobs.top_n
-            logprobs = tuple(token_logprobs(start + i, t, top_n) for i, t in enumerate(ids))
+            start, wanted = choice.generated - len(ids), live.spec.logprobs
+            logprobs = tuple(
+                token_logprobs(start + i, token_id, wanted.top_n, wanted.token_ids)
+                for i, token_id in enumerate(ids)
+            )
         return RequestOutput(
             live.spec.request_id,
+            choice=choice.index,
             token_ids=ids,
             logprobs=logprobs,
             prompt_done=prompt_done,
+            prompt_logprobs=prompt_logprobs,
             finish=finish,
-            ends_request=finish is not None,
+            ends_request=not live.left,
         )
 
-    def _generate(self, live: _Live, now: float) -> tuple[TokenId, ...]:
+    def _prompt_logprobs(self, spec: GenerationRequest) -> tuple[TokenLogprobs, ...] | None:
+        top_n = spec.prompt_logprobs
+        if top_n is None:
+            return None
+        return tuple(token_logprobs(i, t, top_n) for i, t in enumerate(spec.prompt) if i)
+
+    def _generate(self, live: _Live, choice: _Choice, now: float) -> tuple[TokenId, ...]:
         stop, ids = live.spec.stop, []
         ending = stop.ending_token_ids
         room = self.info.max_context_tokens - len(live.spec.prompt)
-        while live.end is None and len(ids) < self.tokens_per_step:
-            if live.generated >= stop.max_tokens:
-                live.end = FinishReason.LENGTH
+        while choice.end is None and len(ids) < self.tokens_per_step:
+            if choice.generated >= stop.max_tokens:
+                choice.end = FinishReason.LENGTH
                 break
-            token = TokenId(live.tokens[live.generated % len(live.tokens)])
-            if token in ending and live.generated < stop.min_tokens:
+            token = TokenId(choice.tokens[choice.generated % len(choice.tokens)])
+            if token in ending and choice.generated < stop.min_tokens:
                 token = TokenId(ord("x"))
-            live.generated += 1
+            choice.generated += 1
             self.generated += 1
             ids.append(token)
-            if live.first_token is None:
-                live.first_token = now
-            live.last_token = now
+            if choice.first_token is None:
+                choice.first_token = now
+            choice.last_token = now
             if token in ending:
-                live.end = FinishReason.STOP
-                live.stop_token_id = token
-            elif live.generated >= stop.max_tokens:
-                live.end = FinishReason.LENGTH
-            elif live.generated >= room:
-                live.end = FinishReason.CONTEXT
+                choice.end = FinishReason.STOP
+                choice.stop_token_id = token
+            elif choice.generated >= stop.max_tokens:
+                choice.end = FinishReason.LENGTH
+            elif choice.generated >= room:
+                choice.end = FinishReason.CONTEXT
         return tuple(ids)
 
-    def _finish(self, live: _Live, now: float) -> Finish:
-        tokens = live.generated if live.finish_at is None else live.finish_at
+    def _finish(self, live: _Live, choice: _Choice, now: float) -> Finish:
+        tokens = choice.generated if choice.finish_at is None else choice.finish_at
         timings = Timings(
-            live.arrival, live.first_scheduled, live.first_token, live.last_token, now, 0
+            live.arrival, live.first_scheduled, choice.first_token, choice.last_token, now, 0
         )
-        failure = live.failure
-        stop_id = None if live.stop_token_id is None else TokenId(live.stop_token_id)
-        usage = Usage(len(live.spec.prompt), 0, tokens)
-        return Finish(live.end or FinishReason.ERROR, usage, timings, stop_id, failure)
+        stop_id = None if choice.stop_token_id is None else TokenId(choice.stop_token_id)
+        usage = Usage(len(live.spec.prompt), live.cached, tokens)
+        reason = FinishReason.ERROR if live.failure is not None else choice.end
+        assert reason is not None
+        return Finish(reason, usage, timings, stop_id, live.failure)
+
+    def _forget(self, live: _Live) -> None:
+        for choice in live.choices:
+            choice.over = True
+        del self._live[live.spec.request_id]
+        self.ended += 1
 
     def _fail_all(self, message: str) -> None:
         for live in self._live.values():
-            live.end = FinishReason.ERROR
             live.failure = RequestFailure(message, "fake-error-id", retryable=True)
         self.step()
 
 
-def token_logprobs(position: int, token_id: int, top_n: int) -> TokenLogprobs:
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _check_grammar(grammar: GrammarParams | None) -> None:
+    if grammar is not None and grammar.kind is GrammarKind.JSON_SCHEMA:
+        try:
+            json.loads(grammar.text)
+        except ValueError as error:
+            raise InvalidRequestError(
+                "structured_output.json_schema", f"is not JSON: {error}"
+            ) from error
+
+
+def token_logprobs(
+    position: int, token_id: int, top_n: int, requested: Sequence[TokenId] = ()
+) -> TokenLogprobs:
     """The log-probabilities that the fake engine reports: worked out from position and id."""
     return TokenLogprobs(
         logprob=-0.5 * (position + 1),
         rank=1 + position % 3,
         candidates=tuple((TokenId((token_id + i) % VOCAB_SIZE), -1.0 - i) for i in range(top_n)),
+        requested=tuple((token, -10.0 - token) for token in requested),
     )

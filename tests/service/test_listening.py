@@ -180,7 +180,7 @@ async def test_spans_tell_what_happened(monkeypatch: pytest.MonkeyPatch) -> None
     async with serving(engine) as h:
         await h.generate(spec())
         await h.stream(spec())
-        await refused(h.generate(spec(n=2)))
+        await refused(h.generate(spec(adapter="x")))
         engine.auto = False
         assert engine._loop is not None
         engine._loop.cancel()

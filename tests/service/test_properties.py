@@ -42,11 +42,11 @@ def make_log(stop: str, options: DeliveryOptions, stopped: list[int]) -> Request
         request_id="r",
         engine_id=RequestId("i/r#1"),
         options=options,
-        text_stream=TextStream(TOKENIZER, stop_strings=[stop] if stop else []),
+        text_streams=[TextStream(TOKENIZER, stop_strings=[stop] if stop else [])],
         ending_ids=frozenset((TokenId(EOS),)),
-        prompt_tokens=3,
+        prompt=(TokenId(1),) * 3,
         now=0.0,
-        on_stop=lambda _log, tokens: stopped.append(tokens),
+        on_stop=lambda _log, _choice, tokens: stopped.append(tokens),
     )
     log.accept(
         Accepted(
@@ -99,12 +99,21 @@ def test_a_log_under_any_steps_and_takes(
         if over:
             usage = Usage(3, 0, len(ids))
             finish = Finish(FinishReason.LENGTH, usage, Timings(0, 0, 0, 1, 1, 0))
-        log.push(RequestOutput(log.engine_id, part, None, 0 if number == 0 else None, finish), 1.0)
+        output = RequestOutput(
+            log.engine_id,
+            token_ids=part,
+            prompt_done=0 if number == 0 else None,
+            finish=finish,
+            ends_request=over,
+        )
+        log.push(output, 1.0)
         if next(choice, False):
             taken += log.take_for_stream(1 << 20)
         if over:
             break
-    log.push(RequestOutput(log.engine_id, (TokenId(97),)), 2.0)  # too late: nothing happens
+    log.push(
+        RequestOutput(log.engine_id, token_ids=(TokenId(97),)), 2.0
+    )  # too late: nothing happens
     taken += log.take_for_stream(1 << 20)
     assert log.delivered
     assert log.take_for_stream(1 << 20) == []
@@ -130,9 +139,10 @@ def test_a_log_under_any_steps_and_takes(
                 assert log.take_from(seq) == taken[seq - 1 :]
 
 
-def chaos_script(request: GenerationRequest) -> Sequence[int]:
-    """What the oracle knows: 1 to 24 characters that depend on the prompt, then the end."""
-    return [*chaos_text(bytes(request.prompt).decode()).encode(), EOS]
+def chaos_script(request: GenerationRequest, choice: int) -> Sequence[int]:
+    """What the oracle knows: 1 to 24 characters that depend on prompt and choice, then the end."""
+    prompt = bytes(request.prompt).decode()
+    return [*chaos_text(prompt if choice == 0 else f"{prompt}#{choice}").encode(), EOS]
 
 
 def chaos_text(prompt: str) -> str:

@@ -192,14 +192,14 @@ def test_the_model_card(client: headrace.Client, card: headrace.ModelCard) -> No
     assert card.parameters > 0
     assert limits.max_prompt_tokens == limits.max_context_tokens - 1
     assert all(token_id < card.vocab_size for token_id in card.eos_token_ids)
-    assert (limits.default_max_tokens, limits.max_queue_size, limits.max_choices) == (256, 1024, 1)
+    assert (limits.default_max_tokens, limits.max_queue_size, limits.max_choices) == (256, 1024, 16)
     with pytest.raises(headrace.InvalidArgumentError, match=str(limits.max_prompt_tokens)):
         client.generate([5] * limits.max_context_tokens)
     with pytest.raises(headrace.InvalidArgumentError):
         client.generate(PROMPT, logprobs=limits.max_logprobs + 1)
     with pytest.raises(headrace.InvalidArgumentError):
         client.generate(PROMPT, stop=["x"] * (limits.max_stop_strings + 1))
-    with pytest.raises(headrace.NotSupportedError):
+    with pytest.raises(headrace.InvalidArgumentError, match="limits.max_choices"):
         client.generate(PROMPT, n=limits.max_choices + 1)
     assert client.health() is HealthStatus.SERVING
 

@@ -12,22 +12,13 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import model_service_pb2 as model
 
-from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import Harness, refused, serving, spec
 
 USER = {"role": pb.CHAT_ROLE_USER, "content": "hi"}
 
 UNSUPPORTED = {
-    "n": {"n": 2},
     "adapter": {"adapter": "lora"},
-    "structured_output": {"structured_output": {"json_object": True}},
-    "sampling.typical_p": {"sampling": {"typical_p": 0.5}},
-    "sampling.no_repeat_ngram_size": {"sampling": {"no_repeat_ngram_size": 2}},
-    "sampling.allowed_token_ids": {"sampling": {"allowed_token_ids": [1]}},
-    "sampling.banned_token_ids": {"sampling": {"banned_token_ids": [1]}},
-    "output.prompt_logprobs": {"output": {"prompt_logprobs": 0}},
-    "output.logprob_token_ids": {"output": {"logprob_token_ids": [1]}},
-    "scheduling.priority": {"scheduling": {"priority": 1}},
+    "structured_output.structural_tag": {"structured_output": {"structural_tag": "{}"}},
 }
 
 INVALID = [
@@ -69,6 +60,33 @@ INVALID = [
     ("sampling.frequency_penalty", {"sampling": {"frequency_penalty": -math.inf}}),
     ("sampling.logit_bias[300]", {"sampling": {"logit_bias": {300: 1.0}}}),
     ("sampling.logit_bias[3]", {"sampling": {"logit_bias": {3: math.nan}}}),
+    ("sampling.typical_p", {"sampling": {"typical_p": 0}}),
+    ("sampling.typical_p", {"sampling": {"typical_p": 1.1}}),
+    ("sampling.no_repeat_ngram_size", {"sampling": {"no_repeat_ngram_size": 1025}}),
+    ("sampling.allowed_token_ids[1]", {"sampling": {"allowed_token_ids": [1, 258]}}),
+    ("sampling.allowed_token_ids", {"sampling": {"allowed_token_ids": [1] * ((1 << 18) + 1)}}),
+    ("sampling.banned_token_ids[0]", {"sampling": {"banned_token_ids": [2**32 - 1]}}),
+    (
+        "sampling.allowed_token_ids",
+        {"sampling": {"allowed_token_ids": [1, 2], "banned_token_ids": [2, 1, 3]}},
+    ),
+    ("sampling.banned_token_ids", {"sampling": {"banned_token_ids": list(range(258))}}),
+    ("n", {"n": 0}),
+    ("n", {"n": 17}),
+    ("structured_output", {"structured_output": {}}),
+    ("structured_output.json_object", {"structured_output": {"json_object": False}}),
+    ("structured_output.json_schema", {"structured_output": {"json_schema": ""}}),
+    ("structured_output.json_schema", {"structured_output": {"json_schema": "{"}}),
+    ("structured_output.regex", {"structured_output": {"regex": ""}}),
+    ("structured_output.regex", {"structured_output": {"regex": "x" * (1 << 18 | 1)}}),
+    ("structured_output.grammar", {"structured_output": {"grammar": ""}}),
+    ("structured_output.choice", {"structured_output": {"choice": {}}}),
+    ("structured_output.choice", {"structured_output": {"choice": {"choices": ["a", ""]}}}),
+    ("scheduling.priority", {"scheduling": {"priority": 101}}),
+    ("scheduling.priority", {"scheduling": {"priority": -(2**31)}}),
+    ("output.prompt_logprobs", {"output": {"prompt_logprobs": 129}}),
+    ("output.logprob_token_ids[0]", {"output": {"logprob_token_ids": [258]}}),
+    ("output.logprob_token_ids", {"output": {"logprob_token_ids": [1] * 129}}),
     ("stop.min_tokens", {"stop": {"max_tokens": 2, "min_tokens": 3}}),
     ("stop.stop_strings", {"stop": {"stop_strings": ["x"] * 17}}),
     ("stop.stop_strings[1]", {"stop": {"stop_strings": ["x", ""]}}),
@@ -142,15 +160,24 @@ async def test_what_is_wrong_is_refused_by_name() -> None:
             )
 
 
-async def test_neutral_values_and_cache_options_pass() -> None:
-    neutral = spec(
-        n=1,
-        sampling={"typical_p": 1, "no_repeat_ngram_size": 0},
-        cache={"salt": "s" * 128, "bypass_prefix_cache": True},
-        scheduling={"priority": 0},
-    )
-    async with serving(FakeEngine(script=says("x"))) as h:
-        await h.generate(neutral)
+@pytest.mark.parametrize("scheduler", ["fifo", "prefill_first"])
+async def test_a_priority_that_no_scheduler_heeds_is_refused(scheduler: str) -> None:
+    async with serving(scheduler=scheduler) as h:
+        error = await refused(h.generate(spec(scheduling={"priority": 1})))
+        card = (await h.models.GetModel(model.GetModelRequest())).model
+        await h.generate(spec(scheduling={"priority": 0}, stop={"max_tokens": 1}))
+    assert (error.code, error.field) == (grpc.StatusCode.UNIMPLEMENTED, "spec.scheduling.priority")
+    assert "priorities" not in card.features
+
+
+async def test_prompt_logprobs_that_fit_no_message_are_refused() -> None:
+    async with serving(max_message_bytes=1 << 16) as h:
+        error = await refused(h.generate(spec("x" * 700, output={"prompt_logprobs": 1})))
+        assert not h.engine.submitted
+        await h.generate(spec("x" * 600, output={"prompt_logprobs": 1}, stop={"max_tokens": 0}))
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.field == "spec.output.prompt_logprobs"
+    assert "limits.max_message_bytes" in error.message
 
 
 async def test_missing_parts() -> None:

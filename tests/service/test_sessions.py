@@ -73,7 +73,7 @@ async def test_rejections_disturb_nothing_else() -> None:
         session = h.session()
         await session.add(spec(request_id="a"), 1)
         await session.add(spec(request_id="a"), 2)  # duplicate
-        await session.add(spec(request_id="b", n=3), 3)
+        await session.add(spec(request_id="b", adapter="lora"), 3)
         await session.add(spec(request_id="c", sampling={"top_p": 2.0}), 4)
         await session.send(5, credit=rpc.CreditCommand(request_id="a", tokens=1))
         await session.send(6)

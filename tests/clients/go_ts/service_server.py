@@ -20,7 +20,7 @@ STEP_SECONDS = 0.002
 CONTEXT_TOKENS = 100_000
 
 
-def prompt_again(request: GenerationRequest) -> Sequence[int]:
+def prompt_again(request: GenerationRequest, _choice: int) -> Sequence[int]:
     """The prompt's bytes, shifted by one place, without special tokens; more than fit."""
     prompt = [token for token in request.prompt if token < 256]
     return list(itertools.islice(itertools.cycle([*prompt[1:], prompt[0]]), CONTEXT_TOKENS))

@@ -16,7 +16,7 @@ from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    return FakeEngine(script=lambda request: [*b"once upon a time", EOS])
+    return FakeEngine(script=lambda _request, _choice: [*b"once upon a time", EOS])
 
 
 @pytest.fixture

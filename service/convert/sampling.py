@@ -1,0 +1,120 @@
+"""How tokens are chosen, and what their form must be: `SamplingOptions` and `StructuredOutput`
+become the engine's `SamplingParams` and `GrammarParams`.
+
+An absent field takes the value of the model's generation config.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.v1 import generation_pb2
+
+from engine.client import ModelInfo
+from engine.errors import InvalidRequestError
+from engine.sampling_params import GrammarKind, GrammarParams, SamplingParams
+from engine.types import TokenId
+from service.convert.values import check_ids
+
+_TEXT_FORMATS = {
+    "json_schema": GrammarKind.JSON_SCHEMA,
+    "regex": GrammarKind.REGEX,
+    "grammar": GrammarKind.LARK,
+}
+
+
+def sampling_params(options: generation_pb2.SamplingOptions, info: ModelInfo) -> SamplingParams:
+    """The effective parameters: the field's value, else what the model's generation config says.
+
+    Raises:
+        InvalidRequestError: a value is out of its bounds, or no token could ever be chosen.
+    """
+    default = info.default_sampling
+    bias: list[tuple[TokenId, float]] = []
+    for token_id, value in options.logit_bias.items():
+        if token_id >= info.vocab_size:
+            raise InvalidRequestError(
+                f"sampling.logit_bias[{token_id}]",
+                f"is not a token id; token ids are below {info.vocab_size}",
+            )
+        bias.append((TokenId(token_id), value))
+
+    given: Any = options.HasField  # its stubs want literal names
+
+    def pick(name: str) -> float:
+        source = options if given(name) else default
+        value: float = getattr(source, name)
+        return value
+
+    def ids(name: str) -> tuple[TokenId, ...]:
+        listed: Sequence[int] = getattr(options, name)
+        taken = check_ids(listed, f"sampling.{name}", info.vocab_size)
+        inherited: tuple[TokenId, ...] = getattr(default, name)
+        return tuple(TokenId(token_id) for token_id in taken) or inherited
+
+    params = SamplingParams(
+        temperature=pick("temperature"),
+        top_k=options.top_k if options.HasField("top_k") else default.top_k,
+        top_p=pick("top_p"),
+        min_p=pick("min_p"),
+        typical_p=pick("typical_p"),
+        repetition_penalty=pick("repetition_penalty"),
+        presence_penalty=pick("presence_penalty"),
+        frequency_penalty=pick("frequency_penalty"),
+        no_repeat_ngram_size=(
+            options.no_repeat_ngram_size
+            if options.HasField("no_repeat_ngram_size")
+            else default.no_repeat_ngram_size
+        ),
+        logit_bias=tuple(bias) or default.logit_bias,
+        allowed_token_ids=ids("allowed_token_ids"),
+        banned_token_ids=ids("banned_token_ids"),
+        seed=options.seed if options.HasField("seed") else secrets.randbits(64),
+    )
+    _check_something_is_left(params, info.vocab_size)
+    return params
+
+
+def _check_something_is_left(params: SamplingParams, vocab_size: int) -> None:
+    banned = set(params.banned_token_ids)
+    if params.allowed_token_ids:
+        if banned.issuperset(params.allowed_token_ids):
+            raise InvalidRequestError(
+                "sampling.allowed_token_ids",
+                "are all among banned_token_ids, so that no token could be generated; "
+                "take one of them out there",
+            )
+    elif len(banned) >= vocab_size:
+        raise InvalidRequestError(
+            "sampling.banned_token_ids",
+            "are the whole vocabulary, so that no token could be generated; leave one out",
+        )
+
+
+def grammar_params(output: generation_pb2.StructuredOutput) -> GrammarParams:
+    """The form that is asked for. (Whether a schema, expression or grammar is one is the engine's
+    to say.)
+
+    Raises:
+        InvalidRequestError: none is, or its text is empty or too long.
+    """
+    kind = output.WhichOneof("format")
+    match kind:
+        case "json_schema" | "regex" | "grammar":
+            return GrammarParams(kind=_TEXT_FORMATS[kind], text=getattr(output, kind))
+        case "json_object":
+            if not output.json_object:
+                raise InvalidRequestError(
+                    "structured_output.json_object",
+                    "is false, which is no form; set it to true, or leave structured_output out",
+                )
+            return GrammarParams(kind=GrammarKind.JSON_OBJECT)
+        case "choice":
+            return GrammarParams(kind=GrammarKind.CHOICE, choices=tuple(output.choice.choices))
+        case _:
+            raise InvalidRequestError(
+                "structured_output",
+                "has no format; set one of json_schema, json_object, regex, grammar and choice",
+            )

@@ -1,0 +1,212 @@
+"""One choice of a request: from the engine's tokens to the deltas and the end that are pending.
+
+    tokens ──push──▶ text, stop strings ──▶ one pending delta ──take──▶ Delta, … and Finished
+
+A request with n choices has n of these, and they know nothing of each other: each has its own
+text, stop strings, token offsets and end. What is pending has no number yet; `log.RequestLog`
+gives it one when it is taken.
+
+A stop string is found here, where the text is made: the tokens after it are dropped, and the
+choice's end says STOP whatever the engine's own reason was, because by the output that the client
+sees the choice had ended before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.outputs import Finish, FinishReason, TokenLogprobs
+from engine.text import StopMatch, TextStream
+from engine.types import TokenId
+from service.delivery.events import (
+    MAX_DELTA_BYTES,
+    DeliveryOptions,
+    Delta,
+    Finished,
+    delta_size,
+)
+
+
+class ChoiceLog:
+    """One choice's output, as far as it was not taken yet.
+
+    Attributes:
+        index: which of the request's choices it is.
+        queued: whether it stands in its request's list of choices to take from. Set there.
+        stop: the stop string that ended it, once it was found.
+        finished: its end, once it is there (taken or not).
+    """
+
+    __slots__ = (
+        "_accepted_at",
+        "_at_least",
+        "_end_taken",
+        "_ending_ids",
+        "_ids",
+        "_logprobs",
+        "_offset",
+        "_options",
+        "_stop_time",
+        "_text",
+        "_text_stream",
+        "_times",
+        "finished",
+        "index",
+        "queued",
+        "stop",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        options: DeliveryOptions,
+        text_stream: TextStream | None,
+        ending_ids: frozenset[TokenId],
+        accepted_at: float,
+    ) -> None:
+        self.index = index
+        self.queued = False
+        self.stop: StopMatch | None = None
+        self.finished: Finished | None = None
+        self._options = options
+        self._at_least = options.min_tokens_per_delta
+        self._text_stream = text_stream
+        self._ending_ids = ending_ids
+        self._accepted_at = accepted_at
+        self._ids: list[TokenId] = []
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._times: list[float] = []
+        self._offset = 0  # tokens in deltas that were taken
+        self._stop_time: float | None = None
+        self._end_taken = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, taken and pending."""
+        return self._offset + len(self._ids)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its delivery options let something go now."""
+        return len(self._ids) >= self._at_least or (
+            self.finished is not None and not self._end_taken
+        )
+
+    def pending_size(self) -> int:
+        """About how many bytes the pending output takes."""
+        return sum(map(len, self._text)) + len(self._ids) * self._options.bytes_per_token
+
+    # Filling
+
+    def push(
+        self,
+        ids: tuple[TokenId, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        now: float,
+    ) -> StopMatch | None:
+        """Take one step's tokens; returns the stop string if they completed one. The path of every
+        token: kept short.
+        """
+        if self.stop is not None or self.finished is not None:
+            return None
+        found = None
+        if self._text_stream is not None:
+            piece = self._text_stream.push(ids, ends_with_stop_token=ids[-1] in self._ending_ids)
+            if piece.text:
+                self._text.append(piece.text)
+            if piece.stop is not None:
+                ids = ids[: piece.num_tokens_kept]
+                logprobs = logprobs[: piece.num_tokens_kept] if logprobs is not None else None
+                self.stop = found = piece.stop
+                self._stop_time = now
+        self._ids += ids
+        if logprobs is not None:
+            self._logprobs += logprobs
+        if self._options.record_times:
+            self._times += [max(now - self._accepted_at, 0.0)] * len(ids)
+        return found
+
+    def flush(self) -> None:
+        """No more tokens will come: release what was held back, because a character or a stop
+        string might have been completed. A stop string that is completed by a part of a character
+        (U+FFFD) is found only here.
+        """
+        if self._text_stream is None:
+            return
+        rest = self._text_stream.finish()
+        if rest:
+            self._text.append(rest)
+        if self.stop is None:
+            self.stop = self._text_stream.stop
+
+    def end(self, finish: Finish) -> None:
+        """The engine is done with this choice; the text was flushed. With ERROR, its stop string
+        must have been found before.
+        """
+        stop = self.stop
+        last_token = finish.timings.last_token
+        if stop is None:
+            self.finished = Finished(
+                finish.reason, None, finish, finish.usage, last_token, self.index
+            )
+            return
+        if last_token is not None and self._stop_time is not None:
+            last_token = min(last_token, self._stop_time)
+        usage = replace(finish.usage, completion_tokens=stop.num_tokens)
+        self.finished = Finished(
+            FinishReason.STOP, stop.stop_string, finish, usage, last_token, self.index
+        )
+
+    # Taking
+
+    def take(self, number: Callable[[Delta | Finished], None], *, ending: bool) -> None:
+        """Hand what is pending to `number`, as far as the delivery options let it go; all of it
+        where the choice has ended, or the request has (`ending`).
+        """
+        ids = self._ids
+        if len(ids) >= self._at_least or (
+            (ids or self._text) and (ending or self.finished is not None)
+        ):
+            self._take_deltas(number)
+        if self.finished is not None and not self._end_taken:
+            self._end_taken = True
+            number(self.finished)
+
+    def _take_deltas(self, number: Callable[[Delta | Finished], None]) -> None:
+        """Turn the pending tokens and text into a delta, or several where one would be very
+        large.
+        """
+        ids, text = self._ids, "".join(self._text)
+        step = max(1, MAX_DELTA_BYTES // self._options.bytes_per_token)
+        if len(ids) <= step:  # nearly always
+            number(self._delta(tuple(ids), text, 0, len(ids)))
+        else:
+            for start in range(0, len(ids), step):
+                part = tuple(ids[start : start + step])
+                part_text = text if start + step >= len(ids) else ""
+                number(self._delta(part, part_text, start, start + step))
+        self._ids = []
+        self._text = []
+        if self._logprobs:
+            self._logprobs = []
+        if self._times:
+            self._times = []
+
+    def _delta(self, ids: tuple[TokenId, ...], text: str, start: int, end: int) -> Delta:
+        """A delta of the pending tokens from `start` to `end`."""
+        options = self._options
+        delta = Delta(
+            ids,
+            text,
+            self._offset,
+            options.token_details,
+            tuple(self._logprobs[start:end]) if self._logprobs else None,
+            tuple(self._times[start:end]) if self._times else None,
+            delta_size(text, len(ids), options),
+            self.index,
+        )
+        self._offset += len(ids)
+        return delta
