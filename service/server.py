@@ -34,6 +34,7 @@ from headrace.v1 import (
 )
 
 from engine.client import EngineClient, ModelInfo, ProgressSink
+from engine.outputs import StepOutputs
 from engine.text import Tokenizer
 from service import telemetry
 from service.config import Address, ServiceConfig
@@ -130,6 +131,7 @@ class HeadraceServer:
         self._server: grpc.aio.Server | None = None
         self._loading: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
         self._closed = False
         self.bound: tuple[Address, ...] = ()
 
@@ -163,7 +165,7 @@ class HeadraceServer:
 
     async def _load(self) -> None:
         try:
-            info = await self._client.start(self.registry.on_step, self._progress)
+            info = await self._client.start(self._on_step, self._progress)
             tokenizer = await asyncio.get_running_loop().run_in_executor(
                 self._pool, self._load_tokenizer, info
             )
@@ -174,6 +176,15 @@ class HeadraceServer:
         if self.state.phase is Phase.READY:
             self._health.set_ready(True)
             self._watching = asyncio.create_task(self._watch_engine())
+            if (metrics := self._telemetry.metrics) is not None:
+                metrics.loaded(self.state.front.card.name)
+                self._polling = asyncio.create_task(metrics.poll(self._client))
+
+    def _on_step(self, step: StepOutputs) -> None:
+        """The engine's sink. Clients come first."""
+        self.registry.on_step(step)
+        if self._telemetry.metrics is not None:
+            self._telemetry.metrics.on_step(step)
 
     def _front_end(self, info: ModelInfo, tokenizer: Tokenizer) -> FrontEnd:
         config = self._config
@@ -259,15 +270,16 @@ class HeadraceServer:
         if self._closed:
             return
         self._closed = True
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in (self._watching, self._polling):
+            if task is not None:
+                task.cancel()
         if self._server is not None:
             await self._server.stop(grace_s)
         if self._loading is not None and not self._loading.done():
             self._loading.cancel()
         await self._client.close()
         await self.registry.close()
-        for task in (self._loading, self._watching):
+        for task in (self._loading, self._watching, self._polling):
             if task is not None:
                 await asyncio.gather(task, return_exceptions=True)
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,9 +1,10 @@
-"""Tracing by OpenTelemetry, when its standard environment variables ask for it.
+"""Tracing and metrics by OpenTelemetry, when its standard environment variables ask for them.
 
 The SDK reads OTEL_EXPORTER_OTLP_ENDPOINT and the rest itself; here it is only decided whether
-there is tracing at all. The library's interceptor makes the spans and propagates contexts; health
-checks are left out. It records cancelled, timed-out and failed RPCs as OK, so `SpanStatus` stands
-inside it and sets what really happened.
+there are traces and metrics at all. What is measured is in `service.metrics`. The library's
+interceptor makes the spans and propagates contexts; health checks are left out. It records
+cancelled, timed-out and failed RPCs as OK, so `SpanStatus` stands inside it and sets what really
+happened.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from opentelemetry import trace
@@ -19,50 +20,70 @@ from opentelemetry.trace import Status, StatusCode
 
 from service.errors import code_of
 from service.interceptors import Continuation, Handler, Stream, Unary, wrap
+from service.metrics import Metrics
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
 
 _HEALTH = "/grpc.health."
 _CODE = "rpc.grpc.status_code"
+_LAST_EXPORT_MS = 5000
 
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """What tracing adds to the server. `provider`: ours, to be shut down at the end; None:
-    somebody else's.
+    """What telemetry adds to the server.
+
+    Attributes:
+        interceptors: make the spans.
+        metrics: takes what is measured; None: nothing is.
+        provider, meter_provider: ours, to be shut down at the end; None: somebody else's.
     """
 
     interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
+    metrics: Metrics | None = None
     provider: Any = None
+    meter_provider: Any = None
 
     def shutdown(self) -> None:
         """Export what is left."""
         if self.provider is not None:
             self.provider.shutdown()
+        if self.meter_provider is not None:
+            self.meter_provider.shutdown(timeout_millis=_LAST_EXPORT_MS)
 
 
-def is_wanted(environ: Mapping[str, str]) -> bool:
-    """Whether the environment asks for tracing."""
+def is_wanted(environ: Mapping[str, str], signal: str = "TRACES") -> bool:
+    """Whether the environment asks for a signal: TRACES or METRICS."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
-    exporter = environ.get("OTEL_TRACES_EXPORTER", "")
+    exporter = environ.get(f"OTEL_{signal}_EXPORTER", "")
     if exporter:
         return exporter.lower() != "none"
     return any(
         environ.get(name)
-        for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+        for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
     )
 
 
 def set_up(environ: Mapping[str, str]) -> Telemetry:
-    """Set up tracing if the environment asks for it."""
-    if not is_wanted(environ):
-        return Telemetry()
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import (
-        BatchSpanProcessor,
-        ConsoleSpanExporter,
-        SpanExporter,
+    """Set up what the environment asks for."""
+    provider = _tracer_provider(environ) if is_wanted(environ, "TRACES") else None
+    meter_provider = _meter_provider(environ) if is_wanted(environ, "METRICS") else None
+    return Telemetry(
+        interceptors=interceptors(provider) if provider is not None else (),
+        metrics=(
+            Metrics(meter_provider.get_meter("headrace")) if meter_provider is not None else None
+        ),
+        provider=provider,
+        meter_provider=meter_provider,
     )
+
+
+def _resource(environ: Mapping[str, str]) -> Resource:
+    from opentelemetry.sdk.resources import Resource
 
     # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win over this default.
     resource = Resource({"service.name": "headrace"}).merge(Resource.create())
@@ -70,6 +91,17 @@ def set_up(environ: Mapping[str, str]) -> Telemetry:
         "OTEL_RESOURCE_ATTRIBUTES", ""
     ):
         resource = resource.merge(Resource({"service.name": "headrace"}))
+    return resource
+
+
+def _tracer_provider(environ: Mapping[str, str]) -> TracerProvider:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import (
+        BatchSpanProcessor,
+        ConsoleSpanExporter,
+        SpanExporter,
+    )
+
     exporter: SpanExporter
     if environ.get("OTEL_TRACES_EXPORTER", "").lower() == "console":
         exporter = ConsoleSpanExporter()
@@ -77,9 +109,32 @@ def set_up(environ: Mapping[str, str]) -> Telemetry:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         exporter = OTLPSpanExporter()
-    provider = TracerProvider(resource=resource)
+    provider = TracerProvider(resource=_resource(environ))
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    return Telemetry(interceptors(provider), provider)
+    return provider
+
+
+def _meter_provider(environ: Mapping[str, str]) -> MeterProvider:
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import (
+        ConsoleMetricExporter,
+        MetricExporter,
+        PeriodicExportingMetricReader,
+    )
+
+    exporter: MetricExporter
+    if environ.get("OTEL_METRICS_EXPORTER", "").lower() == "console":
+        exporter = ConsoleMetricExporter()
+    else:
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+
+        exporter = OTLPMetricExporter()
+    # Shut down by `Telemetry.shutdown`, in its place among the other ends.
+    return MeterProvider(
+        metric_readers=[PeriodicExportingMetricReader(exporter)],
+        resource=_resource(environ),
+        shutdown_on_exit=False,
+    )
 
 
 def interceptors(provider: trace.TracerProvider) -> tuple[grpc.aio.ServerInterceptor, ...]:

@@ -151,35 +151,61 @@ def kinds(events: Iterable[pb.ResultEvent]) -> list[str]:
     return [event.WhichOneof("event") for event in events]
 
 
-def text_of(events: Iterable[pb.ResultEvent]) -> str:
-    """The text of all deltas."""
-    return "".join(event.delta.text for event in events)
+def text_of(events: Iterable[pb.ResultEvent], choice: int = 0) -> str:
+    """The text of all deltas of a choice."""
+    return "".join(event.delta.text for event in events if event.choice_index == choice)
 
 
-def ids_of(events: Iterable[pb.ResultEvent]) -> list[int]:
-    """The token ids of all deltas."""
+def ids_of(events: Iterable[pb.ResultEvent], choice: int = 0) -> list[int]:
+    """The token ids of all deltas of a choice."""
     return [
         token_id
         for event in events
+        if event.choice_index == choice
         for token_id in (*event.delta.token_ids, *(token.id for token in event.delta.tokens))
     ]
 
 
-def check_course(events: list[pb.ResultEvent], *, first: int = 1) -> None:
-    """The laws of a request's events: numbers without gaps, one terminal event, at the end."""
+def finished_of(events: Iterable[pb.ResultEvent], choice: int = 0) -> pb.Finished:
+    """How a choice finished."""
+    [found] = [
+        event.finished
+        for event in events
+        if event.choice_index == choice and event.HasField("finished")
+    ]
+    return found
+
+
+def check_course(events: list[pb.ResultEvent], *, first: int = 1, n: int = 1) -> None:
+    """The laws of a request's events: numbers without gaps; one end for each choice and nothing of
+    it after that, or one failure of the request; the end of the request at the end.
+    """
     assert [event.seq for event in events] == list(range(first, first + len(events)))
     names = kinds(events)
     if first == 1:
         assert names[0] == "accepted"
+        assert events[0].accepted.n == n
     assert names[-1] in ("finished", "failed")
-    assert not {"finished", "failed"} & set(names[:-1])
+    assert "failed" not in names[:-1]
     assert names.count("accepted") == (first == 1)
-    offset = None
+    assert names.count("prompt") <= 1
+    offsets: dict[int, int] = {}
+    over = set()
     for event in events:
-        if event.WhichOneof("event") == "delta":
+        kind, choice = event.WhichOneof("event"), event.choice_index
+        assert choice < n
+        if kind == "delta":
             delta = event.delta
-            assert offset is None or delta.token_offset == offset
-            offset = delta.token_offset + len(delta.token_ids) + len(delta.tokens)
+            assert choice not in over
+            assert delta.token_offset == offsets.get(
+                choice, 0 if first == 1 else delta.token_offset
+            )
+            offsets[choice] = delta.token_offset + len(delta.token_ids) + len(delta.tokens)
+        elif kind == "finished":
+            assert choice not in over
+            over.add(choice)
+    if first == 1 and names[-1] == "finished":
+        assert over == set(range(n))
 
 
 def details(status: status_pb2.Status) -> dict[str, Any]:

@@ -38,6 +38,9 @@ ROOT = Path(__file__).resolve().parents[2]
         ("drain_timeout_s", -1.0),
         ("drain_timeout_s", float("nan")),
         ("max_queue_size", 0),
+        ("max_choices", 0),
+        ("max_choices", 129),
+        ("scheduler", "random"),
         ("default_max_tokens", 0),
         ("default_time_limit_s", 0.0),
         ("max_message_bytes", 1),
@@ -153,6 +156,34 @@ def test_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.drain_timeout_s, config.unix_socket_mode) == (4.5, 0o600)
 
 
+def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (_, batching, _, config) = run_serve(monkeypatch)
+    assert batching.scheduler_type == config.scheduler
+    assert batching.allow_block_sharing
+    assert (batching.use_async_batching, batching.use_cuda_graph) == (None, None)
+    assert (batching.cpu_offload_space, batching.default_compile_level) == (0.0, 0)
+    _, (_, batching, _, config) = run_serve(
+        monkeypatch,
+        "--scheduler",
+        "prefill_first",
+        "--no-prefix-cache",
+        "--cpu-offload-space",
+        "1.5",
+        "--async-batching",
+        "--max-choices",
+        "3",
+        HEADRACE_CUDA_GRAPHS="false",
+        HEADRACE_COMPILE_LEVEL="2",
+    )
+    assert (batching.scheduler_type, config.scheduler) == ("prefill_first", "prefill_first")
+    assert not config.knows_priorities
+    assert not batching.allow_block_sharing
+    assert not config.prefix_cache
+    assert (batching.use_async_batching, batching.use_cuda_graph) == (True, False)
+    assert (batching.cpu_offload_space, batching.default_compile_level) == (1.5, 2)
+    assert config.max_choices == 3
+
+
 def test_defaults_are_said_twice_but_once(monkeypatch: pytest.MonkeyPatch) -> None:
     _, started = run_serve(monkeypatch)
     assert started[3] == ServiceConfig()
@@ -172,6 +203,10 @@ def test_several_addresses_from_the_environment(monkeypatch: pytest.MonkeyPatch)
         (["--device", "tpu"], "--device"),
         (["--block-size", "0"], "--block-size"),
         (["--unix-socket-mode", "9"], "--unix-socket-mode"),
+        (["--compile-level", "4"], "--compile-level"),
+        (["--cpu-offload-space", "-1"], "--cpu-offload-space"),
+        (["--scheduler", "lifo"], "--scheduler"),
+        (["--max-choices", "0"], "--max-choices"),
     ],
 )
 def test_wrong_options_name_the_flag(

@@ -4,6 +4,7 @@ texts that the oracle works out from the script alone."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -13,15 +14,38 @@ from headrace.v1 import generation_service_pb2 as rpc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.outputs import Finish, FinishReason, RequestOutput, Timings, Usage
+from engine.outputs import (
+    Finish,
+    FinishReason,
+    RequestFailure,
+    RequestOutput,
+    Timings,
+    Usage,
+)
 from engine.request import GenerationRequest
 from engine.sampling_params import SamplingParams, StopParams
 from engine.text import TextStream
 from engine.types import RequestId, TokenId
-from service.delivery.events import Accepted, DeliveryOptions, Delta, Finished, NumberedEvent
+from service.delivery.events import (
+    Accepted,
+    DeliveryOptions,
+    Delta,
+    Failed,
+    Finished,
+    NumberedEvent,
+)
 from service.delivery.log import RequestLog
 from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer
-from tests.service.helpers import Harness, check_course, ids_of, serving, spec, text_of, until
+from tests.service.helpers import (
+    Harness,
+    check_course,
+    finished_of,
+    ids_of,
+    serving,
+    spec,
+    text_of,
+    until,
+)
 
 TOKENIZER = byte_tokenizer()
 TEXTS = st.text(alphabet="abcé€😀 ", max_size=40)
@@ -35,18 +59,20 @@ def expected(text: str, stop: str) -> tuple[str, int]:
     return text[:place], len(text[: place + len(stop)].encode())
 
 
-def make_log(stop: str, options: DeliveryOptions, stopped: list[int]) -> RequestLog:
+def make_log(
+    stop: str, options: DeliveryOptions, stopped: dict[int, int], *, n: int = 1
+) -> RequestLog:
     """A log that was accepted."""
     log = RequestLog(
         identity="i",
         request_id="r",
         engine_id=RequestId("i/r#1"),
         options=options,
-        text_streams=[TextStream(TOKENIZER, stop_strings=[stop] if stop else [])],
+        text_streams=[TextStream(TOKENIZER, stop_strings=[stop] if stop else []) for _ in range(n)],
         ending_ids=frozenset((TokenId(EOS),)),
         prompt=(TokenId(1),) * 3,
         now=0.0,
-        on_stop=lambda _log, _choice, tokens: stopped.append(tokens),
+        on_stop=lambda _log, choice, tokens: stopped.update({choice: tokens}),
     )
     log.accept(
         Accepted(
@@ -85,7 +111,7 @@ def test_a_log_under_any_steps_and_takes(
     rewinds: list[int],
 ) -> None:
     ids = [TokenId(byte) for byte in text.encode()]
-    stopped: list[int] = []
+    stopped: dict[int, int] = {}
     log = make_log(stop, DeliveryOptions(final=final, min_tokens_per_delta=at_least), stopped)
     log.keep = keep
     taken: list[NumberedEvent] = []
@@ -128,7 +154,7 @@ def test_a_log_under_any_steps_and_takes(
     found = want_text != text
     assert end.reason is (FinishReason.STOP if found else FinishReason.LENGTH)
     assert end.usage.completion_tokens == want_tokens
-    assert stopped in ([], [want_tokens])
+    assert stopped in ({}, {0: want_tokens})
     if final:
         assert len(deltas) <= 1
     assert all(len(delta.token_ids) >= at_least for delta in deltas[:-2])
@@ -151,6 +177,100 @@ def chaos_text(prompt: str) -> str:
     return "".join(source.choice("abcdé€ ") for _ in range(source.randint(1, 24)))
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    texts=st.lists(TEXTS, min_size=1, max_size=4),
+    stop=st.sampled_from(["", "a", "b ", "é€", "😀"]),
+    moves=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans()), max_size=60),
+    keep=st.booleans(),
+    at_least=st.integers(1, 4),
+    final=st.booleans(),
+    fails=st.booleans(),
+)
+def test_a_log_of_several_choices_under_any_steps_and_takes(
+    texts: list[str],
+    stop: str,
+    moves: list[tuple[int, int, bool]],
+    keep: bool,
+    at_least: int,
+    final: bool,
+    fails: bool,
+) -> None:
+    """Each choice goes on by itself, in any order, whenever somebody takes; then the rest ends, or
+    the whole request fails.
+    """
+    stopped: dict[int, int] = {}
+    options = DeliveryOptions(final=final, min_tokens_per_delta=at_least)
+    log = make_log(stop, options, stopped, n=len(texts))
+    log.keep = keep
+    left = {i: [TokenId(byte) for byte in text.encode()] for i, text in enumerate(texts)}
+    lengths = {i: len(ids) for i, ids in left.items()}
+    taken: list[NumberedEvent] = []
+
+    def push(choice: int, size: int, *, end: bool) -> None:
+        ids, left[choice] = tuple(left[choice][:size]), left[choice][size:]
+        finish = None
+        if end:
+            usage = Usage(3, 0, lengths[choice])
+            finish = Finish(FinishReason.LENGTH, usage, Timings(0, 0, 0, 1, 1, 0))
+            del left[choice]
+        log.push(
+            RequestOutput(
+                log.engine_id, choice, token_ids=ids, finish=finish, ends_request=not left
+            ),
+            1.0,
+        )
+
+    for choice, size, take in moves:
+        if choice in left:
+            push(choice, size, end=size >= len(left[choice]))
+        if take:
+            taken += log.take_for_stream(1 << 20)
+    failed = fails and bool(left)
+    if failed:
+        failure = RequestFailure("broken", "id")
+        finish = Finish(
+            FinishReason.ERROR, Usage(3, 0, 0), Timings(0, 0, 0, 1, 1, 0), failure=failure
+        )
+        log.push(RequestOutput(log.engine_id, min(left), finish=finish, ends_request=True), 1.0)
+    else:
+        for choice in list(left):
+            push(choice, 1000, end=True)
+    taken += log.take_for_stream(1 << 20)
+    assert log.ended
+    assert log.delivered
+    assert [event.seq for event in taken] == list(range(1, len(taken) + 1))
+    if keep:
+        assert log.take_from(1) == taken
+    ends = [event.event for event in taken if isinstance(event.event, Finished | Failed)]
+    assert taken[-1].event is ends[-1]
+    if isinstance(ends[-1], Failed):
+        assert failed
+    else:
+        assert sorted(end.choice for end in ends if isinstance(end, Finished)) == [
+            *range(len(texts))
+        ]
+    for index, text in enumerate(texts):
+        want_text, want_tokens = expected(text, stop)
+        deltas = [
+            event.event
+            for event in taken
+            if isinstance(event.event, Delta) and event.event.choice == index
+        ]
+        ids = [token_id for delta in deltas for token_id in delta.token_ids]
+        got = "".join(delta.text for delta in deltas)
+        assert ids == list(text.encode())[: len(ids)]
+        offsets = [0, *itertools.accumulate(len(delta.token_ids) for delta in deltas)]
+        assert [delta.token_offset for delta in deltas] == offsets[:-1]
+        if any(isinstance(end, Finished) and end.choice == index for end in ends):
+            assert (got, len(ids)) == (want_text, want_tokens)
+            assert stopped.get(index, want_tokens) == want_tokens
+        else:  # a character that was cut shows as U+FFFD
+            assert want_text.startswith(got.rstrip("\N{REPLACEMENT CHARACTER}"))
+        if final:
+            assert len(deltas) <= 1
+
+
 class Client:
     """One session that starts many requests and cancels some of them at random moments."""
 
@@ -159,13 +279,14 @@ class Client:
         self.source = random.Random(number)
         self.names = [f"c{number}-{i}" for i in range(requests)]
         self.stops = {name: self.source.choice(["", "", "a", "b€", " "]) for name in self.names}
+        self.n = {name: self.source.choice([1, 1, 1, 2, 3]) for name in self.names}
         self.cancelled: set[str] = set()
 
     async def run(self) -> None:
         reading = asyncio.ensure_future(self.session.rest())
         for name in self.names:
             stop = {"stop_strings": [self.stops[name]]} if self.stops[name] else {}
-            await self.session.add(spec(name, request_id=name, stop=stop))
+            await self.session.add(spec(name, request_id=name, n=self.n[name], stop=stop))
             if self.source.random() < 0.2:
                 victim = self.source.choice(self.names[max(0, self.names.index(name) - 20) :])
                 self.cancelled.add(victim)
@@ -180,36 +301,41 @@ class Client:
         assert sorted(events) == sorted(self.names)
         cancelled = 0
         for name, run in events.items():
-            check_course(run)
-            text, tokens = expected(chaos_text(name), self.stops[name])
-            finished = run[-1].finished
-            assert finished.usage.completion_tokens == len(ids_of(run))
-            if finished.reason == pb.FINISH_REASON_CANCELLED:
-                cancelled += 1
-                assert name in self.cancelled
-                # A character that was cut shows as U+FFFD; held back text is sent.
-                got = text_of(run).rstrip("\N{REPLACEMENT CHARACTER}")
-                assert chaos_text(name).startswith(got)
-            else:
-                assert finished.reason == pb.FINISH_REASON_STOP
-                assert text_of(run) == text
-                found = finished.WhichOneof("matched") == "stop_string"
-                assert found == (text != chaos_text(name))
-                assert len(ids_of(run)) == (tokens if found else tokens + 1)  # with the EOS
+            check_course(run, n=self.n[name])
+            cancelled += sum(self.check_choice(name, run, i) for i in range(self.n[name])) > 0
         return cancelled
+
+    def check_choice(self, name: str, run: list[pb.ResultEvent], choice: int) -> bool:
+        """Check one choice; returns whether it was cancelled."""
+        said = chaos_text(name if choice == 0 else f"{name}#{choice}")
+        text, tokens = expected(said, self.stops[name])
+        finished = finished_of(run, choice)
+        ids = ids_of(run, choice)
+        assert finished.usage.completion_tokens == len(ids)
+        if finished.reason == pb.FINISH_REASON_CANCELLED:
+            assert name in self.cancelled
+            # A character that was cut shows as U+FFFD; held back text is sent.
+            assert said.startswith(text_of(run, choice).rstrip("\N{REPLACEMENT CHARACTER}"))
+            return True
+        assert finished.reason == pb.FINISH_REASON_STOP
+        assert text_of(run, choice) == text
+        found = finished.WhichOneof("matched") == "stop_string"
+        assert found == (text != said)
+        assert len(ids) == (tokens if found else tokens + 1)  # with the EOS
+        return False
 
 
 async def test_thousands_of_requests_with_cancels_and_stop_strings() -> None:
     engine = FakeEngine(script=chaos_script)
     async with serving(engine) as h:
-        clients = [Client(h, number, 500) for number in range(6)]
+        clients = [Client(h, number, 400) for number in range(6)]
         await asyncio.gather(*(client.run() for client in clients))
         cancelled = [client.check() for client in clients]
         assert h.registry.live == 0
         assert h.registry.attached == 0
         assert not h.registry._logs
         assert engine.num_live == 0
-    assert len(engine.submitted) == engine.ended == 3000
+    assert len(engine.submitted) == engine.ended == 2400
     assert sum(cancelled) > 0
 
 
@@ -224,8 +350,9 @@ async def test_lost_streams_resume_without_loss_or_repetition() -> None:
             events: dict[str, list[pb.ResultEvent]] = {name: [] for name in names}
             session = h.session()
             await session.send(open=rpc.OpenCommand(lease={"seconds": 60}))
+            counts = {name: source.choice([1, 1, 3]) for name in names}
             for name in names:
-                await session.add(spec(name, request_id=name))
+                await session.add(spec(name, request_id=name, n=counts[name]))
             while not all(events[n] for n in names):
                 collect(events, await session.read())
             while any(not over(run) for run in events.values()):
@@ -247,8 +374,10 @@ async def test_lost_streams_resume_without_loss_or_repetition() -> None:
                         break
             session.call.cancel()
             for name, run in events.items():
-                check_course(run)
-                assert text_of(run) == chaos_text(name)
+                check_course(run, n=counts[name])
+                for choice in range(counts[name]):
+                    said = chaos_text(name if choice == 0 else f"{name}#{choice}")
+                    assert text_of(run, choice) == said
                 total += 1
         await until(lambda: not h.registry.streams)
         assert not engine.cancelled
@@ -264,5 +393,8 @@ def collect(events: dict[str, list[pb.ResultEvent]], message: rpc.StreamResultRe
 
 
 def over(run: list[pb.ResultEvent]) -> bool:
-    """Whether the terminal event is there."""
-    return bool(run) and run[-1].WhichOneof("event") in ("finished", "failed")
+    """Whether the last terminal event is there."""
+    return bool(run) and (
+        run[-1].HasField("failed")
+        or sum(event.HasField("finished") for event in run) == run[0].accepted.n
+    )

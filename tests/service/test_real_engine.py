@@ -199,7 +199,7 @@ def test_the_model_card(client: headrace.Client, card: headrace.ModelCard) -> No
         client.generate(PROMPT, logprobs=limits.max_logprobs + 1)
     with pytest.raises(headrace.InvalidArgumentError):
         client.generate(PROMPT, stop=["x"] * (limits.max_stop_strings + 1))
-    with pytest.raises(headrace.InvalidArgumentError, match="limits.max_choices"):
+    with pytest.raises(headrace.InvalidArgumentError, match=r"limits\.max_choices"):
         client.generate(PROMPT, n=limits.max_choices + 1)
     assert client.health() is HealthStatus.SERVING
 

@@ -1,0 +1,218 @@
+"""The service's metrics, recorded with OpenTelemetry: what every step did, how long requests took,
+and the engine's figures.
+
+    engine ── StepOutputs ──▶ Metrics.on_step ──▶ histograms of steps and requests, token counters
+    engine ◀── stats ──────── Metrics.poll ─────▶ gauges and counters, read when they are exported
+
+Names of `gen_ai.` are those of OpenTelemetry's semantic conventions for generative AI; the others
+are ours and begin with `headrace.`. Times come from the engine's own clock alone. All of them are
+listed in docs/operations.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
+
+from engine.client import EngineClient
+from engine.errors import HeadraceError
+from engine.outputs import Finish, RequestOutput, StepOutputs
+from engine.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""How often the engine is asked for its figures."""
+
+_SECONDS: Final = tuple(0.01 * 2**power for power in range(14))
+_FIRST_TOKEN: Final = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_PER_TOKEN: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_STEP: Final = tuple(0.0005 * 2**power for power in range(14))
+_SIZES: Final = tuple(float(2**power) for power in range(15))
+
+_GAUGES: Final[tuple[tuple[str, str, str, Callable[[EngineStats], int]], ...]] = (
+    ("headrace.requests.running", "{request}", "In the batch.", lambda s: s.running),
+    ("headrace.requests.waiting", "{request}", "In the queue.", lambda s: s.waiting),
+    ("headrace.kv_cache.blocks.limit", "{block}", "All there are.", lambda s: s.blocks_total),
+    ("headrace.kv_cache.blocks.used", "{block}", "Held by requests.", lambda s: s.blocks_used),
+    (
+        "headrace.kv_cache.blocks.cached",
+        "{block}",
+        "Held by nobody; they keep a prefix until they are needed.",
+        lambda s: s.blocks_cached,
+    ),
+    (
+        "headrace.kv_cache.host_blocks.limit",
+        "{block}",
+        "On the host, for preempted requests.",
+        lambda s: s.host_blocks_total,
+    ),
+    (
+        "headrace.kv_cache.host_blocks.used",
+        "{block}",
+        "On the host, in use.",
+        lambda s: s.host_blocks_used,
+    ),
+)
+_COUNTERS: Final[tuple[tuple[str, str, str, Callable[[EngineStats], int]], ...]] = (
+    ("headrace.steps", "{step}", "Steps executed.", lambda s: s.steps),
+    ("headrace.requests.accepted", "{request}", "Taken in.", lambda s: s.requests_accepted),
+    (
+        "headrace.requests.finished",
+        "{request}",
+        "Ended, whatever the reason.",
+        lambda s: s.requests_finished,
+    ),
+    (
+        "headrace.tokens.prompt",
+        "{token}",
+        "Computed for prompts; again after a preemption.",
+        lambda s: s.prompt_tokens,
+    ),
+    ("headrace.tokens.generated", "{token}", "Generated.", lambda s: s.generated_tokens),
+    (
+        "headrace.preemptions",
+        "{preemption}",
+        "How often a request gave up its blocks.",
+        lambda s: s.preemptions,
+    ),
+    (
+        "headrace.kv_cache.offloads",
+        "{offload}",
+        "How often a preempted request's KV was kept on the host.",
+        lambda s: s.offloads,
+    ),
+    (
+        "headrace.kv_cache.restores",
+        "{restore}",
+        "How often it was brought back.",
+        lambda s: s.restores,
+    ),
+    (
+        "headrace.prefix_cache.queries",
+        "{token}",
+        "Prompt tokens that were looked up in the prefix cache.",
+        lambda s: s.prefix_queries,
+    ),
+    (
+        "headrace.prefix_cache.hits",
+        "{token}",
+        "Prompt tokens that were found there.",
+        lambda s: s.prefix_hits,
+    ),
+)
+
+
+class Metrics:
+    """All instruments. Its methods run on the event loop; exporters read from a thread."""
+
+    def __init__(self, meter: Meter) -> None:
+        """Make the instruments.
+
+        Args:
+            meter: of whatever provider exports them.
+        """
+        self._stats: EngineStats | None = None
+        self._attributes = {
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.provider.name": "headrace",
+        }
+
+        def histogram(name: str, unit: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+            return meter.create_histogram(
+                name, unit, text, explicit_bucket_boundaries_advisory=bounds
+            )
+
+        self._duration = histogram(
+            "gen_ai.server.request.duration", "s", "From arrival to end.", _SECONDS
+        )
+        self._first_token = histogram(
+            "gen_ai.server.time_to_first_token", "s", "From arrival to first token.", _FIRST_TOKEN
+        )
+        self._per_token = histogram(
+            "gen_ai.server.time_per_output_token",
+            "s",
+            "Between tokens after the first, on average over a choice.",
+            _PER_TOKEN,
+        )
+        self._queued = histogram(
+            "headrace.request.queue.duration", "s", "From arrival to first step.", _FIRST_TOKEN
+        )
+        self._cached = histogram(
+            "headrace.request.cached_tokens",
+            "{token}",
+            "Prompt tokens found in the prefix cache.",
+            (0.0, *_SIZES),
+        )
+        self._step = histogram(
+            "headrace.step.duration", "s", "From a step's launch to its results.", _STEP
+        )
+        self._step_requests = histogram(
+            "headrace.step.requests", "{request}", "Requests in a step.", _SIZES
+        )
+        self._step_tokens = histogram(
+            "headrace.step.tokens", "{token}", "Tokens computed in a step.", (0.0, *_SIZES)
+        )
+        for name, unit, text, read in _GAUGES:
+            meter.create_observable_gauge(name, [self._reader(read)], unit, text)
+        for name, unit, text, read in _COUNTERS:
+            meter.create_observable_counter(name, [self._reader(read)], unit, text)
+
+    def loaded(self, model: str) -> None:
+        """The model is there, under this name."""
+        self._attributes = {**self._attributes, "gen_ai.request.model": model}
+
+    def on_step(self, step: StepOutputs) -> None:
+        """Record a step, and the requests that ended in it."""
+        record = step.step
+        if record is not None:
+            self._step.record(record.duration_s)
+            self._step_requests.record(record.num_requests)
+            self._step_tokens.record(record.num_prompt_tokens, {"headrace.step.phase": "prompt"})
+            self._step_tokens.record(record.num_decode_tokens, {"headrace.step.phase": "decode"})
+        for output in step.outputs:
+            if output.prompt_done is not None:
+                self._cached.record(output.prompt_done)
+            if output.finish is not None:
+                self._record(output, output.finish)
+
+    def _record(self, output: RequestOutput, finish: Finish) -> None:
+        timings, tokens = finish.timings, finish.usage.completion_tokens
+        first, last = timings.first_token, timings.last_token
+        if first is not None and last is not None and tokens > 1:
+            self._per_token.record(max(last - first, 0.0) / (tokens - 1), self._attributes)
+        if not output.ends_request:
+            return  # of several choices: the request counts once, with its last one
+        attributes = {**self._attributes, "gen_ai.response.finish_reasons": finish.reason.value}
+        if finish.failure is not None:
+            attributes["error.type"] = "unavailable" if finish.failure.retryable else "internal"
+        self._duration.record(max(timings.finished - timings.arrival, 0.0), attributes)
+        if timings.first_scheduled is not None:
+            self._queued.record(max(timings.first_scheduled - timings.arrival, 0.0))
+        if first is not None:
+            self._first_token.record(max(first - timings.arrival, 0.0), self._attributes)
+
+    async def poll(self, client: EngineClient) -> None:
+        """Ask for the engine's figures again and again, until cancelled."""
+        while True:
+            try:
+                self._stats = await client.stats()
+            except HeadraceError as error:  # it is being stopped, or has died: others tell
+                logger.debug("no figures from the engine: %s", error)
+            await asyncio.sleep(POLL_S)
+
+    def _reader(
+        self, read: Callable[[EngineStats], int]
+    ) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        def observe(_options: CallbackOptions) -> Iterable[Observation]:
+            stats = self._stats
+            return () if stats is None else (Observation(read(stats)),)
+
+        return observe

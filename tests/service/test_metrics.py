@@ -1,0 +1,182 @@
+"""What is measured, as an OpenTelemetry reader gets it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+from engine.outputs import (
+    Finish,
+    FinishReason,
+    RequestFailure,
+    RequestOutput,
+    StepOutputs,
+    StepRecord,
+    Timings,
+    Usage,
+)
+from engine.stats import EngineStats
+from engine.types import RequestId
+from service import telemetry
+from service.metrics import Metrics
+from tests.service.fake_engine import FakeEngine, says
+from tests.service.helpers import serving, spec, until
+
+
+class Book:
+    """Metrics and their reader."""
+
+    def __init__(self) -> None:
+        self._reader = InMemoryMetricReader()
+        self.provider = MeterProvider([self._reader], shutdown_on_exit=False)
+        self.metrics = Metrics(self.provider.get_meter("test"))
+
+    def points(self, name: str) -> list[Any]:
+        """The data points of a metric now."""
+        data = self._reader.get_metrics_data()
+        return [
+            point
+            for resource in (data.resource_metrics if data else ())
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+            if metric.name == name
+            for point in metric.data.data_points
+        ]
+
+    def value(self, name: str) -> Any:
+        """The one value of a gauge or counter."""
+        [point] = self.points(name)
+        return point.value
+
+    def sum(self, name: str, **wanted: str) -> tuple[int, float]:
+        """How often a histogram was recorded with these attributes (dots as __), and the sum."""
+        attributes = {key.replace("__", "."): value for key, value in wanted.items()}
+        found = [p for p in self.points(name) if attributes.items() <= dict(p.attributes).items()]
+        return sum(p.count for p in found), sum(p.sum for p in found)
+
+
+def test_steps_and_requests_are_recorded_once() -> None:
+    book = Book()
+    book.metrics.loaded("m")
+    timings = Timings(10.0, 10.5, 11.0, 13.0, 13.5, 0)
+    one = RequestId("one")
+    finish = Finish(FinishReason.STOP, Usage(5, 3, 5), timings)
+    failure = Finish(
+        FinishReason.ERROR,
+        Usage(5, 0, 0),
+        Timings(10.0, None, None, None, 12.0, 0),
+        failure=RequestFailure("broken", "id", retryable=True),
+    )
+    outputs = (
+        RequestOutput(one, prompt_done=3),
+        RequestOutput(one, finish=finish),
+        RequestOutput(one, choice=1, finish=finish, ends_request=True),
+        RequestOutput(RequestId("two"), finish=failure, ends_request=True),
+    )
+    book.metrics.on_step(StepOutputs(1.0, outputs, StepRecord(0.25, 2, 40, 7)))
+    book.metrics.on_step(StepOutputs(2.0, ()))
+    assert book.sum("headrace.step.duration") == (1, 0.25)
+    assert book.sum("headrace.step.requests") == (1, 2)
+    assert book.sum("headrace.step.tokens", headrace__step__phase="prompt") == (1, 40)
+    assert book.sum("headrace.step.tokens", headrace__step__phase="decode") == (1, 7)
+    assert book.sum("headrace.request.cached_tokens") == (1, 3)
+    assert book.sum("headrace.request.queue.duration") == (1, 0.5)
+    duration = "gen_ai.server.request.duration"
+    assert book.sum(duration, gen_ai__request__model="m") == (2, 5.5)
+    assert book.sum(duration, error__type="unavailable") == (1, 2.0)
+    assert book.sum(duration, gen_ai__response__finish_reasons="stop") == (1, 3.5)
+    assert book.sum("gen_ai.server.time_to_first_token") == (1, 1.0)
+    assert book.sum("gen_ai.server.time_per_output_token") == (2, 1.0)  # 2 s, 4 gaps: each choice
+    book.provider.shutdown()
+
+
+async def test_a_server_records_its_requests_and_the_engine_s_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    book = Book()
+    made = telemetry.Telemetry(metrics=book.metrics, meter_provider=book.provider)
+    monkeypatch.setattr(telemetry, "set_up", lambda _environ: made)
+    figures = EngineStats(
+        running=1, waiting=2, blocks_total=3, blocks_used=4, steps=5, prompt_tokens=6,
+        generated_tokens=7, requests_accepted=8, requests_finished=9, preemptions=10,
+        last_step_s=0.5, blocks_cached=11, host_blocks_total=12, host_blocks_used=13,
+        offloads=14, restores=15, prefix_queries=16, prefix_hits=17,
+    )  # fmt: skip
+
+    class Engine(FakeEngine):
+        async def stats(self) -> EngineStats:
+            return figures
+
+    async with serving(Engine(script=says("abc")), served_name="mine") as h:
+        await h.generate(spec(n=2))
+        await h.generate(spec())
+        await until(lambda: book.points("headrace.steps"))
+        found = {
+            name: book.value(f"headrace.{name}")
+            for name in (
+                "requests.running", "requests.waiting", "kv_cache.blocks.limit",
+                "kv_cache.blocks.used", "steps", "tokens.prompt", "tokens.generated",
+                "requests.accepted", "requests.finished", "preemptions", "kv_cache.blocks.cached",
+                "kv_cache.host_blocks.limit", "kv_cache.host_blocks.used", "kv_cache.offloads",
+                "kv_cache.restores", "prefix_cache.queries", "prefix_cache.hits",
+            )
+        }  # fmt: skip
+        duration = "gen_ai.server.request.duration"
+        requests, _ = book.sum(duration, gen_ai__request__model="mine")
+        steps, seconds = book.sum("headrace.step.duration")
+        per_token, _ = book.sum("gen_ai.server.time_per_output_token")
+    assert list(found.values()) == list(range(1, 18))
+    assert (requests, per_token) == (2, 3)
+    assert steps == h.engine.steps
+    assert seconds == 0.25 * steps
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({}, False),
+        ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://x:4317"}, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://x:4317"}, False),
+        ({"OTEL_METRICS_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}, False),
+        ({"OTEL_METRICS_EXPORTER": "console"}, True),
+    ],
+)
+def test_when_there_are_metrics(environment: dict[str, str], wanted: bool) -> None:
+    assert telemetry.is_wanted(environment, "METRICS") is wanted
+
+
+def test_the_last_figures_reach_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[metrics_service_pb2.ExportMetricsServiceRequest] = []
+
+    class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):
+        def Export(self, request: Any, context: Any) -> Any:
+            requests.append(request)
+            return metrics_service_pb2.ExportMetricsServiceResponse()
+
+    collector = grpc.server(ThreadPoolExecutor(1))
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(Collector(), collector)  # type: ignore[no-untyped-call]
+    port = collector.add_insecure_port("127.0.0.1:0")
+    collector.start()
+    environment = {
+        "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": f"http://127.0.0.1:{port}",
+        "OTEL_TRACES_EXPORTER": "none",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    made = telemetry.set_up(environment)
+    assert made.metrics is not None
+    assert not made.interceptors
+    made.metrics.on_step(StepOutputs(1.0, (), StepRecord(0.25, 2, 40, 7)))
+    made.shutdown()
+    collector.stop(None).wait()
+    [resource] = [part for request in requests for part in request.resource_metrics]
+    attributes = {one.key: one.value.string_value for one in resource.resource.attributes}
+    assert attributes["service.name"] == "headrace"
+    names = {metric.name for scope in resource.scope_metrics for metric in scope.metrics}
+    assert names == {"headrace.step.duration", "headrace.step.requests", "headrace.step.tokens"}
