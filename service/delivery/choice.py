@@ -36,10 +36,10 @@ class ChoiceLog:
         queued: whether it stands in its request's list of choices to take from. Set there.
         stop: the stop string that ended it, once it was found.
         finished: its end, once it is there (taken or not).
+        arrival: when the request was taken in, monotonic seconds; known before anything is taken.
     """
 
     __slots__ = (
-        "_accepted_at",
         "_at_least",
         "_end_taken",
         "_ending_ids",
@@ -51,6 +51,7 @@ class ChoiceLog:
         "_text",
         "_text_stream",
         "_times",
+        "arrival",
         "finished",
         "index",
         "queued",
@@ -64,9 +65,9 @@ class ChoiceLog:
         options: DeliveryOptions,
         text_stream: TextStream | None,
         ending_ids: frozenset[TokenId],
-        accepted_at: float,
     ) -> None:
         self.index = index
+        self.arrival = 0.0
         self.queued = False
         self.stop: StopMatch | None = None
         self.finished: Finished | None = None
@@ -74,7 +75,6 @@ class ChoiceLog:
         self._at_least = options.min_tokens_per_delta
         self._text_stream = text_stream
         self._ending_ids = ending_ids
-        self._accepted_at = accepted_at
         self._ids: list[TokenId] = []
         self._text: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -126,7 +126,7 @@ class ChoiceLog:
         if logprobs is not None:
             self._logprobs += logprobs
         if self._options.record_times:
-            self._times += [max(now - self._accepted_at, 0.0)] * len(ids)
+            self._times += [now] * len(ids)
         return found
 
     def flush(self) -> None:
@@ -197,14 +197,15 @@ class ChoiceLog:
 
     def _delta(self, ids: tuple[TokenId, ...], text: str, start: int, end: int) -> Delta:
         """A delta of the pending tokens from `start` to `end`."""
-        options = self._options
+        options, arrival = self._options, self.arrival
+        times = self._times[start:end]
         delta = Delta(
             ids,
             text,
             self._offset,
             options.token_details,
             tuple(self._logprobs[start:end]) if self._logprobs else None,
-            tuple(self._times[start:end]) if self._times else None,
+            tuple([max(moment - arrival, 0.0) for moment in times]) if times else None,
             delta_size(text, len(ids), options),
             self.index,
         )

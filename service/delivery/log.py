@@ -60,7 +60,7 @@ class RequestLog:
     """
 
     __slots__ = (
-        "_accepted_at",
+        "_arrival",
         "_choices",
         "_end_numbered",
         "_kept",
@@ -109,7 +109,7 @@ class RequestLog:
             text_streams: one for each choice; None where no text is wanted.
             ending_ids: stop and end-of-sequence ids in force.
             prompt: the prompt's tokens.
-            now: monotonic seconds.
+            now: monotonic seconds, until the engine tells when the request arrived.
             on_stop: called with the log, the choice and its number of tokens when a stop string
                 was found.
         """
@@ -131,7 +131,7 @@ class RequestLog:
         self._options = options
         self._prompt_tokens = len(prompt)
         self._prompt_ids = prompt if options.describe_prompt else ()
-        self._accepted_at = now
+        self._arrival = now
         self._on_stop = on_stop
         # Pending: what came since the last number was given.
         self._choices = tuple(
@@ -140,7 +140,6 @@ class RequestLog:
                 options=options,
                 text_stream=text_stream,
                 ending_ids=ending_ids,
-                accepted_at=now,
             )
             for index, text_stream in enumerate(text_streams)
         )
@@ -170,9 +169,14 @@ class RequestLog:
 
     # Filling
 
-    def accept(self, accepted: Accepted) -> None:
-        """The engine took the request in: event number 1. Nothing can be taken before."""
+    def accept(self, accepted: Accepted, arrival: float) -> None:
+        """The engine took the request in, at this moment of its monotonic clock: event number 1.
+        Nothing can be taken before.
+        """
         self.accepted = accepted
+        self._arrival = arrival
+        for choice in self._choices:
+            choice.arrival = arrival
         self._number(accepted)
 
     def push(self, output: RequestOutput, now: float) -> None:
@@ -246,7 +250,7 @@ class RequestLog:
             Finish(
                 FinishReason.ERROR,
                 Usage(self._prompt_tokens, 0, tokens),
-                Timings(self._accepted_at, None, None, None, now, 0),
+                Timings(self._arrival, None, None, None, now, 0),
                 failure=failure,
             )
         )

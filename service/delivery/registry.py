@@ -170,7 +170,8 @@ class Registry:
                 command_id=command_id,
                 accepted_at=time.time(),
                 n=request.n,
-            )
+            ),
+            admission.arrival,
         )
         if stream is not None:
             stream.attach(log, 1)

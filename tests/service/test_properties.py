@@ -84,7 +84,9 @@ def make_log(
             queue_position=0,
             command_id=0,
             accepted_at=0.0,
-        )
+            n=n,
+        ),
+        0.0,
     )
     return log
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
+import re
 import signal
 import subprocess
 import sys
@@ -275,6 +278,154 @@ async def test_a_client_that_is_killed_leaves_nothing_running() -> None:
         assert not server.registry._logs
     finally:
         await server.stop()
+
+
+# ---- what a request may ask for ------------------------------------------------------------------
+
+
+def test_choices_are_those_of_their_places(client: headrace.Client) -> None:
+    """The draws depend on (seed, choice, position): the first choices of many are those of few."""
+    options: Any = {"temperature": 1.2, "seed": 5, "max_tokens": 12, "ignore_eos": True}
+    alone = client.generate(PROMPT, **options)
+    three = client.generate(PROMPT, n=3, **options)
+    with client.stream(PROMPT, n=3, **options) as stream:
+        chunks = list(stream)
+    assert three.choices[0].token_ids == alone.token_ids
+    assert len({choice.token_ids for choice in three.choices}) == 3
+    for choice in three.choices:
+        own = [chunk for chunk in chunks if chunk.choice_index == choice.index]
+        assert tuple(i for chunk in own for i in chunk.token_ids) == choice.token_ids
+        assert "".join(chunk.text for chunk in own) == choice.text
+        assert choice.finish_reason is FinishReason.LENGTH
+    assert three.usage.completion_tokens == 36
+    assert three.usage.prompt_tokens == alone.usage.prompt_tokens
+    session_result = None
+    with client.session() as session:
+        session_result = session.submit(PROMPT, n=3, **options).result(WAIT_S)
+    assert [c.token_ids for c in session_result.choices] == [c.token_ids for c in three.choices]
+
+
+def test_a_stop_string_in_one_of_several_choices(client: headrace.Client) -> None:
+    options: Any = {"temperature": 1.2, "seed": 11, "max_tokens": 24, "ignore_eos": True, "n": 3}
+    whole = client.generate(PROMPT, **options)
+    others = whole.choices[0].text + whole.choices[2].text
+    text = whole.choices[1].text
+    stop = next(
+        text[i : i + size]
+        for size in range(3, 8)
+        for i in range(1, len(text) - size)
+        if text[i : i + size] not in others and text.index(text[i : i + size]) == i
+    )
+    cut = client.generate(PROMPT, stop=stop, **options)
+    assert cut.choices[1].text == text[: text.index(stop)]
+    assert cut.choices[1].stop_string == stop
+    for index in (0, 2):
+        assert cut.choices[index].token_ids == whole.choices[index].token_ids
+    assert cut.usage.completion_tokens == 48 + len(cut.choices[1].token_ids)
+
+
+def test_the_prompt_is_scored(client: headrace.Client, card: headrace.ModelCard) -> None:
+    ids = client.tokenize(PROMPT).token_ids
+    result = client.generate(PROMPT, prompt_logprobs=2, max_tokens=0)
+    assert result.prompt is not None
+    tokens = result.prompt.tokens
+    assert tuple(token.id for token in tokens) == ids
+    assert tokens[0].logprob is None
+    for token in tokens[1:]:
+        assert token.logprob is not None
+        assert token.rank is not None
+        assert token.logprob <= 0
+        assert len(token.candidates) == 2
+        best = token.candidates[0]
+        assert (best.id == token.id) == (token.rank == 1)
+        assert token.logprob <= best.logprob
+    # The most likely next token is the one that greedy output takes.
+    longer = [*ids, *greedy(client, max_tokens=1).token_ids]
+    scored = client.generate(longer, prompt_logprobs=0, max_tokens=0)
+    assert scored.prompt is not None
+    assert scored.prompt.tokens[-1].rank == 1
+
+
+def test_requested_ids_come_with_every_token(client: headrace.Client) -> None:
+    result = greedy(client, max_tokens=4, logprobs=3, logprob_token_ids=[5, 9])
+    for token in result.tokens:
+        assert [one.id for one in token.candidates[3:]] == [5, 9]
+        assert all(one.logprob <= token.candidates[0].logprob for one in token.candidates)
+
+
+def test_ids_that_are_allowed_or_banned(client: headrace.Client) -> None:
+    allowed = [40, 50, 60]
+    result = client.generate(
+        PROMPT, allowed_token_ids=allowed, max_tokens=8, temperature=2.0, ignore_eos=True
+    )
+    assert set(result.token_ids) <= set(allowed)
+    first = greedy(client, max_tokens=1).token_ids
+    assert greedy(client, max_tokens=8, banned_token_ids=first).token_ids[0] != first[0]
+
+
+def test_typical_p_and_ngrams(client: headrace.Client) -> None:
+    options: Any = {"max_tokens": 48, "ignore_eos": True}
+    assert client.generate(PROMPT, temperature=1.5, typical_p=0.3, seed=1, **options).token_ids
+    ids = (
+        *client.tokenize(PROMPT).token_ids,
+        *client.generate(PROMPT, temperature=0, no_repeat_ngram_size=2, **options).token_ids,
+    )
+    pairs = list(itertools.pairwise(ids))
+    assert len(pairs) == len(set(pairs))
+
+
+def test_prefix_hits_are_seen_and_salts_part_them(client: headrace.Client) -> None:
+    prompt = f"{PROMPT}. " * 8 + "This prompt is told twice."
+    options: Any = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    first = client.generate(prompt, **options)
+    again = client.generate(prompt, **options)
+    assert first.usage.prompt_tokens > 64
+    assert again.usage.cached_tokens >= 64
+    assert again.usage.cached_tokens % 32 == 0
+    assert again.prompt is not None
+    assert again.prompt.cached_tokens == again.usage.cached_tokens
+    assert again.token_ids == first.token_ids
+    for other in ({"cache_salt": "mine"}, {"bypass_prefix_cache": True}):
+        result = client.generate(prompt, **options, **other)
+        assert result.usage.cached_tokens == 0
+        assert result.token_ids == first.token_ids
+    assert client.generate(prompt, cache_salt="mine", **options).usage.cached_tokens >= 64
+
+
+def test_forms(client: headrace.Client) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["mill", "river"]}, "age": {"enum": [1, 2, 3]}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    result = client.generate(PROMPT, json_schema=schema, n=2, temperature=1.0, max_tokens=200)
+    for choice in result.choices:
+        assert choice.finish_reason is FinishReason.STOP
+        found = json.loads(choice.text)
+        assert found["name"] in ("mill", "river")
+        assert found["age"] in (1, 2, 3)
+    assert client.generate(PROMPT, choices=["yes", "no"]).text in ("yes", "no")
+    assert re.fullmatch("[ab]{3}c", client.generate(PROMPT, regex="[ab]{3}c").text)
+    assert client.generate(PROMPT, grammar='start: "x" "y"').text == "xy"
+    assert client.generate(PROMPT, json_object=True, max_tokens=5).text.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong"),
+    [("json_schema", "{"), ("json_schema", {"type": 7}), ("regex", "("), ("grammar", "start: (")],
+)
+def test_wrong_forms_are_refused_by_name(client: headrace.Client, option: str, wrong: Any) -> None:
+    options: Any = {option: wrong}
+    with pytest.raises(headrace.InvalidArgumentError) as caught:
+        client.generate(PROMPT, **options)
+    [violation] = caught.value.field_violations
+    assert violation.field == f"spec.structured_output.{option}"
+    assert violation.description
+
+
+def test_priorities_are_taken(client: headrace.Client) -> None:
+    assert client.generate(PROMPT, priority=5, max_tokens=1).token_ids
 
 
 # ---- the process ---------------------------------------------------------------------------------
