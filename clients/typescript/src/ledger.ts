@@ -81,7 +81,7 @@ export class Ledger {
     this.#fault(`[${request.number}] refused: ${describeStatus(rejection.status)}`);
   }
 
-  #takeEvent({ requestId, seq, event }: ResultEvent): void {
+  #takeEvent({ requestId, seq, choiceIndex, event }: ResultEvent): void {
     const request = this.#byId.get(requestId);
     if (request === undefined) {
       this.#fault(`an event of ${JSON.stringify(requestId)}, which is no request of this session`);
@@ -100,6 +100,11 @@ export class Ledger {
       this.#fault(`[${number}] event ${seq} follows ${lastSeq}: some are missing`);
     }
     request.lastSeq = seq;
+    if (choiceIndex !== 0) {
+      // Its tokens belong to another text, and its end is not the request's.
+      this.#fault(`[${number}] event ${seq} is of choice ${choiceIndex}, one choice was asked for`);
+      return;
+    }
 
     switch (event.case) {
       case "delta": {

@@ -32,6 +32,7 @@ INSTANCE_ID = "scripted"
 LEAVES_A_NUMBER_OUT = "!gap"
 SENDS_AN_EVENT_TWICE = "!repeat"
 SENDS_AN_EVENT_AFTER_THE_END = "!late"
+SENDS_ANOTHER_CHOICE = "!choice"
 FAILS = "!fail"
 ENDS_THE_STREAM_WITH_AN_ERROR = "!abort"
 ENDS_THE_STREAM_WITHOUT_AN_ERROR = "!unended"
@@ -75,6 +76,10 @@ class Request:
             events = events * 2
         if self.prompt == SENDS_AN_EVENT_AFTER_THE_END and self.ended:
             events = [*events, self._event(delta=pb.Delta(text="late"))]
+        if self.prompt == SENDS_ANOTHER_CHOICE and self._seq == 4:
+            finished = self._event(finished=pb.Finished(reason=pb.FINISH_REASON_LENGTH))
+            finished.choice_index = 1
+            events = [*events, finished]
         return events
 
     def _event(self, **kind: Message) -> pb.ResultEvent:

@@ -382,9 +382,10 @@ def test_wrong_flags_are_refused(program: list[str], flags: list[str]) -> None:
         ("!gap", "[1] event 5 follows 3: some are missing\n"),
         ("!repeat", "[1] event 4 came again\n"),
         ("!late", "[1] event 20 after its end\n"),
+        ("!choice", "[1] event 5 is of choice 1, one choice was asked for\n"),
     ],
 )
-def test_a_broken_numbering_is_found(
+def test_events_out_of_place_are_found(
     program: list[str], scripted_address: str, prompt: str, complaint: str
 ) -> None:
     run = run_program(program, scripted_address, prompt, "good")

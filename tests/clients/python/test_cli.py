@@ -62,6 +62,27 @@ def test_generate_as_chat(run: Run, server: ScriptedServer) -> None:
     assert spec.n == 2
 
 
+def test_generate_with_a_form(run: Run, server: ScriptedServer, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    words = ("generate", "a b", "-n", "2", "--priority", "-3")
+    said = run(*words, "--json-schema", f"@{schema}").stdout
+    assert said == "a b\n--- 1\n\n"
+    run("generate", "a", "--choice", "x", "--choice", "y")
+    run("generate", "a", "--json-object")
+    run("generate", "a", "--regex", "a+")
+    run("generate", "a", "--grammar", "start: x")
+    first, *rest = server.specs
+    assert (first.n, first.scheduling.priority) == (2, -3)
+    assert first.structured_output.json_schema == '{"type": "object"}'
+    assert list(rest[0].structured_output.choice.choices) == ["x", "y"]
+    assert rest[1].structured_output.json_object
+    assert rest[2].structured_output.regex == "a+"
+    assert rest[3].structured_output.grammar == "start: x"
+    assert run("generate", "a", "--regex", "a", "--json-object").exit_code == 1
+    assert run("generate", "a", "--json-schema", "@/no/such/file").exit_code == 2
+
+
 def test_errors_are_lines_and_codes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = run("generate", "refuse")
     assert refused.exit_code == 1

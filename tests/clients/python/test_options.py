@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import pickle
 from datetime import timedelta
 from typing import Any
@@ -164,3 +165,14 @@ def test_errors_survive_pickling() -> None:
         build_spec("hi", {"top_k": -1})
     again = pickle.loads(pickle.dumps(caught.value))
     assert again.field_violations == caught.value.field_violations
+
+
+def test_friendly_forms() -> None:
+    schema = {"type": "object", "title": "é"}
+    for given in (schema, json.dumps(schema)):
+        text = build_spec("x", {"json_schema": given}).structured_output.json_schema
+        assert json.loads(text) == schema
+    assert not build_spec("x", {"json_object": False}).HasField("structured_output")
+    assert build_spec("x", {"json_object": False, "regex": "a"}).structured_output.regex == "a"
+    with pytest.raises(headrace.InvalidArgumentError, match="cannot be combined"):
+        build_spec("x", {"json_object": True, "regex": "a"})

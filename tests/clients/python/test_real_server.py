@@ -9,9 +9,10 @@ import headrace
 import pytest
 from headrace import AsyncClient, CancelStatus, FinishReason, HealthStatus, Message
 
+from engine.outputs import RequestFailure
 from service.config import ServiceConfig
 from service.server import HeadraceServer
-from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer
+from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer, says
 
 
 @pytest.fixture
@@ -119,3 +120,91 @@ async def test_a_lost_session_is_resumed(engine: FakeEngine, aclient: AsyncClien
         resumed = session.resume(handle)
         assert "".join([chunk.text async for chunk in resumed]) == whole
         assert (await resumed).text == whole
+
+
+# ---- several choices, and what else a request may ask for ----------------------------------------
+
+
+async def test_choices_everywhere(engine: FakeEngine, aclient: AsyncClient) -> None:
+    engine.script = says("one", "second", "three!!")
+    texts = ["one", "second", "three!!"]
+    result = await aclient.generate("hi", n=3)
+    assert [choice.text for choice in result.choices] == texts
+    assert (result.text, result.usage.completion_tokens) == ("one", 19)
+    async with aclient.stream("hi", n=3) as stream:
+        pieces = {0: "", 1: "", 2: ""}
+        async for chunk in stream:
+            pieces[chunk.choice_index] += chunk.text
+        streamed = await stream.result()
+    assert list(pieces.values()) == texts
+    assert [choice.text for choice in streamed.choices] == texts
+    assert streamed.usage.completion_tokens == 19
+    async with aclient.session() as session:
+        submitted = await session.submit("hi", n=3, stop="o")
+    assert [choice.text for choice in submitted.choices] == ["", "sec", "three!!"]
+    assert [choice.stop_string for choice in submitted.choices] == ["o", "o", None]
+    name = (await aclient.add_request("hi", n=3)).request_id
+    assert [c.text for c in (await aclient.get_result(name, timeout=10)).choices] == texts
+    async with aclient.attach(name) as attached:
+        assert [choice.text for choice in (await attached.result()).choices] == texts
+
+
+async def test_a_failure_after_a_choice_finished(engine: FakeEngine, aclient: AsyncClient) -> None:
+    engine.script = says("a", "endless " * 100)
+    engine.hold_at = 3
+    async with aclient.session() as session:
+        handle = session.submit("hi", n=2)
+        async for chunk in handle:
+            if chunk.choice_index == 1 and chunk.token_offset + len(chunk.token_ids) == 3:
+                break
+        engine.fail(engine.submitted[0].request_id, RequestFailure("it broke", "id"))
+        engine.go_on()
+        with pytest.raises(headrace.InternalError, match="it broke") as caught:
+            await handle
+    assert caught.value.partial is not None
+    assert [choice.text for choice in caught.value.partial.choices] == ["a", "end"]
+    assert caught.value.partial.finish_reason is FinishReason.STOP
+
+
+async def test_all_options_reach_the_engine(engine: FakeEngine, aclient: AsyncClient) -> None:
+    result = await aclient.generate(
+        "hey",
+        typical_p=0.5,
+        no_repeat_ngram_size=3,
+        allowed_token_ids=[1, 2],
+        banned_token_ids=[2],
+        prompt_logprobs=1,
+        logprobs=1,
+        logprob_token_ids=[7],
+        echo=True,
+        json_schema={"type": "object"},
+        priority=9,
+        cache_salt="s",
+        max_tokens=2,
+    )
+    [request] = engine.submitted
+    assert request.sampling.typical_p == 0.5
+    assert request.sampling.no_repeat_ngram_size == 3
+    assert request.sampling.allowed_token_ids == (1, 2)
+    assert request.sampling.banned_token_ids == (2,)
+    assert (request.priority, request.prompt_logprobs) == (9, 1)
+    assert request.grammar is not None
+    assert request.grammar.text == '{"type": "object"}'
+    assert result.text == "heyon"
+    assert result.prompt is not None
+    assert [token.text for token in result.prompt.tokens] == ["h", "e", "y"]
+    assert result.prompt.tokens[0].logprob is None
+    assert result.prompt.tokens[1].candidates[0].id == ord("e")
+    assert [one.id for one in result.tokens[0].candidates] == [ord("o"), 7]
+    again = await aclient.generate("hey", cache_salt="s", max_tokens=1)
+    assert again.usage.cached_tokens == 2
+    bypassed = await aclient.generate(
+        "hey", cache_salt="s", bypass_prefix_cache=True, json_object=True, max_tokens=1
+    )
+    assert bypassed.usage.cached_tokens == 0
+
+
+async def test_a_wrong_form_names_its_field(aclient: AsyncClient) -> None:
+    with pytest.raises(headrace.InvalidArgumentError) as caught:
+        await aclient.generate("hi", json_schema="no json")
+    assert caught.value.field_violations[0].field == "spec.structured_output.json_schema"

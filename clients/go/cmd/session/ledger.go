@@ -111,6 +111,11 @@ func (l *ledger) takeEvent(event *headracev1.ResultEvent) {
 		l.fault("[%d] event %d follows %d: some are missing", r.number, seq, r.lastSeq)
 	}
 	r.lastSeq = event.GetSeq()
+	if choice := event.GetChoiceIndex(); choice != 0 {
+		// Its tokens belong to another text, and its end is not the request's.
+		l.fault("[%d] event %d is of choice %d, one choice was asked for", r.number, r.lastSeq, choice)
+		return
+	}
 
 	switch kind := event.GetEvent().(type) {
 	case *headracev1.ResultEvent_Delta:

@@ -112,8 +112,11 @@ class Fold:
             return f"an event of {event.request_id!r} among those of {self.request_id!r}"
         if event.seq != self.next_seq:
             return f"event {event.seq} came where {self.next_seq} was due"
-        if self.done or event.choice_index in self._finished:
+        # A failure is the whole request's, whatever choices finished before.
+        if self.done or (kind != "failed" and event.choice_index in self._finished):
             return f"event {event.seq} came after the end"
+        if self.n and event.choice_index >= self.n:
+            return f"event {event.seq} is of choice {event.choice_index}, out of {self.n}"
         if kind == "delta":
             # A fold that began in the middle learns from the first delta where it is.
             offset = event.delta.token_offset

@@ -39,14 +39,19 @@ class GenerationOptions(TypedDict, total=False):
     top_p: float
     min_p: float
     typical_p: float
+    """Keep the tokens of most typical surprise up to this sum of probability."""
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
     no_repeat_ngram_size: int
+    """No sequence of this many tokens comes twice in prompt and output; 0: any may."""
     logit_bias: Mapping[int, float]
     """Added to the logits of single tokens, by id."""
     allowed_token_ids: Sequence[int]
+    """If any are given, only these ids are generated (name an end-of-sequence id, too, or the
+    output ends at `max_tokens`)."""
     banned_token_ids: Sequence[int]
+    """These ids are never generated."""
     seed: int
     """Makes the draws repeatable; 0 to 2**64 - 1."""
 
@@ -69,7 +74,9 @@ class GenerationOptions(TypedDict, total=False):
     logprobs: int
     """Log-probabilities with this many candidates per token; 0: the token's own only."""
     prompt_logprobs: int
+    """The same for the prompt's tokens, in `Result.prompt.tokens`."""
     logprob_token_ids: Sequence[int]
+    """Ids that follow the candidates of every token, in this order."""
     echo: bool
     """Whether the text starts with the prompt's."""
     token_details: bool
@@ -78,9 +85,13 @@ class GenerationOptions(TypedDict, total=False):
     omit_text: bool
 
     json_schema: str | Mapping[str, Any]
+    """The output must be a JSON value that satisfies this schema: a dict, or JSON text."""
     json_object: bool
+    """The output must be a JSON object."""
     regex: str
+    """The output must match this regular expression as a whole."""
     grammar: str
+    """The output must be a text of this grammar, in Lark syntax."""
     choices: Sequence[str]
     """The output must be one of these strings."""
     structural_tag: str | Mapping[str, Any]
@@ -90,7 +101,9 @@ class GenerationOptions(TypedDict, total=False):
     time_limit: float | timedelta
     """Seconds (or a timedelta) the request may take; past it, it ends with TIME_LIMIT."""
     cache_salt: str
+    """Cached prefixes are shared only among requests with the same salt."""
     bypass_prefix_cache: bool
+    """Neither use nor leave cached prefixes."""
     truncate_prompt_to: int
     """Cut a longer prompt to this many tokens."""
     truncation_side: Literal["left", "right"]
@@ -184,6 +197,8 @@ def build_spec(prompt: Prompt, options: GenerationOptions | None = None) -> pb.G
             or type).
     """
     given = {name: value for name, value in (options or {}).items() if value is not None}
+    if given.get("json_object") is False:  # no form, which is not a form that is off
+        del given["json_object"]
     if unknown := sorted(given.keys() - OPTION_NAMES):
         raise TypeError(f"no such generation option: {', '.join(unknown)}")
     spec = pb.GenerationSpec()

@@ -52,6 +52,8 @@ def batch(
     top_p: common.TopP = None,
     seed: common.Seed = None,
     stop: common.Stop = None,
+    n: common.N = None,
+    priority: common.Priority = None,
     time_limit: common.TimeLimit = None,
     option: common.OtherOptions = None,
     target: common.Target = None,
@@ -81,6 +83,8 @@ def batch(
         top_p=top_p,
         seed=seed,
         stop=stop,
+        n=n,
+        priority=priority,
         time_limit=time_limit,
     )
     to_stdout = str(output) == "-"

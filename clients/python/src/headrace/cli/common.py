@@ -118,12 +118,22 @@ def read_text(source: str | None) -> str:
         if source is None and sys.stdin.isatty():
             fail("no prompt: give one, or @file, or pipe it in", EXIT_USAGE)
         return sys.stdin.read()
+    return read_file(source, "the prompt")
+
+
+def read_file(source: str, what: str) -> str:
+    """A text as it is, or from a file (`@path`)."""
     if source.startswith("@"):
         try:
             return Path(source[1:]).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            fail(f"cannot read the prompt: {error}", EXIT_USAGE)
+            fail(f"cannot read {what}: {error}", EXIT_USAGE)
     return source
+
+
+def read_form(source: str | None, what: str) -> str | None:
+    """A schema or grammar: as it is, from a file (`@path`), or none."""
+    return None if source is None else read_file(source, what)
 
 
 def make_options(pairs: list[str] | None, **named: Any) -> GenerationOptions:
@@ -179,6 +189,44 @@ Stop = Annotated[
         "-s",
         help="Text that ends the output; may be given again.",
         rich_help_panel=_REQUEST,
+    ),
+]
+N = Annotated[
+    int | None,
+    typer.Option("-n", min=1, help="How many continuations to make.", rich_help_panel=_REQUEST),
+]
+Priority = Annotated[
+    int | None,
+    typer.Option(
+        help="Requests of a higher number run first; -100 to 100.", rich_help_panel=_REQUEST
+    ),
+]
+_FORM = "The output's form (at most one)"
+JsonSchema = Annotated[
+    str | None,
+    typer.Option(
+        help="A JSON value that satisfies this schema; @FILE reads it from a file.",
+        rich_help_panel=_FORM,
+    ),
+]
+JsonObject = Annotated[
+    bool, typer.Option("--json-object", help="Any JSON object.", rich_help_panel=_FORM)
+]
+Regex = Annotated[
+    str | None,
+    typer.Option(help="Text that matches this expression as a whole.", rich_help_panel=_FORM),
+]
+Grammar = Annotated[
+    str | None,
+    typer.Option(
+        help="Text of this grammar (Lark syntax); @FILE reads it from a file.",
+        rich_help_panel=_FORM,
+    ),
+]
+Choices = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--choice", help="One of these strings; give it again for each.", rich_help_panel=_FORM
     ),
 ]
 TimeLimit = Annotated[

@@ -25,8 +25,15 @@ def generate(
     top_p: common.TopP = None,
     seed: common.Seed = None,
     stop: common.Stop = None,
+    n: common.N = None,
+    priority: common.Priority = None,
     time_limit: common.TimeLimit = None,
     option: common.OtherOptions = None,
+    json_schema: common.JsonSchema = None,
+    json_object: common.JsonObject = False,
+    regex: common.Regex = None,
+    grammar: common.Grammar = None,
+    choice: common.Choices = None,
     target: common.Target = None,
     tls: common.Tls = None,
     ca: common.Ca = None,
@@ -51,6 +58,10 @@ def generate(
         headrace generate @prompt.txt --temperature 0 --stop "END" --json
 
         echo "What is a headrace?" | headrace generate --system "Be brief."
+
+        headrace generate "Is water wet? " --choice yes --choice no
+
+        headrace generate "A mill, as JSON: " --json-schema @mill.json -n 3
     """
     text = common.read_text(prompt)
     options = common.make_options(
@@ -61,7 +72,14 @@ def generate(
         top_p=top_p,
         seed=seed,
         stop=stop,
+        n=n,
+        priority=priority,
         time_limit=time_limit,
+        json_schema=common.read_form(json_schema, "the schema"),
+        json_object=json_object or None,
+        regex=regex,
+        grammar=common.read_form(grammar, "the grammar"),
+        choices=choice,
     )
     asked: Prompt = text
     if chat or system is not None:
@@ -82,8 +100,8 @@ def generate(
     else:
         if not last.endswith("\n"):
             typer.echo()
-        for choice in result.choices[1:]:
-            typer.echo(f"--- {choice.index}\n{choice.text}")
+        for other in result.choices[1:]:
+            typer.echo(f"--- {other.index}\n{other.text}")
     if stats:
         typer.echo(describe(result), err=True)
 
