@@ -305,7 +305,8 @@ type GenerationSpec struct {
 	Truncation *TruncationOptions `protobuf:"bytes,11,opt,name=truncation,proto3" json:"truncation,omitempty"`
 	// The name of an adapter (such as a LoRA) to apply to the model. Empty: none.
 	Adapter string `protobuf:"bytes,12,opt,name=adapter,proto3" json:"adapter,omitempty"`
-	// How many independent continuations (choices) to make; default 1. Events carry the choice's index.
+	// How many independent continuations (choices) to make; default 1, at most ModelCard.limits.max_choices. Events carry
+	// the choice's index.
 	N             *uint32 `protobuf:"varint,13,opt,name=n,proto3,oneof" json:"n,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -902,13 +903,14 @@ type SamplingOptions struct {
 	PresencePenalty *float32 `protobuf:"fixed32,7,opt,name=presence_penalty,json=presencePenalty,proto3,oneof" json:"presence_penalty,omitempty"`
 	// Subtracted from a token's logit for each time it was seen in the output; -2 to 2. Neutral: 0.
 	FrequencyPenalty *float32 `protobuf:"fixed32,8,opt,name=frequency_penalty,json=frequencyPenalty,proto3,oneof" json:"frequency_penalty,omitempty"`
-	// No sequence of this many tokens occurs twice. 0: off. Neutral: 0.
+	// No sequence of this many tokens occurs twice, prompt and output together. 0: off. At most 1,024. Neutral: 0.
 	NoRepeatNgramSize *uint32 `protobuf:"varint,9,opt,name=no_repeat_ngram_size,json=noRepeatNgramSize,proto3,oneof" json:"no_repeat_ngram_size,omitempty"`
 	// Added to the logits of single tokens, by id; -100 to 100 each, at most 1,024 entries.
 	LogitBias map[uint32]float32 `protobuf:"bytes,10,rep,name=logit_bias,json=logitBias,proto3" json:"logit_bias,omitempty" protobuf_key:"varint,1,opt,name=key" protobuf_val:"fixed32,2,opt,name=value"`
-	// If not empty, only these ids may be generated.
+	// If not empty, only these ids may be generated; an end-of-sequence id only where it is among them. At most 262,144.
+	// Refused where all of them are banned.
 	AllowedTokenIds []uint32 `protobuf:"varint,11,rep,packed,name=allowed_token_ids,json=allowedTokenIds,proto3" json:"allowed_token_ids,omitempty"`
-	// These ids are never generated.
+	// These ids are never generated. At most 262,144.
 	BannedTokenIds []uint32 `protobuf:"varint,12,rep,packed,name=banned_token_ids,json=bannedTokenIds,proto3" json:"banned_token_ids,omitempty"`
 	// Makes the draws repeatable: they depend on (seed, choice, position) only, never on other requests. Absent: the
 	// server draws a seed and reports it in Accepted.
@@ -1157,11 +1159,14 @@ type OutputOptions struct {
 	// token's own only). At most ModelCard.limits.max_logprobs. Log-probabilities are those of the model's own
 	// distribution, before temperature, penalties and filters.
 	Logprobs *uint32 `protobuf:"varint,3,opt,name=logprobs,proto3,oneof" json:"logprobs,omitempty"`
-	// Present: the log-probabilities of the prompt's tokens come with PromptProcessed, with this many candidates each.
+	// Present: the log-probabilities of the prompt's tokens come with PromptProcessed, with this many candidates each. At
+	// most ModelCard.limits.max_logprobs. Refused where they would not fit one message.
 	PromptLogprobs *uint32 `protobuf:"varint,4,opt,name=prompt_logprobs,json=promptLogprobs,proto3,oneof" json:"prompt_logprobs,omitempty"`
-	// Ids whose log-probabilities are reported with every token, beside the candidates.
+	// Ids whose log-probabilities are reported with every generated token: they follow its candidates, in this order. At
+	// most 128. Where logprobs is absent, it is taken as 0.
 	LogprobTokenIds []uint32 `protobuf:"varint,5,rep,packed,name=logprob_token_ids,json=logprobTokenIds,proto3" json:"logprob_token_ids,omitempty"`
-	// Whether the text starts with the prompt's.
+	// Whether the text (of every choice) starts with the prompt's. Token ids are those of the output alone, and stop
+	// strings are matched in the output alone.
 	Echo bool `protobuf:"varint,6,opt,name=echo,proto3" json:"echo,omitempty"`
 	// Whether each token comes as a TokenInfo (id, text, bytes) even without log-probabilities.
 	TokenDetails bool `protobuf:"varint,7,opt,name=token_details,json=tokenDetails,proto3" json:"token_details,omitempty"`
@@ -1276,7 +1281,9 @@ func (x *OutputOptions) GetOmitText() bool {
 	return false
 }
 
-// A form that the output must have; tokens that would leave it are never chosen.
+// A form that the output must have; tokens that would leave it are never chosen. An output that is cut (by max_tokens,
+// a stop string, a cancel) is the beginning of such a text. At most 256 KiB; a form that is none is refused with its
+// field and the reason.
 type StructuredOutput struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The form. Required.
@@ -1395,7 +1402,7 @@ type StructuredOutput_JsonSchema struct {
 }
 
 type StructuredOutput_JsonObject struct {
-	// Any JSON object, where true.
+	// Any JSON object. Refused where false.
 	JsonObject bool `protobuf:"varint,2,opt,name=json_object,json=jsonObject,proto3,oneof"`
 }
 
@@ -1480,7 +1487,8 @@ func (x *ChoiceFormat) GetChoices() []string {
 // When a request is run.
 type SchedulingOptions struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Requests of a higher number run first. Default: 0. -100 to 100.
+	// Requests of a higher number run first. Default: 0. -100 to 100. Refused with UNIMPLEMENTED by a server whose
+	// scheduler heeds none (ModelCard.features lacks "priorities").
 	Priority int32 `protobuf:"varint,1,opt,name=priority,proto3" json:"priority,omitempty"`
 	// How long the request may take, from when it is accepted. Past it the request finishes with TIME_LIMIT and what it
 	// has. Absent: the server's limit, if it has one. A deadline of the RPC would end a whole session: this is the
@@ -2076,7 +2084,7 @@ type TokenInfo struct {
 	Logprob *float32 `protobuf:"fixed32,4,opt,name=logprob,proto3,oneof" json:"logprob,omitempty"`
 	// The token's place among all tokens by probability; 1 is the most likely.
 	Rank *uint32 `protobuf:"varint,5,opt,name=rank,proto3,oneof" json:"rank,omitempty"`
-	// The most likely tokens at this place, most likely first.
+	// The most likely tokens at this place, most likely first; then those of logprob_token_ids.
 	Candidates []*TokenCandidate `protobuf:"bytes,6,rep,name=candidates,proto3" json:"candidates,omitempty"`
 	// When the token was generated, since the request was accepted; with record_timestamps.
 	Time          *durationpb.Duration `protobuf:"bytes,7,opt,name=time,proto3" json:"time,omitempty"`

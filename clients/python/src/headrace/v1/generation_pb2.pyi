@@ -180,7 +180,9 @@ class GenerationSpec(_message.Message):
     adapter: _builtins.str
     """The name of an adapter (such as a LoRA) to apply to the model. Empty: none."""
     n: _builtins.int
-    """How many independent continuations (choices) to make; default 1. Events carry the choice's index."""
+    """How many independent continuations (choices) to make; default 1, at most ModelCard.limits.max_choices. Events carry
+    the choice's index.
+    """
     @_builtins.property
     def text(self) -> Global___TextInput:
         """Plain text, tokenized by the server."""
@@ -536,7 +538,7 @@ class SamplingOptions(_message.Message):
     frequency_penalty: _builtins.float
     """Subtracted from a token's logit for each time it was seen in the output; -2 to 2. Neutral: 0."""
     no_repeat_ngram_size: _builtins.int
-    """No sequence of this many tokens occurs twice. 0: off. Neutral: 0."""
+    """No sequence of this many tokens occurs twice, prompt and output together. 0: off. At most 1,024. Neutral: 0."""
     seed: _builtins.int
     """Makes the draws repeatable: they depend on (seed, choice, position) only, never on other requests. Absent: the
     server draws a seed and reports it in Accepted.
@@ -547,11 +549,13 @@ class SamplingOptions(_message.Message):
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """If not empty, only these ids may be generated."""
+        """If not empty, only these ids may be generated; an end-of-sequence id only where it is among them. At most 262,144.
+        Refused where all of them are banned.
+        """
 
     @_builtins.property
     def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """These ids are never generated."""
+        """These ids are never generated. At most 262,144."""
 
     def __init__(
         self,
@@ -710,9 +714,13 @@ class OutputOptions(_message.Message):
     distribution, before temperature, penalties and filters.
     """
     prompt_logprobs: _builtins.int
-    """Present: the log-probabilities of the prompt's tokens come with PromptProcessed, with this many candidates each."""
+    """Present: the log-probabilities of the prompt's tokens come with PromptProcessed, with this many candidates each. At
+    most ModelCard.limits.max_logprobs. Refused where they would not fit one message.
+    """
     echo: _builtins.bool
-    """Whether the text starts with the prompt's."""
+    """Whether the text (of every choice) starts with the prompt's. Token ids are those of the output alone, and stop
+    strings are matched in the output alone.
+    """
     token_details: _builtins.bool
     """Whether each token comes as a TokenInfo (id, text, bytes) even without log-probabilities."""
     record_timestamps: _builtins.bool
@@ -725,7 +733,9 @@ class OutputOptions(_message.Message):
     """Whether text is left out altogether, for callers that only want token ids. Excludes stop_strings."""
     @_builtins.property
     def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids whose log-probabilities are reported with every token, beside the candidates."""
+        """Ids whose log-probabilities are reported with every generated token: they follow its candidates, in this order. At
+        most 128. Where logprobs is absent, it is taken as 0.
+        """
 
     def __init__(
         self,
@@ -766,7 +776,10 @@ Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 
 @_typing.final
 class StructuredOutput(_message.Message):
-    """A form that the output must have; tokens that would leave it are never chosen."""
+    """A form that the output must have; tokens that would leave it are never chosen. An output that is cut (by max_tokens,
+    a stop string, a cancel) is the beginning of such a text. At most 256 KiB; a form that is none is refused with its
+    field and the reason.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -779,7 +792,7 @@ class StructuredOutput(_message.Message):
     json_schema: _builtins.str
     """A JSON value that satisfies this JSON Schema (draft 2020-12), given as JSON text."""
     json_object: _builtins.bool
-    """Any JSON object, where true."""
+    """Any JSON object. Refused where false."""
     regex: _builtins.str
     """Text that matches this regular expression as a whole."""
     grammar: _builtins.str
@@ -843,7 +856,9 @@ class SchedulingOptions(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIME_LIMIT_FIELD_NUMBER: _builtins.int
     priority: _builtins.int
-    """Requests of a higher number run first. Default: 0. -100 to 100."""
+    """Requests of a higher number run first. Default: 0. -100 to 100. Refused with UNIMPLEMENTED by a server whose
+    scheduler heeds none (ModelCard.features lacks "priorities").
+    """
     @_builtins.property
     def time_limit(self) -> _duration_pb2.Duration:
         """How long the request may take, from when it is accepted. Past it the request finishes with TIME_LIMIT and what it
@@ -1142,7 +1157,7 @@ class TokenInfo(_message.Message):
     """The token's place among all tokens by probability; 1 is the most likely."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenCandidate]:
-        """The most likely tokens at this place, most likely first."""
+        """The most likely tokens at this place, most likely first; then those of logprob_token_ids."""
 
     @_builtins.property
     def time(self) -> _duration_pb2.Duration:

@@ -132,7 +132,8 @@ export type GenerationSpec = Message<"headrace.v1.GenerationSpec"> & {
   adapter: string;
 
   /**
-   * How many independent continuations (choices) to make; default 1. Events carry the choice's index.
+   * How many independent continuations (choices) to make; default 1, at most ModelCard.limits.max_choices. Events carry
+   * the choice's index.
    *
    * @generated from field: optional uint32 n = 13;
    */
@@ -444,7 +445,7 @@ export type SamplingOptions = Message<"headrace.v1.SamplingOptions"> & {
   frequencyPenalty?: number | undefined;
 
   /**
-   * No sequence of this many tokens occurs twice. 0: off. Neutral: 0.
+   * No sequence of this many tokens occurs twice, prompt and output together. 0: off. At most 1,024. Neutral: 0.
    *
    * @generated from field: optional uint32 no_repeat_ngram_size = 9;
    */
@@ -458,14 +459,15 @@ export type SamplingOptions = Message<"headrace.v1.SamplingOptions"> & {
   logitBias: { [key: number]: number };
 
   /**
-   * If not empty, only these ids may be generated.
+   * If not empty, only these ids may be generated; an end-of-sequence id only where it is among them. At most 262,144.
+   * Refused where all of them are banned.
    *
    * @generated from field: repeated uint32 allowed_token_ids = 11;
    */
   allowedTokenIds: number[];
 
   /**
-   * These ids are never generated.
+   * These ids are never generated. At most 262,144.
    *
    * @generated from field: repeated uint32 banned_token_ids = 12;
    */
@@ -588,21 +590,24 @@ export type OutputOptions = Message<"headrace.v1.OutputOptions"> & {
   logprobs?: number | undefined;
 
   /**
-   * Present: the log-probabilities of the prompt's tokens come with PromptProcessed, with this many candidates each.
+   * Present: the log-probabilities of the prompt's tokens come with PromptProcessed, with this many candidates each. At
+   * most ModelCard.limits.max_logprobs. Refused where they would not fit one message.
    *
    * @generated from field: optional uint32 prompt_logprobs = 4;
    */
   promptLogprobs?: number | undefined;
 
   /**
-   * Ids whose log-probabilities are reported with every token, beside the candidates.
+   * Ids whose log-probabilities are reported with every generated token: they follow its candidates, in this order. At
+   * most 128. Where logprobs is absent, it is taken as 0.
    *
    * @generated from field: repeated uint32 logprob_token_ids = 5;
    */
   logprobTokenIds: number[];
 
   /**
-   * Whether the text starts with the prompt's.
+   * Whether the text (of every choice) starts with the prompt's. Token ids are those of the output alone, and stop
+   * strings are matched in the output alone.
    *
    * @generated from field: bool echo = 6;
    */
@@ -646,7 +651,9 @@ export const OutputOptionsSchema: GenMessage<OutputOptions> = /*@__PURE__*/
   messageDesc(file_headrace_v1_generation, 9);
 
 /**
- * A form that the output must have; tokens that would leave it are never chosen.
+ * A form that the output must have; tokens that would leave it are never chosen. An output that is cut (by max_tokens,
+ * a stop string, a cancel) is the beginning of such a text. At most 256 KiB; a form that is none is refused with its
+ * field and the reason.
  *
  * @generated from message headrace.v1.StructuredOutput
  */
@@ -666,7 +673,7 @@ export type StructuredOutput = Message<"headrace.v1.StructuredOutput"> & {
     case: "jsonSchema";
   } | {
     /**
-     * Any JSON object, where true.
+     * Any JSON object. Refused where false.
      *
      * @generated from field: bool json_object = 2;
      */
@@ -742,7 +749,8 @@ export const ChoiceFormatSchema: GenMessage<ChoiceFormat> = /*@__PURE__*/
  */
 export type SchedulingOptions = Message<"headrace.v1.SchedulingOptions"> & {
   /**
-   * Requests of a higher number run first. Default: 0. -100 to 100.
+   * Requests of a higher number run first. Default: 0. -100 to 100. Refused with UNIMPLEMENTED by a server whose
+   * scheduler heeds none (ModelCard.features lacks "priorities").
    *
    * @generated from field: int32 priority = 1;
    */
@@ -1100,7 +1108,7 @@ export type TokenInfo = Message<"headrace.v1.TokenInfo"> & {
   rank?: number | undefined;
 
   /**
-   * The most likely tokens at this place, most likely first.
+   * The most likely tokens at this place, most likely first; then those of logprob_token_ids.
    *
    * @generated from field: repeated headrace.v1.TokenCandidate candidates = 6;
    */
