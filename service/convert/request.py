@@ -20,7 +20,7 @@ from engine.sampling_params import MAX_LOGPROBS, LogprobParams, StopParams, chec
 from engine.text import TextStream, Tokenizer
 from engine.types import RequestId, TokenId
 from service.convert.inputs import InputEncoder, truncate
-from service.convert.sampling import grammar_params, sampling_params
+from service.convert.sampling import check_min_tokens, grammar_params, sampling_params
 from service.convert.unsupported import refuse_unsupported
 from service.convert.values import check_enum, seconds
 from service.delivery.events import DeliveryOptions, prompt_size
@@ -132,6 +132,7 @@ class Converter:
         self._check_prompt(spec, len(prompt))
         self._check_prompt_size(options, len(prompt))
         stop = self._stop(spec.stop, len(prompt))
+        check_min_tokens(sampling, stop)
         skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
         echo = await self._encoder.decode(prompt, skip) if output.echo else ""
 

@@ -14,7 +14,7 @@ from headrace.v1 import generation_pb2
 
 from engine.client import ModelInfo
 from engine.errors import InvalidRequestError
-from engine.sampling_params import GrammarKind, GrammarParams, SamplingParams
+from engine.sampling_params import GrammarKind, GrammarParams, SamplingParams, StopParams
 from engine.types import TokenId
 from service.convert.values import check_ids
 
@@ -90,6 +90,22 @@ def _check_something_is_left(params: SamplingParams, vocab_size: int) -> None:
         raise InvalidRequestError(
             "sampling.banned_token_ids",
             "are the whole vocabulary, so that no token could be generated; leave one out",
+        )
+
+
+def check_min_tokens(sampling: SamplingParams, stop: StopParams) -> None:
+    """Ids that end the output are kept out of the choice until min_tokens: some other must be
+    allowed.
+
+    Raises:
+        InvalidRequestError: none is.
+    """
+    allowed = set(sampling.allowed_token_ids).difference(sampling.banned_token_ids)
+    if allowed and stop.min_tokens > 0 and allowed <= stop.ending_token_ids:
+        raise InvalidRequestError(
+            "stop.min_tokens",
+            f"is {stop.min_tokens}, and sampling.allowed_token_ids are all ids that end the "
+            "output, so that no token could be generated; allow another id, or set it to 0",
         )
 
 

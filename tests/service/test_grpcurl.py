@@ -98,7 +98,7 @@ def test_health(demo: RealServer) -> None:
 
 
 def test_there_are_lines_in_the_readme() -> None:
-    assert len(shell_commands("grpcurl ")) == 5
+    assert len(shell_commands("grpcurl ")) == 6
 
 
 @pytest.mark.parametrize("line", shell_commands("grpcurl "))
@@ -115,6 +115,9 @@ def test_the_readmes_lines(demo: RealServer, line: str) -> None:
     assert not done.stderr
     if "/GenerateStream" in line:
         assert "finished" in events(done.stdout)[-1]
+    if "structured_output" in line:
+        [answer] = messages(done.stdout)
+        assert [choice["text"] in ("yes", "no") for choice in answer["choices"]] == [True, True]
     if "/StreamResult" in line:
         ended = {event["request_id"] for event in events(done.stdout) if "finished" in event}
         assert ended == {"a", "b"}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
+from opentelemetry.metrics import Meter
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -27,6 +29,7 @@ from service import telemetry
 from service.metrics import Metrics
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import serving, spec, until
+from tests.service.readme import ROOT
 
 
 class Book:
@@ -180,3 +183,19 @@ def test_the_last_figures_reach_a_collector(monkeypatch: pytest.MonkeyPatch) -> 
     assert attributes["service.name"] == "headrace"
     names = {metric.name for scope in resource.scope_metrics for metric in scope.metrics}
     assert names == {"headrace.step.duration", "headrace.step.requests", "headrace.step.tokens"}
+
+
+def test_the_documentation_lists_them_all() -> None:
+    names: set[str] = set()
+
+    class Names:
+        """A meter that only takes note of names."""
+
+        def __getattr__(self, _create: str) -> Any:
+            return lambda name, *_arguments, **_options: names.add(name)
+
+    Metrics(cast(Meter, Names()))
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]*`) \| (?:histogram|gauge|counter) \|", text, re.M)
+    listed = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    assert sorted(listed) == sorted(names)

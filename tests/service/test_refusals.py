@@ -71,6 +71,13 @@ INVALID = [
         {"sampling": {"allowed_token_ids": [1, 2], "banned_token_ids": [2, 1, 3]}},
     ),
     ("sampling.banned_token_ids", {"sampling": {"banned_token_ids": list(range(258))}}),
+    (
+        "stop.min_tokens",
+        {
+            "sampling": {"allowed_token_ids": [256, 5], "banned_token_ids": [5]},
+            "stop": {"max_tokens": 2, "min_tokens": 1},
+        },
+    ),
     ("n", {"n": 0}),
     ("n", {"n": 17}),
     ("structured_output", {"structured_output": {}}),
