@@ -107,7 +107,7 @@ async def test_rejections_disturb_nothing_else() -> None:
     }
     violation = details(rejections[4].status)["BadRequest"].field_violations[0]
     assert violation.field == "add.spec.sampling.top_p"
-    assert details(rejections[3].status)["ErrorInfo"].metadata["field"] == "add.spec.n"
+    assert details(rejections[3].status)["ErrorInfo"].metadata["field"] == "add.spec.adapter"
     assert rejections[2].request_id == "a"
     assert details(rejections[11].status)["RetryInfo"].retry_delay.ToMilliseconds() == 200
     assert list(session.events()) == ["a"]
