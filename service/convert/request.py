@@ -196,16 +196,18 @@ class Converter:
         )
 
     def _check_prompt_size(self, options: DeliveryOptions, prompt_tokens: int) -> None:
-        """PromptProcessed is one event and cannot be cut: it must fit one message."""
+        """PromptProcessed is one event and cannot be cut: it must fit one message, with room for
+        what comes with it and for tokens that are longer than most.
+        """
         if not options.describe_prompt:
             return
-        size, most = prompt_size(prompt_tokens, options), self._limits.max_message_bytes
+        size, most = prompt_size(prompt_tokens, options), self._limits.max_message_bytes // 2
         if size > most:
             raise InvalidRequestError(
                 "output.prompt_logprobs",
-                f"asks for about {size} bytes with a prompt of {prompt_tokens} tokens; a message "
-                f"holds {most} (limits.max_message_bytes): ask for fewer candidates, or shorten "
-                "the prompt",
+                f"asks for about {size} bytes with a prompt of {prompt_tokens} tokens; at most "
+                f"{most} are allowed, half of limits.max_message_bytes: ask for fewer candidates, "
+                "or shorten the prompt",
             )
 
     def _check_prompt(self, spec: generation_pb2.GenerationSpec, length: int) -> None:

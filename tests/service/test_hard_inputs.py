@@ -539,7 +539,7 @@ async def test_an_exception_in_forward_fails_its_batch_alone(
         )
         alone = asyncio.ensure_future(place.generate(tokens(NEIGHBOURS[6])))
         await until(lambda: place.registry.live == len(NEIGHBOURS) + 1)
-        model = place.runner._model
+        [model] = set(place.runner._forward._models.values())
         forward, failures = model.forward, [torch.OutOfMemoryError("1234 GiB of /secret/path")]
 
         def failing(*arguments: Any, **options: Any) -> Any:

@@ -179,9 +179,9 @@ async def test_a_priority_that_no_scheduler_heeds_is_refused(scheduler: str) -> 
 
 async def test_prompt_logprobs_that_fit_no_message_are_refused() -> None:
     async with serving(max_message_bytes=1 << 16) as h:
-        error = await refused(h.generate(spec("x" * 700, output={"prompt_logprobs": 1})))
+        error = await refused(h.generate(spec("x" * 400, output={"prompt_logprobs": 1})))
         assert not h.engine.submitted
-        await h.generate(spec("x" * 600, output={"prompt_logprobs": 1}, stop={"max_tokens": 0}))
+        await h.generate(spec("x" * 300, output={"prompt_logprobs": 1}, stop={"max_tokens": 0}))
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT
     assert error.field == "spec.output.prompt_logprobs"
     assert "limits.max_message_bytes" in error.message

@@ -1160,7 +1160,7 @@ type OutputOptions struct {
 	// distribution, before temperature, penalties and filters.
 	Logprobs *uint32 `protobuf:"varint,3,opt,name=logprobs,proto3,oneof" json:"logprobs,omitempty"`
 	// Present: the log-probabilities of the prompt's tokens come with PromptProcessed, with this many candidates each. At
-	// most ModelCard.limits.max_logprobs. Refused where they would not fit one message.
+	// most ModelCard.limits.max_logprobs. Refused where they would be too large for one message.
 	PromptLogprobs *uint32 `protobuf:"varint,4,opt,name=prompt_logprobs,json=promptLogprobs,proto3,oneof" json:"prompt_logprobs,omitempty"`
 	// Ids whose log-probabilities are reported with every generated token: they follow its candidates, in this order. At
 	// most 128. Where logprobs is absent, it is taken as 0.

@@ -715,7 +715,7 @@ class OutputOptions(_message.Message):
     """
     prompt_logprobs: _builtins.int
     """Present: the log-probabilities of the prompt's tokens come with PromptProcessed, with this many candidates each. At
-    most ModelCard.limits.max_logprobs. Refused where they would not fit one message.
+    most ModelCard.limits.max_logprobs. Refused where they would be too large for one message.
     """
     echo: _builtins.bool
     """Whether the text (of every choice) starts with the prompt's. Token ids are those of the output alone, and stop

@@ -591,7 +591,7 @@ export type OutputOptions = Message<"headrace.v1.OutputOptions"> & {
 
   /**
    * Present: the log-probabilities of the prompt's tokens come with PromptProcessed, with this many candidates each. At
-   * most ModelCard.limits.max_logprobs. Refused where they would not fit one message.
+   * most ModelCard.limits.max_logprobs. Refused where they would be too large for one message.
    *
    * @generated from field: optional uint32 prompt_logprobs = 4;
    */
