@@ -1,0 +1,345 @@
+"""`EngineClient` over an engine in a process of its own.
+
+    event loop ── Submit, Cancel, Finish ──▶ socket ──▶ engine.process.worker
+    event loop ◀─ Step, replies ──────────── socket ◀──
+
+The process is started by exec, with one end of a private socket pair as its only channel. Its
+death shows at once (the socket closes); a hang shows because live requests get no step. Either way
+every live request ends here with an error that says "try again", and `start` may be called for
+another process. Neither torch nor transformers is imported on this side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from engine.client import Admission, ModelInfo, ProgressSink, StepSink
+from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.errors import DuplicateRequestError, EngineUnavailableError
+from engine.outputs import (
+    Finish,
+    FinishReason,
+    RequestFailure,
+    RequestOutput,
+    StepOutputs,
+    Timings,
+    Usage,
+)
+from engine.process import messages
+from engine.process.wire import FrameReader, FrameWriter
+from engine.request import GenerationRequest
+from engine.stats import EngineStats
+from engine.types import RequestId
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_HANG_TIMEOUT_S = 10.0
+_HANG_FACTOR = 20
+"""A step may take so many times the slowest of the recent ones."""
+_RECENT_STEPS = 64
+_WATCH_INTERVAL_S = 0.5
+_EXIT_GRACE_S = 5.0
+_REAP_S = 0.2
+"""How long the exit code is waited for, before live requests are told."""
+_LOST = "the engine failed before the request was complete; try again"
+
+A = TypeVar("A", bound=msgspec.Struct)
+
+
+class ProcessEngineClient:
+    """See the module and `engine.client.EngineClient`. All methods run on one event loop."""
+
+    def __init__(
+        self,
+        model: str,
+        config: ContinuousBatchingConfig | None = None,
+        load_config: LoadConfig | None = None,
+        *,
+        log_level: str = "info",
+        hang_timeout_s: float = DEFAULT_HANG_TIMEOUT_S,
+    ) -> None:
+        """Prepare; nothing is started before `start`.
+
+        Args:
+            model: a directory, or a hub id.
+            config, load_config: as in LocalEngineClient.
+            log_level: of the process.
+            hang_timeout_s: the process is ended if, with requests to compute, no step is done for
+                this long or 20 times the slowest recent step, whichever is longer. 0: never.
+
+        Raises:
+            ConfigError: an option cannot be sent to another process.
+        """
+        self._start_message = messages.Start(
+            model,
+            messages.options_of(config or ContinuousBatchingConfig()),
+            messages.options_of(load_config or LoadConfig()),
+            log_level,
+        )
+        self._hang_timeout_s = hang_timeout_s
+        self._sink: StepSink | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: FrameWriter | None = None
+        self._started: asyncio.Future[ModelInfo] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._calls: dict[int, asyncio.Future[msgspec.Struct]] = {}
+        self._numbers = itertools.count(1)
+        self._live: dict[RequestId, float] = {}
+        self._durations: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._last_step = 0.0
+        self._failure: Exception | None = None
+        self._failed = asyncio.Event()
+        self._closing = False
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
+        """Start a process and load the model in it; see the protocol. May be called again once the
+        process before has died.
+
+        Raises:
+            ModelRefusedError, InsufficientMemoryError, ConfigError: with the reason.
+            EngineUnavailableError: the process died while it loaded.
+        """
+        progress("starting the engine's process")
+        self._sink, self._failure, self._closing = sink, None, False
+        self._failed.clear()
+        self._durations.clear()
+        loop = asyncio.get_running_loop()
+        self._started = loop.create_future()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "engine.process.worker",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # a terminal's Ctrl-C is the front end's affair
+            )
+        ours.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        self._writer = FrameWriter(writer)
+        self._writer.write(self._start_message)
+        frames = FrameReader(reader, msgspec.msgpack.Decoder(messages.Message))
+        self._tasks = [loop.create_task(self._read(frames, progress))]
+        try:
+            info = await self._started
+        except BaseException:
+            await self._end_process()
+            raise
+        self._last_step = time.monotonic()
+        self._tasks.append(loop.create_task(self._watch()))
+        return info
+
+    async def close(self) -> None:
+        """Stop at once; see the protocol."""
+        self._closing = True
+        if self._process is not None:
+            self._fail("the engine was stopped before the request was complete; try again")
+        await self._end_process()
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the engine is dead, if it is."""
+        return self._failure
+
+    async def wait_failed(self) -> Exception:
+        """Wait until the engine is dead; returns why."""
+        await self._failed.wait()
+        return self._failure or EngineUnavailableError("the engine has failed")
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id, None if none was started."""
+        return None if self._process is None else self._process.pid
+
+    # ---- calls ---------------------------------------------------------------------------------
+
+    async def submit(self, request: GenerationRequest) -> Admission:
+        """Take a request in; see the protocol."""
+        if request.request_id in self._live:
+            raise DuplicateRequestError(request.request_id)
+        now = time.monotonic()
+        if not self._live:
+            self._last_step = now
+        self._live[request.request_id] = now
+        try:
+            reply = await self._call(
+                lambda number: messages.Submit(number, request), messages.Admitted
+            )
+        except BaseException:
+            self._live.pop(request.request_id, None)
+            raise
+        return Admission(reply.queue_position)
+
+    async def cancel(self, request_id: RequestId) -> bool:
+        """End a request; see the protocol."""
+        if self._writer is None or self._failure is not None:
+            return False
+        reply = await self._call(
+            lambda number: messages.Cancel(number, request_id), messages.Cancelled
+        )
+        return reply.was_live
+
+    async def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> None:
+        """End a choice as of its first tokens; see the protocol."""
+        if self._writer is not None and self._failure is None:
+            self._writer.write(messages.Finish(request_id, num_tokens, choice))
+
+    async def stats(self) -> EngineStats:
+        """The engine's figures now."""
+        reply = await self._call(messages.GetStats, messages.Stats)
+        return reply.stats
+
+    async def _call(self, make: Callable[[int], msgspec.Struct], kind: type[A]) -> A:
+        """Send a call and wait for its answer."""
+        if self._failure is not None:
+            raise EngineUnavailableError("the engine has failed and is being started again")
+        if self._writer is None:
+            raise EngineUnavailableError("the model is still loading; try again when it is ready")
+        number = next(self._numbers)
+        answer: asyncio.Future[msgspec.Struct] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        try:
+            self._writer.write(make(number))
+            reply = await answer
+        finally:
+            self._calls.pop(number, None)
+        if not isinstance(reply, kind):
+            raise EngineUnavailableError("the engine's process gave an answer to another question")
+        return reply
+
+    # ---- what the process says -----------------------------------------------------------------
+
+    async def _read(self, frames: FrameReader[messages.Message], progress: ProgressSink) -> None:
+        """Take messages until the process is gone."""
+        reason = "its process ended"
+        try:
+            while (message := await frames.read()) is not None:
+                if isinstance(message, messages.Died):
+                    reason = message.message
+                    break
+                self._take(message, progress)
+        except (ValueError, msgspec.DecodeError):
+            logger.exception("the engine's process sent what is no message")
+            reason = "its process sent what is no message"
+        if self._process is not None and not self._closing:
+            with contextlib.suppress(TimeoutError):
+                code = await asyncio.wait_for(self._process.wait(), _REAP_S)
+                reason += f" (exit code {code})"
+        self._fail(_LOST, EngineUnavailableError(f"the engine has failed: {reason}"))
+
+    def _take(self, message: messages.Message, progress: ProgressSink) -> None:
+        match message:
+            case messages.Step():
+                self._take_step(message.outputs)
+            case messages.Progress():
+                progress(message.line)
+            case messages.Started():
+                if self._started is not None and not self._started.done():
+                    self._started.set_result(message.info)
+            case messages.Refused():
+                error = messages.from_wire(message.error)
+                waiting = self._calls.get(message.call) if message.call else self._started
+                if waiting is not None and not waiting.done():
+                    waiting.set_exception(error)
+            case messages.Admitted() | messages.Cancelled() | messages.Stats():
+                answer = self._calls.get(message.call)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+
+    def _take_step(self, outputs: StepOutputs) -> None:
+        self._last_step = time.monotonic()
+        if outputs.step is not None:
+            self._durations.append(outputs.step.duration_s)
+        for output in outputs.outputs:
+            if output.ends_request:
+                self._live.pop(output.request_id, None)
+        if outputs.outputs and self._sink is not None:
+            self._sink(outputs)
+
+    async def _watch(self) -> None:
+        """End the process if it hangs. It is looked at twice, so that a machine that stood still
+        does not make it look hung before what it sent meanwhile was read.
+        """
+        suspected = False
+        while self._hang_timeout_s > 0:
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            limit = max(self._hang_timeout_s, _HANG_FACTOR * max(self._durations, default=0.0))
+            hung = bool(self._live) and time.monotonic() - self._last_step > limit
+            if hung and suspected and self._process is not None:
+                logger.error("the engine gave no step for %.1f s; its process is ended", limit)
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                return
+            suspected = hung
+
+    # ---- ends ----------------------------------------------------------------------------------
+
+    def _fail(self, what: str, failure: Exception | None = None) -> None:
+        """The process is gone, or will be: everything that waits for it ends, once."""
+        if self._failure is not None:
+            return
+        self._failure = failure or EngineUnavailableError(what)
+        if not self._closing:
+            logger.error("%s", self._failure)
+        error = EngineUnavailableError(what)
+        for waiting in (self._started, *self._calls.values()):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(self._failure if waiting is self._started else error)
+        self._end_live(what)
+        self._failed.set()
+
+    def _end_live(self, what: str) -> None:
+        """Give every live request its end. Times are of the machine's one monotonic clock."""
+        now = time.monotonic()
+        failure = RequestFailure(what, secrets.token_hex(6), retryable=True)
+        outputs = tuple(
+            RequestOutput(
+                request_id,
+                finish=Finish(
+                    reason=FinishReason.ERROR,
+                    usage=Usage(0, 0, 0),
+                    timings=Timings(arrival, None, None, None, now, 0),
+                    failure=failure,
+                ),
+                ends_request=True,
+            )
+            for request_id, arrival in self._live.items()
+        )
+        self._live.clear()
+        if outputs and self._sink is not None:
+            self._sink(StepOutputs(now, outputs))
+
+    async def _end_process(self) -> None:
+        """Close the socket, which ends the process; kill it if that does not help."""
+        process, self._process = self._process, None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        if process is None:
+            return
+        try:
+            await asyncio.wait_for(process.wait(), _EXIT_GRACE_S)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()

@@ -1,0 +1,203 @@
+"""What the front end and the engine's process say to each other.
+
+    front end ── Start, Submit, Cancel, Finish, GetStats ───────────▶ engine process
+    front end ◀─ Progress, Started | Refused, replies, Step, Died ─── engine process
+
+Each message is one msgpack frame (see `engine.process.wire`), typed on both sides: nothing that
+arrives is executed, and a message that does not fit its type is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+
+from engine.client import ModelInfo
+from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    EngineUnavailableError,
+    HeadraceError,
+    InsufficientMemoryError,
+    InvalidRequestError,
+    ModelRefusedError,
+    QueueFullError,
+    UnsupportedFeatureError,
+)
+from engine.outputs import StepOutputs
+from engine.request import GenerationRequest
+from engine.stats import EngineStats
+from engine.types import RequestId
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The first message: what to load. Options as the config classes take them."""
+
+    model: str
+    config: dict[str, Any]
+    load_config: dict[str, Any]
+    log_level: str
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Take a request in; answered by Admitted or Refused."""
+
+    call: int
+    request: GenerationRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """End a request; answered by Cancelled."""
+
+    call: int
+    request_id: RequestId
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """End a choice as of its first tokens; not answered."""
+
+    request_id: RequestId
+    num_tokens: int
+    choice: int
+
+
+class GetStats(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the figures; answered by Stats."""
+
+    call: int
+
+
+Command = Start | Submit | Cancel | Finish | GetStats
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """A line for whoever waits for the model."""
+
+    line: str
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded and warm."""
+
+    info: ModelInfo
+
+
+class WireError(msgspec.Struct, frozen=True):
+    """An error of the engine, by the name of its class and the arguments that make it again."""
+
+    kind: str
+    arguments: tuple[str | int | float, ...]
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A call could not be carried out; call 0 is Start."""
+
+    call: int
+    error: WireError
+
+
+class Admitted(msgspec.Struct, frozen=True, tag=True):
+    """A request was taken in."""
+
+    call: int
+    queue_position: int
+
+
+class Cancelled(msgspec.Struct, frozen=True, tag=True):
+    """Whether there was a live request to end."""
+
+    call: int
+    was_live: bool
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    """The figures."""
+
+    call: int
+    stats: EngineStats
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """All that one step produced."""
+
+    outputs: StepOutputs
+
+
+class Died(msgspec.Struct, frozen=True, tag=True):
+    """The engine has failed beyond repair; the process ends."""
+
+    message: str
+
+
+Message = Progress | Started | Refused | Admitted | Cancelled | Stats | Step | Died
+
+
+def options_of(config: ContinuousBatchingConfig | LoadConfig) -> dict[str, Any]:
+    """A config's options that are not at their defaults.
+
+    Raises:
+        ConfigError: an option is an object, which cannot be sent to another process.
+    """
+    options = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value == field.default:
+            continue
+        plain = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(entry, bool | int | float | str) for entry in plain):
+            raise ConfigError(
+                field.name,
+                "is an object, which an engine in a process of its own cannot be given; run the "
+                "engine in the server's process, or leave it out",
+            )
+        options[field.name] = value
+    return options
+
+
+def batching_config(options: dict[str, Any]) -> ContinuousBatchingConfig:
+    """The config that `options_of` was made of. Raises ConfigError like the config itself."""
+    pairs: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
+    return ContinuousBatchingConfig(**pairs)
+
+
+def to_wire(error: HeadraceError) -> WireError:
+    """An error as it is sent."""
+    match error:
+        case InvalidRequestError() | UnsupportedFeatureError():
+            return WireError(type(error).__name__, (error.field, error.description))
+        case DuplicateRequestError():
+            return WireError("DuplicateRequestError", (error.request_id,))
+        case QueueFullError():
+            return WireError("QueueFullError", (error.limit, error.retry_after_s))
+        case ConfigError():
+            message = str(error).removeprefix(f"{error.option}: ")
+            return WireError("ConfigError", (error.option, message))
+        case ModelRefusedError() | InsufficientMemoryError():
+            return WireError(type(error).__name__, (str(error),))
+        case _:
+            return WireError("EngineUnavailableError", (str(error),))
+
+
+_CLASSES: dict[str, type[HeadraceError]] = {
+    kind.__name__: kind
+    for kind in (
+        InvalidRequestError,
+        UnsupportedFeatureError,
+        DuplicateRequestError,
+        QueueFullError,
+        ConfigError,
+        ModelRefusedError,
+        InsufficientMemoryError,
+        EngineUnavailableError,
+    )
+}
+
+
+def from_wire(error: WireError) -> HeadraceError:
+    """The error that was sent."""
+    return _CLASSES.get(error.kind, EngineUnavailableError)(*error.arguments)

@@ -1,0 +1,62 @@
+"""Frames on a stream: four bytes of length, little end first, then one msgpack message."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Generic, TypeVar
+
+import msgspec
+
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+"""A longer frame is not ours: the stream is out of step."""
+
+T = TypeVar("T")
+
+
+class FrameReader(Generic[T]):
+    """Reads messages of one type."""
+
+    def __init__(self, reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[T]) -> None:
+        self._reader = reader
+        self._decoder = decoder
+
+    async def read(self) -> T | None:
+        """The next message; None: the other side has gone.
+
+        Raises:
+            ValueError: what arrives is no message of that type.
+        """
+        try:
+            size = int.from_bytes(await self._reader.readexactly(4), "little")
+            if size > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {size} bytes")
+            payload = await self._reader.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        return self._decoder.decode(payload)
+
+
+class FrameWriter:
+    """Writes messages. A message is whole in the stream's buffer when `write` returns."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def write(self, message: msgspec.Struct) -> None:
+        """Send a message; harmless if the other side has gone."""
+        payload = self._encoder.encode(message)
+        self._writer.writelines((len(payload).to_bytes(4, "little"), payload))
+
+    @property
+    def pending_bytes(self) -> int:
+        """What the other side has not taken yet."""
+        return self._writer.transport.get_write_buffer_size()
+
+    async def flush(self) -> None:
+        """Wait until most of it is sent."""
+        await self._writer.drain()
+
+    def close(self) -> None:
+        """Close the stream."""
+        self._writer.close()

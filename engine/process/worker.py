@@ -1,0 +1,183 @@
+"""The engine's process: `python -m engine.process.worker FD`, started by `ProcessEngineClient`.
+
+It drives a `LocalEngineClient` for whoever holds the other end of the socket FD, and ends when that
+end is closed: an engine never outlives its front end. What it logs goes to stderr, which it shares
+with the front end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable
+from typing import NoReturn
+
+import msgspec
+
+from engine.config import LoadConfig
+from engine.errors import EngineUnavailableError, HeadraceError
+from engine.local_client import LocalEngineClient
+from engine.outputs import StepOutputs
+from engine.process.messages import (
+    Admitted,
+    Cancel,
+    Cancelled,
+    Command,
+    Died,
+    Finish,
+    GetStats,
+    Progress,
+    Refused,
+    Start,
+    Started,
+    Stats,
+    Step,
+    Submit,
+    batching_config,
+    to_wire,
+)
+from engine.process.wire import FrameReader, FrameWriter
+
+logger = logging.getLogger(__name__)
+
+_MAX_UNSENT_BYTES = 64 * 1024 * 1024
+"""So much is kept for a front end that does not read; then it is taken for dead."""
+_FAILURE_POLL_S = 0.2
+
+
+class Worker:
+    """One engine, and the front end that it works for."""
+
+    def __init__(self, reader: FrameReader[Command], writer: FrameWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._engine: LocalEngineClient | None = None
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Load what the first message says, then serve until the front end goes away."""
+        start = await self._reader.read()
+        if not isinstance(start, Start):
+            return
+        logging.getLogger().setLevel(start.log_level.upper())
+        working = asyncio.ensure_future(self._work(start))
+        reading = asyncio.ensure_future(self._read())
+        done, _ = await asyncio.wait({working, reading}, return_when=asyncio.FIRST_COMPLETED)
+        for future in done:
+            future.result()
+
+    async def _work(self, start: Start) -> None:
+        """Load; then wait for the engine's death, which ends this process."""
+        try:
+            engine = LocalEngineClient(
+                start.model, batching_config(start.config), LoadConfig(**start.load_config)
+            )
+            info = await engine.start(self._on_step, self._on_progress)
+        except HeadraceError as error:
+            self._writer.write(Refused(0, to_wire(error)))
+        else:
+            self._engine = engine
+            self._writer.write(Started(info))
+            # The seam has nothing to wait on, so it is looked at.
+            while (failure := engine.failure) is None:  # noqa: ASYNC110
+                await asyncio.sleep(_FAILURE_POLL_S)
+            self._writer.write(Died(str(failure)))
+        await self._writer.flush()
+
+    async def _read(self) -> None:
+        while (command := await self._reader.read()) is not None:
+            task = asyncio.create_task(self._carry_out(command))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _carry_out(self, command: Command) -> None:
+        match command:
+            case Submit():
+                await self._answer(command.call, self._submit(command))
+            case Cancel():
+                await self._answer(command.call, self._cancel(command))
+            case GetStats():
+                await self._answer(command.call, self._stats(command))
+            case Finish():
+                if self._engine is not None:
+                    await self._engine.finish(
+                        command.request_id, command.num_tokens, command.choice
+                    )
+            case Start():
+                logger.error("told twice what to load; the second time is ignored")
+
+    async def _answer(self, call: int, answer: Awaitable[msgspec.Struct]) -> None:
+        """Send a call's answer, or why there is none."""
+        try:
+            self._writer.write(await answer)
+        except HeadraceError as error:
+            self._writer.write(Refused(call, to_wire(error)))
+        except Exception:
+            logger.exception("a call of the front end failed")
+            unknown = EngineUnavailableError("the engine could not carry this out; see its log")
+            self._writer.write(Refused(call, to_wire(unknown)))
+
+    async def _submit(self, command: Submit) -> Admitted:
+        admission = await self._running().submit(command.request)
+        return Admitted(command.call, admission.queue_position)
+
+    async def _cancel(self, command: Cancel) -> Cancelled:
+        return Cancelled(command.call, await self._running().cancel(command.request_id))
+
+    async def _stats(self, command: GetStats) -> Stats:
+        return Stats(command.call, await self._running().stats())
+
+    def _running(self) -> LocalEngineClient:
+        if self._engine is None:
+            raise EngineUnavailableError("the model is still loading; try again when it is ready")
+        return self._engine
+
+    def _on_step(self, outputs: StepOutputs) -> None:
+        self._writer.write(Step(outputs))
+        if self._writer.pending_bytes > _MAX_UNSENT_BYTES:
+            logger.error("the front end does not read; the engine's process ends")
+            _exit(1)
+
+    def _on_progress(self, line: str) -> None:
+        """Called from any thread."""
+        self._loop.call_soon_threadsafe(self._writer.write, Progress(line))
+
+
+async def serve(connection: socket.socket) -> None:
+    """Work for whoever holds the other end of a socket, until it is closed."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    frames = FrameReader(reader, msgspec.msgpack.Decoder(Command))
+    await Worker(frames, FrameWriter(writer)).run()
+
+
+def _exit(code: int) -> NoReturn:
+    """End without waiting for anything: a thread that loads or computes cannot be interrupted."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> NoReturn:
+    """Run the process. Its one argument is the number of an inherited, connected socket."""
+    logging.basicConfig(
+        stream=sys.stderr, format="%(asctime)s %(levelname)s engine %(name)s: %(message)s"
+    )
+    # The front end decides when this process ends: it closes the socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    code = 0
+    try:
+        asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
+    except Exception:
+        logger.exception("the engine's process failed")
+        code = 1
+    _exit(code)
+
+
+if __name__ == "__main__":
+    main()
