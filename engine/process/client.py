@@ -113,6 +113,7 @@ class ProcessEngineClient:
             ModelRefusedError, InsufficientMemoryError, ConfigError: with the reason.
             EngineUnavailableError: the process died while it loaded.
         """
+        await self._end_process()  # of the one before
         progress("starting the engine's process")
         self._sink, self._failure, self._closing = sink, None, False
         self._failed.clear()
@@ -328,13 +329,13 @@ class ProcessEngineClient:
     async def _end_process(self) -> None:
         """Close the socket, which ends the process; kill it if that does not help."""
         process, self._process = self._process, None
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
+        if self._writer is not None:
+            await self._writer.close()
+            self._writer = None
         if process is None:
             return
         try:

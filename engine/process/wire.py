@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Generic, TypeVar
 
 import msgspec
@@ -57,6 +58,8 @@ class FrameWriter:
         """Wait until most of it is sent."""
         await self._writer.drain()
 
-    def close(self) -> None:
-        """Close the stream."""
+    async def close(self) -> None:
+        """Close the stream; what the other side did not take is lost."""
         self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()

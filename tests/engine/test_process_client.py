@@ -1,0 +1,234 @@
+"""An engine in a process of its own: the same seam, and what happens when the process ends."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    EngineUnavailableError,
+    HeadraceError,
+    InsufficientMemoryError,
+    InvalidRequestError,
+    ModelRefusedError,
+    QueueFullError,
+    UnsupportedFeatureError,
+)
+from engine.local_client import LocalEngineClient
+from engine.outputs import FinishReason, RequestOutput, StepOutputs
+from engine.process import messages
+from engine.process.client import ProcessEngineClient
+from engine.request import GenerationRequest
+from engine.sampling_params import LogprobParams, SamplingParams, StopParams
+from engine.types import RequestId, TokenId
+
+DEMO = str(Path(__file__).parents[2] / "models" / "demo")
+CONFIG = ContinuousBatchingConfig(block_size=16, num_blocks=256, max_queue_size=4)
+WAIT = 60.0
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+class Sink:
+    """Collects outputs, and wakes who waits for a request's end."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, list[RequestOutput]] = {}
+        self._changed = asyncio.Event()
+
+    def __call__(self, step: StepOutputs) -> None:
+        for output in step.outputs:
+            self.outputs.setdefault(output.request_id, []).append(output)
+        self._changed.set()
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for output in self.outputs.get(name, ()) for token in output.token_ids]
+
+    async def until(self, name: str, *, ended: bool = True) -> RequestOutput:
+        async with asyncio.timeout(WAIT):
+            while not (found := self.outputs.get(name)) or (ended and not found[-1].ends_request):
+                self._changed.clear()
+                await self._changed.wait()
+        assert sum(output.ends_request for output in found) <= 1
+        return found[-1]
+
+
+def _request(name: str, max_tokens: int = 8, **options: object) -> GenerationRequest:
+    spec = GenerationRequest(
+        request_id=RequestId(name),
+        prompt=tuple(TokenId(token) for token in (5, 6, 7)),
+        sampling=SamplingParams(temperature=1.0, seed=7),
+        stop=StopParams(max_tokens=max_tokens),
+        logprobs=LogprobParams(top_n=2),
+    )
+    return dataclasses.replace(spec, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def sink() -> Sink:
+    return Sink()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def shared() -> AsyncIterator[tuple[ProcessEngineClient, Sink]]:
+    sink = Sink()
+    client = ProcessEngineClient(DEMO, CONFIG, LoadConfig(threads=1), log_level="warning")
+    lines: list[str] = []
+    info = await client.start(sink, lines.append)
+    assert any("verified" in line for line in lines)
+    assert (info.vocab_size, info.max_queue_size) == (3072, 4)
+    yield client, sink
+    await client.close()
+
+
+async def test_tokens_are_those_of_an_engine_in_this_process(
+    shared: tuple[ProcessEngineClient, Sink], sink: Sink
+) -> None:
+    client, far = shared
+    for name in ("a", "b"):
+        await client.submit(_request(name))
+    local = LocalEngineClient(DEMO, CONFIG, LoadConfig(threads=1))
+    await local.start(sink, lambda line: None)
+    try:
+        await local.submit(_request("a"))
+        await sink.until("a")
+    finally:
+        await local.close()
+    last = await far.until("a")
+    await far.until("b")
+    assert far.tokens("a") == far.tokens("b") == sink.tokens("a") != []
+    assert last.finish is not None
+    assert last.finish.reason is FinishReason.LENGTH
+    assert last.logprobs is not None
+    assert len(last.logprobs[0].candidates) == 2
+
+
+async def test_calls_and_refusals_cross(shared: tuple[ProcessEngineClient, Sink]) -> None:
+    client, sink = shared
+    with pytest.raises(InvalidRequestError) as caught:
+        await client.submit(_request("wrong", prompt=(TokenId(99999),)))
+    assert caught.value.field == "prompt[0]"
+    await client.submit(_request("long", max_tokens=1500))
+    with pytest.raises(DuplicateRequestError):
+        await client.submit(_request("long"))
+    await sink.until("long", ended=False)
+    assert (await client.stats()).running == 1
+    await client.finish(RequestId("long"), 1)
+    last = await sink.until("long")
+    assert last.finish is not None
+    assert (last.finish.reason, last.finish.usage.completion_tokens) == (FinishReason.STOP, 1)
+    await client.submit(_request("cancelled", max_tokens=1500))
+    assert await client.cancel(RequestId("cancelled"))
+    last = await sink.until("cancelled")
+    assert last.finish is not None
+    assert last.finish.reason is FinishReason.CANCELLED
+    assert not await client.cancel(RequestId("cancelled"))
+
+
+async def test_a_killed_and_a_hung_process_end_their_requests_and_can_be_replaced(
+    sink: Sink,
+) -> None:
+    client = ProcessEngineClient(
+        DEMO, CONFIG, LoadConfig(threads=1), log_level="warning", hang_timeout_s=1.0
+    )
+    for turn, number in enumerate((signal.SIGKILL, signal.SIGSTOP)):
+        await client.start(sink, lambda line: None)
+        assert client.failure is None
+        name = f"lost {turn}"
+        await client.submit(_request(name, max_tokens=1500))
+        await sink.until(name, ended=False)
+        assert client.pid is not None
+        began = time.monotonic()
+        os.kill(client.pid, number)
+        last = await sink.until(name)
+        if number == signal.SIGKILL:
+            assert time.monotonic() - began < 5
+        assert last.finish is not None
+        assert last.finish.failure is not None
+        assert last.finish.failure.retryable
+        assert await client.wait_failed() is client.failure
+        with pytest.raises(EngineUnavailableError):
+            await client.submit(_request("late"))
+    await client.close()
+    await client.close()  # harmless
+
+
+async def test_a_model_that_cannot_be_served_is_refused_with_the_reason(sink: Sink) -> None:
+    client = ProcessEngineClient("./no-such-model", log_level="error")
+    with pytest.raises(ModelRefusedError, match="no-such-model"):
+        await client.start(sink, lambda line: None)
+    await client.close()
+    assert client.pid is None
+
+
+async def test_the_process_ends_with_its_parent() -> None:
+    script = (
+        "import asyncio, sys\n"
+        "from engine.process.client import ProcessEngineClient\n"
+        "async def main():\n"
+        f"    client = ProcessEngineClient({DEMO!r})\n"
+        "    starting = asyncio.ensure_future(client.start(print, lambda line: None))\n"
+        "    while client.pid is None:\n"
+        "        await asyncio.sleep(0.01)\n"
+        "    print(client.pid, 'torch' in sys.modules, flush=True)\n"
+        "    await starting\n"
+        "asyncio.run(main())\n"
+    )
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert parent.stdout is not None
+    pid, has_torch = (await parent.stdout.readline()).decode().split()
+    assert has_torch == "False"
+    parent.kill()
+    await parent.wait()
+    async with asyncio.timeout(WAIT):
+        while _is_alive(int(pid)):  # noqa: ASYNC110  # nothing tells when a grandchild ends
+            await asyncio.sleep(0.02)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequestError("stop.max_tokens", "is -1"),
+        UnsupportedFeatureError("adapter", "is not done"),
+        DuplicateRequestError("a"),
+        QueueFullError(3, 0.25),
+        ConfigError("block_size", "is 0"),
+        ModelRefusedError("no"),
+        InsufficientMemoryError("too large"),
+        EngineUnavailableError("later"),
+    ],
+)
+async def test_errors_come_back_as_they_were(error: HeadraceError) -> None:
+    back = messages.from_wire(messages.to_wire(error))
+    assert (type(back), str(back), vars(back)) == (type(error), str(error), vars(error))
+
+
+async def test_options_cross_or_are_refused() -> None:
+    config = ContinuousBatchingConfig(use_cuda_graph=(False, True), seed=3, block_size=16)
+    options = messages.options_of(config)
+    assert options == {"use_cuda_graph": (False, True), "seed": 3, "block_size": 16}
+    assert messages.batching_config({**options, "use_cuda_graph": [False, True]}) == config
+    with pytest.raises(ConfigError, match="decode_compile_config"):
+        messages.options_of(ContinuousBatchingConfig(decode_compile_config=object()))
