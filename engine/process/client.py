@@ -159,7 +159,7 @@ class ProcessEngineClient:
         return self._failure
 
     async def wait_failed(self) -> Exception:
-        """Wait until the engine is dead; returns why."""
+        """Wait until the engine is dead; see the protocol."""
         await self._failed.wait()
         return self._failure or EngineUnavailableError("the engine has failed")
 
@@ -185,7 +185,7 @@ class ProcessEngineClient:
         except BaseException:
             self._live.pop(request.request_id, None)
             raise
-        return Admission(reply.queue_position)
+        return Admission(reply.queue_position, reply.arrival)
 
     async def cancel(self, request_id: RequestId) -> bool:
         """End a request; see the protocol."""
@@ -303,7 +303,8 @@ class ProcessEngineClient:
             if waiting is not None and not waiting.done():
                 waiting.set_exception(self._failure if waiting is self._started else error)
         self._end_live(what)
-        self._failed.set()
+        if not self._closing:
+            self._failed.set()
 
     def _end_live(self, what: str) -> None:
         """Give every live request its end. Times are of the machine's one monotonic clock."""

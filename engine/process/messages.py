@@ -104,6 +104,7 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
 
     call: int
     queue_position: int
+    arrival: float
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag=True):

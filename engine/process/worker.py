@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """So much is kept for a front end that does not read; then it is taken for dead."""
-_FAILURE_POLL_S = 0.2
 
 
 class Worker:
@@ -83,10 +82,7 @@ class Worker:
         else:
             self._engine = engine
             self._writer.write(Started(info))
-            # The seam has nothing to wait on, so it is looked at.
-            while (failure := engine.failure) is None:  # noqa: ASYNC110
-                await asyncio.sleep(_FAILURE_POLL_S)
-            self._writer.write(Died(str(failure)))
+            self._writer.write(Died(str(await engine.wait_failed())))
         await self._writer.flush()
 
     async def _read(self) -> None:
@@ -124,7 +120,7 @@ class Worker:
 
     async def _submit(self, command: Submit) -> Admitted:
         admission = await self._running().submit(command.request)
-        return Admitted(command.call, admission.queue_position)
+        return Admitted(command.call, admission.queue_position, admission.arrival)
 
     async def _cancel(self, command: Cancel) -> Cancelled:
         return Cancelled(command.call, await self._running().cancel(command.request_id))
