@@ -41,10 +41,12 @@ class ChoiceLog:
 
     __slots__ = (
         "_at_least",
+        "_bytes_per_token",
         "_end_taken",
         "_ending_ids",
         "_ids",
         "_logprobs",
+        "_most",
         "_offset",
         "_options",
         "_stop_time",
@@ -73,6 +75,8 @@ class ChoiceLog:
         self.finished: Finished | None = None
         self._options = options
         self._at_least = options.min_tokens_per_delta
+        self._bytes_per_token = options.bytes_per_token
+        self._most = max(1, MAX_DELTA_BYTES // options.bytes_per_token)  # tokens of one delta
         self._text_stream = text_stream
         self._ending_ids = ending_ids
         self._ids: list[TokenId] = []
@@ -97,7 +101,7 @@ class ChoiceLog:
 
     def pending_size(self) -> int:
         """About how many bytes the pending output takes."""
-        return sum(map(len, self._text)) + len(self._ids) * self._options.bytes_per_token
+        return sum(map(len, self._text)) + len(self._ids) * self._bytes_per_token
 
     # Filling
 
@@ -170,43 +174,42 @@ class ChoiceLog:
         if len(ids) >= self._at_least or (
             (ids or self._text) and (ending or self.finished is not None)
         ):
-            self._take_deltas(number)
+            text = "".join(self._text)
+            if len(ids) <= self._most:  # nearly always
+                number(self._delta(tuple(ids), text, 0, len(ids)))
+            else:
+                self._take_in_parts(number, text)
+            self._ids = []
+            self._text = []
+            if self._logprobs:
+                self._logprobs = []
+            if self._times:
+                self._times = []
         if self.finished is not None and not self._end_taken:
             self._end_taken = True
             number(self.finished)
 
-    def _take_deltas(self, number: Callable[[Delta | Finished], None]) -> None:
-        """Turn the pending tokens and text into a delta, or several where one would be very
-        large.
-        """
-        ids, text = self._ids, "".join(self._text)
-        step = max(1, MAX_DELTA_BYTES // self._options.bytes_per_token)
-        if len(ids) <= step:  # nearly always
-            number(self._delta(tuple(ids), text, 0, len(ids)))
-        else:
-            for start in range(0, len(ids), step):
-                part = tuple(ids[start : start + step])
-                part_text = text if start + step >= len(ids) else ""
-                number(self._delta(part, part_text, start, start + step))
-        self._ids = []
-        self._text = []
-        if self._logprobs:
-            self._logprobs = []
-        if self._times:
-            self._times = []
+    def _take_in_parts(self, number: Callable[[Delta | Finished], None], text: str) -> None:
+        """Several deltas, where one would be very large; the text comes with the last."""
+        ids, most = self._ids, self._most
+        for start in range(0, len(ids), most):
+            part_text = text if start + most >= len(ids) else ""
+            number(self._delta(tuple(ids[start : start + most]), part_text, start, start + most))
 
     def _delta(self, ids: tuple[TokenId, ...], text: str, start: int, end: int) -> Delta:
         """A delta of the pending tokens from `start` to `end`."""
-        options, arrival = self._options, self.arrival
-        times = self._times[start:end]
+        times = None
+        if self._times:
+            arrival = self.arrival
+            times = tuple([max(moment - arrival, 0.0) for moment in self._times[start:end]])
         delta = Delta(
             ids,
             text,
             self._offset,
-            options.token_details,
+            self._options.token_details,
             tuple(self._logprobs[start:end]) if self._logprobs else None,
-            tuple([max(moment - arrival, 0.0) for moment in times]) if times else None,
-            delta_size(text, len(ids), options),
+            times,
+            delta_size(text, len(ids), self._bytes_per_token),
             self.index,
         )
         self._offset += len(ids)

@@ -183,9 +183,9 @@ def at_most(run: list[NumberedEvent], limit: int) -> list[NumberedEvent]:
     return run
 
 
-def delta_size(text: str, tokens: int, options: DeliveryOptions) -> int:
+def delta_size(text: str, tokens: int, bytes_per_token: int) -> int:
     """About how many bytes a delta takes in a message."""
-    return _EVENT_BYTES + len(text) + tokens * options.bytes_per_token
+    return _EVENT_BYTES + len(text) + tokens * bytes_per_token
 
 
 def prompt_size(tokens: int, options: DeliveryOptions) -> int:

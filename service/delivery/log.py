@@ -259,10 +259,9 @@ class RequestLog:
     # Numbering
 
     def _number(self, event: Event) -> None:
-        numbered = NumberedEvent(self._next_seq, event)
+        self._kept.append(NumberedEvent(self._next_seq, event))
         self._next_seq += 1
-        self._kept.append(numbered)
-        self.size += numbered.size
+        self.size += event.size
 
     def _can_number(self) -> bool:
         if self.accepted is None:

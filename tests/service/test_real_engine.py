@@ -324,6 +324,40 @@ def test_a_stop_string_in_one_of_several_choices(client: headrace.Client) -> Non
     assert cut.usage.completion_tokens == 48 + len(cut.choices[1].token_ids)
 
 
+def test_a_cancel_ends_all_choices(client: headrace.Client) -> None:
+    with client.session() as session:
+        handle = session.submit(PROMPT, n=3, max_tokens=1800, temperature=1.2, ignore_eos=True)
+        seen: set[int] = set()
+        for chunk in handle:
+            seen.add(chunk.choice_index)
+            if len(seen) == 3:
+                break
+        handle.cancel()
+        result = handle.result(WAIT_S)
+    for choice in result.choices:
+        assert choice.finish_reason is FinishReason.CANCELLED
+        assert 0 < len(choice.token_ids) < 1800
+        assert choice.usage.completion_tokens == len(choice.token_ids)
+
+
+def test_a_server_with_other_options() -> None:
+    arguments = ("--listen", "127.0.0.1:0", "--scheduler", "prefill_first", "--no-prefix-cache")
+    more = ("--cpu-offload-space", "0.1", "--async-batching", "--max-choices", "2")
+    with real_server(*arguments, *more) as server:
+        server.wait_until_ready()
+        with headrace.Client(server.addresses[0]) as client:
+            for _ in range(2):
+                result = client.generate(f"{PROMPT}. " * 8, n=2, max_tokens=4)
+                assert result.usage.cached_tokens == 0
+            assert len(result.choices) == 2
+            features = client.model().features
+            with pytest.raises(headrace.NotSupportedError, match="scheduling.priority"):
+                client.generate(PROMPT, priority=1)
+            with pytest.raises(headrace.InvalidArgumentError, match="limits"):
+                client.generate(PROMPT, n=3)
+        assert not {"prefix_cache", "priorities"} & set(features)
+
+
 def test_the_prompt_is_scored(client: headrace.Client, card: headrace.ModelCard) -> None:
     ids = client.tokenize(PROMPT).token_ids
     result = client.generate(PROMPT, prompt_logprobs=2, max_tokens=0)
