@@ -351,7 +351,7 @@ def test_a_server_with_other_options() -> None:
                 assert result.usage.cached_tokens == 0
             assert len(result.choices) == 2
             features = client.model().features
-            with pytest.raises(headrace.NotSupportedError, match="scheduling.priority"):
+            with pytest.raises(headrace.NotSupportedError, match=r"scheduling\.priority"):
                 client.generate(PROMPT, priority=1)
             with pytest.raises(headrace.InvalidArgumentError, match="limits"):
                 client.generate(PROMPT, n=3)
