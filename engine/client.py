@@ -136,6 +136,11 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def is_restartable(self) -> bool:
+        """Whether `start` may be called again once the engine has died."""
+        ...
+
+    @property
     def failure(self) -> Exception | None:
         """Why the engine is dead, if it is."""
         ...

@@ -144,6 +144,11 @@ class LocalEngineClient:
         return failure
 
     @property
+    def is_restartable(self) -> bool:
+        """False: what an engine that failed has left in this process is not to be trusted."""
+        return False
+
+    @property
     def failure(self) -> Exception | None:
         """Why the engine is dead, if it is."""
         return self._engine.failure if self._engine is not None else None

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from service import options
+
+if TYPE_CHECKING:
+    from engine.client import EngineClient
 
 app = typer.Typer(
     name="headrace-server",
@@ -94,12 +97,16 @@ def serve(
     max_kept_results: options.MaxKeptResults = 1000,
     max_kept_bytes: options.MaxKeptBytes = 64 << 20,
     drain_timeout: options.DrainTimeout = 30.0,
+    in_process: options.InProcess = False,
+    hang_timeout: options.HangTimeout = 10.0,
     log_level: options.LogLevel = "info",
 ) -> None:
     """Serve a model until a signal comes."""
     # Imported here: --help is to be fast.
     from engine.config import ContinuousBatchingConfig, LoadConfig
     from engine.errors import ConfigError
+    from engine.local_client import LocalEngineClient
+    from engine.process.client import ProcessEngineClient
     from service.config import ServiceConfig
 
     try:
@@ -142,6 +149,17 @@ def serve(
             per_request_processors=True,
         )
         load = LoadConfig(dtype=dtype, device=device, threads=threads)  # type: ignore[arg-type]
+        client: EngineClient
+        if in_process:
+            client = LocalEngineClient(model or default_model(), batching, load)
+        else:
+            client = ProcessEngineClient(
+                model or default_model(),
+                batching,
+                load,
+                log_level=config.log_level,
+                hang_timeout_s=hang_timeout,
+            )
     except ConfigError as error:
         # Named as the flag: the rest of the message is the option's own.
         option = _RENAMED.get(error.option, error.option)
@@ -150,12 +168,11 @@ def serve(
         typer.echo(f"headrace-server: --{flag}: {message}", err=True)
         raise typer.Exit(2) from error
 
-    # Importing torch takes seconds on a cold machine: say something before.
+    # Imports take a while on a cold machine: say something before.
     typer.echo(f"headrace-server {_version()}: starting", err=True)
-    from engine.local_client import LocalEngineClient
     from service.process import run
 
-    raise typer.Exit(run(config, LocalEngineClient(model or default_model(), batching, load)))
+    raise typer.Exit(run(config, client))
 
 
 def _mode(text: str) -> int:

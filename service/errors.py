@@ -52,7 +52,10 @@ _RESTART_DELAY_S = 1.0
 
 
 class NotReadyError(EngineUnavailableError):
-    """The server takes no work now. `reason`: LOADING, DRAINING or ENGINE_STOPPED."""
+    """The server takes no work now.
+
+    `reason`: LOADING, DRAINING, ENGINE_RESTARTING or ENGINE_STOPPED.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

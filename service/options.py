@@ -281,6 +281,27 @@ DrainTimeout = Annotated[
         _PROCESS,
     ),
 ]
+InProcess = Annotated[
+    bool,
+    _option(
+        "in-process",
+        "IN_PROCESS",
+        "Run the engine in the server's own process. By default it has one of its own, which is "
+        "started again when it dies or hangs.",
+        _PROCESS,
+    ),
+]
+HangTimeout = Annotated[
+    float,
+    _option(
+        "hang-timeout",
+        "HANG_TIMEOUT",
+        "Seconds without a step, with requests to compute, after which the engine's process is "
+        "ended and started again (or 20 times the slowest recent step, if that is longer). 0: "
+        "never.",
+        _PROCESS,
+    ),
+]
 LogLevel = Annotated[
     str,
     _option("log-level", "LOG_LEVEL", "debug, info, warning or error.", _PROCESS),

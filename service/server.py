@@ -50,6 +50,7 @@ from service.reflection import add_reflection
 from service.servicers.generation import GenerationServicer
 from service.servicers.model import ModelServicer
 from service.state import FrontEnd, Phase, ServerState
+from service.supervision import RESTART_DELAY_S, Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,6 @@ _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _TEXT_THREADS = 2
 _STOP_GRACE_S = 5.0
 _CANCEL_GRACE_S = 5.0
-_FAILURE_POLL_S = 0.5
 
 TokenizerLoader = Callable[[ModelInfo], Tokenizer]
 
@@ -101,6 +101,7 @@ class HeadraceServer:
         *,
         progress: ProgressSink | None = None,
         tokenizer_loader: TokenizerLoader = load_tokenizer,
+        restart_delay_s: float = RESTART_DELAY_S,
     ) -> None:
         """Wire the server; nothing is opened yet.
 
@@ -109,6 +110,7 @@ class HeadraceServer:
             client: the engine, not started yet.
             progress: takes lines of start-up progress; by default they are logged.
             tokenizer_loader: loads the model's tokenizer, in a thread.
+            restart_delay_s: how long after its death the engine is started again, at first.
         """
         self._config = config
         self._client = client
@@ -130,7 +132,10 @@ class HeadraceServer:
         self._telemetry = telemetry.Telemetry()
         self._server: grpc.aio.Server | None = None
         self._loading: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[Exception] | None = None
+        self._supervisor = Supervisor(
+            client, self.state, self._health, self._load, first_delay_s=restart_delay_s
+        )
         self._polling: asyncio.Task[None] | None = None
         self._closed = False
         self.bound: tuple[Address, ...] = ()
@@ -161,24 +166,29 @@ class HeadraceServer:
         self.bound = bind(server, self._config)
         self._server = server
         await server.start()
-        self._loading = asyncio.create_task(self._load())
+        self._loading = asyncio.create_task(self._load_first())
 
-    async def _load(self) -> None:
+    async def _load_first(self) -> None:
         try:
-            info = await self._client.start(self._on_step, self._progress)
-            tokenizer = await asyncio.get_running_loop().run_in_executor(
-                self._pool, self._load_tokenizer, info
-            )
+            await self._load()
         except Exception:
             self.state.phase = Phase.FAILED
             raise
-        self.state.loaded(self._front_end(info, tokenizer))
         if self.state.phase is Phase.READY:
-            self._health.set_ready(True)
-            self._watching = asyncio.create_task(self._watch_engine())
+            self._watching = asyncio.create_task(self._supervisor.run())
             if (metrics := self._telemetry.metrics) is not None:
                 metrics.loaded(self.state.front.card.name)
                 self._polling = asyncio.create_task(metrics.poll(self._client))
+
+    async def _load(self) -> None:
+        """Start the engine, make the front end of what it loaded, and say that it serves."""
+        info = await self._client.start(self._on_step, self._progress)
+        tokenizer = await asyncio.get_running_loop().run_in_executor(
+            self._pool, self._load_tokenizer, info
+        )
+        self.state.loaded(self._front_end(info, tokenizer))
+        if self.state.phase is Phase.READY:
+            self._health.set_ready(True)
 
     def _on_step(self, step: StepOutputs) -> None:
         """The engine's sink. Clients come first."""
@@ -218,18 +228,10 @@ class HeadraceServer:
             await asyncio.shield(self._loading)
 
     async def failed(self) -> Exception:
-        """Wait until the engine is dead; returns why."""
-        # The seam has nothing to wait on, so it is looked at.
-        while (failure := self._client.failure) is None:  # noqa: ASYNC110
-            await asyncio.sleep(_FAILURE_POLL_S)
-        return failure
-
-    async def _watch_engine(self) -> None:
-        failure = await self.failed()
-        logger.error("the engine has stopped: %s", failure)
-        if self.state.phase is Phase.READY:
-            self.state.phase = Phase.FAILED
-            self._health.set_ready(False)
+        """Wait until the engine is dead for good; returns why. To be called after `ready`."""
+        if self._watching is None:
+            return await self._client.wait_failed()
+        return await asyncio.shield(self._watching)
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Finish live requests, then stop. After `timeout_s` (default: the configuration's) the

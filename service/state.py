@@ -28,6 +28,7 @@ class Phase(enum.Enum):
 
     LOADING = "loading"
     READY = "ready"
+    RESTARTING = "restarting"
     DRAINING = "draining"
     FAILED = "failed"
 
@@ -55,9 +56,9 @@ class ServerState:
         self._front: FrontEnd | None = None
 
     def loaded(self, front: FrontEnd) -> None:
-        """The model is there."""
+        """The model is there, for the first time or again."""
         self._front = front
-        if self.phase is Phase.LOADING:
+        if self.phase in (Phase.LOADING, Phase.RESTARTING):
             self.phase = Phase.READY
 
     @property
@@ -77,12 +78,19 @@ class ServerState:
         Raises:
             NotReadyError: with the reason.
         """
-        if self.phase is Phase.FAILED:
+        if self._front is None:
+            if self.phase is Phase.FAILED:
+                raise NotReadyError("ENGINE_STOPPED", "the model could not be loaded")
+            raise NotReadyError("LOADING", "the model is still loading; try again soon")
+        if self.phase is Phase.FAILED and new_work:
             raise NotReadyError(
                 "ENGINE_STOPPED", "the engine has stopped; the server takes no requests"
             )
-        if self._front is None:
-            raise NotReadyError("LOADING", "the model is still loading; try again soon")
+        if self.phase is Phase.RESTARTING and new_work:
+            raise NotReadyError(
+                "ENGINE_RESTARTING",
+                "the engine has failed and is being started again; try again soon",
+            )
         if self.phase is Phase.DRAINING and new_work:
             raise NotReadyError(
                 "DRAINING", "the server is shutting down and takes no new requests; use another one"

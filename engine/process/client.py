@@ -21,13 +21,15 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+import engine
 from engine.client import Admission, ModelInfo, ProgressSink, StepSink
 from engine.config import ContinuousBatchingConfig, LoadConfig
-from engine.errors import DuplicateRequestError, EngineUnavailableError
+from engine.errors import ConfigError, DuplicateRequestError, EngineUnavailableError
 from engine.outputs import (
     Finish,
     FinishReason,
@@ -55,6 +57,12 @@ _REAP_S = 0.2
 """How long the exit code is waited for, before live requests are told."""
 _LOST = "the engine failed before the request was complete; try again"
 
+_PROGRAM = (
+    f"import sys; sys.path.insert(0, {str(Path(engine.__file__).parents[1])!r}); "
+    "from engine.process.worker import main; main()"
+)
+"""Whatever the new process would find by itself, it runs the code of this one."""
+
 A = TypeVar("A", bound=msgspec.Struct)
 
 
@@ -80,8 +88,12 @@ class ProcessEngineClient:
                 this long or 20 times the slowest recent step, whichever is longer. 0: never.
 
         Raises:
-            ConfigError: an option cannot be sent to another process.
+            ConfigError: an option cannot be sent to another process, or is out of its bounds.
         """
+        if not 0 <= hang_timeout_s <= 86_400:
+            raise ConfigError(
+                "hang_timeout", f"is {hang_timeout_s:g}; it must be between 0 (never) and 86400"
+            )
         self._start_message = messages.Start(
             model,
             messages.options_of(config or ContinuousBatchingConfig()),
@@ -124,8 +136,9 @@ class ProcessEngineClient:
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-m",
-                "engine.process.worker",
+                "-P",  # nothing is imported from the working directory
+                "-c",
+                _PROGRAM,
                 str(theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
@@ -152,6 +165,11 @@ class ProcessEngineClient:
         if self._process is not None:
             self._fail("the engine was stopped before the request was complete; try again")
         await self._end_process()
+
+    @property
+    def is_restartable(self) -> bool:
+        """True: another process is started."""
+        return True
 
     @property
     def failure(self) -> Exception | None:

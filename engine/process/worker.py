@@ -1,4 +1,4 @@
-"""The engine's process: `python -m engine.process.worker FD`, started by `ProcessEngineClient`.
+"""The engine's process: its `main` is started by `ProcessEngineClient`, with the socket FD.
 
 It drives a `LocalEngineClient` for whoever holds the other end of the socket FD, and ends when that
 end is closed: an engine never outlives its front end. What it logs goes to stderr, which it shares

@@ -169,6 +169,7 @@ class FakeEngine:
 
     script: Script = default_script
     auto: bool = True
+    restartable: bool = False
     tokens_per_step: int = 1
     info: ModelInfo = field(default_factory=model_info)
     load_error: Exception | None = None
@@ -202,6 +203,11 @@ class FakeEngine:
             await self.load_gate.wait()
         if self.load_error is not None:
             raise self.load_error
+        if self.restartable:
+            self._dead = None
+            self._died.clear()
+            if self._loop is not None:
+                self._loop.cancel()
         self._sink = sink
         if self.auto:
             self._loop = asyncio.create_task(self._run_loop())
@@ -278,6 +284,11 @@ class FakeEngine:
         await self._died.wait()
         assert self._dead is not None
         return self._dead
+
+    @property
+    def is_restartable(self) -> bool:
+        """Whether `start` brings it back to life."""
+        return self.restartable
 
     @property
     def failure(self) -> Exception | None:

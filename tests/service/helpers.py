@@ -120,7 +120,9 @@ async def serving(
     engine = engine or FakeEngine()
     tokenizer = tokenizer or byte_tokenizer()
     config = ServiceConfig(**{"listen": ("127.0.0.1:0",), **options})
-    server = HeadraceServer(config, engine, tokenizer_loader=lambda _info: tokenizer)
+    server = HeadraceServer(
+        config, engine, tokenizer_loader=lambda _info: tokenizer, restart_delay_s=0.01
+    )
     await server.start()
     try:
         if ready:

@@ -122,19 +122,26 @@ def run_serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: s
     started: list[Any] = []
 
     class Client:
-        def __init__(self, model: str, batching: Any, load: Any) -> None:
+        def __init__(self, model: str, batching: Any, load: Any, **more: Any) -> None:
             started.extend((model, batching, load))
+            self.more = more
 
-    local = type(sys)("engine.local_client")
-    local.LocalEngineClient = Client  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "engine.local_client", local)
-    monkeypatch.setattr("service.process.run", lambda config, _client: started.append(config))
+    for module, name in (
+        ("engine.local_client", "LocalEngineClient"),
+        ("engine.process.client", "ProcessEngineClient"),
+    ):
+        stand_in = type(sys)(module)
+        setattr(stand_in, name, type(name, (Client,), {}))
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    monkeypatch.setattr(
+        "service.process.run", lambda config, client: started.extend((config, client))
+    )
     result = CliRunner().invoke(cli.app, ["serve", *arguments], env=environment)
     return result, started
 
 
 def test_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    result, (model, batching, load, config) = run_serve(
+    result, (model, batching, load, config, _) = run_serve(
         monkeypatch,
         "--listen",
         "127.0.0.1:1",
@@ -157,12 +164,12 @@ def test_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, (_, batching, _, config) = run_serve(monkeypatch)
+    _, (_, batching, _, config, _) = run_serve(monkeypatch)
     assert batching.scheduler_type == config.scheduler
     assert batching.allow_block_sharing
     assert (batching.use_async_batching, batching.use_cuda_graph) == (None, None)
     assert (batching.cpu_offload_space, batching.default_compile_level) == (0.0, 0)
-    _, (_, batching, _, config) = run_serve(
+    _, (_, batching, _, config, _) = run_serve(
         monkeypatch,
         "--scheduler",
         "prefill_first",
@@ -182,6 +189,18 @@ def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (batching.use_async_batching, batching.use_cuda_graph) == (True, False)
     assert (batching.cpu_offload_space, batching.default_compile_level) == (1.5, 2)
     assert config.max_choices == 3
+
+
+def test_the_engine_has_a_process_of_its_own_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, started = run_serve(monkeypatch, "--hang-timeout", "3")
+    client = started[-1]
+    assert type(client).__name__ == "ProcessEngineClient"
+    assert client.more == {"log_level": "info", "hang_timeout_s": 3.0}
+    _, started = run_serve(monkeypatch, "--in-process")
+    assert type(started[-1]).__name__ == "LocalEngineClient"
+    assert started[-1].more == {}
 
 
 def test_defaults_are_said_twice_but_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,124 @@
+"""The engine dies, and the service goes on: requests end, readiness goes and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from headrace.v1 import generation_service_pb2 as rpc
+
+from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.process.client import ProcessEngineClient
+from service.config import ServiceConfig
+from service.server import HeadraceServer
+from tests.service.fake_engine import FakeEngine, says
+from tests.service.helpers import DEADLINE_S, Harness, details, refused, serving, spec, until
+
+GENERATION = "headrace.v1.GenerationService"
+DEMO = str(Path(__file__).parents[2] / "models" / "demo")
+
+
+async def _is_ready(h: Harness) -> bool:
+    stub = health_pb2_grpc.HealthStub(h.channel)
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service=GENERATION))
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def test_a_dead_engine_is_started_again() -> None:
+    engine = FakeEngine(script=says("abc"), auto=False, restartable=True)
+    async with serving(engine) as h:
+        session = h.session()
+        await session.add(spec(request_id="a"))
+        await session.read_until(lambda m: m.events)
+        engine.step()
+        engine.load_gate = asyncio.Event()
+        engine.die(RuntimeError("gone"))
+        await until(lambda: h.server.state.phase.value == "restarting")
+        assert not await _is_ready(h)
+        # What was running has failed, and may be tried again; what is new is told when.
+        await session.read_until(lambda m: any(e.HasField("failed") for e in m.events))
+        failed = session.events()["a"][-1].failed
+        assert failed.status.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        assert details(failed.status)["RetryInfo"].retry_delay.ToMilliseconds() > 0
+        error = await refused(h.generate(spec(request_id="b")))
+        assert (error.code, error.reason) == (
+            grpc.StatusCode.UNAVAILABLE,
+            "ENGINE_RESTARTING",
+        )
+        assert "RetryInfo" in error.details
+        engine.load_gate.set()
+        await until(lambda: h.server.state.phase.value == "ready")
+        assert await _is_ready(h)
+        call = asyncio.ensure_future(h.generate(spec(request_id="a")))
+        await until(lambda: engine.num_live)
+        engine.run()
+        assert (await call).choices[0].text == "abc"
+        await session.end()
+
+
+async def test_it_is_tried_until_it_works() -> None:
+    engine = FakeEngine(script=says("abc"), restartable=True)
+    async with serving(engine) as h:
+        engine.load_error = RuntimeError("no memory")
+        engine.die(RuntimeError("gone"))
+        await until(lambda: h.server.state.phase.value == "restarting")
+        await asyncio.sleep(0.05)
+        assert h.server.state.phase.value == "restarting"
+        engine.load_error = None
+        await until(lambda: h.server.state.phase.value == "ready")
+        assert (await h.generate(spec())).choices[0].text == "abc"
+
+
+async def test_an_engine_of_this_process_stays_dead_and_kept_results_can_be_read() -> None:
+    engine = FakeEngine(script=says("abc"))
+    async with serving(engine) as h:
+        await h.generation.AddRequest(rpc.AddRequestRequest(spec=spec(request_id="a")))
+        await until(lambda: h.registry.live == 0)
+        failure = RuntimeError("gone")
+        engine.die(failure)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await h.server.failed() is failure
+        assert not await _is_ready(h)
+        error = await refused(h.generate(spec()))
+        assert error.reason == "ENGINE_STOPPED"
+        assert (await h.generation.GetResult(rpc.GetResultRequest(request_id="a"))).done
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+async def test_a_real_engine_process_that_is_killed_or_hangs(number: int) -> None:
+    engine = ProcessEngineClient(
+        DEMO,
+        ContinuousBatchingConfig(block_size=32, num_blocks=256),
+        LoadConfig(threads=1),
+        log_level="error",
+        hang_timeout_s=1.0,
+    )
+    server = HeadraceServer(ServiceConfig(listen=("127.0.0.1:0",)), engine, restart_delay_s=0.01)
+    await server.start()
+    try:
+        await server.ready()
+        async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
+            h = Harness(server, engine, channel)  # type: ignore[arg-type]
+            long = spec("Once", stop={"max_tokens": 1500, "ignore_eos": True})
+            call = asyncio.ensure_future(refused(h.generate(long)))
+            await until(lambda: server.registry.live)
+            assert engine.pid is not None
+            os.kill(engine.pid, number)
+            async with asyncio.timeout(DEADLINE_S):
+                error = await call
+            assert error.code is grpc.StatusCode.UNAVAILABLE
+            await until(lambda: server.state.phase.value == "restarting")
+            async with asyncio.timeout(4 * DEADLINE_S):
+                while not await _is_ready(h):  # noqa: ASYNC110  # a probe polls
+                    await asyncio.sleep(0.05)
+            short = spec("Once", sampling={"temperature": 0}, stop={"max_tokens": 4})
+            assert len((await h.generate(short)).choices[0].token_ids) == 4
+    finally:
+        await server.stop()
+    assert engine.pid is None
