@@ -3,11 +3,13 @@
 Workload: 32 requests at once, prompts of 16 to 256 random tokens, 16 to 128 tokens out, greedy, no
 end-of-sequence.
 
-    server    `headrace-server serve` in its own process, one gRPC session over a Unix socket
+    server    `headrace-server serve`, one gRPC session over a Unix socket; prefixes are not shared
+    together  the same with `--in-process`: front end and engine in one process
     padded    transformers' `generate` on the padded batch, to the longest output; the wanted tokens
-    count batching  transformers' `generate_batch`, with a cache sized to the workload
+              count
+    batching  transformers' `generate_batch`, with a cache sized to the workload
 
-The three take turns (A B C, A B C, …), since a machine's speed drifts; medians and ratios are
+They take turns (A B C D, A B C D, …), since a machine's speed drifts; medians and ratios are
 reported. All use the same weights, type and threads. Greedy tokens are compared: equal in float32,
 in bfloat16 up to near-ties.
 """
@@ -68,6 +70,7 @@ def run_server(client: headrace.Client, workload: Sequence[Request]) -> Tokens:
                 temperature=0.0,
                 ignore_eos=True,
                 omit_text=True,
+                bypass_prefix_cache=True,  # the same prompts come in every turn
             )
             for request in workload
         ]
@@ -122,12 +125,14 @@ def run_batching(model: PreTrainedModel, workload: Sequence[Request]) -> Tokens:
     return [found[name] for name in names]
 
 
-def start_server(arguments: argparse.Namespace, address: str) -> subprocess.Popen[bytes]:
-    """The server in its own process."""
+def start_server(
+    arguments: argparse.Namespace, address: str, *more: str
+) -> subprocess.Popen[bytes]:
+    """A server, with more flags."""
     command = [
         str(Path(sys.executable).with_name("headrace-server")), "serve",
         "--model", arguments.model, "--listen", address, "--dtype", arguments.dtype,
-        "--threads", str(arguments.threads), "--log-level", "warning",
+        "--threads", str(arguments.threads), "--log-level", "warning", *more,
     ]  # fmt: skip
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
@@ -230,20 +235,27 @@ def main() -> None:
     workload = make_workload(model.config.vocab_size)
     total = sum(request.max_tokens for request in workload)
     with tempfile.TemporaryDirectory() as directory:
-        address = f"unix:{directory}/headrace.sock"
-        server = start_server(arguments, address)
+        address, together = (f"unix:{directory}/{name}.sock" for name in ("two", "one"))
+        servers = [
+            start_server(arguments, address),
+            start_server(arguments, together, "--in-process"),
+        ]
         try:
-            with headrace.Client(address) as client:
+            with headrace.Client(address) as client, headrace.Client(together) as in_process:
                 client.wait_until_ready(timeout=120)
+                in_process.wait_until_ready(timeout=120)
                 systems: dict[str, Callable[[], Tokens]] = {
                     "server": lambda: run_server(client, workload),
+                    "together": lambda: run_server(in_process, workload),
                     "padded": lambda: run_padded(model, workload),
                     "batching": lambda: run_batching(batching, workload),
                 }
                 rates, tokens = measure(systems, arguments.repeats, total)
         finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(60)
+            for server in servers:
+                server.send_signal(signal.SIGTERM)
+            for server in servers:
+                server.wait(60)
     record = report(arguments, rates, tokens, total)
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(record, indent=2) + "\n")
