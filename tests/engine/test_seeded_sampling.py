@@ -73,7 +73,7 @@ def test_the_same_seed_gives_the_same_tokens_anywhere(model: LoadedModel) -> Non
     assert len(set(alone)) > 5
     assert _tokens(_manager(model), 0) == alone
     assert _tokens(_manager(model), 3) == alone
-    assert _tokens(_manager(model), 12) == alone
+    assert _tokens(_manager(model), 31) == alone
     assert _tokens(_manager(model, max_batch_tokens=16), 6) == alone, "in chunks"
     crowded = _manager(model, num_blocks=14, max_batch_tokens=40)
     assert _tokens(crowded, 8) == alone, "after preemptions"
