@@ -268,7 +268,7 @@ def test_a_log_of_several_choices_under_any_steps_and_takes(
             assert (got, len(ids)) == (want_text, want_tokens)
             assert stopped.get(index, want_tokens) == want_tokens
         else:
-            # A character that was cut shows as U+FFFD. What was held back as the beginning of a stop
+            # A character that was cut shows as U+FFFD. What was held back as the start of a stop
             # string is text after all, when a failure keeps it from being completed.
             assert text.startswith(got.rstrip("\N{REPLACEMENT CHARACTER}"))
             assert not stop or stop not in got
