@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.request import GenerationRequest
 from engine.sampling_params import MAX_CHOICES, MAX_LOGPROBS
 from engine.types import TokenId
@@ -26,11 +26,14 @@ class AdmissionLimits:
         max_context_tokens: prompt and output together; the lesser of the next two.
         model_context, cache_context: what the model allows, and what the KV cache can hold for one
             request.
+        heeds_priorities: whether the scheduler looks at priorities; where it does not, they are
+            refused.
     """
 
     vocab_size: int
     model_context: int
     cache_context: int
+    heeds_priorities: bool = True
 
     @property
     def max_context_tokens(self) -> int:
@@ -42,6 +45,7 @@ class AdmissionLimits:
 
         Raises:
             InvalidRequestError: names the field, its value, the bound and the remedy.
+            UnsupportedFeatureError: a priority, where the scheduler heeds none.
         """
         prompt = request.prompt
         if not prompt:
@@ -77,6 +81,12 @@ class AdmissionLimits:
         if request.logprobs is not None:
             self._check_ids("output.logprob_token_ids", request.logprobs.token_ids)
         _check_options(request)
+        if request.priority != 0 and not self.heeds_priorities:
+            raise UnsupportedFeatureError(
+                "scheduling.priority",
+                "is not heeded by this scheduler; leave it out, or choose another "
+                '(scheduler_type="priority")',
+            )
 
     def _check_ids(self, field: str, ids: tuple[TokenId, ...]) -> None:
         if set(map(type, ids)) <= {int} and (

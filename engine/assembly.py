@@ -46,16 +46,18 @@ def build_core(
         share_blocks=config.allow_block_sharing,
         host_slots=plan.host_slots,
     )
+    policy = scheduler_class(config.scheduler_type)
     limits = AdmissionLimits(
         vocab_size=verified.vocab_size,
         model_context=verified.context_length,
         cache_context=kv_cache.max_tokens_per_request(plan.max_batch_tokens),
+        heeds_priorities=policy.heeds_priorities,
     )
     if limits.max_context_tokens < 2:
         raise InsufficientMemoryError(
             "num_blocks: the KV cache holds not even a prompt of one token and one more; raise it"
         )
-    scheduler = scheduler_class(config.scheduler_type)(
+    scheduler = policy(
         kv_cache,
         max_batch_tokens=plan.max_batch_tokens,
         max_requests_per_batch=plan.max_requests,

@@ -60,7 +60,7 @@ class GenerationRequest:
             None: nothing of the prompt is reported.
         grammar: a form that the output must have; None: any.
         n: how many independent continuations (choices) to make, 1 to MAX_CHOICES.
-        priority: schedulers that know priorities run higher numbers first; -100 to 100.
+        priority: higher numbers run first; -100 to 100. Only for schedulers that heed priorities.
         cache_salt: cached prefixes are shared only among requests with the same salt.
         bypass_prefix_cache: neither use nor leave cached prefixes.
         time_limit_s: seconds from arrival after which the request ends with TIME_LIMIT; None: no

@@ -21,6 +21,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.kv_cache.manager import KVCacheManager
@@ -57,6 +58,8 @@ class Scheduler(ABC):
     `admit`; the bookkeeping is here. Called on the engine's thread only.
 
     Attributes:
+        heeds_priorities: whether the policy looks at requests' priorities; of the class. Where it
+            does not, a priority other than 0 is refused at admission.
         kv_cache: the blocks.
         max_batch_tokens: the token budget of a step.
         max_requests_per_batch: most requests that run at the same time.
@@ -65,6 +68,8 @@ class Scheduler(ABC):
         running: the batch, in the order in which its requests were started.
         num_preemptions: since the start.
     """
+
+    heeds_priorities: ClassVar[bool] = False
 
     def __init__(
         self,

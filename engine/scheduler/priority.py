@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import ClassVar
 
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import Request
@@ -31,6 +32,8 @@ class PriorityScheduler(Scheduler):
 
     A low priority waits for as long as higher ones keep coming.
     """
+
+    heeds_priorities: ClassVar[bool] = True
 
     def __init__(
         self,

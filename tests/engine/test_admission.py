@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.admission import MAX_CACHE_SALT_BYTES, AdmissionLimits
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.request import GenerationRequest
 from engine.sampling_params import MAX_CHOICES, MAX_LOGPROBS, LogprobParams, SamplingParams
 from engine.types import TokenId
@@ -73,3 +73,10 @@ def test_within(changes: dict[str, Any]) -> None:
 def test_beyond(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(InvalidRequestError, match=match):
         LIMITS.check(request(**changes))
+
+
+def test_a_priority_that_the_scheduler_would_ignore() -> None:
+    limits = dataclasses.replace(LIMITS, heeds_priorities=False)
+    limits.check(request(priority=0))
+    with pytest.raises(UnsupportedFeatureError, match=r"^scheduling\.priority: .*scheduler_type"):
+        limits.check(request(priority=1))

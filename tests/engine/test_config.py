@@ -9,7 +9,7 @@ import pytest
 from transformers import GenerationConfig
 
 from engine.config import ContinuousBatchingConfig, LoadConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, UnsupportedFeatureError
 from engine.offline import LoadedModel
 
 
@@ -263,6 +263,22 @@ def test_scheduler_type_acts(llama: LoadedModel) -> None:
     }
     with pytest.raises(ConfigError, match="scheduler_type"):
         _run(llama, scheduler_type="lifo")
+
+
+@pytest.mark.parametrize("name", ["fifo", "prefill_first", "priority"])
+def test_priorities_are_heeded_or_refused(llama: LoadedModel, name: str) -> None:
+    config = ContinuousBatchingConfig(block_size=8, num_blocks=64, scheduler_type=name)
+    manager = llama.init_continuous_batching(None, config)
+    manager.start()
+    try:
+        manager.add_request([5, 6], max_new_tokens=1, priority=0)
+        if name == "priority":
+            manager.add_request([5, 6], max_new_tokens=1, priority=1)
+        else:
+            with pytest.raises(UnsupportedFeatureError, match=r"scheduling\.priority"):
+                manager.add_request([5, 6], max_new_tokens=1, priority=1)
+    finally:
+        manager.stop()
 
 
 def test_safety_margin_acts(llama: LoadedModel) -> None:
