@@ -435,7 +435,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "deepseek_v32": Refusal(
         _latent("deepseek_v32", "", index_topk=8, index_n_heads=2, index_head_dim=16),
-        "layers of kind indexed_attention",
+        "layers of kind",
         _INDEXED_WHY,
     ),
     "diffllama": Refusal(
