@@ -109,8 +109,9 @@ class ProcessEngineClient:
         self._calls: dict[int, asyncio.Future[msgspec.Struct]] = {}
         self._numbers = itertools.count(1)
         self._live: dict[RequestId, float] = {}
+        self._admitted: set[RequestId] = set()  # of the live ones: only these make steps
         self._durations: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._last_step = 0.0
+        self._last_step = self._last_heard = 0.0
         self._failure: Exception | None = None
         self._failed = asyncio.Event()
         self._closing = False
@@ -194,15 +195,19 @@ class ProcessEngineClient:
             raise DuplicateRequestError(request.request_id)
         now = time.monotonic()
         if not self._live:
-            self._last_step = now
+            self._last_heard = now
         self._live[request.request_id] = now
         try:
             reply = await self._call(
                 lambda number: messages.Submit(number, request), messages.Admitted
             )
         except BaseException:
-            self._live.pop(request.request_id, None)
+            self._forget(request.request_id)
             raise
+        if request.request_id in self._live:  # else it has ended already
+            if not self._admitted:
+                self._last_step = time.monotonic()
+            self._admitted.add(request.request_id)
         return Admission(reply.queue_position, reply.arrival)
 
     async def cancel(self, request_id: RequestId) -> bool:
@@ -263,6 +268,7 @@ class ProcessEngineClient:
         self._fail(_LOST, EngineUnavailableError(f"the engine has failed: {reason}"))
 
     def _take(self, message: messages.Message, progress: ProgressSink) -> None:
+        self._last_heard = time.monotonic()
         match message:
             case messages.Step():
                 self._take_step(message.outputs)
@@ -287,19 +293,30 @@ class ProcessEngineClient:
             self._durations.append(outputs.step.duration_s)
         for output in outputs.outputs:
             if output.ends_request:
-                self._live.pop(output.request_id, None)
-        if outputs.outputs and self._sink is not None:
+                self._forget(output.request_id)
+        if self._sink is not None:
             self._sink(outputs)
 
+    def _forget(self, request_id: RequestId) -> None:
+        self._live.pop(request_id, None)
+        self._admitted.discard(request_id)
+
     async def _watch(self) -> None:
-        """End the process if it hangs. It is looked at twice, so that a machine that stood still
-        does not make it look hung before what it sent meanwhile was read.
+        """End the process if it hangs: if it has taken requests in and makes no step of them, or
+        says nothing at all. A request whose form is being compiled, or that is refused, makes no
+        steps; while there are only such, the process is asked for something that it has at hand.
+
+        It is looked at twice, so that a machine that stood still does not make it look hung before
+        what it sent meanwhile was read.
         """
         suspected = False
         while self._hang_timeout_s > 0:
             await asyncio.sleep(_WATCH_INTERVAL_S)
             limit = max(self._hang_timeout_s, _HANG_FACTOR * max(self._durations, default=0.0))
-            hung = bool(self._live) and time.monotonic() - self._last_step > limit
+            if self._live and not self._admitted and self._writer is not None:
+                self._writer.write(messages.GetStats(next(self._numbers)))
+            last = self._last_step if self._admitted else self._last_heard
+            hung = bool(self._live) and time.monotonic() - last > limit
             if hung and suspected and self._process is not None:
                 logger.error("the engine gave no step for %.1f s; its process is ended", limit)
                 with contextlib.suppress(ProcessLookupError):
@@ -342,6 +359,7 @@ class ProcessEngineClient:
             for request_id, arrival in self._live.items()
         )
         self._live.clear()
+        self._admitted.clear()
         if outputs and self._sink is not None:
             self._sink(StepOutputs(now, outputs))
 

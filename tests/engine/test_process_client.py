@@ -32,12 +32,19 @@ from engine.outputs import FinishReason, RequestOutput, StepOutputs
 from engine.process import messages
 from engine.process.client import ProcessEngineClient
 from engine.request import GenerationRequest
-from engine.sampling_params import LogprobParams, SamplingParams, StopParams
+from engine.sampling_params import (
+    GrammarKind,
+    GrammarParams,
+    LogprobParams,
+    SamplingParams,
+    StopParams,
+)
 from engine.types import RequestId, TokenId
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 CONFIG = ContinuousBatchingConfig(block_size=16, num_blocks=256, max_queue_size=4)
 WAIT = 60.0
+_REFUSED_FORM = GrammarParams(kind=GrammarKind.REGEX, text="(?=a)b")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -47,9 +54,11 @@ class Sink:
 
     def __init__(self) -> None:
         self.outputs: dict[str, list[RequestOutput]] = {}
+        self.num_steps = 0
         self._changed = asyncio.Event()
 
     def __call__(self, step: StepOutputs) -> None:
+        self.num_steps += step.step is not None
         for output in step.outputs:
             self.outputs.setdefault(output.request_id, []).append(output)
         self._changed.set()
@@ -116,6 +125,17 @@ async def test_tokens_are_those_of_an_engine_in_this_process(
     assert len(last.logprobs[0].candidates) == 2
 
 
+async def test_steps_that_bring_nobody_anything_are_told_of(
+    shared: tuple[ProcessEngineClient, Sink],
+) -> None:
+    client, sink = shared
+    before, steps_before = sink.num_steps, (await client.stats()).steps
+    # A prompt of two chunks: the first gives no output.
+    await client.submit(_request("chunks", prompt=(TokenId(5),) * 1100, max_tokens=1))
+    await sink.until("chunks")
+    assert sink.num_steps - before == (await client.stats()).steps - steps_before == 2
+
+
 async def test_calls_and_refusals_cross(shared: tuple[ProcessEngineClient, Sink]) -> None:
     client, sink = shared
     with pytest.raises(InvalidRequestError) as caught:
@@ -138,6 +158,19 @@ async def test_calls_and_refusals_cross(shared: tuple[ProcessEngineClient, Sink]
     assert not await client.cancel(RequestId("cancelled"))
 
 
+async def _refusals_for(seconds: float, client: ProcessEngineClient) -> None:
+    """Without a pause there are requests that are refused: they make no steps, and no hang."""
+    end = time.monotonic() + seconds
+
+    async def ask(name: str) -> None:
+        while time.monotonic() < end:
+            with pytest.raises(InvalidRequestError, match="look-around"):
+                await client.submit(_request(name, grammar=_REFUSED_FORM))
+
+    await asyncio.gather(*(ask(f"refused {number}") for number in range(4)))
+    assert client.failure is None
+
+
 async def test_a_killed_and_a_hung_process_end_their_requests_and_can_be_replaced(
     sink: Sink,
 ) -> None:
@@ -147,6 +180,8 @@ async def test_a_killed_and_a_hung_process_end_their_requests_and_can_be_replace
     for turn, number in enumerate((signal.SIGKILL, signal.SIGSTOP)):
         await client.start(sink, lambda line: None)
         assert client.failure is None
+        if turn == 0:
+            await _refusals_for(2.5, client)
         name = f"lost {turn}"
         await client.submit(_request(name, max_tokens=1500))
         await sink.until(name, ended=False)
