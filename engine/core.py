@@ -46,6 +46,10 @@ MatcherFactory = Callable[[], TokenMatcher]
 """Makes a matcher at the beginning of a grammar, one for each choice."""
 
 _NO_TOKEN = "the model gave no finite logits for this request"
+_NO_TOKEN_LEFT = (
+    "no token can follow: allowed and banned ids and no_repeat_ngram_size leave none, or the model "
+    "gave no finite logits; relax these options"
+)
 _NO_TOKEN_FITS = (
     "no token can follow: the form that was asked for allows none that the other options allow, "
     "it became too complex to be followed, or the model gave no finite logits"
@@ -351,8 +355,7 @@ class EngineCore:
     ) -> None:
         """Take the token that was sampled for a position of a live choice."""
         if token == INVALID_TOKEN:
-            what = _NO_TOKEN if request.matcher is None else _NO_TOKEN_FITS
-            self._live.fail_alone(live, what)
+            self._live.fail_alone(live, _why_no_token(request))
             return
         if position >= request.max_total_tokens:
             # Nothing may be generated: max_tokens is 0. The prompt was processed, the sampled token
@@ -464,3 +467,13 @@ class EngineCore:
         if request is not None:
             live = self._live.by_id[request.request_id]
             self._live.fail_alone(live, "the request does not fit the KV cache")
+
+
+def _why_no_token(request: Request) -> str:
+    """What to tell of a choice for which no token could be chosen."""
+    if request.matcher is not None:
+        return _NO_TOKEN_FITS
+    sampling = request.spec.sampling
+    if sampling.allowed_token_ids or sampling.banned_token_ids or sampling.no_repeat_ngram_size:
+        return _NO_TOKEN_LEFT
+    return _NO_TOKEN

@@ -234,6 +234,17 @@ def test_a_request_without_finite_logits_fails_alone(
     near.check()
 
 
+def test_options_that_leave_no_token(near: Neighbourhood) -> None:
+    near.manager.add_request(
+        [5, 6], request_id="a", max_new_tokens=9, allowed_token_ids=[7, 8], no_repeat_ngram_size=1
+    )
+    output = near.result("a")
+    assert (output.finish_reason, len(output.generated_tokens)) == (FinishReason.ERROR, 2)
+    assert output.error is not None
+    assert "no_repeat_ngram_size leave none" in output.error
+    near.check()
+
+
 def test_nan_left_in_freed_blocks_reaches_nobody(
     loaded: Callable[[str], LoadedModel], right: list[list[int]]
 ) -> None:
