@@ -90,6 +90,7 @@ class Registry:
         self._kept_bytes = 0
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._admitting: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._live = 0
@@ -128,6 +129,9 @@ class Registry:
     ) -> RequestLog:
         """Hand a request to the engine, and its results to `stream` (or keep them, where durable).
 
+        A caller that is cancelled meanwhile takes the request with it, unless its results are to be
+        kept (durable, or a lease): who asked for that may come back, and the request goes on.
+
         Raises:
             DuplicateRequestError, TooManyResultsError: as they say.
             InvalidRequestError, QueueFullError, EngineUnavailableError: the engine's refusals.
@@ -148,6 +152,20 @@ class Registry:
         log.durable = durable
         log.keep = durable or (stream is not None and stream.lease_s > 0)
         self._add(log)
+        admitting = self._admit(log, submission, stream, command_id)
+        if log.keep:
+            key = log.identity, log.request_id
+            self._admitting[key] = task = self._spawn(admitting)
+            task.add_done_callback(lambda done: self._settle(key, done))
+            await asyncio.shield(task)
+        else:
+            await admitting
+        return log
+
+    async def _admit(
+        self, log: RequestLog, submission: Submission, stream: ResultStream | None, command_id: int
+    ) -> None:
+        request = submission.request
         try:
             admission = await self._client.submit(request)
         except asyncio.CancelledError:
@@ -178,7 +196,18 @@ class Registry:
         if log.cancel_wanted:
             self._spawn(self._cancel(log))
         log.notify()
-        return log
+
+    def _settle(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
+        if self._admitting.get(key) is task:  # else it was refused, and tried again at once
+            del self._admitting[key]
+
+    async def settled(self, identity: str, request_id: str) -> None:
+        """Wait while it is open whether the engine takes a request of this name in, where that
+        does not depend on its caller any more: until then it is neither there nor refused.
+        """
+        task = self._admitting.get((identity, request_id))
+        if task is not None:
+            await asyncio.wait([task])
 
     def _add(self, log: RequestLog) -> None:
         self._logs[log.identity, log.request_id] = log
@@ -351,15 +380,18 @@ class Registry:
         """Forget everything and wait for what is under way."""
         for log in list(self._logs.values()):
             self._forget(log)
+        for task in self._admitting.values():
+            task.cancel()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # Calls to the engine that nobody waits for
 
-    def _spawn(self, call: Coroutine[None, None, None]) -> None:
+    def _spawn(self, call: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(call)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _cancel(self, log: RequestLog) -> None:
         try:

@@ -61,7 +61,7 @@ class CommandReader:
                 case "add":
                     await self._add(command)
                 case "attach":
-                    self._attach(command)
+                    await self._attach(command)
                 case "cancel":
                     self._cancel(command)
                 case "credit":
@@ -98,9 +98,10 @@ class CommandReader:
         submission = await convert_spec(self._front, command.add.spec)
         await self._front.registry.start(submission, self._stream, command_id=command.command_id)
 
-    def _attach(self, command: Command) -> None:
+    async def _attach(self, command: Command) -> None:
         request_id = command.attach.request_id
         check_request_id(request_id, "attach.request_id")
+        await self._front.registry.settled(IDENTITY, request_id)
         from_seq = command.attach.from_seq or 1
         self._front.registry.attach(IDENTITY, request_id, from_seq, self._stream)
         self._stream.reply(Attached(command.command_id, request_id, from_seq))

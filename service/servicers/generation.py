@@ -158,7 +158,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         refuse_unknown(request)
         wait_s = _wait(request)
         from_seq = request.from_seq or 1
-        log = _find(front, request.request_id)
+        log = await _find(front, request.request_id)
         log.check_from(from_seq)
         with contextlib.suppress(TimeoutError):  # the answer is what is there
             async with asyncio.timeout(wait_s):
@@ -176,11 +176,12 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         )
 
 
-def _find(front: FrontEnd, request_id: str) -> RequestLog:
+async def _find(front: FrontEnd, request_id: str) -> RequestLog:
     try:
         check_request_id(request_id)
     except InvalidRequestError as error:
         raise FieldError(error.field, error.description) from error
+    await front.registry.settled(IDENTITY, request_id)
     return front.registry.find(IDENTITY, request_id)
 
 

@@ -30,6 +30,7 @@ async def convert_spec(
 ) -> Submission:
     """Convert a spec; the request's name is checked before any work is done for it."""
     request_id = front.converter.check_id(spec)
+    await front.registry.settled(IDENTITY, request_id)
     front.registry.check_free(IDENTITY, request_id)
     return await front.converter.submission(
         spec,
