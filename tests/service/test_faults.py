@@ -1,0 +1,289 @@
+"""Lost, slow and stalled connections between real gRPC clients and a server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import grpc
+import pytest
+from headrace.v1 import generation_pb2 as pb
+from headrace.v1 import generation_service_pb2 as rpc
+from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
+
+from engine.client import Admission
+from engine.request import GenerationRequest
+from tests.service.fake_engine import EOS, FakeEngine, model_info
+from tests.service.fault_proxy import OWN_CONNECTION, SeededSchedule, fault_proxy
+from tests.service.helpers import (
+    DEADLINE_S,
+    Session,
+    check_course,
+    finished_of,
+    ids_of,
+    serving,
+    spec,
+    text_of,
+    until,
+)
+
+LEASE = {"seconds": 120}
+
+
+def check_lost(error: grpc.aio.AioRpcError) -> None:
+    """The error must be what a client sees of a connection that ended. A write to a stream that is
+    lost already is INTERNAL in grpcio, with this text.
+    """
+    assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) or (
+        error.code() is grpc.StatusCode.INTERNAL and error.details() == "Internal error from Core"
+    ), error
+
+
+@dataclass(eq=False)
+class SlowEngine(FakeEngine):
+    """Takes some turns of the event loop to take a request in, as the compilation of a form does,
+    and some time for a step, so that connections are lost meanwhile.
+    """
+
+    source: random.Random = field(default_factory=partial(random.Random, 0))
+
+    async def submit(self, request: GenerationRequest) -> Admission:
+        for _ in range(self.source.choice([0, 0, 5, 50])):
+            await asyncio.sleep(0)
+        return await super().submit(request)
+
+    async def _run_loop(self) -> None:
+        while True:
+            await self._work.wait()
+            if not self.step():
+                self._work.clear()
+            await asyncio.sleep(0.003)
+
+
+def oracle(prompt: str) -> str:
+    """The output for a prompt: 30 to 90 characters, some of several bytes."""
+    source = random.Random(prompt)
+    return "".join(source.choice("abcdefé€😀 ") for _ in range(source.randint(30, 90)))
+
+
+def script(request: GenerationRequest, choice: int) -> Sequence[int]:
+    """The oracle's, as tokens; each choice its own."""
+    return [*oracle(f"{bytes(request.prompt).decode()}/{choice}").encode(), EOS]
+
+
+def check_whole(name: str, events: list[pb.ResultEvent], n: int) -> None:
+    """All of a request is there: gapless, nothing twice, and what the oracle says."""
+    check_course(events, n=n)
+    for choice in range(n):
+        said = oracle(f"{name}/{choice}")
+        assert text_of(events, choice) == said
+        assert ids_of(events, choice) == [*said.encode(), EOS]
+        assert finished_of(events, choice).reason == pb.FINISH_REASON_STOP
+
+
+def is_over(events: list[pb.ResultEvent], n: int) -> bool:
+    """Whether the last terminal event is there."""
+    return sum(event.HasField("finished") for event in events) == n
+
+
+@asynccontextmanager
+async def connection(target: str) -> AsyncIterator[Any]:
+    """A stub with a connection of its own."""
+    async with grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel:
+        yield GenerationServiceStub(channel)
+
+
+@dataclass
+class Client:
+    """One client of the storm: a few requests, and a connection that breaks again and again.
+
+    Attributes:
+        kind: "leased" attaches again by sessions; "reading" opens one leased session, and after
+            its loss reads by GetResult; "added" starts by AddRequest and attaches by sessions;
+            "bare" has no lease: what it lost is cancelled.
+        target: the proxy.
+        lost: how often the connection was lost while requests were unfinished.
+    """
+
+    kind: str
+    number: int
+    target: str
+    requests: int
+    lost: int = 0
+    events: dict[str, list[pb.ResultEvent]] = field(default_factory=dict)
+    n: dict[str, int] = field(default_factory=dict)
+    known: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        source = random.Random(self.number)
+        for i in range(self.requests):
+            name = f"{self.kind}{self.number}-{i}"
+            self.events[name] = []
+            self.n[name] = source.choice([1, 1, 1, 2])
+
+    @property
+    def left(self) -> list[str]:
+        """The requests whose end is not there yet."""
+        return [name for name, run in self.events.items() if not is_over(run, self.n[name])]
+
+    def spec(self, name: str) -> pb.GenerationSpec:
+        return spec(name, request_id=name, n=self.n[name])
+
+    async def run(self) -> None:
+        if self.kind == "added":
+            await self.start_all()
+        while self.left:
+            try:
+                async with asyncio.timeout(DEADLINE_S), connection(self.target) as stub:
+                    if self.kind == "reading" and self.lost:
+                        await self.read(stub)
+                    else:
+                        await self.attend(stub)
+            except grpc.aio.AioRpcError as error:
+                check_lost(error)
+                self.lost += 1
+            except asyncio.InvalidStateError:  # a write after the end, says grpcio
+                self.lost += 1
+            if self.kind == "bare":
+                break
+
+    async def start_all(self) -> None:
+        """AddRequest for each, until it was taken in."""
+        while any(name not in self.known for name in self.events):
+            try:
+                async with connection(self.target) as stub:
+                    for name in self.events:
+                        await self.start(stub, name)
+            except grpc.aio.AioRpcError as error:
+                check_lost(error)
+                self.lost += 1
+
+    async def start(self, stub: Any, name: str) -> None:
+        """AddRequest for one whose start is not certain. That it is there already means that an
+        earlier try was taken in.
+        """
+        if name in self.known:
+            return
+        try:
+            await stub.AddRequest(rpc.AddRequestRequest(spec=self.spec(name)), timeout=DEADLINE_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.ALREADY_EXISTS:
+                raise
+        self.known.add(name)
+
+    async def attend(self, stub: Any) -> None:
+        """One session: start or attach, and read until all is there, or the connection is lost."""
+        session = Session(stub.StreamResult())
+        if self.kind != "bare":
+            await session.send(open=rpc.OpenCommand(lease=LEASE))
+        for number, name in enumerate(self.left, 1):
+            if name in self.known:
+                wanted = len(self.events[name]) + 1
+                command: dict[str, Any] = {
+                    "attach": rpc.AttachCommand(request_id=name, from_seq=wanted)
+                }
+            else:
+                command = {"add": rpc.AddCommand(spec=self.spec(name))}
+            await session.send(number, **command)
+        while self.left:
+            message = await session.call.read()
+            if message is grpc.aio.EOF:
+                await session.call  # raises what ended it
+                raise AssertionError("the session ended before its requests")
+            for rejection in message.rejections:  # an add whose answer was lost with its stream
+                code = rejection.status.code
+                assert code == grpc.StatusCode.ALREADY_EXISTS.value[0], rejection
+                self.known.add(rejection.request_id)
+                attach = rpc.AttachCommand(request_id=rejection.request_id, from_seq=1)
+                await session.send(attach=attach)
+            self.collect(message.events)
+        await session.call.done_writing()
+        assert await session.call.read() is grpc.aio.EOF
+
+    async def read(self, stub: Any) -> None:
+        """Read by GetResult, waiting for more."""
+        for name in self.left:
+            await self.start(stub, name)  # where its add was lost with the stream
+            done = False
+            while not done:
+                answer = await stub.GetResult(
+                    rpc.GetResultRequest(
+                        request_id=name,
+                        from_seq=len(self.events[name]) + 1,
+                        wait={"seconds": 30},
+                    )
+                )
+                self.collect(answer.events)
+                assert answer.next_seq == len(self.events[name]) + 1
+                done = answer.done
+
+    def collect(self, events: Sequence[pb.ResultEvent]) -> None:
+        """Append events, which must follow on what is there."""
+        for event in events:
+            run = self.events[event.request_id]
+            assert event.seq == len(run) + 1
+            run.append(event)
+            self.known.add(event.request_id)
+
+    def check(self) -> None:
+        for name, run in self.events.items():
+            check_whole(name, run, self.n[name])
+
+
+async def storm(kinds: dict[str, int], requests: int, *, unix: bool, seed: int) -> None:
+    """Clients whose connections are cut, half-closed, stalled, slowed while their requests run."""
+    engine = SlowEngine(script=script, info=model_info(max_running_requests=256))
+    schedule = SeededSchedule(seed, after=(60, 9000), spared=0.1)
+    clients: list[Client] = []
+    freed: list[float] = []
+    async with (
+        serving(engine, result_retention_s=120) as h,
+        fault_proxy(h.server.addresses[0], schedule, unix=unix) as proxy,
+    ):
+        registry = h.registry
+
+        async def run(client: Client) -> None:
+            await client.run()
+            if client.kind != "bare":
+                return
+            began = time.monotonic()
+            names = [("anonymous", name) for name in client.events]
+            await until(lambda: not any(name in registry._logs for name in names))
+            freed.append(time.monotonic() - began)
+
+        for kind, count in kinds.items():
+            clients += [Client(kind, i, proxy.target, requests) for i in range(count)]
+        random.Random(seed).shuffle(clients)
+        await asyncio.gather(*(run(client) for client in clients))
+        await until(lambda: not registry.streams)
+        assert registry.live == registry.attached == engine.num_live == 0
+    for client in clients:
+        if client.kind != "bare":
+            client.check()
+    lost = {kind: sum(c.lost for c in clients if c.kind == kind) for kind in kinds}
+    assert all(lost.values()), lost  # else nothing was tried
+    bare = [name for c in clients if c.kind == "bare" for name in c.left if c.lost]
+    cancelled = {engine_id.split("/", 1)[1].split("#")[0] for engine_id in engine.cancelled}
+    assert cancelled
+    assert cancelled <= set(bare)  # nobody else's
+    assert statistics.median(freed) < 1.0
+
+
+@pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
+async def test_200_sessions_whose_connections_break(unix: bool) -> None:
+    counts = {"leased": 100, "reading": 30, "added": 30, "bare": 40}
+    await storm(counts, 2, unix=unix, seed=7 + unix)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+async def test_many_sessions_whose_connections_break(seed: int) -> None:
+    counts = {"leased": 200, "reading": 60, "added": 60, "bare": 80}
+    await storm(counts, 4, unix=seed % 2 == 1, seed=seed)
