@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import statistics
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +22,7 @@ from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 from engine.client import Admission
 from engine.request import GenerationRequest
-from tests.service.fake_engine import EOS, FakeEngine, model_info
+from tests.service.fake_engine import EOS, FakeEngine, default_script, model_info
 from tests.service.fault_proxy import OWN_CONNECTION, SeededSchedule, fault_proxy
 from tests.service.helpers import (
     DEADLINE_S,
@@ -287,3 +289,101 @@ async def test_200_sessions_whose_connections_break(unix: bool) -> None:
 async def test_many_sessions_whose_connections_break(seed: int) -> None:
     counts = {"leased": 200, "reading": 60, "added": 60, "bare": 80}
     await storm(counts, 4, unix=seed % 2 == 1, seed=seed)
+
+
+# Clients that do not read
+
+SMALL_WINDOW = [*OWN_CONNECTION, ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+"""A client whose connection takes little before it wants to be read from."""
+REQUESTS = 4
+"""Requests of each session."""
+LOGPROBS = 5
+DETAIL_BYTES = 48 * (1 + LOGPROBS)
+"""What delivery reckons for a token with its candidates, and for an event."""
+EVENT_BYTES = 200
+MOST_EVENTS = 16
+"""Of a request whose client does not read, whatever its length."""
+MEMORY_FACTOR = 4
+"""How much more memory than that the objects may take in Python."""
+
+
+async def open_session(stack: AsyncExitStack, target: str, name: str, tokens: int) -> Session:
+    """A session with a connection of its own and some requests that were taken in; every other one
+    has a lease.
+    """
+    channel = await stack.enter_async_context(
+        grpc.aio.insecure_channel(target, options=SMALL_WINDOW)
+    )
+    session = Session(GenerationServiceStub(channel).StreamResult())
+    if name.endswith(("0", "2", "4", "6", "8")):
+        await session.send(open=rpc.OpenCommand(lease=LEASE))
+    for i in range(REQUESTS):
+        request_id = f"{name}/{i}"
+        await session.add(
+            spec(
+                request_id,
+                request_id=request_id,
+                stop={"max_tokens": tokens},
+                output={"logprobs": LOGPROBS},
+            )
+        )
+    await session.read_until(lambda _: len(session.events()) == REQUESTS)
+    return session
+
+
+async def stalled_readers(stalled: int, live: int, tokens: int) -> None:
+    """Some sessions stop reading after their requests were taken in; others read on."""
+    engine = FakeEngine(auto=False, info=model_info(max_running_requests=1024))
+    async with serving(engine, result_retention_s=120) as h, AsyncExitStack() as stack:
+        target = h.server.addresses[0]
+        stuck = [await open_session(stack, target, f"s{i}", tokens) for i in range(stalled)]
+        readers = [await open_session(stack, target, f"l{i}", tokens) for i in range(live)]
+        logs = [log for (_, name), log in h.registry._logs.items() if name.startswith("s")]
+        assert len(logs) == stalled * REQUESTS
+        # The live ones get each step before the next one is made, in one message.
+        start = tokens // 4
+        for step in range(tokens):
+            if step == start:  # by now all writers of the others are blocked
+                gc.collect()
+                tracemalloc.start()
+                unread_at_start = sum(log.pending_size() for log in logs)
+            engine.step()
+            for reader in readers:
+                message = await reader.read()
+                reader.messages.clear()  # else it would be measured too
+                assert [*tokens_by_request(message).values()] == [1] * REQUESTS
+        gc.collect()
+        grown, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        # What the stalled ones cost: their output, once, in a few events each.
+        assert engine.num_live == 0
+        assert not any(log.delivered for log in logs)
+        assert max(len(log._kept) for log in logs) <= MOST_EVENTS
+        unread = sum(log.pending_size() for log in logs)
+        assert unread <= len(logs) * (tokens * (DETAIL_BYTES + 1) + MOST_EVENTS * EVENT_BYTES)
+        assert grown <= MEMORY_FACTOR * (unread - unread_at_start)
+        # Nothing is lost once they read again.
+        oracle_of = {bytes(request.prompt).decode(): request for request in engine.submitted}
+        for session in stuck:
+            await session.end()
+            for name, events in session.events().items():
+                check_course(events)
+                assert len(events) <= MOST_EVENTS
+                assert ids_of(events) == list(default_script(oracle_of[name]))[:tokens]
+                assert text_of(events) == bytes(ids_of(events)).decode()
+        assert h.registry.attached == 0
+
+
+def tokens_by_request(message: rpc.StreamResultResponse) -> dict[str, int]:
+    """How many tokens of each request a message has."""
+    deltas = [event for event in message.events if event.HasField("delta")]
+    return {event.request_id: len(event.delta.tokens) for event in deltas}
+
+
+async def test_20_sessions_that_stop_reading_hold_up_nobody() -> None:
+    await stalled_readers(20, 4, 240)
+
+
+@pytest.mark.slow
+async def test_100_sessions_that_stop_reading_hold_up_nobody() -> None:
+    await stalled_readers(100, 16, 800)
