@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service import options
+from service import options, tokens
 
 if TYPE_CHECKING:
     from engine.client import EngineClient
@@ -68,7 +68,13 @@ def serve(
     insecure: options.Insecure = False,
     tls_cert: options.TlsCert = None,
     tls_key: options.TlsKey = None,
+    tls_client_ca: options.TlsClientCa = None,
+    auth_file: options.AuthFile = None,
+    keepalive_interval: options.KeepaliveInterval = 60.0,
+    max_connection_age: options.MaxConnectionAge = 0.0,
+    max_connection_age_grace: options.MaxConnectionAgeGrace = 0.0,
     unix_socket_mode: options.UnixSocketMode = "0660",
+    unix_socket_group: options.UnixSocketGroup = None,
     max_message_bytes: options.MaxMessageBytes = 16 << 20,
     model: options.Model = None,
     served_name: options.ServedName = None,
@@ -89,6 +95,7 @@ def serve(
     max_choices: options.MaxChoices = 16,
     max_queue_size: options.MaxQueueSize = 1024,
     max_open_requests: options.MaxOpenRequests = 8192,
+    max_requests_per_identity: options.MaxRequestsPerIdentity = 0,
     default_max_tokens: options.DefaultMaxTokens = 256,
     default_time_limit: options.DefaultTimeLimit = 3600.0,
     max_time_limit: options.MaxTimeLimit = 86400.0,
@@ -116,6 +123,12 @@ def serve(
             insecure=insecure,
             tls_cert=tls_cert,
             tls_key=tls_key,
+            tls_client_ca=tls_client_ca,
+            auth_file=auth_file,
+            max_requests_per_identity=max_requests_per_identity,
+            keepalive_interval_s=keepalive_interval,
+            max_connection_age_s=max_connection_age,
+            max_connection_age_grace_s=max_connection_age_grace,
             drain_timeout_s=drain_timeout,
             max_choices=max_choices,
             scheduler=scheduler,
@@ -131,6 +144,7 @@ def serve(
             max_kept_results=max_kept_results,
             max_kept_bytes=max_kept_bytes,
             unix_socket_mode=_mode(unix_socket_mode),
+            unix_socket_group=unix_socket_group,
             log_level=log_level.lower(),
         )
         batching = ContinuousBatchingConfig(
@@ -173,6 +187,9 @@ def serve(
     from service.process import run
 
     raise typer.Exit(run(config, client))
+
+
+app.command("token")(tokens.token)
 
 
 def _mode(text: str) -> int:

@@ -29,7 +29,18 @@ class ServiceConfig:
         served_name: the model's name in the model card; None: the last part of its path.
         insecure: allow addresses beyond loopback without TLS.
         tls_cert, tls_key: PEM files of the certificate chain and its key; both or none. TLS is
-            then used on all TCP addresses.
+            then used on all TCP addresses. They may be exchanged while the server runs.
+        tls_client_ca: PEM file of the authorities whose certificates clients must show; needs
+            tls_cert. None: clients show none.
+        auth_file: who may call (see `service.callers`); None: everybody may call everything.
+        max_requests_per_identity: how many of max_open_requests one identity may have; 0: all of
+            them; at most 1,000,000.
+        keepalive_interval_s: how often a quiet connection is asked whether its client is still
+            there; 10 s to a day.
+        max_connection_age_s: after about how long a connection is closed to new calls, so that
+            its client connects anew; 0: never; else a second to 20 days.
+        max_connection_age_grace_s: how long the calls of such a connection may go on; 0: as long
+            as they like; at most 20 days.
         drain_timeout_s: how long live requests may go on after the first signal; 0 to a day.
         max_queue_size: how many requests may wait in the engine; one more is refused. 1 to
             1,000,000.
@@ -49,6 +60,7 @@ class ServiceConfig:
         max_kept_results, max_kept_bytes: how many ended requests are kept, and about how many
             bytes of results; beyond them the oldest go. 0 to 1,000,000; 0 to 64 GiB.
         unix_socket_mode: the permissions of Unix sockets.
+        unix_socket_group: whose group they belong to, a name or a number; None: the process's.
         log_level: debug, info, warning or error.
     """
 
@@ -57,6 +69,12 @@ class ServiceConfig:
     insecure: bool = False
     tls_cert: str | None = None
     tls_key: str | None = None
+    tls_client_ca: str | None = None
+    auth_file: str | None = None
+    max_requests_per_identity: int = 0
+    keepalive_interval_s: float = 60.0
+    max_connection_age_s: float = 0.0
+    max_connection_age_grace_s: float = 0.0
     drain_timeout_s: float = 30.0
     max_queue_size: int = 1024
     max_choices: int = 16
@@ -72,6 +90,7 @@ class ServiceConfig:
     max_kept_results: int = 1000
     max_kept_bytes: int = 64 * MIB
     unix_socket_mode: int = 0o660
+    unix_socket_group: str | None = None
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -85,6 +104,15 @@ class ServiceConfig:
             raise ConfigError(
                 "tls_cert", "and tls_key belong together; give both files, or neither"
             )
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ConfigError("tls_client_ca", "needs TLS; give tls_cert and tls_key too")
+        _within("max_requests_per_identity", self.max_requests_per_identity, 0, 1_000_000)
+        _within("keepalive_interval_s", self.keepalive_interval_s, 10, DAY_S)
+        if self.max_connection_age_s:
+            _within("max_connection_age_s", self.max_connection_age_s, 1, 20 * DAY_S)
+        _within("max_connection_age_grace_s", self.max_connection_age_grace_s, 0, 20 * DAY_S)
+        if self.max_connection_age_grace_s and not self.max_connection_age_s:
+            raise ConfigError("max_connection_age_grace_s", "needs max_connection_age_s")
         _within("drain_timeout_s", self.drain_timeout_s, 0, DAY_S)
         _within("max_queue_size", self.max_queue_size, 1, 1_000_000)
         _within("max_choices", self.max_choices, 1, MAX_CHOICES)

@@ -34,10 +34,12 @@ from engine.errors import (
 )
 from engine.outputs import RequestFailure
 from engine.text import ChatTemplateUnavailableError
+from service.auth import PermissionDeniedError, UnauthenticatedError
 from service.delivery.errors import (
     RequestFailedError,
     RequestMovedError,
     ResultGoneError,
+    TooManyOfIdentityError,
     TooManyResultsError,
 )
 
@@ -186,6 +188,24 @@ def _too_many(error: TooManyResultsError, _prefix: str) -> _Public:
     )
 
 
+def _too_many_of_identity(error: TooManyOfIdentityError, _prefix: str) -> _Public:
+    return _Public(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "TOO_MANY_REQUESTS_OF_IDENTITY",
+        str(error),
+        {"max_requests_per_identity": str(error.limit)},
+        retry_after_s=error.retry_after_s,
+    )
+
+
+def _unauthenticated(error: UnauthenticatedError, _prefix: str) -> _Public:
+    return _Public(grpc.StatusCode.UNAUTHENTICATED, error.reason, str(error))
+
+
+def _denied(error: PermissionDeniedError, _prefix: str) -> _Public:
+    return _Public(grpc.StatusCode.PERMISSION_DENIED, "SERVICE_NOT_GRANTED", str(error))
+
+
 def _unavailable(error: EngineUnavailableError, _prefix: str) -> _Public:
     reason = error.reason if isinstance(error, NotReadyError) else "ENGINE_STOPPED"
     return _Public(grpc.StatusCode.UNAVAILABLE, reason, str(error), retry_after_s=_RESTART_DELAY_S)
@@ -233,6 +253,9 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
     (RequestMovedError, _moved),
     (QueueFullError, _queue_full),
     (TooManyResultsError, _too_many),
+    (TooManyOfIdentityError, _too_many_of_identity),
+    (UnauthenticatedError, _unauthenticated),
+    (PermissionDeniedError, _denied),
     (EngineUnavailableError, _unavailable),
     (ChatTemplateUnavailableError, _no_template),
     (PreconditionError, _precondition),

@@ -1,5 +1,5 @@
-"""What surrounds every RPC: recovery first, then readiness. Telemetry's own stand between them
-(`service.telemetry`).
+"""What surrounds every RPC: recovery first, then telemetry's own (`service.telemetry`), then
+authentication, then readiness.
 
 Servicers raise; `Recovery` turns what they raise into the RPC's status by the table of
 `service.errors`. CancelledError is never caught: it must reach gRPC.
@@ -7,6 +7,8 @@ Servicers raise; `Recovery` turns what they raise into the RPC's status by the t
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -14,15 +16,23 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
+from engine.errors import HeadraceError
+from service.auth import Authenticator, set_caller
+from service.callers import Caller
 from service.errors import MalformedMessageError, status_code, to_status, trailers
 from service.state import ServerState
+
+logger = logging.getLogger(__name__)
 
 Handler = Any  # grpc.RpcMethodHandler: generic in its stubs, not at run time
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 Unary = Callable[[Any, Any], Awaitable[Any]]
 Stream = Callable[[Any, Any], AsyncIterator[Any]]
 
+_OPEN_TO_EVERYONE = "/grpc.health."  # probes have no token
 _ALWAYS_SERVED = ("/grpc.health.", "/grpc.reflection.")
+_LOG_INTERVAL_S = 1.0
+_MAX_LOGGED = 300
 _SERVED_WHILE_DRAINING = (
     "/headrace.v1.GenerationService/GetResult",
     "/headrace.v1.GenerationService/Cancel",
@@ -129,6 +139,104 @@ class Recovery(grpc.aio.ServerInterceptor):
                 raise
 
         return call
+
+
+class Authentication(grpc.aio.ServerInterceptor):
+    """Refuses RPCs whose caller is not known or may not make them, and sets the caller of the
+    others (`service.auth`). Health checks are everybody's.
+
+    A token is judged before the RPC's message is read: a stranger cannot make the server read
+    megabytes, nor learn which methods there are. A certificate is known only when the RPC runs.
+    """
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
+        self._refusals = _RefusalLog()
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Wrap one RPC's handler."""
+        method = str(handler_call_details.method)
+        if method.startswith(_OPEN_TO_EVERYONE):
+            return await continuation(handler_call_details)
+        metadata = handler_call_details.invocation_metadata or ()
+        try:
+            caller = self._authenticator.by_token(method, metadata)
+        except HeadraceError as error:
+            return self._refusal(method, error)
+
+        def enter(context: Any) -> None:
+            set_caller(caller or self._by_certificate(method, context))
+
+        def unary(behavior: Unary) -> Unary:
+            async def call(request: Any, context: Any) -> Any:
+                enter(context)
+                return await behavior(request, context)
+
+            return call
+
+        def stream(behavior: Stream) -> Stream:
+            async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+                enter(context)
+                async for response in behavior(request, context):
+                    yield response
+
+            return call
+
+        return wrap(await continuation(handler_call_details), unary, stream)
+
+    def _by_certificate(self, method: str, context: Any) -> Caller:
+        try:
+            return self._authenticator.by_certificate(method, certificate_names(context))
+        except HeadraceError as error:
+            self._refusals.add(method, context, error)
+            raise
+
+    def _refusal(self, method: str, refused: HeadraceError) -> Handler:
+        """A handler for any kind of RPC, which reads nothing."""
+
+        async def refuse(_requests: Any, context: Any) -> AsyncIterator[bytes]:
+            self._refusals.add(method, context, refused)
+            await abort(context, to_status(refused))
+            yield b""  # never: this makes it a generator, as `wrap` wants it
+
+        handler: Any = grpc.stream_stream_rpc_method_handler(refuse)
+        return handler
+
+
+def certificate_names(context: Any) -> tuple[str, ...]:
+    """The common name and the alternative names of the client's verified certificate; empty where
+    it has shown none.
+    """
+    found = context.auth_context()
+    keys = ("x509_common_name", "x509_subject_alternative_name")
+    names = [raw.decode("utf-8", "replace") for key in keys for raw in found.get(key, ())]
+    return tuple(dict.fromkeys(names))
+
+
+class _RefusalLog:
+    """Logs refused callers, at most one line a second: strangers must not fill the disk."""
+
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+        self._skipped = 0
+
+    def add(self, method: str, context: Any, error: HeadraceError) -> None:
+        """One was refused."""
+        now = time.monotonic()
+        if now < self._quiet_until:
+            self._skipped += 1
+            return
+        logger.warning(
+            "refused %s from %s (and %d others since the last such line): %s",
+            ascii(method[:_MAX_LOGGED]),
+            context.peer(),
+            self._skipped,
+            ascii(str(error)[:_MAX_LOGGED]),
+        )
+        self._quiet_until = now + _LOG_INTERVAL_S
+        self._skipped = 0
 
 
 class Readiness(grpc.aio.ServerInterceptor):

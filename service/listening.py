@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import grp
 import os
 import socket
 import stat
@@ -13,7 +14,7 @@ import grpc
 
 from engine.errors import ConfigError
 from service.config import Address, ServiceConfig, parse_address
-from service.tls import server_credentials
+from service.tls import Tls
 
 
 def bind(server: grpc.aio.Server, config: ServiceConfig) -> tuple[Address, ...]:
@@ -22,15 +23,16 @@ def bind(server: grpc.aio.Server, config: ServiceConfig) -> tuple[Address, ...]:
     Raises:
         ConfigError: an address is taken or cannot be used.
     """
-    credentials = server_credentials(config)
+    tls = Tls(config)
+    group = _group_id(config.unix_socket_group)
     bound = []
     for text in config.listen:
         address = parse_address(text)
         try:
             if address.path is not None:
-                _bind_unix(server, address, config.unix_socket_mode)
+                _bind_unix(server, address, config.unix_socket_mode, group)
                 bound.append(address)
-            elif credentials is not None:
+            elif (credentials := tls.credentials()) is not None:
                 port = server.add_secure_port(address.target, credentials)
                 bound.append(Address(host=address.host, port=port))
             else:
@@ -52,13 +54,30 @@ def unlink_sockets(addresses: tuple[Address, ...]) -> None:
                 os.unlink(address.path)
 
 
-def _bind_unix(server: grpc.aio.Server, address: Address, mode: int) -> None:
+def _bind_unix(server: grpc.aio.Server, address: Address, mode: int, group: int | None) -> None:
     path = address.path or ""
     _remove_stale(path)
-    # TLS adds nothing on a Unix socket: its file's permissions say who may connect. Until chmod
-    # they are narrower.
-    server.add_insecure_port(address.target)
+    # TLS adds nothing on a Unix socket: its file's permissions say who may connect. Until they are
+    # set, it is this user alone.
+    former = os.umask(0o177)
+    try:
+        server.add_insecure_port(address.target)
+    finally:
+        os.umask(former)
+    if group is not None:
+        os.chown(path, -1, group)
     os.chmod(path, mode)
+
+
+def _group_id(name: str | None) -> int | None:
+    if name is None:
+        return None
+    if name.isascii() and name.isdigit():
+        return int(name)
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError as error:
+        raise ConfigError("unix_socket_group", f"{name!r} is no group of this machine") from error
 
 
 def _remove_stale(path: str) -> None:

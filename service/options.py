@@ -46,6 +46,51 @@ TlsCert = Annotated[
 TlsKey = Annotated[
     str | None, _option("tls-key", "TLS_KEY", "The certificate's key, a PEM file.", _NETWORK)
 ]
+TlsClientCa = Annotated[
+    str | None,
+    _option(
+        "tls-client-ca",
+        "TLS_CLIENT_CA",
+        "Authorities whose certificates clients must show, a PEM file.",
+        _NETWORK,
+    ),
+]
+AuthFile = Annotated[
+    str | None,
+    _option(
+        "auth-file",
+        "AUTH_FILE",
+        "Who may call, a TOML file; without it everybody may.",
+        _NETWORK,
+    ),
+]
+KeepaliveInterval = Annotated[
+    float,
+    _option(
+        "keepalive-interval",
+        "KEEPALIVE_INTERVAL",
+        "Seconds after which a quiet connection is asked whether its client is there.",
+        _NETWORK,
+    ),
+]
+MaxConnectionAge = Annotated[
+    float,
+    _option(
+        "max-connection-age",
+        "MAX_CONNECTION_AGE",
+        "Seconds after which clients are told to connect anew; 0: never.",
+        _NETWORK,
+    ),
+]
+MaxConnectionAgeGrace = Annotated[
+    float,
+    _option(
+        "max-connection-age-grace",
+        "MAX_CONNECTION_AGE_GRACE",
+        "Seconds that calls may go on after that; 0: without limit.",
+        _NETWORK,
+    ),
+]
 UnixSocketMode = Annotated[
     str,
     _option(
@@ -53,6 +98,16 @@ UnixSocketMode = Annotated[
         "UNIX_SOCKET_MODE",
         "Permissions of Unix sockets, octal.",
         _NETWORK,
+    ),
+]
+UnixSocketGroup = Annotated[
+    str | None,
+    _option(
+        "unix-socket-group",
+        "UNIX_SOCKET_GROUP",
+        "The group that Unix sockets belong to, a name or a number.",
+        _NETWORK,
+        show_default="the process's",
     ),
 ]
 MaxMessageBytes = Annotated[
@@ -216,6 +271,15 @@ MaxOpenRequests = Annotated[
         "max-open-requests",
         "MAX_OPEN_REQUESTS",
         "Most requests that run or are not read to their end.",
+        _REQUESTS,
+    ),
+]
+MaxRequestsPerIdentity = Annotated[
+    int,
+    _option(
+        "max-requests-per-identity",
+        "MAX_REQUESTS_PER_IDENTITY",
+        "Most of those that one identity may have; 0: all.",
         _REQUESTS,
     ),
 ]

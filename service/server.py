@@ -37,6 +37,7 @@ from engine.client import EngineClient, ModelInfo, ProgressSink
 from engine.outputs import StepOutputs
 from engine.text import Tokenizer
 from service import telemetry
+from service.auth import Authenticator
 from service.config import Address, ServiceConfig
 from service.convert.inputs import InputEncoder
 from service.convert.model import model_card
@@ -44,7 +45,7 @@ from service.convert.request import Converter, RequestLimits
 from service.convert.response import Responder
 from service.delivery.registry import Registry, Retention
 from service.health import HealthServicer
-from service.interceptors import Readiness, Recovery
+from service.interceptors import Authentication, Readiness, Recovery
 from service.listening import bind, unlink_sockets
 from service.reflection import add_reflection
 from service.servicers.generation import GenerationServicer
@@ -72,7 +73,7 @@ def load_tokenizer(info: ModelInfo) -> Tokenizer:
 
 
 def _grpc_options(config: ServiceConfig) -> list[tuple[str, int]]:
-    return [
+    options = [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
         # Off: two servers on one port would share its connections silently; a taken port is an
@@ -85,10 +86,18 @@ def _grpc_options(config: ServiceConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         # Our own pings find clients whose machine is gone: their requests would run to the end for
         # nobody.
-        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_time_ms", int(config.keepalive_interval_s * 1000)),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.max_pings_without_data", 0),
     ]
+    # Off by default. Calls go on after the age without limit, unless a grace is given: it would
+    # end long generations in the middle.
+    if config.max_connection_age_s:
+        options.append(("grpc.max_connection_age_ms", int(config.max_connection_age_s * 1000)))
+    if config.max_connection_age_grace_s:
+        grace_ms = int(config.max_connection_age_grace_s * 1000)
+        options.append(("grpc.max_connection_age_grace_ms", grace_ms))
+    return options
 
 
 class HeadraceServer:
@@ -125,6 +134,7 @@ class HeadraceServer:
                 max_results=config.max_kept_results,
                 max_bytes=config.max_kept_bytes,
                 max_open=config.max_open_requests,
+                max_open_per_identity=config.max_requests_per_identity or None,
             ),
         )
         self._pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="headrace-text")
@@ -149,12 +159,20 @@ class HeadraceServer:
         """Open the ports and begin to load the model; `ready` waits for it.
 
         Raises:
-            ConfigError: an address is taken, a TLS file cannot be used, ...
+            ConfigError: an address is taken, a TLS file or the callers' file cannot be used, ...
         """
+        authenticator = Authenticator(
+            self._config.auth_file, client_certificates=self._config.tls_client_ca is not None
+        )
         self._telemetry = telemetry.set_up(os.environ)
         server = grpc.aio.server(
-            # Recovery sees everything; spans see what readiness refuses.
-            interceptors=(Recovery(), *self._telemetry.interceptors, Readiness(self.state)),
+            # Recovery sees everything; spans see what authentication and readiness refuse.
+            interceptors=(
+                Recovery(),
+                *self._telemetry.interceptors,
+                Authentication(authenticator),
+                Readiness(self.state),
+            ),
             options=_grpc_options(self._config),
         )
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(

@@ -17,11 +17,6 @@ from service.convert.response import Responder
 from service.delivery.registry import Registry
 from service.errors import NotReadyError
 
-IDENTITY = "anonymous"
-"""The identity of every caller: there is no authentication yet. All names are kept by identity
-already.
-"""
-
 
 class Phase(enum.Enum):
     """Where the process is in its life."""

@@ -1,33 +1,100 @@
-"""The server's TLS credentials, from files."""
+"""The server's TLS credentials, from files that may be exchanged while it runs.
+
+gRPC asks before each handshake whether there is something new, so a renewed certificate is used by
+the next connection; those that are open stay as they are. A pair is taken only when the key fits
+the certificate.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+import ssl
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
 from engine.errors import ConfigError
 from service.config import ServiceConfig
+from service.watched import Watched, read
 
 
-def server_credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
-    """The credentials that the configuration names; None: plain text.
+@dataclass(frozen=True, slots=True)
+class _Files:
+    certificate: str
+    key: str
+    client_ca: str | None
 
-    Raises:
-        ConfigError: a file cannot be read, or holds something else.
-    """
-    if config.tls_cert is None or config.tls_key is None:
-        return None
-    certificate = _read("tls_cert", config.tls_cert, b"CERTIFICATE-----")
-    key = _read("tls_key", config.tls_key, b"PRIVATE KEY-----")
-    return grpc.ssl_server_credentials([(key, certificate)])
+    def load(self) -> grpc.ServerCertificateConfiguration:
+        """Read the files.
+
+        Raises:
+            ConfigError: one cannot be read, or holds something else, or the key does not fit.
+        """
+        certificate = _pem("tls_cert", self.certificate, b"CERTIFICATE-----")
+        key = _pem("tls_key", self.key, b"PRIVATE KEY-----")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # gRPC would say nothing but that handshakes fail. No password: nobody is there to ask.
+            context.load_cert_chain(self.certificate, self.key, password="")
+        except (ssl.SSLError, OSError, ValueError) as error:
+            raise ConfigError(
+                "tls_cert", f"{self.certificate} and {self.key} do not fit together: {error}"
+            ) from error
+        client_ca = None
+        if self.client_ca is not None:
+            client_ca = _pem("tls_client_ca", self.client_ca, b"CERTIFICATE-----")
+            try:
+                context.load_verify_locations(cadata=client_ca.decode("ascii"))
+            except (ssl.SSLError, ValueError) as error:
+                raise ConfigError(
+                    "tls_client_ca", f"{self.client_ca} cannot be used: {error}"
+                ) from error
+        return grpc.ssl_server_certificate_configuration(
+            [(key, certificate)], root_certificates=client_ca
+        )
 
 
-def _read(option: str, path: str, mark: bytes) -> bytes:
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(option, f"{path} cannot be read: {error.strerror}") from error
+class Tls:
+    """What the configuration says of TLS."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        """Read the files.
+
+        Raises:
+            ConfigError: a file cannot be read, or holds something else.
+        """
+        self._watched: Watched[grpc.ServerCertificateConfiguration] | None = None
+        self._client_certificates = config.tls_client_ca is not None
+        if config.tls_cert is not None and config.tls_key is not None:
+            files = _Files(config.tls_cert, config.tls_key, config.tls_client_ca)
+            paths: tuple[str, ...] = (files.certificate, files.key)
+            if files.client_ca is not None:
+                paths = (*paths, files.client_ca)
+            self._watched = Watched("TLS files", paths, files.load, private=(files.key,))
+
+    def credentials(self) -> grpc.ServerCredentials | None:
+        """Credentials for one port; None: plain text. A port must have its own: what is new is
+        handed out once.
+        """
+        watched = self._watched
+        if watched is None:
+            return None
+        used = watched.current()
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal used
+            current = watched.current()
+            if current is used:
+                return None  # as it was: gRPC keeps what it made of it
+            used = current
+            return current
+
+        fetcher: Any = renewed  # its stub forgets that there may be nothing new
+        return grpc.dynamic_ssl_server_credentials(used, fetcher, self._client_certificates)
+
+
+def _pem(option: str, path: str, mark: bytes) -> bytes:
+    content = read(option, path)
     if mark not in content:
         raise ConfigError(option, f"{path} is not a PEM file of the right kind")
     return content

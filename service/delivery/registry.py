@@ -17,6 +17,7 @@ import itertools
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ from engine.outputs import RequestFailure, StepOutputs
 from engine.request import GenerationRequest
 from engine.text import TextStream
 from engine.types import RequestId
-from service.delivery.errors import TooManyResultsError
+from service.delivery.errors import TooManyOfIdentityError, TooManyResultsError
 from service.delivery.events import (
     ALREADY_FINISHED,
     CANCELLED,
@@ -49,12 +50,14 @@ class Retention:
         max_results, max_bytes: the most ended requests that are kept, and about how many bytes of
             events in them.
         max_open: the most requests that run, or have ended and were not read by their stream.
+        max_open_per_identity: the same for each identity; None: no more than of all.
     """
 
     retention_s: float
     max_results: int
     max_bytes: int
     max_open: int
+    max_open_per_identity: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,8 @@ class Registry:
         self._idle = asyncio.Event()
         self._idle.set()
         self._live = 0
+        self._live_of: Counter[str] = Counter()
+        self._attached_of: Counter[str] = Counter()
         self.streams: set[ResultStream] = set()
         self.attached = 0  # requests on streams, ended and unread ones too; counted by ResultStream
 
@@ -109,15 +114,22 @@ class Registry:
         return self._live
 
     def check_free(self, identity: str, request_id: str) -> None:
-        """Refuse a name that is taken, and any request where too many are open.
+        """Refuse a name that is taken, and any request where too many are open, of this identity or
+        of all.
 
         Raises:
-            DuplicateRequestError, TooManyResultsError: as they say.
+            DuplicateRequestError, TooManyResultsError, TooManyOfIdentityError: as they say.
         """
         if (identity, request_id) in self._logs:
             raise DuplicateRequestError(request_id)
         if max(self._live, self.attached) >= self._retention.max_open:
             raise TooManyResultsError(self._retention.max_open)
+        limit = self._retention.max_open_per_identity
+        if limit is not None and self._open_of(identity) >= limit:
+            raise TooManyOfIdentityError(limit)
+
+    def _open_of(self, identity: str) -> int:
+        return max(self._live_of[identity], self._attached_of[identity])
 
     async def start(
         self,
@@ -133,7 +145,7 @@ class Registry:
         kept (durable, or a lease): who asked for that may come back, and the request goes on.
 
         Raises:
-            DuplicateRequestError, TooManyResultsError: as they say.
+            DuplicateRequestError, TooManyResultsError, TooManyOfIdentityError: as they say.
             InvalidRequestError, QueueFullError, EngineUnavailableError: the engine's refusals.
         """
         self.check_free(submission.identity, submission.request_id)
@@ -213,6 +225,7 @@ class Registry:
         self._logs[log.identity, log.request_id] = log
         self._by_engine[log.engine_id] = log
         self._live += 1
+        self._live_of[log.identity] += 1
         self._idle.clear()
 
     def _forget(self, log: RequestLog) -> None:
@@ -224,10 +237,11 @@ class Registry:
             log.timer = None
         self._kept_bytes -= self._kept.pop(log, 0)
         if self._by_engine.pop(log.engine_id, None) is not None:
-            self._count_end()
+            self._count_end(log)
 
-    def _count_end(self) -> None:
+    def _count_end(self, log: RequestLog) -> None:
         self._live -= 1
+        _decrease(self._live_of, log.identity)
         if self._live == 0:
             self._idle.set()
 
@@ -267,7 +281,7 @@ class Registry:
         """The last terminal event is there."""
         if self._by_engine.pop(log.engine_id, None) is None:
             return
-        self._count_end()
+        self._count_end(log)
         if log.timer is not None:  # a lease that was running: from now on it is the retention's
             log.timer.cancel()
             log.timer = None
@@ -289,6 +303,16 @@ class Registry:
             self._forget(next(iter(self._kept)))
 
     # Streams
+
+    def on_attached(self, log: RequestLog) -> None:
+        """A stream has the log."""
+        self.attached += 1
+        self._attached_of[log.identity] += 1
+
+    def on_detached(self, log: RequestLog) -> None:
+        """It has it no more."""
+        self.attached -= 1
+        _decrease(self._attached_of, log.identity)
 
     def on_delivered(self, log: RequestLog) -> None:
         """A stream took the log's last event."""
@@ -413,3 +437,10 @@ class Registry:
             logger.exception("cancelling %s in the engine failed", log.engine_id)
         if not live:
             self._forget(log)
+
+
+def _decrease(counts: Counter[str], identity: str) -> None:
+    """Count down; identities without requests take no room."""
+    counts[identity] -= 1
+    if not counts[identity]:
+        del counts[identity]

@@ -79,7 +79,7 @@ class ResultStream:
         log.cursor = from_seq
         if log not in self.logs:
             self.logs.add(log)
-            self._registry.attached += 1
+            self._registry.on_attached(log)
         if log.has(from_seq):
             self.mark(log)
         elif log.delivered:
@@ -151,7 +151,7 @@ class ResultStream:
     def _drop(self, log: RequestLog) -> None:
         if log in self.logs:
             self.logs.remove(log)
-            self._registry.attached -= 1
+            self._registry.on_detached(log)
 
     def _release(self, log: RequestLog) -> None:
         self._drop(log)

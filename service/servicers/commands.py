@@ -20,17 +20,20 @@ from service.delivery.session import ResultStream
 from service.errors import FieldError, PreconditionError
 from service.interceptors import check_readable
 from service.servicers.submit import convert_spec
-from service.state import IDENTITY, FrontEnd, ServerState
+from service.state import FrontEnd, ServerState
 
 Command = generation_service_pb2.StreamResultRequest
 
 
 class CommandReader:
-    """Reads one session's commands."""
+    """Reads one session's commands. `identity`: of who opened it."""
 
-    def __init__(self, front: FrontEnd, state: ServerState, stream: ResultStream) -> None:
+    def __init__(
+        self, front: FrontEnd, state: ServerState, identity: str, stream: ResultStream
+    ) -> None:
         self._front = front
         self._state = state
+        self._identity = identity
         self._stream = stream
         self._first = True
 
@@ -95,7 +98,7 @@ class CommandReader:
         self._state.check(new_work=True)  # an open session outlives the check of its RPC
         if not command.add.HasField("spec"):
             raise FieldError("add.spec", "is missing; say what to generate")
-        submission = await convert_spec(self._front, command.add.spec)
+        submission = await convert_spec(self._front, self._identity, command.add.spec)
         await self._front.registry.start(submission, self._stream, command_id=command.command_id)
 
     async def _attach(self, command: Command) -> None:
@@ -103,12 +106,12 @@ class CommandReader:
         check_request_id(request_id, "attach.request_id")
         await self._front.registry.settled(IDENTITY, request_id)
         from_seq = command.attach.from_seq or 1
-        self._front.registry.attach(IDENTITY, request_id, from_seq, self._stream)
+        self._front.registry.attach(self._identity, request_id, from_seq, self._stream)
         self._stream.reply(Attached(command.command_id, request_id, from_seq))
 
     def _cancel(self, command: Command) -> None:
         request_id = command.cancel.request_id
-        outcome = self._front.registry.cancel(IDENTITY, request_id)
+        outcome = self._front.registry.cancel(self._identity, request_id)
         self._stream.reply(CancelAnswered(command.command_id, request_id, outcome))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from headrace.v1 import generation_service_pb2, generation_service_pb2_grpc
 
 from engine.errors import InvalidRequestError
+from service.auth import current_identity
 from service.convert.request import check_request_id
 from service.convert.response import cancel_result
 from service.convert.unknown import refuse_unknown
@@ -31,7 +32,7 @@ from service.delivery.session import MAX_BATCH_BYTES, ResultStream
 from service.errors import FieldError
 from service.servicers.commands import CommandReader
 from service.servicers.submit import submission_of
-from service.state import IDENTITY, FrontEnd, ServerState
+from service.state import FrontEnd, ServerState
 
 MAX_CANCEL_IDS = 1024
 MAX_WAIT_S = 60.0
@@ -49,9 +50,9 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.AddRequestRequest, context: Any
     ) -> generation_service_pb2.AddRequestResponse:
         """Start a request and keep its results."""
-        front = self._state.front
+        front, identity = self._state.front, current_identity()
         refuse_unknown(request)
-        submission = await submission_of(front, request)
+        submission = await submission_of(front, identity, request)
         log = await front.registry.start(submission, None, durable=True)
         response = generation_service_pb2.AddRequestResponse(request_id=log.request_id)
         if log.accepted is not None:
@@ -62,11 +63,11 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.GenerateRequest, context: Any
     ) -> generation_service_pb2.GenerateResponse:
         """Run one request and return its whole result."""
-        front = self._state.front
+        front, identity = self._state.front, current_identity()
         refuse_unknown(request)
         stream = ResultStream(front.registry, closing=True)
         try:
-            submission = await submission_of(front, request, final=True)
+            submission = await submission_of(front, identity, request, final=True)
             log = await front.registry.start(submission, stream)
             run = []
             while not stream.finished:
@@ -83,12 +84,12 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.GenerateStreamRequest, context: Any
     ) -> AsyncIterator[generation_service_pb2.GenerateStreamResponse]:
         """Run one request and stream its events."""
-        front = self._state.front
+        front, identity = self._state.front, current_identity()
         refuse_unknown(request)
         stream = ResultStream(front.registry, closing=True)
         context.add_done_callback(lambda _: stream.lost())
         try:
-            submission = await submission_of(front, request)
+            submission = await submission_of(front, identity, request)
             log = await front.registry.start(submission, stream)
             while True:
                 if (batch := stream.take()) is not None:
@@ -108,11 +109,11 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[generation_service_pb2.StreamResultResponse]:
         """A session: the reader carries out commands, and this writer sends what they bring."""
-        front = self._state.front
+        front, identity = self._state.front, current_identity()
         stream = ResultStream(front.registry)
         context.add_done_callback(lambda _: stream.lost())
         reader = asyncio.create_task(
-            CommandReader(front, self._state, stream).run(request_iterator)
+            CommandReader(front, self._state, identity, stream).run(request_iterator)
         )
         reader.add_done_callback(lambda _: stream.nudge())
         try:
@@ -136,7 +137,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.CancelRequest, context: Any
     ) -> generation_service_pb2.CancelResponse:
         """End requests by their ids. All of them are ended before anything is awaited."""
-        registry = self._state.front.registry
+        registry, identity = self._state.front.registry, current_identity()
         refuse_unknown(request)
         ids = request.request_ids
         if not 1 <= len(ids) <= MAX_CANCEL_IDS:
@@ -145,7 +146,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             )
         return generation_service_pb2.CancelResponse(
             results=[
-                cancel_result(request_id, registry.cancel(IDENTITY, request_id))
+                cancel_result(request_id, registry.cancel(identity, request_id))
                 for request_id in ids
             ]
         )
@@ -154,11 +155,11 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.GetResultRequest, context: Any
     ) -> generation_service_pb2.GetResultResponse:
         """Read a request's events from a number on."""
-        front = self._state.front
+        front, identity = self._state.front, current_identity()
         refuse_unknown(request)
         wait_s = _wait(request)
         from_seq = request.from_seq or 1
-        log = await _find(front, request.request_id)
+        log = await _find(front, identity, request.request_id)
         log.check_from(from_seq)
         with contextlib.suppress(TimeoutError):  # the answer is what is there
             async with asyncio.timeout(wait_s):
@@ -176,13 +177,13 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         )
 
 
-async def _find(front: FrontEnd, request_id: str) -> RequestLog:
+async def _find(front: FrontEnd, identity: str, request_id: str) -> RequestLog:
     try:
         check_request_id(request_id)
     except InvalidRequestError as error:
         raise FieldError(error.field, error.description) from error
-    await front.registry.settled(IDENTITY, request_id)
-    return front.registry.find(IDENTITY, request_id)
+    await front.registry.settled(identity, request_id)
+    return front.registry.find(identity, request_id)
 
 
 def _wait(request: generation_service_pb2.GetResultRequest) -> float:
