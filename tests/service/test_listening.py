@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import grp
 import os
-import shutil
 import socket
 import stat
-import subprocess
 from pathlib import Path
 
 import grpc
@@ -23,8 +22,9 @@ from engine.errors import ConfigError
 from service import telemetry
 from service.config import ServiceConfig
 from service.server import HeadraceServer
+from tests.service.certificates import make_certificate, needs_openssl
 from tests.service.fake_engine import FakeEngine, says
-from tests.service.helpers import Harness, check_course, refused, serving, spec, until
+from tests.service.helpers import DEADLINE_S, Harness, check_course, refused, serving, spec, until
 
 HEALTH = health_pb2.HealthCheckResponse
 
@@ -48,6 +48,35 @@ async def test_unix_socket_its_mode_and_a_stale_file(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+async def test_the_group_of_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "headrace.sock"
+    mine = os.stat(tmp_path).st_gid
+    [gid, *_] = sorted({*os.getgroups(), *((1,) if os.geteuid() == 0 else ())} - {mine}) or [mine]
+    for name in (str(gid), grp.getgrgid(gid).gr_name):
+        async with serving(listen=(f"unix:{path}",), unix_socket_group=name):
+            status = os.stat(path)
+            assert (status.st_gid, stat.S_IMODE(status.st_mode)) == (gid, 0o660)
+    with pytest.raises(ConfigError, match="is no group"):
+        async with serving(listen=(f"unix:{path}",), unix_socket_group="no such group"):
+            pass
+
+
+async def test_the_age_of_a_connection_ends_no_call() -> None:
+    engine = FakeEngine(script=says("abc"), auto=False)
+    async with serving(engine, max_connection_age_s=1.0) as h:
+        session = h.session()
+        await session.add(spec(request_id="a"))
+        await session.read()
+        states = [h.channel.get_state()]
+        async with asyncio.timeout(DEADLINE_S):
+            while grpc.ChannelConnectivity.IDLE not in states:  # told to connect anew
+                await h.channel.wait_for_state_change(states[-1])
+                states.append(h.channel.get_state())
+        engine.run()
+        await session.end()
+        check_course(session.events()["a"])
+
+
 async def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_text("data")
@@ -65,22 +94,8 @@ async def test_a_taken_port_is_a_clear_error() -> None:
         await server.stop()
 
 
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate of this machine's own, and its key."""
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    subprocess.run(
-        [*command.split(), "-keyout", str(key), "-out", str(cert), *names],
-        check=True,
-        capture_output=True,
-    )
-    return cert, key
-
-
+@needs_openssl
 async def test_tls(tmp_path: Path) -> None:
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl command")
     cert, key = await asyncio.to_thread(make_certificate, tmp_path)
     options = {"tls_cert": str(cert), "tls_key": str(key)}
     async with serving(FakeEngine(script=says("x")), listen=("0.0.0.0:0",), **options) as h:
