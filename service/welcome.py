@@ -25,13 +25,16 @@ def welcome(
     """The lines."""
     name = config.served_name or info.name
     where = ", ".join(address.target for address in bound)
+    needs = "Try it:"
+    if config.auth_file is not None:
+        needs = f"Try it (who may is in {config.auth_file}; `headrace-server token` makes tokens):"
     lines = [
         f"Ready in {seconds:.1f} s: {name} ({info.architecture}, {info.parameters:,} parameters, "
         f"{info.dtype} on {info.device}), up to {info.max_running_requests} requests at once, "
         f"{info.max_context_tokens} tokens each.",
         f"Listening on {where}" + (" with TLS" if config.uses_tls else "") + ".",
         "",
-        "Try it:",
+        needs,
         f"  {_command(config, bound[0])}",
         f"  {_python(config, bound[0])}",
         f"  {_grpcurl(config, bound[0])}",
@@ -67,6 +70,10 @@ def _command(config: ServiceConfig, address: Address) -> str:
     options = "" if target == _DEFAULT_TARGET else f" --target {target}"
     if _secure(config, address):
         options += f" --ca {config.tls_cert}"
+        if config.tls_client_ca is not None:
+            options += " --client-cert CERT --client-key KEY"
+    if config.auth_file is not None:
+        options += " --token TOKEN"
     return f'{installed("headrace")} generate "{_PROMPT}"{options}'
 
 
@@ -75,6 +82,10 @@ def _python(config: ServiceConfig, address: Address) -> str:
     arguments = [] if target == _DEFAULT_TARGET else [f'"{target}"']
     if _secure(config, address):
         arguments.append(f'ca="{config.tls_cert}"')
+        if config.tls_client_ca is not None:
+            arguments.append('client_cert="CERT", client_key="KEY"')
+    if config.auth_file is not None:
+        arguments.append('token="TOKEN"')
     return (
         f"{installed('python')} -c 'import headrace; print(headrace.Client({', '.join(arguments)})"
         f'.generate("{_PROMPT}", max_tokens=32).text)\''
@@ -83,7 +94,11 @@ def _python(config: ServiceConfig, address: Address) -> str:
 
 def _grpcurl(config: ServiceConfig, address: Address) -> str:
     security = f"-cacert {config.tls_cert}" if _secure(config, address) else "-plaintext"
+    if _secure(config, address) and config.tls_client_ca is not None:
+        security += " -cert CERT -key KEY"
     target = _client_target(address)
     if address.path is not None:
         security, target = "-plaintext -unix", address.path
+    if config.auth_file is not None:
+        security += ' -H "authorization: Bearer TOKEN"'
     return f"grpcurl {security} -d '{_SPEC}' {target} {_METHOD}"

@@ -31,6 +31,7 @@ from service.server import HeadraceServer
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import Harness, Refused, Session, check_course, refused, serving, spec
 from tests.service.helpers import until as until_true
+from tests.service.readme import ROOT
 
 TOKENS = {"alice": "alice's secret", "bob": "bob's secret", "probe": "the probe's secret"}
 GENERATE = "/headrace.v1.GenerationService/Generate"
@@ -478,6 +479,14 @@ async def test_bytes_of_any_kind_in_the_header(callers: Path) -> None:
         assert not engine.num_live
         message = rpc.GenerateRequest(spec=spec())
         assert await h.generation.Generate(message, metadata=bearer("alice"))
+
+
+def test_the_example_of_the_documentation() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    [example] = re.findall(r"^```toml\n(.*?)^```$", text, re.S | re.M)
+    table = parse_callers(example)
+    assert [caller.identity for _, caller in table.tokens] == ["search"]
+    assert [caller.identity for caller in table.certificates.values()] == ["operators"]
 
 
 def test_the_command_that_makes_tokens() -> None:

@@ -89,6 +89,12 @@ def test_welcome_lines_fit_the_address() -> None:
     assert "grpcurl -cacert c.pem" in lines
     assert "--target 127.0.0.1:443 --ca c.pem" in lines
     assert 'headrace.Client("127.0.0.1:443", ca="c.pem")' in lines
+    guarded = ServiceConfig(tls_cert="c", tls_key="k", tls_client_ca="a", auth_file="callers.toml")
+    lines = welcome(guarded, info, (Address("10.0.0.1", 443),), 1.0)
+    assert "who may is in callers.toml" in lines
+    assert 'grpcurl -cacert c -cert CERT -key KEY -H "authorization: Bearer TOKEN" -d' in lines
+    assert "--ca c --client-cert CERT --client-key KEY --token TOKEN" in lines
+    assert 'ca="c", client_cert="CERT", client_key="KEY", token="TOKEN")' in lines
     unix = welcome(ServiceConfig(), info, (Address(path="/run/s"),), 1.0)
     assert "grpcurl -plaintext -unix" in unix
     assert 'headrace.Client("unix:/run/s")' in unix

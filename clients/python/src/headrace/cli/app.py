@@ -58,13 +58,28 @@ def connect(
     token: Annotated[
         str | None, typer.Option(envvar="HEADRACE_TOKEN", help="Sent as a bearer token.")
     ] = None,
+    client_cert: Annotated[
+        Path | None,
+        typer.Option(envvar="HEADRACE_CLIENT_CERT", help="This client's certificate (PEM)."),
+    ] = None,
+    client_key: Annotated[
+        Path | None,
+        typer.Option(envvar="HEADRACE_CLIENT_KEY", help="The certificate's key (PEM)."),
+    ] = None,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Talk to a Headrace text-generation server."""
-    context.obj = Connection(target=target, tls=tls, ca=ca, token=token)
+    context.obj = Connection(
+        target=target,
+        tls=tls,
+        ca=ca,
+        token=token,
+        client_cert=client_cert,
+        client_key=client_key,
+    )
 
 
 def main() -> None:

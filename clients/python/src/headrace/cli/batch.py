@@ -60,6 +60,8 @@ def batch(
     tls: common.Tls = None,
     ca: common.Ca = None,
     token: common.Token = None,
+    client_cert: common.ClientCert = None,
+    client_key: common.ClientKey = None,
 ) -> None:
     """Run a file of requests, one JSON object a line, and write one JSON object a line.
 
@@ -98,7 +100,8 @@ def batch(
         sink = sys.stdout if to_stdout else stack.enter_context(
             output.open("a" if resume else "w", encoding="utf-8")
         )  # fmt: skip
-        client = stack.enter_context(common.connection(context, target, tls, ca, token).open())
+        connection = common.connection(context, target, tls, ca, token, client_cert, client_key)
+        client = stack.enter_context(connection.open())
         outcomes = client.batch(
             reader.requests(lines),
             max_in_flight=max_in_flight,

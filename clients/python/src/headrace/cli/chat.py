@@ -37,6 +37,8 @@ def chat(
     tls: common.Tls = None,
     ca: common.Ca = None,
     token: common.Token = None,
+    client_cert: common.ClientCert = None,
+    client_key: common.ClientKey = None,
 ) -> None:
     """Hold a conversation. Ctrl-C cancels the running answer, Ctrl-D leaves; /help tells more.
 
@@ -56,7 +58,8 @@ def chat(
         stop=stop,
         time_limit=time_limit,
     )
-    with common.connection(context, target, tls, ca, token).open() as client:
+    connection = common.connection(context, target, tls, ca, token, client_cert, client_key)
+    with connection.open() as client:
         card = client.model()
         if not card.has_chat_template:
             common.fail(f"{card.name} has no chat template; use `headrace generate`")

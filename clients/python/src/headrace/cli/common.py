@@ -39,11 +39,20 @@ class Connection:
     tls: bool | None
     ca: Path | None
     token: str | None
+    client_cert: Path | None = None
+    client_key: Path | None = None
 
     def open(self) -> Client:
         """A client of that server; wrong arguments end the command."""
         try:
-            return Client(self.target, tls=self.tls, ca=self.ca, token=self.token)
+            return Client(
+                self.target,
+                tls=self.tls,
+                ca=self.ca,
+                client_cert=self.client_cert,
+                client_key=self.client_key,
+                token=self.token,
+            )
         except (ValueError, OSError) as error:
             fail(str(error), EXIT_USAGE)
 
@@ -54,6 +63,8 @@ def connection(
     tls: bool | None,
     ca: Path | None,
     token: str | None,
+    client_cert: Path | None,
+    client_key: Path | None,
 ) -> Connection:
     """The connection that the options describe; the command's own come first."""
     before = cast(Connection, context.obj)
@@ -62,6 +73,8 @@ def connection(
         tls=before.tls if tls is None else tls,
         ca=ca or before.ca,
         token=token or before.token,
+        client_cert=client_cert or before.client_cert,
+        client_key=client_key or before.client_key,
     )
 
 
@@ -83,7 +96,7 @@ def explain(error: HeadraceError) -> str:
             if violation.description not in error.message
         ]
     if isinstance(error, UnauthenticatedError):
-        lines.append("pass --token, or set HEADRACE_TOKEN")
+        lines.append("pass --token, or set HEADRACE_TOKEN; or show a certificate: --client-cert")
     if error.retry_after is not None:
         lines.append(f"try again in {error.retry_after:g} s")
     if error_id := error.metadata.get("error_id"):
@@ -269,5 +282,19 @@ Ca = Annotated[
 Token = Annotated[
     str | None,
     typer.Option(help="Sent as a bearer token; default: HEADRACE_TOKEN.", rich_help_panel=_SERVER),
+]
+ClientCert = Annotated[
+    Path | None,
+    typer.Option(
+        help="This client's certificate (PEM); default: HEADRACE_CLIENT_CERT.",
+        rich_help_panel=_SERVER,
+    ),
+]
+ClientKey = Annotated[
+    Path | None,
+    typer.Option(
+        help="The certificate's key (PEM); default: HEADRACE_CLIENT_KEY.",
+        rich_help_panel=_SERVER,
+    ),
 ]
 System = Annotated[str | None, typer.Option(help="Instructions that come before the conversation.")]

@@ -38,6 +38,8 @@ def generate(
     tls: common.Tls = None,
     ca: common.Ca = None,
     token: common.Token = None,
+    client_cert: common.ClientCert = None,
+    client_key: common.ClientKey = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Lay the prompt out by the model's chat template.")
     ] = False,
@@ -85,8 +87,9 @@ def generate(
     if chat or system is not None:
         messages = [Message.system(system)] if system is not None else []
         asked = [*messages, Message.user(text)]
+    connection = common.connection(context, target, tls, ca, token, client_cert, client_key)
     with (
-        common.connection(context, target, tls, ca, token).open() as client,
+        connection.open() as client,
         client.stream(asked, **options) as stream,
     ):
         last = ""

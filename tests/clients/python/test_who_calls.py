@@ -1,0 +1,112 @@
+"""Tokens and certificates of the client, against the service itself."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import headrace
+import pytest
+from headrace import AsyncClient, Client
+from headrace.cli.app import app
+from typer.testing import CliRunner
+
+from tests.service.certificates import make_certificate, needs_openssl
+from tests.service.fake_engine import FakeEngine, says
+from tests.service.helpers import Harness, serving
+from tests.service.test_auth import TOKENS, callers, entry, guarded, replace
+
+__all__ = ["callers"]  # a fixture
+
+
+def command(*arguments: str, **environment: str) -> Any:
+    return CliRunner().invoke(app, [*arguments, "generate", "hi"], env=environment)
+
+
+def generate(target: str, **options: Any) -> str:
+    with Client(target, **options) as client:
+        text = client.generate("hi").text
+        with client.stream("hi") as stream:
+            assert "".join(chunk.text for chunk in stream) == text
+        with client.session() as session:
+            assert session.submit("hi").result().text == text
+    return text
+
+
+async def test_a_token_is_sent_with_every_call(callers: Path) -> None:
+    async with guarded(callers, FakeEngine(script=says("x"))) as h:
+        target, alice = h.server.addresses[0], TOKENS["alice"]
+        assert await asyncio.to_thread(generate, target, token=alice) == "x"
+        async with AsyncClient(target, token=alice) as client:
+            assert (await client.generate("hi")).text == "x"
+            assert (await client.model()).name
+            async with client.session() as session:
+                assert (await session.submit("hi")).text == "x"
+        for wrong in (None, "wrong"):
+            async with AsyncClient(target, token=wrong) as client:
+                await client.wait_until_ready()  # health is everybody's
+                with pytest.raises(headrace.UnauthenticatedError) as caught:
+                    await client.generate("hi")
+                assert caught.value.reason == ("TOKEN_INVALID" if wrong else "TOKEN_MISSING")
+        async with AsyncClient(target, token=TOKENS["probe"]) as client:
+            with pytest.raises(headrace.PermissionDeniedError):
+                await client.generate("hi")
+
+
+async def test_identities_of_two_clients(callers: Path) -> None:
+    async with guarded(callers, FakeEngine(script=says("x"))) as h:
+        target = h.server.addresses[0]
+        async with (
+            AsyncClient(target, token=TOKENS["alice"]) as alice,
+            AsyncClient(target, token=TOKENS["bob"]) as bob,
+        ):
+            await alice.add_request("hi", request_id="a")
+            with pytest.raises(headrace.NotFoundError):
+                await bob.get_result("a", timeout=10)
+            assert await bob.cancel(["a"]) == {"a": headrace.CancelStatus.NOT_FOUND}
+            assert (await alice.get_result("a", timeout=10)).text == "x"
+
+
+async def test_the_command_s_token(callers: Path) -> None:
+    async with guarded(callers, FakeEngine(script=says("x"))) as h:
+        to = ("--target", h.server.addresses[0])
+        given = await asyncio.to_thread(command, *to, "--token", TOKENS["alice"])
+        assert given.stdout == "x\n"
+        found = await asyncio.to_thread(command, *to, HEADRACE_TOKEN=TOKENS["alice"])
+        assert found.stdout == "x\n"
+        none = await asyncio.to_thread(command, *to)
+        assert (none.exit_code, "HEADRACE_TOKEN" in none.stderr) == (1, True)
+
+
+def port_of(h: Harness) -> str:
+    return h.server.addresses[0].rpartition(":")[2]
+
+
+@needs_openssl
+async def test_certificates_on_both_sides(tmp_path: Path) -> None:
+    ca = await asyncio.to_thread(make_certificate, tmp_path, "ca-", subject="an authority")
+    cert, key = await asyncio.to_thread(make_certificate, tmp_path, "server-", signer=ca)
+    own = await asyncio.to_thread(
+        make_certificate, tmp_path, "own-", subject="carol.example", signer=ca
+    )
+    callers = tmp_path / "callers.toml"
+    replace(callers, entry("carol", '"*"', None, "carol.example"))
+    options = {"tls_cert": str(cert), "tls_key": str(key), "tls_client_ca": str(ca[0])}
+    engine = FakeEngine(script=says("x"))
+    async with serving(engine, auth_file=str(callers), **options) as h:
+        target = f"localhost:{port_of(h)}"
+        files = {"client_cert": own[0], "client_key": own[1]}
+        assert await asyncio.to_thread(generate, target, ca=ca[0], **files) == "x"
+        async with AsyncClient(target, ca=ca[0].read_bytes(), **files) as client:
+            assert (await client.generate("hi")).text == "x"
+        async with AsyncClient(target, ca=ca[0], retries=0) as client:
+            with pytest.raises(headrace.UnavailableError):
+                await client.generate("hi")
+        flags = ("--client-cert", str(own[0]), "--client-key", str(own[1]))
+        to = ("--target", target, "--ca", str(ca[0]))
+        assert (await asyncio.to_thread(command, *to, *flags)).stdout == "x\n"
+        variables = {"HEADRACE_CLIENT_CERT": str(own[0]), "HEADRACE_CLIENT_KEY": str(own[1])}
+        assert (await asyncio.to_thread(command, *to, **variables)).stdout == "x\n"
+        half = await asyncio.to_thread(command, *to, "--client-cert", str(own[0]))
+        assert (half.exit_code, "go together" in half.stderr) == (2, True)
