@@ -177,10 +177,10 @@ class Authentication(grpc.aio.ServerInterceptor):
             return call
 
         def stream(behavior: Stream) -> Stream:
-            async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+            # The behaviour's own iterator is handed on: messages pass no further generator.
+            def call(request: Any, context: Any) -> AsyncIterator[Any]:
                 enter(context)
-                async for response in behavior(request, context):
-                    yield response
+                return behavior(request, context)
 
             return call
 

@@ -16,6 +16,8 @@ from engine.errors import ConfigError
 from service.config import Address, ServiceConfig, parse_address
 from service.tls import Tls
 
+_MAX_GROUP = 2**32 - 2  # of Linux; the number after it means "no change"
+
 
 def bind(server: grpc.aio.Server, config: ServiceConfig) -> tuple[Address, ...]:
     """Bind all addresses; returns them with the ports that were chosen.
@@ -72,8 +74,8 @@ def _bind_unix(server: grpc.aio.Server, address: Address, mode: int, group: int 
 def _group_id(name: str | None) -> int | None:
     if name is None:
         return None
-    if name.isascii() and name.isdigit():
-        return int(name)
+    if name.isascii() and name.isdigit() and int(name) <= _MAX_GROUP:
+        return int(name)  # need not have a name here
     try:
         return grp.getgrnam(name).gr_gid
     except KeyError as error:

@@ -20,12 +20,15 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import model_service_pb2 as model
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from typer.testing import CliRunner
 
 from engine.errors import ConfigError, HeadraceError
-from service import cli
+from service import cli, telemetry
 from service.auth import Authenticator, PermissionDeniedError, UnauthenticatedError
-from service.callers import parse_callers
+from service.callers import SERVICES, parse_callers
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from tests.service.fake_engine import FakeEngine, says
@@ -192,6 +195,34 @@ async def test_health_is_everybodys_and_reflection_is_not(callers: Path) -> None
                 assert error.code.name == code
             answer = await reflect(iter(asked), metadata=bearer("alice")).read()
             assert answer.list_services_response.service
+
+
+async def test_every_service_can_be_granted(callers: Path) -> None:
+    async with guarded(callers) as h:
+        listed = await health_pb2_grpc.HealthStub(h.channel).List(health_pb2.HealthListRequest())
+        assert {name for name in listed.statuses if name} <= set(SERVICES)
+
+
+async def test_spans_of_refused_calls(callers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    made = telemetry.Telemetry(telemetry.interceptors(provider))
+    monkeypatch.setattr(telemetry, "set_up", lambda _environ: made)
+    async with guarded(callers, FakeEngine(script=says("x"))) as h:
+        await generate_with(h)
+        await generate_with(h, *bearer("probe"))
+        await h.generation.Generate(rpc.GenerateRequest(spec=spec()), metadata=bearer("alice"))
+        message = rpc.GenerateStreamRequest(spec=spec())
+        events = h.generation.GenerateStream(message, metadata=bearer("alice"))
+        assert [_ async for _ in events]
+        await until_true(lambda: len(exporter.get_finished_spans()) == 4)
+    codes = [
+        (span.attributes or {})["rpc.grpc.status_code"] for span in exporter.get_finished_spans()
+    ]
+    assert codes == [16, 7, 0, 0]
+    said = repr([(span.attributes, span.events) for span in exporter.get_finished_spans()])
+    assert not any(token in said for token in TOKENS.values())
 
 
 async def test_nobody_is_asked_without_a_file() -> None:

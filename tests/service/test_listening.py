@@ -56,9 +56,10 @@ async def test_the_group_of_a_unix_socket(tmp_path: Path) -> None:
         async with serving(listen=(f"unix:{path}",), unix_socket_group=name):
             status = os.stat(path)
             assert (status.st_gid, stat.S_IMODE(status.st_mode)) == (gid, 0o660)
-    with pytest.raises(ConfigError, match="is no group"):
-        async with serving(listen=(f"unix:{path}",), unix_socket_group="no such group"):
-            pass
+    for name in ("no such group", str(2**32 - 1), "-1"):
+        with pytest.raises(ConfigError, match="is no group"):
+            async with serving(listen=(f"unix:{path}",), unix_socket_group=name):
+                pass
 
 
 async def test_the_age_of_a_connection_ends_no_call() -> None:
