@@ -1,7 +1,7 @@
 """The seam between the service and the engine: what the service speaks to, and nothing else of the
 engine.
 
-    service ── EngineClient ──▶ engine          submit, cancel, finish, stats
+    service ── EngineClient ──▶ engine          submit, cancel, finish, stats, pause, …
     service ◀── step sink ───── engine          one StepOutputs per engine step, on the service's
     event loop
 
@@ -120,7 +120,44 @@ class EngineClient(Protocol):
         ...
 
     async def stats(self) -> EngineStats:
-        """The engine's figures now."""
+        """The engine's figures now.
+
+        Raises:
+            EngineUnavailableError: loading, or stopped.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Take no further step until `resume`. Returns when the last step is done: nothing touches
+        the model from then on. Live requests stay, new ones are accepted and wait, cancelled ones
+        end. Harmless when paused. An engine that is closed, or started again, is not paused.
+
+        Raises:
+            EngineUnavailableError: loading, or stopped.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """End a pause. Harmless where there is none.
+
+        Raises:
+            EngineUnavailableError: loading, or stopped.
+        """
+        ...
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Returns when that is done; what running requests hold of them
+        they keep to their end.
+
+        Raises:
+            EngineUnavailableError: loading, or stopped.
+        """
+        ...
+
+    async def set_log_level(self, level: str) -> None:
+        """Set what the engine logs: "debug", "info", "warning" or "error". Stays in force when the
+        engine is started again. Works while it loads too.
+        """
         ...
 
     async def close(self) -> None:

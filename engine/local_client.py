@@ -127,6 +127,25 @@ class LocalEngineClient:
         """The engine's figures now."""
         return self._running().stats()
 
+    async def pause(self) -> None:
+        """Take no further step until `resume`; see the protocol."""
+        await asyncio.wrap_future(self._running().hold())
+
+    async def resume(self) -> None:
+        """End a pause; see the protocol."""
+        self._running().go_on()
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; see the protocol."""
+        engine = self._running()
+        if not engine.is_running():
+            raise EngineUnavailableError("the engine has stopped, and its prefix cache with it")
+        await asyncio.wrap_future(engine.reset_prefix_cache())
+
+    async def set_log_level(self, level: str) -> None:
+        """Set what this process logs; see the protocol."""
+        logging.getLogger().setLevel(level.upper())
+
     async def close(self) -> None:
         """Stop at once, or give up loading at its next stage; see the protocol."""
         self._closing.set()

@@ -7,6 +7,9 @@ outputs to one sink.
                                                        └─ between steps: commands are carried out,
                                                        in order; pauses are granted
 
+Two ways to stop computing for a while: `pause` is a window for the caller's own work on the model,
+in which nothing at all happens; `hold` only takes no further step, and commands are carried out.
+
 The sink is the service's delivery log (through `engine.client`), or the `ResultRouter` of the
 Python API (`engine.manager`).
 
@@ -104,6 +107,7 @@ class EngineLoop:
         self._is_warming = False
         self._warmed_up = False
         self._accepting = False
+        self._is_held = False
         self._stopping = False
         self._aborting = False
         self._failure: Exception | None = None
@@ -131,7 +135,7 @@ class EngineLoop:
             thread.start()  # it waits for the lock
             self._thread = thread
             self._is_running = self._accepting = True
-            self._stopping = self._aborting = False
+            self._stopping = self._aborting = self._is_held = False
             self._pause.opened()
             self._started()
 
@@ -150,7 +154,8 @@ class EngineLoop:
     def stop(
         self, block: bool = True, timeout: float | None = None, *, hard_stop: bool = False
     ) -> None:
-        """Stop the engine's thread: nothing new is accepted, live requests are finished first.
+        """Stop the engine's thread: nothing new is accepted, live requests are finished first. Ends
+        a hold.
 
         Args:
             block: whether to wait for the thread to end.
@@ -164,7 +169,7 @@ class EngineLoop:
         with self._changed:
             if block:
                 self._refuse_to_wait_for_itself()
-            self._accepting = False
+            self._accepting = self._is_held = False
             self._stopping = True
             self._aborting = self._aborting or hard_stop
             self._changed.notify_all()
@@ -207,16 +212,68 @@ class EngineLoop:
         finally:
             self._pause.release(holder)
 
-    def reset_prefix_cache(self) -> None:
+    def hold(self) -> Future[None]:
+        """Take no further step until `go_on`; live requests stay, with their KV. Unlike in a pause,
+        commands are carried out: new requests are accepted and wait, cancelled ones end. Time
+        limits go on; a request that passes its limit ends with the first step behind the hold.
+        Harmless when held. Does not block.
+
+        Returns:
+            Done when the last step is: nothing touches the model from then on.
+
+        Raises:
+            EngineUnavailableError: the engine does not run, or is being stopped.
+        """
+        with self._changed:
+            if not self._is_running or self._stopping:
+                raise EngineUnavailableError("the engine does not run, so it cannot be held")
+            self._is_held = True
+            return self._between_steps(self._core.settle)
+
+    def go_on(self) -> None:
+        """End a hold. Harmless where there is none."""
+        with self._changed:
+            self._is_held = False
+            self._changed.notify_all()
+
+    def reset_prefix_cache(self) -> Future[None]:
         """Forget all cached prefixes, before the next step at the latest: they belong to weights
         that were changed. What running requests hold of them they keep to their end.
+
+        Returns:
+            Done when they are forgotten. An engine that is stopped meanwhile ends it with
+            EngineUnavailableError.
         """
         with self._changed:
             if self._is_running:
-                self._inbox.append(self._core.scheduler.kv_cache.reset_prefix_cache)
-                self._changed.notify_all()
-            else:
-                self._core.scheduler.kv_cache.reset_prefix_cache()
+                return self._between_steps(self._core.scheduler.kv_cache.reset_prefix_cache)
+            self._core.scheduler.kv_cache.reset_prefix_cache()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _between_steps(self, action: Callable[[], None]) -> Future[None]:
+        """Have something done on the engine's thread; called with the lock held."""
+        call: Future[None] = Future()
+        self._calls.add(call)
+        self._inbox.append(partial(self._answer, call, action))
+        self._changed.notify_all()
+        return call
+
+    def _answer(self, call: Future[None], action: Callable[[], None]) -> None:
+        # Whoever asked may have stopped waiting, which cancels the call; it is done all the same.
+        is_awaited = call.set_running_or_notify_cancel()
+        try:
+            action()
+        except Exception as error:  # handed over, not hidden: the caller raises it
+            if not is_awaited:
+                raise
+            call.set_exception(error)
+        else:
+            if is_awaited:
+                call.set_result(None)
+        finally:
+            self._calls.discard(call)
 
     @property
     def warmed_up(self) -> bool:
@@ -237,10 +294,7 @@ class EngineLoop:
             self._refuse_to_wait_for_itself()
             self._changed.wait_for(lambda: not self._is_warming)
             if self._is_running:
-                call = Future()
-                self._calls.add(call)
-                self._inbox.append(partial(self._warm_up_for, call))
-                self._changed.notify_all()
+                call = self._between_steps(self._warm_up_between_steps)
             else:
                 self._is_warming = True
         if call is not None:
@@ -257,15 +311,9 @@ class EngineLoop:
                 self._is_warming = False
                 self._changed.notify_all()
 
-    def _warm_up_for(self, call: Future[None]) -> None:
-        try:
-            self._core.settle()
-            self._core.runner.warmup()
-        except Exception as error:  # handed over, not hidden: the caller raises it
-            call.set_exception(error)
-        else:
-            call.set_result(None)
-        self._calls.discard(call)
+    def _warm_up_between_steps(self) -> None:
+        self._core.settle()
+        self._core.runner.warmup()
 
     @property
     def failure(self) -> Exception | None:
@@ -390,7 +438,8 @@ class EngineLoop:
         self._is_running = self._accepting = False
         self._inbox.clear()
         for call in self._calls:
-            call.set_exception(EngineUnavailableError("the engine ended before it came to it"))
+            if call.set_running_or_notify_cancel():
+                call.set_exception(EngineUnavailableError("the engine ended before it came to it"))
         self._calls.clear()
         self._pause.closed()
         self._ended()
@@ -407,10 +456,13 @@ class EngineLoop:
                 with self._changed:
                     self._pause.park()
                 continue
-            if self._core.has_work:
+            if self._core.has_work and not self._is_held:
                 return True
+            self._deliver(self._core.take_outputs())  # of a hold: ends that commands have brought
             with self._changed:
                 if self._inbox or self._aborting or self._pause.is_wanted:
+                    continue
+                if self._core.has_work and not self._is_held:
                     continue
                 if self._stopping:
                     return False

@@ -115,6 +115,7 @@ class ProcessEngineClient:
         self._failure: Exception | None = None
         self._failed = asyncio.Event()
         self._closing = False
+        self._is_paused = False
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -129,6 +130,7 @@ class ProcessEngineClient:
         await self._end_process()  # of the one before
         progress("starting the engine's process")
         self._sink, self._failure, self._closing = sink, None, False
+        self._is_paused = False
         self._failed.clear()
         self._durations.clear()
         loop = asyncio.get_running_loop()
@@ -229,6 +231,28 @@ class ProcessEngineClient:
         reply = await self._call(messages.GetStats, messages.Stats)
         return reply.stats
 
+    async def pause(self) -> None:
+        """Take no further step until `resume`; see the protocol."""
+        await self._call(messages.Pause, messages.Done)
+        self._is_paused = True
+
+    async def resume(self) -> None:
+        """End a pause; see the protocol."""
+        await self._call(messages.Resume, messages.Done)
+        self._is_paused = False
+        self._last_step = time.monotonic()  # the time of the pause does not count as a hang
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; see the protocol."""
+        await self._call(messages.ResetPrefixCache, messages.Done)
+
+    async def set_log_level(self, level: str) -> None:
+        """Set what the process logs, and those after it; see the protocol."""
+        self._start_message = msgspec.structs.replace(self._start_message, log_level=level)
+        if self._writer is not None and self._failure is None:
+            with contextlib.suppress(EngineUnavailableError):  # it has died: the next one knows
+                await self._call(lambda number: messages.SetLogLevel(number, level), messages.Done)
+
     async def _call(self, make: Callable[[int], msgspec.Struct], kind: type[A]) -> A:
         """Send a call and wait for its answer."""
         if self._failure is not None:
@@ -282,7 +306,7 @@ class ProcessEngineClient:
                 waiting = self._calls.get(message.call) if message.call else self._started
                 if waiting is not None and not waiting.done():
                     waiting.set_exception(error)
-            case messages.Admitted() | messages.Cancelled() | messages.Stats():
+            case messages.Admitted() | messages.Cancelled() | messages.Stats() | messages.Done():
                 answer = self._calls.get(message.call)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
@@ -316,7 +340,8 @@ class ProcessEngineClient:
             if self._live and not self._admitted and self._writer is not None:
                 self._writer.write(messages.GetStats(next(self._numbers)))
             last = self._last_step if self._admitted else self._last_heard
-            hung = bool(self._live) and time.monotonic() - last > limit
+            quiet_s = time.monotonic() - last
+            hung = bool(self._live) and not self._is_paused and quiet_s > limit
             if hung and suspected and self._process is not None:
                 logger.error("the engine gave no step for %.1f s; its process is ended", limit)
                 with contextlib.suppress(ProcessLookupError):

@@ -1,6 +1,6 @@
 """What the front end and the engine's process say to each other.
 
-    front end ── Start, Submit, Cancel, Finish, GetStats ───────────▶ engine process
+    front end ── Start, Submit, Cancel, Finish, GetStats, … ────────▶ engine process
     front end ◀─ Progress, Started | Refused, replies, Step, Died ─── engine process
 
 Each message is one msgpack frame (see `engine.process.wire`), typed on both sides: nothing that
@@ -70,7 +70,34 @@ class GetStats(msgspec.Struct, frozen=True, tag=True):
     call: int
 
 
-Command = Start | Submit | Cancel | Finish | GetStats
+class Pause(msgspec.Struct, frozen=True, tag=True):
+    """Take no further step; answered by Done when the last one is over."""
+
+    call: int
+
+
+class Resume(msgspec.Struct, frozen=True, tag=True):
+    """End a pause; answered by Done."""
+
+    call: int
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    """Forget all cached prefixes; answered by Done."""
+
+    call: int
+
+
+class SetLogLevel(msgspec.Struct, frozen=True, tag=True):
+    """Set what the process logs; answered by Done, also while it loads."""
+
+    call: int
+    level: str
+
+
+Command = (
+    Start | Submit | Cancel | Finish | GetStats | Pause | Resume | ResetPrefixCache | SetLogLevel
+)
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -121,6 +148,12 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """A call that has nothing to answer was carried out."""
+
+    call: int
+
+
 class Step(msgspec.Struct, frozen=True, tag=True):
     """All that one step produced."""
 
@@ -133,7 +166,7 @@ class Died(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Message = Progress | Started | Refused | Admitted | Cancelled | Stats | Step | Died
+Message = Progress | Started | Refused | Admitted | Cancelled | Stats | Done | Step | Died
 
 
 def options_of(config: ContinuousBatchingConfig | LoadConfig) -> dict[str, Any]:

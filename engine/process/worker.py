@@ -28,10 +28,15 @@ from engine.process.messages import (
     Cancelled,
     Command,
     Died,
+    Done,
     Finish,
     GetStats,
+    Pause,
     Progress,
     Refused,
+    ResetPrefixCache,
+    Resume,
+    SetLogLevel,
     Start,
     Started,
     Stats,
@@ -99,6 +104,8 @@ class Worker:
                 await self._answer(command.call, self._cancel(command))
             case GetStats():
                 await self._answer(command.call, self._stats(command))
+            case Pause() | Resume() | ResetPrefixCache() | SetLogLevel():
+                await self._answer(command.call, self._control(command))
             case Finish():
                 if self._engine is not None:
                     await self._engine.finish(
@@ -127,6 +134,18 @@ class Worker:
 
     async def _stats(self, command: GetStats) -> Stats:
         return Stats(command.call, await self._running().stats())
+
+    async def _control(self, command: Pause | Resume | ResetPrefixCache | SetLogLevel) -> Done:
+        match command:
+            case Pause():
+                await self._running().pause()
+            case Resume():
+                await self._running().resume()
+            case ResetPrefixCache():
+                await self._running().reset_prefix_cache()
+            case SetLogLevel():
+                logging.getLogger().setLevel(command.level.upper())
+        return Done(command.call)
 
     def _running(self) -> LocalEngineClient:
         if self._engine is None:

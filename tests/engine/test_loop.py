@@ -324,6 +324,62 @@ def test_death_before_the_window_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result(rig.manager, "a").status is RequestStatus.FAILED
 
 
+# ---- holds -------------------------------------------------------------------------------------
+
+
+def test_a_hold_takes_no_step_and_carries_out_commands(rig: Rig, steps: Steps) -> None:
+    rig.manager.add_request([1], request_id="a", max_new_tokens=600, streaming=True)
+    rig.manager.add_request([3], request_id="c", max_new_tokens=600)
+    result(rig.manager, "a")
+    rig.manager.hold().result(WAIT)
+    steps.may_run = False
+    before = steps.count
+    rig.manager.hold().result(WAIT)  # again: harmless
+    rig.manager.add_request([2], request_id="b", max_new_tokens=4)
+    rig.manager.cancel_request("c")
+    assert result(rig.manager, "c").status is RequestStatus.CANCELLED  # without a step
+    rig.manager.reset_prefix_cache().result(WAIT)
+    with rig.manager.pause():  # a window within the hold
+        pass
+    assert rig.manager.get_result("b", timeout=0.02) is None
+    assert steps.count == before
+    steps.may_run = True
+    rig.manager.go_on()
+    assert result(rig.manager, "b").generated_tokens == expected_tokens([2], 4)
+    last = list(rig.manager.request_id_iter("a"))[-1]
+    assert last.generated_tokens == expected_tokens([1], 600)
+    rig.manager.go_on()  # again: harmless
+
+
+def test_a_step_in_flight_is_over_when_the_loop_is_held() -> None:
+    rig = Rig(overlap=True, late=True)
+    rig.manager.start()
+    rig.manager.add_request([1], request_id="a", max_new_tokens=400)
+    for _ in range(20):
+        rig.manager.hold().result(WAIT)
+        assert not rig.core._in_flight
+        rig.manager.go_on()
+    assert result(rig.manager, "a").generated_tokens == expected_tokens([1], 400)
+    rig.manager.stop(timeout=WAIT)
+
+
+@pytest.mark.parametrize("hard_stop", [False, True])
+def test_a_stop_ends_a_hold(rig: Rig, hard_stop: bool) -> None:
+    rig.manager.add_request([1], request_id="a", max_new_tokens=300)
+    rig.manager.hold().result(WAIT)
+    rig.manager.stop(timeout=WAIT, hard_stop=hard_stop)
+    assert not rig.manager.is_running()
+    output = result(rig.manager, "a")
+    assert output.is_finished()
+    assert hard_stop or output.generated_tokens == expected_tokens([1], 300)
+    with pytest.raises(EngineUnavailableError, match="does not run"):
+        rig.manager.hold()
+    rig.manager.reset_prefix_cache().result(0)
+    rig.manager.start()  # and is not held any more
+    rig.manager.add_request([2], request_id="b", max_new_tokens=3)
+    assert result(rig.manager, "b").generated_tokens == expected_tokens([2], 3)
+
+
 # ---- requests that a bug has lost --------------------------------------------------------------
 
 

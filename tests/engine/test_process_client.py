@@ -171,6 +171,41 @@ async def _refusals_for(seconds: float, client: ProcessEngineClient) -> None:
     assert client.failure is None
 
 
+async def test_a_pause_crosses_and_is_no_hang_and_the_tokens_stay_the_same(sink: Sink) -> None:
+    client = ProcessEngineClient(
+        DEMO, CONFIG, LoadConfig(threads=1), log_level="warning", hang_timeout_s=1.0
+    )
+    with pytest.raises(EngineUnavailableError):
+        await client.pause()
+    await client.set_log_level("error")  # kept for the process that is to come
+    await client.start(sink, lambda line: None)
+    try:
+        await client.submit(_request("plain", max_tokens=60))
+        await sink.until("plain")
+        await client.submit(_request("a", max_tokens=60))
+        await client.submit(_request("c", max_tokens=1500))
+        await sink.until("a", ended=False)
+        await client.pause()
+        steps = (await client.stats()).steps
+        await client.submit(_request("b"))
+        await client.reset_prefix_cache()
+        assert await client.cancel(RequestId("c"))
+        assert (await sink.until("c")).finish is not None
+        await asyncio.sleep(2.2)  # longer than the timeout of a hang, and two looks at it
+        assert client.failure is None
+        assert (await client.stats()).steps == steps
+        assert not sink.outputs["a"][-1].ends_request
+        await client.resume()
+        await sink.until("a")
+        await sink.until("b")
+        assert sink.tokens("a") == sink.tokens("plain")
+        await client.set_log_level("debug")
+        await client.pause()
+    finally:
+        await client.close()  # also while paused
+    assert client.pid is None
+
+
 async def test_a_killed_and_a_hung_process_end_their_requests_and_can_be_replaced(
     sink: Sink,
 ) -> None:
