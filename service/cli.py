@@ -66,6 +66,7 @@ def root(
 def serve(
     listen: options.Listen = ["127.0.0.1:50051"],  # noqa: B006 - typer copies it
     insecure: options.Insecure = False,
+    control: options.Control = None,
     tls_cert: options.TlsCert = None,
     tls_key: options.TlsKey = None,
     tls_client_ca: options.TlsClientCa = None,
@@ -121,6 +122,7 @@ def serve(
             listen=tuple(listen),
             served_name=served_name,
             insecure=insecure,
+            control=control,
             tls_cert=tls_cert,
             tls_key=tls_key,
             tls_client_ca=tls_client_ca,

@@ -28,6 +28,8 @@ class ServiceConfig:
             0 takes a free one.
         served_name: the model's name in the model card; None: the last part of its path.
         insecure: allow addresses beyond loopback without TLS.
+        control: on which addresses ControlService is served; None: on those that only this machine
+            can reach; True: on all; False: on none.
         tls_cert, tls_key: PEM files of the certificate chain and its key; both or none. TLS is
             then used on all TCP addresses. They may be exchanged while the server runs.
         tls_client_ca: PEM file of the authorities whose certificates clients must show; needs
@@ -67,6 +69,7 @@ class ServiceConfig:
     listen: tuple[str, ...] = ("127.0.0.1:50051",)
     served_name: str | None = None
     insecure: bool = False
+    control: bool | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
@@ -155,6 +158,14 @@ class ServiceConfig:
     def uses_tls(self) -> bool:
         """Whether TCP addresses speak TLS."""
         return self.tls_cert is not None
+
+    def serves_control(self, address: Address) -> bool:
+        """Whether ControlService is served on an address. Where callers are known, permissions say
+        who may call it; where they are not, only this machine may, unless told otherwise.
+        """
+        if self.control is not None:
+            return self.control
+        return address.is_local or self.auth_file is not None
 
     def _check_exposure(self) -> None:
         """Prompts and outputs do not leave the machine in the clear unless somebody said so."""

@@ -2,8 +2,8 @@
 
 The empty name answers for the process: SERVING as soon as it serves anything. The services' names
 answer for their readiness: NOT_SERVING while the model loads, when the engine has stopped and when
-the server drains. Watches end when it drains: an open one would hold the shutdown for its whole
-grace.
+the server drains; those of services that need no model are always SERVING. Watches end when it
+drains: an open one would hold the shutdown for its whole grace.
 """
 
 from __future__ import annotations
@@ -23,8 +23,15 @@ _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped base
     """Answers health checks."""
 
-    def __init__(self, services: Iterable[str]) -> None:
+    def __init__(self, services: Iterable[str], always: Iterable[str] = ()) -> None:
+        """Nothing is ready yet.
+
+        Args:
+            services: names that become ready with the model.
+            always: names that need no model.
+        """
         self._ready = dict.fromkeys(services, False)
+        self._always = tuple(always)
         self._changed = asyncio.Event()
         self._ending = False
 
@@ -44,7 +51,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
         changed.set()
 
     def _status(self, service: str) -> int:
-        if not service:
+        if not service or service in self._always:
             return int(_SERVING)
         ready = self._ready.get(service)
         if ready is None:
@@ -63,7 +70,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
         return health_pb2.HealthListResponse(
             statuses={
                 name: health_pb2.HealthCheckResponse(status=self._status(name))
-                for name in ("", *self._ready)
+                for name in ("", *self._ready, *self._always)
             }
         )
 

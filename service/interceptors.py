@@ -30,7 +30,7 @@ Unary = Callable[[Any, Any], Awaitable[Any]]
 Stream = Callable[[Any, Any], AsyncIterator[Any]]
 
 _OPEN_TO_EVERYONE = "/grpc.health."  # probes have no token
-_ALWAYS_SERVED = ("/grpc.health.", "/grpc.reflection.")
+_ALWAYS_SERVED = ("/grpc.health.", "/grpc.reflection.", "/headrace.v1.ControlService/")
 _LOG_INTERVAL_S = 1.0
 _MAX_LOGGED = 300
 _SERVED_WHILE_DRAINING = (
@@ -241,7 +241,7 @@ class _RefusalLog:
 
 class Readiness(grpc.aio.ServerInterceptor):
     """Refuses RPCs that the server does not serve in its phase. Health and reflection are always
-    served.
+    served; ControlService looks at the phase itself.
     """
 
     def __init__(self, state: ServerState) -> None:

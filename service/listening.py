@@ -7,6 +7,7 @@ import grp
 import os
 import socket
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,8 +20,14 @@ from service.tls import Tls
 _MAX_GROUP = 2**32 - 2  # of Linux; the number after it means "no change"
 
 
-def bind(server: grpc.aio.Server, config: ServiceConfig) -> tuple[Address, ...]:
+def bind(
+    config: ServiceConfig, server_of: Callable[[Address], grpc.aio.Server]
+) -> tuple[Address, ...]:
     """Bind all addresses; returns them with the ports that were chosen.
+
+    Args:
+        config: the addresses, and the certificate.
+        server_of: the server that serves on an address.
 
     Raises:
         ConfigError: an address is taken or cannot be used.
@@ -30,6 +37,7 @@ def bind(server: grpc.aio.Server, config: ServiceConfig) -> tuple[Address, ...]:
     bound = []
     for text in config.listen:
         address = parse_address(text)
+        server = server_of(address)
         try:
             if address.path is not None:
                 _bind_unix(server, address, config.unix_socket_mode, group)

@@ -39,6 +39,17 @@ Insecure = Annotated[
         _NETWORK,
     ),
 ]
+Control = Annotated[
+    bool | None,
+    _option(
+        "control/--no-control",
+        "CONTROL",
+        "Serve ControlService, which sees and ends everybody's requests and the server itself, on "
+        "all addresses, or on none.",
+        _NETWORK,
+        show_default="on loopback and Unix sockets only",
+    ),
+]
 TlsCert = Annotated[
     str | None,
     _option("tls-cert", "TLS_CERT", "The certificate chain, a PEM file.", _NETWORK),

@@ -2,6 +2,7 @@
 
 SIGTERM or SIGINT once: drain (see `service.server`), exit 0
                  twice: end at once, exit 128 + the signal's number
+an operator's Drain: as a first signal
 the model cannot be loaded, a port is taken: a message, exit 1
 the engine dies: readiness goes, live requests have failed; exit 1, for a supervisor to restart
 """
@@ -9,7 +10,6 @@ the engine dies: readiness goes, live requests have failed; exit 1, for a superv
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -79,11 +79,11 @@ class _Process:
             say(f"headrace-server: {error}")
             return _FAILED
         self._progress(f"port open on {', '.join(self._server.addresses)}; loading the model")
-        signalled = loop.create_task(self._wait_for_signal())
+        ending = loop.create_task(self._wait_for_end())
         loading = loop.create_task(self._server.ready())
         try:
-            await asyncio.wait({signalled, loading}, return_when=asyncio.FIRST_COMPLETED)
-            if not loading.done():
+            await asyncio.wait({ending, loading}, return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done() or loading.cancelled():
                 return await self._interrupted(loading)
             loading.result()
         except HeadraceError as error:
@@ -95,41 +95,53 @@ class _Process:
             await self._server.stop()
             return _FAILED
         else:
-            return await self._serve(signalled)
+            return await self._serve(ending)
         finally:
-            signalled.cancel()
+            ending.cancel()
 
-    async def _serve(self, signalled: asyncio.Task[None]) -> int:
+    async def _serve(self, ending: asyncio.Task[None]) -> int:
         state = self._server.state
         seconds = time.monotonic() - self._began
         say(welcome(self._config, state.front.info, self._server.bound, seconds))
         failed = asyncio.create_task(self._server.failed())
-        ends: set[asyncio.Task[Any]] = {signalled, failed}
+        ends: set[asyncio.Task[Any]] = {ending, failed}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if failed.done():
+        if failed.done() and not ending.done():
             say(f"headrace-server: the engine has stopped: {failed.result()}")
             await self._server.drain(0)
             return _FAILED
         failed.cancel()
-        live = self._server.registry.live
-        say(f"Draining: {live} live requests, at most {self._config.drain_timeout_s:g} s.")
-        await self._server.drain()
+        draining = self._server.begin_drain()
+        timeout_s = state.drain.timeout_s if state.drain is not None else 0.0
+        say(f"Draining: {self._server.registry.live} live requests, at most {timeout_s:g} s.")
+        await draining
         say("Stopped.")
         return 0
 
     async def _interrupted(self, loading: asyncio.Task[None]) -> int:
-        """A signal while the model loads: its thread cannot be interrupted, so the process ends
-        around it.
+        """A signal or a drain while the model loads: its thread cannot be interrupted, so the
+        process ends around it, once whoever asked for the drain has an answer.
         """
         loading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await loading
+        await asyncio.gather(loading, return_exceptions=True)
+        if self._server.state.drain is not None:
+            await self._server.unreachable()
         say("Stopped while loading.")
         self._exit(0)
         return 0
 
-    async def _wait_for_signal(self) -> None:
-        await self._signalled.wait()
+    async def _wait_for_end(self) -> None:
+        """Wait for a signal, or for an operator's drain."""
+        loop = asyncio.get_running_loop()
+        waits = {
+            loop.create_task(self._signalled.wait()),
+            loop.create_task(self._server.drain_begun()),
+        }
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     def _on_signal(self, number: int) -> None:
         if self._signalled.is_set():

@@ -6,12 +6,17 @@ reflection is refused while the model loads. Then the front end is made and the 
 ready.
 
 Shutdown (`drain`):
-1. readiness goes: health says NOT_SERVING, Watches end, new work is refused with UNAVAILABLE;
+1. readiness goes: health says NOT_SERVING, Watches end, new work is refused with UNAVAILABLE; an
+   operator's pause ends;
 2. streams are told that nothing follows: idle sessions end now, others with their last request;
 3. live requests finish; after the timeout they are cancelled, and their streams still get their
    ends;
-4. the gRPC server stops, with a short grace for last messages on their way;
+4. the gRPC servers stop, with a short grace for last messages on their way;
 5. the engine is closed, then the threads, the Unix sockets' files and telemetry.
+
+Where some addresses serve ControlService and others do not, there are two gRPC servers in the
+process, with the same servicers otherwise: what a caller may reach is decided by the socket that it
+came through, not by an address that it claims.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import asyncio
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +33,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.v1 import (
+    control_service_pb2,
+    control_service_pb2_grpc,
     generation_service_pb2,
     generation_service_pb2_grpc,
     model_service_pb2,
@@ -38,7 +46,8 @@ from engine.outputs import StepOutputs
 from engine.text import Tokenizer
 from service import telemetry
 from service.auth import Authenticator
-from service.config import Address, ServiceConfig
+from service.config import Address, ServiceConfig, parse_address
+from service.control import Control
 from service.convert.inputs import InputEncoder
 from service.convert.model import model_card
 from service.convert.request import Converter, RequestLimits
@@ -48,9 +57,10 @@ from service.health import HealthServicer
 from service.interceptors import Authentication, Readiness, Recovery
 from service.listening import bind, unlink_sockets
 from service.reflection import add_reflection
+from service.servicers.control import ControlServicer
 from service.servicers.generation import GenerationServicer
 from service.servicers.model import ModelServicer
-from service.state import FrontEnd, Phase, ServerState
+from service.state import Drain, FrontEnd, Phase, ServerState
 from service.supervision import RESTART_DELAY_S, Supervisor
 
 logger = logging.getLogger(__name__)
@@ -59,6 +69,7 @@ SERVICES = (
     generation_service_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
     model_service_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
 )
+CONTROL = control_service_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _TEXT_THREADS = 2
 _STOP_GRACE_S = 5.0
@@ -138,15 +149,28 @@ class HeadraceServer:
             ),
         )
         self._pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="headrace-text")
-        self._health = HealthServicer(SERVICES)
+        has_control = any(config.serves_control(parse_address(text)) for text in config.listen)
+        self._health = HealthServicer(SERVICES, (CONTROL,) if has_control else ())
         self._telemetry = telemetry.Telemetry()
-        self._server: grpc.aio.Server | None = None
+        self._servers: dict[bool, grpc.aio.Server] = {}  # by whether they serve ControlService
+        self._authenticator = Authenticator(None)
         self._loading: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[Exception] | None = None
         self._supervisor = Supervisor(
             client, self.state, self._health, self._load, first_delay_s=restart_delay_s
         )
+        self.control = Control(
+            client,
+            self.state,
+            self.registry,
+            log_level=config.log_level,
+            count_restarts=lambda: self._supervisor.restarts,
+            begin_drain=self.begin_drain,
+        )
         self._polling: asyncio.Task[None] | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._drain_begun = asyncio.Event()
+        self._unreachable = asyncio.Event()
         self._closed = False
         self.bound: tuple[Address, ...] = ()
 
@@ -161,16 +185,28 @@ class HeadraceServer:
         Raises:
             ConfigError: an address is taken, a TLS file or the callers' file cannot be used, ...
         """
-        authenticator = Authenticator(
+        self._authenticator = Authenticator(
             self._config.auth_file, client_certificates=self._config.tls_client_ca is not None
         )
         self._telemetry = telemetry.set_up(os.environ)
+        self.bound = bind(self._config, self._server_of)
+        for server in self._servers.values():
+            await server.start()
+        self._loading = asyncio.create_task(self._load_first())
+
+    def _server_of(self, address: Address) -> grpc.aio.Server:
+        has_control = self._config.serves_control(address)
+        if has_control not in self._servers:
+            self._servers[has_control] = self._make_server(has_control)
+        return self._servers[has_control]
+
+    def _make_server(self, has_control: bool) -> grpc.aio.Server:
         server = grpc.aio.server(
             # Recovery sees everything; spans see what authentication and readiness refuse.
             interceptors=(
                 Recovery(),
                 *self._telemetry.interceptors,
-                Authentication(authenticator),
+                Authentication(self._authenticator),
                 Readiness(self.state),
             ),
             options=_grpc_options(self._config),
@@ -180,11 +216,14 @@ class HeadraceServer:
         )
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.state), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        add_reflection(server, (*SERVICES, _HEALTH))
-        self.bound = bind(server, self._config)
-        self._server = server
-        await server.start()
-        self._loading = asyncio.create_task(self._load_first())
+        names = [*SERVICES, _HEALTH]
+        if has_control:
+            control_service_pb2_grpc.add_ControlServiceServicer_to_server(
+                ControlServicer(self.control), server
+            )
+            names.insert(0, CONTROL)
+        add_reflection(server, names)
+        return server
 
     async def _load_first(self) -> None:
         try:
@@ -204,6 +243,7 @@ class HeadraceServer:
         tokenizer = await asyncio.get_running_loop().run_in_executor(
             self._pool, self._load_tokenizer, info
         )
+        await self.control.engine_started()
         self.state.loaded(self._front_end(info, tokenizer))
         if self.state.phase is Phase.READY:
             self._health.set_ready(True)
@@ -253,10 +293,31 @@ class HeadraceServer:
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Finish live requests, then stop. After `timeout_s` (default: the configuration's) the
-        rest is cancelled.
+        rest is cancelled. A drain that has begun already goes on as it began.
         """
-        timeout_s = self._config.drain_timeout_s if timeout_s is None else timeout_s
-        self._begin_drain()
+        await asyncio.shield(self.begin_drain(timeout_s))
+
+    def begin_drain(self, timeout_s: float | None = None, reason: str = "") -> asyncio.Task[None]:
+        """Begin to drain, unless that was done before; the task ends when the server has ended."""
+        if self._draining is None:
+            timeout_s = self._config.drain_timeout_s if timeout_s is None else timeout_s
+            self.state.drain = Drain(reason, time.time(), timeout_s)
+            logger.info(
+                "draining, at most %g s: %s", timeout_s, reason or "a signal, or no reason given"
+            )
+            self._enter_drain()
+            self._draining = asyncio.create_task(self._drain(timeout_s))
+        return self._draining
+
+    async def drain_begun(self) -> None:
+        """Wait until a drain begins, or the server is stopped."""
+        await self._drain_begun.wait()
+
+    async def unreachable(self) -> None:
+        """Wait until the gRPC servers have stopped: no call is under way any more."""
+        await self._unreachable.wait()
+
+    async def _drain(self, timeout_s: float) -> None:
         if not await self._idle_within(timeout_s):
             logger.warning(
                 "%d requests are still live after %g s of draining; they are cancelled",
@@ -269,11 +330,14 @@ class HeadraceServer:
 
     async def stop(self) -> None:
         """Stop at once; live requests are lost."""
-        self._begin_drain()
+        self._enter_drain()
         await self._shut_down(0)
+        if self._draining is not None:
+            await asyncio.gather(self._draining, return_exceptions=True)
 
-    def _begin_drain(self) -> None:
+    def _enter_drain(self) -> None:
         self.state.phase = Phase.DRAINING
+        self._drain_begun.set()
         self._health.end()
         for stream in list(self.registry.streams):
             stream.close()
@@ -281,6 +345,7 @@ class HeadraceServer:
     async def _idle_within(self, timeout_s: float) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
+                await self.control.end_pause()
                 await self.registry.wait_idle()
         except TimeoutError:
             return False
@@ -293,8 +358,9 @@ class HeadraceServer:
         for task in (self._watching, self._polling):
             if task is not None:
                 task.cancel()
-        if self._server is not None:
-            await self._server.stop(grace_s)
+        self.control.ending.set()
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers.values()))
+        self._unreachable.set()
         if self._loading is not None and not self._loading.done():
             self._loading.cancel()
         await self._client.close()

@@ -29,6 +29,21 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Drain:
+    """The server ends.
+
+    Attributes:
+        reason: an operator's; empty where a signal began it.
+        since: wall-clock seconds.
+        timeout_s: how long after that live requests are cancelled.
+    """
+
+    reason: str
+    since: float
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class FrontEnd:
     """Everything that requests need, made when the model is loaded."""
 
@@ -48,6 +63,7 @@ class ServerState:
     def __init__(self, instance_id: str) -> None:
         self.instance_id = instance_id
         self.phase = Phase.LOADING
+        self.drain: Drain | None = None
         self._front: FrontEnd | None = None
 
     def loaded(self, front: FrontEnd) -> None:
@@ -66,6 +82,11 @@ class ServerState:
         if self._front is None:
             raise NotReadyError("LOADING", "the model is still loading; try again soon")
         return self._front
+
+    @property
+    def model_name(self) -> str:
+        """The model's name; empty while it loads."""
+        return "" if self._front is None else self._front.card.name
 
     def check(self, *, new_work: bool) -> None:
         """Refuse an RPC that this phase does not serve. `new_work`: it may start requests.

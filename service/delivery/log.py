@@ -52,8 +52,10 @@ class RequestLog:
         accepted: event number 1, once the engine took the request in.
         failure: the terminal event of a request that failed.
         ended: whether the terminal events are all there (sent or not).
-        cancel_wanted: it was cancelled before that. Set by Registry.
+        cancel_wanted: somebody asked for its end, perhaps before that. Set by Registry.
         abandoned: whoever wanted it went away before that. Set by Registry.
+        serial: which of the process's requests it is, counted from 1. Set by Registry.
+        priority, time_limit_s: as the engine has them. Set by Registry.
         watchers: who waits in `changed`.
         timer: the pending lease or retention timer. Set by Registry.
         size: about how many bytes its kept events take.
@@ -81,9 +83,12 @@ class RequestLog:
         "failure",
         "identity",
         "keep",
+        "priority",
         "request_id",
+        "serial",
         "size",
         "stream",
+        "time_limit_s",
         "timer",
         "watchers",
     )
@@ -127,6 +132,9 @@ class RequestLog:
         self.ended = False
         self.abandoned = False
         self.cancel_wanted = False
+        self.serial = 0
+        self.priority = 0
+        self.time_limit_s: float | None = None
         self.watchers: list[asyncio.Future[None]] = []
         self._options = options
         self._prompt_tokens = len(prompt)
@@ -156,6 +164,21 @@ class RequestLog:
     def n(self) -> int:
         """How many choices it has."""
         return len(self._choices)
+
+    @property
+    def arrival(self) -> float:
+        """When it was taken in; before that: when it went to the engine. Monotonic seconds."""
+        return self._arrival
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompt."""
+        return self._prompt_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of all its choices so far."""
+        return sum(choice.num_tokens for choice in self._choices)
 
     @property
     def delivered(self) -> bool:
@@ -245,11 +268,10 @@ class RequestLog:
         """
         if self.ended:
             return
-        tokens = sum(choice.num_tokens for choice in self._choices)
         self.failure = Failed(
             Finish(
                 FinishReason.ERROR,
-                Usage(self._prompt_tokens, 0, tokens),
+                Usage(self._prompt_tokens, 0, self.output_tokens),
                 Timings(self._arrival, None, None, None, now, 0),
                 failure=failure,
             )

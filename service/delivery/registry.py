@@ -61,6 +61,24 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RegistryStats:
+    """How much there is now.
+
+    Attributes:
+        live: requests that have not ended.
+        streams: streams that are open.
+        attached: requests on them, ended and unread ones too.
+        kept, kept_bytes: ended requests whose results are kept, and about how many bytes.
+    """
+
+    live: int
+    streams: int
+    attached: int
+    kept: int
+    kept_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
     """A checked request, ready for the engine.
 
@@ -92,6 +110,7 @@ class Registry:
         self._kept: dict[RequestLog, int] = {}  # ended and kept, oldest first, with their sizes
         self._kept_bytes = 0
         self._numbers = itertools.count(1)
+        self._serials = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._admitting: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._idle = asyncio.Event()
@@ -112,6 +131,21 @@ class Registry:
     def live(self) -> int:
         """Requests that have not ended."""
         return self._live
+
+    def stats(self) -> RegistryStats:
+        """How much there is now."""
+        return RegistryStats(
+            live=self._live,
+            streams=len(self.streams),
+            attached=self.attached,
+            kept=len(self._kept),
+            kept_bytes=self._kept_bytes,
+        )
+
+    def live_logs(self, identity: str | None = None) -> list[RequestLog]:
+        """The requests that have not ended, of one identity or all, by serial."""
+        logs = self._by_engine.values()
+        return [log for log in logs if identity is None or log.identity == identity]
 
     def check_free(self, identity: str, request_id: str) -> None:
         """Refuse a name that is taken, and any request where too many are open, of this identity or
@@ -161,6 +195,8 @@ class Registry:
             now=time.monotonic(),
             on_stop=self._on_stop,
         )
+        log.priority = request.priority
+        log.time_limit_s = request.time_limit_s
         log.durable = durable
         log.keep = durable or (stream is not None and stream.lease_s > 0)
         self._add(log)
@@ -222,6 +258,7 @@ class Registry:
             await asyncio.wait([task])
 
     def _add(self, log: RequestLog) -> None:
+        log.serial = next(self._serials)
         self._logs[log.identity, log.request_id] = log
         self._by_engine[log.engine_id] = log
         self._live += 1
@@ -386,9 +423,8 @@ class Registry:
 
     def cancel_log(self, log: RequestLog) -> None:
         """End a request: its terminal event follows within one step."""
-        if log.accepted is None:
-            log.cancel_wanted = True
-        else:
+        log.cancel_wanted = True
+        if log.accepted is not None:  # else `start` does it
             self._spawn(self._cancel(log))
 
     def cancel_all(self) -> None:

@@ -17,7 +17,7 @@ by step:
 
 Tokens are bytes: `byte_tokenizer()` has the ids 0 to 255 for the bytes, EOS and BOS, so that texts
 and tokens can be worked out by hand. Failures: `refuse_next` (an exception for the next submit),
-`fail(request_id)`, `die(error)`.
+`fail(request_id)`, `die(error)`. While it is paused, steps bring ends alone.
 """
 
 from __future__ import annotations
@@ -185,6 +185,11 @@ class FakeEngine:
     generated: int = 0
     ended: int = 0
     closed: bool = False
+    paused: bool = False
+    resets: int = 0
+    log_levels: list[str] = field(default_factory=list)
+    stats_gate: asyncio.Event | None = None
+    pause_gate: asyncio.Event | None = None
     _dead: Exception | None = None
     _died: asyncio.Event = field(default_factory=asyncio.Event)
     _sink: StepSink | None = None
@@ -209,6 +214,7 @@ class FakeEngine:
             if self._loop is not None:
                 self._loop.cancel()
         self._sink = sink
+        self.paused = False
         if self.auto:
             self._loop = asyncio.create_task(self._run_loop())
         return self.info
@@ -219,8 +225,7 @@ class FakeEngine:
             raise self.refuse_next.pop(0)
         if self.submit_gate is not None:
             await self.submit_gate.wait()
-        if self._sink is None or self._dead is not None or self.closed:
-            raise EngineUnavailableError("the engine has stopped; try another server, or later")
+        self._running()
         if request.request_id in self._live:
             raise DuplicateRequestError(request.request_id)
         if not 0 < len(request.prompt) < self.info.max_context_tokens:
@@ -255,6 +260,9 @@ class FakeEngine:
 
     async def stats(self) -> EngineStats:
         """The figures now."""
+        if self.stats_gate is not None:
+            await self.stats_gate.wait()
+        self._running()
         running = sum(live.running for live in self._live.values())
         return EngineStats(
             running=running,
@@ -269,6 +277,33 @@ class FakeEngine:
             preemptions=0,
             last_step_s=0.0,
         )
+
+    async def pause(self) -> None:
+        """No request generates anything until `resume`."""
+        self._running()
+        self.paused = True
+        if self.pause_gate is not None:
+            await self.pause_gate.wait()
+
+    async def resume(self) -> None:
+        """End a pause."""
+        self._running()
+        self.paused = False
+        self._work.set()
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all prompts."""
+        self._running()
+        self._prefixes.clear()
+        self.resets += 1
+
+    async def set_log_level(self, level: str) -> None:
+        """Note the level."""
+        self.log_levels.append(level)
+
+    def _running(self) -> None:
+        if self._sink is None or self._dead is not None or self.closed:
+            raise EngineUnavailableError("the engine has stopped; try another server, or later")
 
     async def close(self) -> None:
         """Stop; live requests end with ERROR."""
@@ -386,7 +421,7 @@ class FakeEngine:
         return [
             self._output(live, choice, now)
             for choice in live.left
-            if live.running or choice.end is not None
+            if (live.running and not self.paused) or choice.end is not None
         ]
 
     def _output(self, live: _Live, choice: _Choice, now: float) -> RequestOutput:

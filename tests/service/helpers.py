@@ -13,6 +13,7 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
+from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 from headrace.v1.model_service_pb2_grpc import ModelServiceStub
 
@@ -36,6 +37,7 @@ class Harness:
         self.channel = channel
         self.generation: Any = GenerationServiceStub(channel)
         self.models: Any = ModelServiceStub(channel)
+        self.control: Any = ControlServiceStub(channel)
 
     @property
     def registry(self) -> Any:

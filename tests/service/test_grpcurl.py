@@ -56,6 +56,7 @@ def test_list_and_describe(demo: RealServer) -> None:
     assert grpcurl(demo, "list").split() == [
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
+        "headrace.v1.ControlService",
         "headrace.v1.GenerationService",
         "headrace.v1.ModelService",
     ]
@@ -91,7 +92,8 @@ def test_two_requests_from_stdin_on_one_session(demo: RealServer) -> None:
 
 
 def test_health(demo: RealServer) -> None:
-    for service in ("", "headrace.v1.GenerationService", "headrace.v1.ModelService"):
+    services = ("GenerationService", "ModelService", "ControlService")
+    for service in ("", *(f"headrace.v1.{name}" for name in services)):
         data = json.dumps({"service": service})
         [answer] = messages(grpcurl(demo, "grpc.health.v1.Health/Check", data=data))
         assert answer == {"status": "SERVING"}

@@ -124,6 +124,7 @@ async def test_health_check_list_and_watch() -> None:
             "": HEALTH.SERVING,
             "headrace.v1.GenerationService": HEALTH.SERVING,
             "headrace.v1.ModelService": HEALTH.SERVING,
+            "headrace.v1.ControlService": HEALTH.SERVING,
         }
         unknown = health_pb2.HealthCheckRequest(service="nothing")
         assert (await refused(stub.Check(unknown))).code is grpc.StatusCode.NOT_FOUND
@@ -160,6 +161,7 @@ async def test_reflection(version: str) -> None:
     assert {service.name for service in listed.service} == {
         "headrace.v1.GenerationService",
         "headrace.v1.ModelService",
+        "headrace.v1.ControlService",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }

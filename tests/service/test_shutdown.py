@@ -10,12 +10,15 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from headrace.v1 import control_service_pb2 as control_pb
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import generation_service_pb2_grpc
+from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (
@@ -204,3 +207,38 @@ async def test_a_model_that_cannot_be_loaded_and_a_signal_while_loading(tmp_path
         await read_until(server, "loading the model")
         server.send_signal(signal.SIGTERM)
         assert await ended(server) == 0
+
+
+async def test_an_operators_drain_ends_the_process(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s"
+    async with process(address) as server:
+        await read_until(server, "Stop it with")
+        async with grpc.aio.insecure_channel(address) as channel:
+            control: Any = ControlServiceStub(channel)
+            session = Session(
+                generation_service_pb2_grpc.GenerationServiceStub(channel).StreamResult()
+            )
+            await session.add(spec(request_id="a", stop={"max_tokens": 30}))
+            await session.read()
+            answer = await control.Drain(
+                control_pb.DrainRequest(timeout={"seconds": 20}, reason="a new version")
+            )
+            assert answer.live_requests == 1
+            said = await read_until(server, "Draining: 1 live requests, at most 20 s")
+            assert "draining, at most 20 s: a new version" in said
+            await session.rest()
+            check_course(session.events()["a"])
+        assert await ended(server) == 0
+    assert not (tmp_path / "s").exists()
+
+
+async def test_an_operators_drain_while_the_model_loads(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s"
+    async with process(address, "--hang") as server:
+        await read_until(server, "loading the model")
+        async with grpc.aio.insecure_channel(address) as channel:
+            control: Any = ControlServiceStub(channel)
+            answer = await control.Drain(control_pb.DrainRequest(), timeout=DEADLINE_S)
+            assert not answer.was_draining
+        assert await ended(server) == 0
+    assert not (tmp_path / "s").exists()

@@ -1,0 +1,270 @@
+"""ControlService's messages: the server's figures, live requests, levels, bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from google.protobuf import duration_pb2, timestamp_pb2
+from headrace.v1 import control_service_pb2 as pb
+from headrace.v1 import generation_service_pb2
+
+from engine.errors import InvalidRequestError
+from engine.stats import EngineStats
+from service.config import DAY_S, LOG_LEVELS
+from service.control import Pause, Snapshot
+from service.convert.model import server_version
+from service.convert.response import cancel_result
+from service.convert.values import seconds, to_duration
+from service.delivery.log import RequestLog
+from service.delivery.registry import RegistryStats
+from service.errors import FieldError
+from service.state import Drain, Phase
+
+DEFAULT_INTERVAL_S = 1.0
+MIN_INTERVAL_S = 0.1
+MAX_INTERVAL_S = 3600.0
+DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_SIZE = 1000
+MAX_CANCELS = 1024
+MAX_REASON_BYTES = 256
+
+_PHASES = {
+    Phase.LOADING: pb.SERVER_PHASE_LOADING,
+    Phase.READY: pb.SERVER_PHASE_READY,
+    Phase.RESTARTING: pb.SERVER_PHASE_RESTARTING,
+    Phase.DRAINING: pb.SERVER_PHASE_DRAINING,
+    Phase.FAILED: pb.SERVER_PHASE_FAILED,
+}
+_LEVELS = {
+    "debug": pb.LOG_LEVEL_DEBUG,
+    "info": pb.LOG_LEVEL_INFO,
+    "warning": pb.LOG_LEVEL_WARNING,
+    "error": pb.LOG_LEVEL_ERROR,
+}
+_LEVEL_NAMES = {number: name for name, number in _LEVELS.items()}
+_RATES = (
+    "steps",
+    "prompt_tokens",
+    "generated_tokens",
+    "requests_accepted",
+    "requests_finished",
+    "preemptions",
+)
+
+
+# ---- requests ----------------------------------------------------------------------------------
+
+
+def interval_of(request: pb.WatchStatisticsRequest) -> float:
+    """The interval, in seconds.
+
+    Raises:
+        FieldError: it is out of bounds.
+    """
+    if not request.HasField("interval"):
+        return DEFAULT_INTERVAL_S
+    interval_s = _seconds(request.interval, "interval")
+    if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
+        raise FieldError(
+            "interval",
+            f"is {interval_s:g} s; it must be between {MIN_INTERVAL_S:g} s and "
+            f"{MAX_INTERVAL_S:g} s",
+        )
+    return interval_s
+
+
+def drain_timeout_of(request: pb.DrainRequest) -> float | None:
+    """The timeout, in seconds; None: the server's own.
+
+    Raises:
+        FieldError: it is out of bounds.
+    """
+    if not request.HasField("timeout"):
+        return None
+    timeout_s = _seconds(request.timeout, "timeout")
+    if timeout_s > DAY_S:
+        raise FieldError("timeout", f"is {timeout_s:g} s; at most {DAY_S:g} s are allowed")
+    return timeout_s
+
+
+def check_reason(reason: str) -> str:
+    """The reason, on one line: it is logged.
+
+    Raises:
+        FieldError: it is too long.
+    """
+    size = len(reason.encode())
+    if size > MAX_REASON_BYTES:
+        raise FieldError("reason", f"has {size} bytes; at most {MAX_REASON_BYTES} are allowed")
+    return "".join(c if c.isprintable() else " " for c in reason)
+
+
+def level_of(level: pb.LogLevel.ValueType) -> str:
+    """The level's name.
+
+    Raises:
+        FieldError: it is missing, or a newer client's.
+    """
+    if level not in _LEVEL_NAMES:
+        raise FieldError(
+            "level", f"is {level}; it must be one of {', '.join(LOG_LEVELS)} (1 to {len(_LEVELS)})"
+        )
+    return _LEVEL_NAMES[level]
+
+
+def check_names(names: Sequence[pb.RequestName]) -> None:
+    """Refuse names that cannot be looked up.
+
+    Raises:
+        FieldError: there are too few or too many, or one is not whole.
+    """
+    if not 1 <= len(names) <= MAX_CANCELS:
+        raise FieldError("requests", f"has {len(names)} entries; give between 1 and {MAX_CANCELS}")
+    for index, name in enumerate(names):
+        for field in ("identity", "request_id"):
+            if not getattr(name, field):
+                raise FieldError(
+                    f"requests[{index}].{field}", "is empty; ListRequests tells both names"
+                )
+
+
+def page_of(request: pb.ListRequestsRequest) -> tuple[int, int]:
+    """The page's size, and the serial that it begins behind.
+
+    Raises:
+        FieldError: the size is out of bounds, or the token is none of ours.
+    """
+    size, token = request.page_size or DEFAULT_PAGE_SIZE, request.page_token
+    if size > MAX_PAGE_SIZE:
+        raise FieldError("page_size", f"is {size}; at most {MAX_PAGE_SIZE} are allowed")
+    if token and not (token.isascii() and token.isdigit() and len(token) <= 20):
+        raise FieldError("page_token", "is not a next_page_token of this server; leave it out")
+    return size, int(token or 0)
+
+
+def _seconds(duration: duration_pb2.Duration, field: str) -> float:
+    try:
+        return seconds(duration, field)
+    except InvalidRequestError as error:
+        raise FieldError(error.field, error.description) from error
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+def statistics_message(snapshot: Snapshot, before: Snapshot | None = None) -> pb.Statistics:
+    """The figures; with rates, where there are figures from before."""
+    message = pb.Statistics(
+        instance_id=snapshot.instance_id,
+        server_version=server_version(),
+        model=snapshot.model,
+        time=to_timestamp(snapshot.taken_at),
+        uptime=to_duration(snapshot.uptime_s),
+        phase=_PHASES[snapshot.phase],
+        log_level=level_number(snapshot.log_level),
+        engine_restarts=snapshot.engine_restarts,
+        front_end=_front_end(snapshot.front_end),
+    )
+    if snapshot.pause is not None:
+        message.pause.CopyFrom(pause_message(snapshot.pause))
+    if snapshot.drain is not None:
+        message.drain.CopyFrom(drain_message(snapshot.drain))
+    if snapshot.engine is not None:
+        message.engine.CopyFrom(_engine(snapshot.engine))
+    if before is not None and (rates := _rates(before, snapshot)) is not None:
+        message.rates.CopyFrom(rates)
+    return message
+
+
+def _front_end(stats: RegistryStats) -> pb.FrontEndStatistics:
+    return pb.FrontEndStatistics(
+        live_requests=stats.live,
+        open_streams=stats.streams,
+        streamed_requests=stats.attached,
+        kept_results=stats.kept,
+        kept_result_bytes=stats.kept_bytes,
+    )
+
+
+def _engine(stats: EngineStats) -> pb.EngineStatistics:
+    values = dataclasses.asdict(stats)
+    last_step_s = values.pop("last_step_s")
+    return pb.EngineStatistics(last_step=to_duration(last_step_s), **values)
+
+
+def _rates(before: Snapshot, now: Snapshot) -> pb.EngineRates | None:
+    """How fast the counters grew; None where that cannot be said."""
+    window_s = now.moment - before.moment
+    if (
+        before.engine is None
+        or now.engine is None
+        or before.engine_restarts != now.engine_restarts
+        or window_s <= 0
+    ):
+        return None
+    grown = {name: getattr(now.engine, name) - getattr(before.engine, name) for name in _RATES}
+    if min(grown.values()) < 0:  # another engine's counters
+        return None
+    return pb.EngineRates(
+        window=to_duration(window_s), **{name: value / window_s for name, value in grown.items()}
+    )
+
+
+def live_request(log: RequestLog, now: float) -> pb.LiveRequest:
+    """A live request. `now`: monotonic seconds."""
+    output_tokens = log.output_tokens
+    if log.cancel_wanted:
+        state = pb.REQUEST_STATE_CANCELLING
+    elif log.accepted is None:
+        state = pb.REQUEST_STATE_SUBMITTED
+    elif output_tokens == 0:
+        state = pb.REQUEST_STATE_WAITING
+    else:
+        state = pb.REQUEST_STATE_GENERATING
+    return pb.LiveRequest(
+        identity=log.identity,
+        request_id=log.request_id,
+        state=state,
+        age=to_duration(now - log.arrival),
+        prompt_tokens=log.prompt_tokens,
+        output_tokens=output_tokens,
+        n=log.n,
+        priority=log.priority,
+        time_limit=None if log.time_limit_s is None else to_duration(log.time_limit_s),
+        streaming=log.stream is not None,
+    )
+
+
+def cancellation(name: pb.RequestName, status: str) -> pb.RequestCancellation:
+    """What became of a cancel."""
+    result: generation_service_pb2.CancelResult = cancel_result(name.request_id, status)
+    return pb.RequestCancellation(
+        identity=name.identity, request_id=name.request_id, status=result.status
+    )
+
+
+def pause_message(pause: Pause) -> pb.PauseState:
+    """A pause."""
+    return pb.PauseState(reason=pause.reason, since=to_timestamp(pause.since))
+
+
+def drain_message(drain: Drain) -> pb.DrainState:
+    """A drain."""
+    return pb.DrainState(
+        reason=drain.reason,
+        since=to_timestamp(drain.since),
+        timeout=to_duration(drain.timeout_s),
+    )
+
+
+def level_number(level: str) -> pb.LogLevel.ValueType:
+    """A level by its name."""
+    return _LEVELS[level]
+
+
+def to_timestamp(wall: float) -> timestamp_pb2.Timestamp:
+    """Wall-clock seconds as a timestamp."""
+    stamp = timestamp_pb2.Timestamp()
+    stamp.FromNanoseconds(int(wall * 1e9))
+    return stamp

@@ -1,0 +1,129 @@
+"""ControlService: what operators see and steer. Served in every phase; what needs the engine is
+refused by `service.control` while there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from headrace.v1 import control_service_pb2 as pb
+from headrace.v1 import control_service_pb2_grpc
+
+from service.control import Control
+from service.convert import control as convert
+from service.convert.unknown import refuse_unknown
+
+
+class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
+    """Answers ControlService."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    # Looking
+
+    async def GetStatistics(
+        self, request: pb.GetStatisticsRequest, context: Any
+    ) -> pb.GetStatisticsResponse:
+        """The figures now."""
+        refuse_unknown(request)
+        return pb.GetStatisticsResponse(
+            statistics=convert.statistics_message(await self._control.snapshot())
+        )
+
+    async def WatchStatistics(
+        self, request: pb.WatchStatisticsRequest, context: Any
+    ) -> AsyncIterator[pb.WatchStatisticsResponse]:
+        """The figures, every interval, until the server stops."""
+        refuse_unknown(request)
+        interval_s = convert.interval_of(request)
+        ending = self._control.ending
+        before = None
+        while True:
+            is_last = ending.is_set()
+            snapshot = await self._control.snapshot()
+            yield pb.WatchStatisticsResponse(
+                statistics=convert.statistics_message(snapshot, before)
+            )
+            if is_last:
+                return
+            before = snapshot
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await ending.wait()
+
+    async def ListRequests(
+        self, request: pb.ListRequestsRequest, context: Any
+    ) -> pb.ListRequestsResponse:
+        """Live requests, in pages."""
+        refuse_unknown(request)
+        size, behind = convert.page_of(request)
+        logs = self._control.registry.live_logs(request.identity or None)
+        later = (log for log in logs if log.serial > behind)
+        page = list(itertools.islice(later, size))
+        is_more = bool(page) and page[-1] is not logs[-1]
+        now = time.monotonic()
+        return pb.ListRequestsResponse(
+            requests=[convert.live_request(log, now) for log in page],
+            next_page_token=str(page[-1].serial) if is_more else "",
+            total=len(logs),
+        )
+
+    # Steering
+
+    async def CancelRequests(
+        self, request: pb.CancelRequestsRequest, context: Any
+    ) -> pb.CancelRequestsResponse:
+        """End requests of any identity. All of them are ended before anything is awaited."""
+        refuse_unknown(request)
+        convert.check_names(request.requests)
+        cancel = self._control.registry.cancel
+        return pb.CancelRequestsResponse(
+            results=[
+                convert.cancellation(name, cancel(name.identity, name.request_id))
+                for name in request.requests
+            ]
+        )
+
+    async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
+        """Stop the engine between two steps."""
+        refuse_unknown(request)
+        pause, was_paused = await self._control.pause(convert.check_reason(request.reason))
+        return pb.PauseResponse(pause=convert.pause_message(pause), was_paused=was_paused)
+
+    async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
+        """End the pause."""
+        refuse_unknown(request)
+        return pb.ResumeResponse(was_paused=await self._control.resume())
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
+        """Begin to end the process."""
+        refuse_unknown(request)
+        timeout_s = convert.drain_timeout_of(request)
+        drain, was_draining = self._control.drain(timeout_s, convert.check_reason(request.reason))
+        return pb.DrainResponse(
+            drain=convert.drain_message(drain),
+            was_draining=was_draining,
+            live_requests=self._control.registry.live,
+        )
+
+    async def ResetPrefixCache(
+        self, request: pb.ResetPrefixCacheRequest, context: Any
+    ) -> pb.ResetPrefixCacheResponse:
+        """Forget all cached prefixes."""
+        refuse_unknown(request)
+        await self._control.reset_prefix_cache()
+        return pb.ResetPrefixCacheResponse()
+
+    async def SetLogLevel(
+        self, request: pb.SetLogLevelRequest, context: Any
+    ) -> pb.SetLogLevelResponse:
+        """Set how much is logged."""
+        refuse_unknown(request)
+        previous = await self._control.set_log_level(convert.level_of(request.level))
+        return pb.SetLogLevelResponse(previous_level=convert.level_number(previous))
