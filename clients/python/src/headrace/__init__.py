@@ -15,6 +15,7 @@ from headrace.async_client import AsyncClient
 from headrace.async_session import AsyncRequestHandle, AsyncSession
 from headrace.async_streams import AsyncStream
 from headrace.client import Client
+from headrace.control import Control
 from headrace.errors import (
     AlreadyExistsError,
     CallCancelledError,
@@ -68,6 +69,7 @@ __all__ = [
     "Choice",
     "Chunk",
     "Client",
+    "Control",
     "DeadlineExceededError",
     "FailedPreconditionError",
     "FieldViolation",

@@ -22,6 +22,7 @@ from headrace._channel import (
     make_settings,
 )
 from headrace._fold import Fold
+from headrace.control import Control
 from headrace.errors import (
     AlreadyExistsError,
     CallCancelledError,
@@ -128,11 +129,19 @@ class Client:
         self._generation = GenerationServiceStub(self._channel)
         self._models = ModelServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._control = Control(
+            self._channel, self._short, self._settings.target, self._settings.metadata
+        )
 
     @property
     def target(self) -> str:
         """The server's address, as gRPC is given it."""
         return self._settings.target
+
+    @property
+    def control(self) -> Control:
+        """What operators do: look at the server's figures and requests, pause it, drain it."""
+        return self._control
 
     def close(self) -> None:
         """Closes the connection; what still runs on it is cancelled."""

@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 
 from headrace._channel import CLIENT_VERSION, DEFAULT_TARGET
+from headrace.cli import control
 from headrace.cli.batch import batch
 from headrace.cli.chat import chat
 from headrace.cli.common import Connection
 from headrace.cli.generate import generate
+from headrace.cli.top import top
 
 _EPILOG = (
     "Exit codes: 0 done; 1 a request was refused or failed; 2 wrong usage; "
@@ -29,6 +31,8 @@ app = typer.Typer(
 app.command(epilog=_EPILOG)(generate)
 app.command(epilog=_EPILOG)(chat)
 app.command(epilog=_EPILOG)(batch)
+app.command(epilog=_EPILOG)(top)
+app.add_typer(control.app, name="control", epilog=_EPILOG)
 
 
 def _version(wanted: bool) -> None:

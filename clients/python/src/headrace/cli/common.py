@@ -78,6 +78,11 @@ def connection(
     )
 
 
+def of(context: typer.Context) -> Connection:
+    """The connection that the options before the command describe."""
+    return cast(Connection, context.obj)
+
+
 def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
     """Says what is wrong on stderr and ends the command."""
     typer.echo(f"headrace: {message}", err=True)

@@ -1,0 +1,120 @@
+"""`headrace control …`: what an operator does to a server."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from google.protobuf.json_format import MessageToDict
+
+from headrace.cli import common
+from headrace.control import LogLevel
+from headrace.results import CancelStatus
+from headrace.v1 import control_service_pb2 as pb
+
+app = typer.Typer(
+    help="Look at a server and steer it: its operators' commands.", no_args_is_help=True
+)
+
+Reason = Annotated[str, typer.Option(help="Why; other operators see it.")]
+Identity = Annotated[str, typer.Option(help="Whose requests.")]
+
+
+@app.command()
+@common.tells_errors
+def stats(context: typer.Context) -> None:
+    """Write the server's figures as one JSON object."""
+    with common.of(context).open() as client:
+        found = MessageToDict(client.control.statistics(), preserving_proto_field_name=True)
+    typer.echo(json.dumps(found, indent=2))
+
+
+@app.command(name="list")
+@common.tells_errors
+def list_requests(
+    context: typer.Context,
+    identity: Annotated[str, typer.Option(help="Only the requests of this identity.")] = "",
+) -> None:
+    """List the live requests, the oldest first, one a line."""
+    with common.of(context).open() as client:
+        for one in client.control.requests(identity):
+            typer.echo(_line(one))
+
+
+def _line(one: pb.LiveRequest) -> str:
+    state = pb.RequestState.Name(one.state).removeprefix("REQUEST_STATE_").lower()
+    return (
+        f"{one.identity} {one.request_id} {state} age={one.age.ToNanoseconds() / 1e9:.1f}s "
+        f"prompt={one.prompt_tokens} output={one.output_tokens} n={one.n} priority={one.priority}"
+    )
+
+
+@app.command()
+@common.tells_errors
+def cancel(
+    context: typer.Context,
+    ids: Annotated[list[str], typer.Argument(help="The requests' ids.")],
+    identity: Identity = "anonymous",
+) -> None:
+    """End requests, whoever started them. Exit code 1 if one of them is not there."""
+    with common.of(context).open() as client:
+        found = client.control.cancel((identity, name) for name in ids)
+    for (_, name), status in found.items():
+        typer.echo(f"{name} {status.value}")
+    if CancelStatus.NOT_FOUND in found.values():
+        raise typer.Exit(common.EXIT_FAILED)
+
+
+@app.command()
+@common.tells_errors
+def pause(context: typer.Context, reason: Reason = "") -> None:
+    """Stop the engine between two steps; requests stay and wait."""
+    with common.of(context).open() as client:
+        answer = client.control.pause(reason)
+    typer.echo("paused" + (" (it was already)" if answer.was_paused else ""))
+
+
+@app.command()
+@common.tells_errors
+def resume(context: typer.Context) -> None:
+    """End the pause."""
+    with common.of(context).open() as client:
+        typer.echo("resumed" if client.control.resume() else "it was not paused")
+
+
+@app.command()
+@common.tells_errors
+def drain(
+    context: typer.Context,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, help="Seconds that live requests may go on.")
+    ] = None,
+    reason: Reason = "",
+) -> None:
+    """Begin to end the server: live requests finish, new ones are refused."""
+    with common.of(context).open() as client:
+        answer = client.control.drain(timeout, reason)
+    seconds = answer.drain.timeout.ToNanoseconds() / 1e9
+    word = "drains already" if answer.was_draining else "drains"
+    typer.echo(f"{word}: {answer.live_requests} live requests, at most {seconds:g} s")
+
+
+@app.command(name="reset-prefix-cache")
+@common.tells_errors
+def reset_prefix_cache(context: typer.Context) -> None:
+    """Make the server forget all cached prefixes of prompts."""
+    with common.of(context).open() as client:
+        client.control.reset_prefix_cache()
+    typer.echo("reset")
+
+
+@app.command(name="log-level")
+@common.tells_errors
+def log_level(
+    context: typer.Context,
+    level: Annotated[LogLevel, typer.Argument(help="debug, info, warning or error.")],
+) -> None:
+    """Set how much the server logs."""
+    with common.of(context).open() as client:
+        typer.echo(f"{level}; it was {client.control.set_log_level(level)}")

@@ -1,0 +1,160 @@
+"""`headrace top`: a server's figures as they change, on a terminal; plain lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+from google.protobuf.json_format import MessageToDict
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from headrace.cli import common
+from headrace.v1 import control_service_pb2 as pb
+
+_BAR = 24  # characters
+
+
+@common.tells_errors
+def top(
+    context: typer.Context,
+    interval: Annotated[
+        float, typer.Option("--interval", "-i", help="Seconds between two looks; 0.1 to 3600.")
+    ] = 1.0,
+    count: Annotated[
+        int | None, typer.Option("--count", "-c", min=1, help="End after so many looks.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line, with all figures.")
+    ] = False,
+    target: common.Target = None,
+    tls: common.Tls = None,
+    ca: common.Ca = None,
+    token: common.Token = None,
+) -> None:
+    """Show what a server does, live. Ends with Ctrl-C, or when the server stops.
+
+    Where stdout is no terminal, each look is one line. Needs the server's ControlService, which is
+    offered on loopback addresses and Unix sockets unless the server was told otherwise.
+    """
+    with common.connection(context, target, tls, ca, token).open() as client:
+        looks = client.control.watch(interval)
+        is_live = sys.stdout.isatty() and not as_json
+        with Live(auto_refresh=False, transient=False) if is_live else _Nothing() as live:
+            for number, found in enumerate(looks, 1):
+                if live is not None:
+                    live.update(picture(found, client.target), refresh=True)
+                elif as_json:
+                    typer.echo(json.dumps(MessageToDict(found, preserving_proto_field_name=True)))
+                else:
+                    typer.echo(line(found))
+                if number == count:
+                    return
+
+
+class _Nothing:
+    """Where nothing is live."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def phase_of(found: pb.Statistics) -> str:
+    """What the server does, in a word or two."""
+    name = pb.ServerPhase.Name(found.phase).removeprefix("SERVER_PHASE_").lower()
+    return f"{name}, paused" if found.HasField("pause") else name
+
+
+def line(found: pb.Statistics) -> str:
+    """The figures in one line, the same words in each."""
+    engine, rates = found.engine, found.rates
+    words = [
+        found.time.ToDatetime().isoformat(timespec="seconds") + "Z",
+        phase_of(found).replace(", ", "+"),
+        f"live={found.front_end.live_requests}",
+    ]
+    if found.HasField("engine"):
+        words += [
+            f"running={engine.running}",
+            f"waiting={engine.waiting}",
+            f"blocks={engine.blocks_used}/{engine.blocks_total}",
+        ]
+    if found.HasField("rates"):
+        words += [
+            f"generated/s={rates.generated_tokens:.1f}",
+            f"prompt/s={rates.prompt_tokens:.1f}",
+            f"finished/s={rates.requests_finished:.2f}",
+            f"preemptions/s={rates.preemptions:.2f}",
+        ]
+    return " ".join(words)
+
+
+def picture(found: pb.Statistics, target: str) -> Group:
+    """The figures for a terminal."""
+    # Names and reasons are shown as they are: nothing in them is markup.
+    head = Text(f"{found.model or '(loading)'} at {target}  {phase_of(found)}", style="bold")
+    uptime = timedelta(seconds=found.uptime.seconds)
+    parts = [
+        head,
+        Text(
+            f"{found.instance_id}, version {found.server_version}, up {uptime}, "
+            f"engine restarts {found.engine_restarts}",
+            style="dim",
+        ),
+    ]
+    for name, state in (("pause", found.pause), ("drain", found.drain)):
+        if found.HasField(name):  # type: ignore[arg-type]  # one of two literals
+            since = state.since.ToDatetime().isoformat(timespec="seconds")
+            parts.append(Text(f"{name} since {since}Z: {state.reason or '(no reason)'}"))
+    table = Table.grid(padding=(0, 2))
+    front = found.front_end
+    table.add_row(
+        "requests",
+        f"{front.live_requests} live, {front.open_streams} streams, {front.kept_results} kept "
+        f"({front.kept_result_bytes / 2**20:.1f} MiB)",
+    )
+    if found.HasField("engine"):
+        _engine_rows(table, found)
+    else:
+        table.add_row("engine", "cannot be asked now")
+    return Group(*parts, table)
+
+
+def _engine_rows(table: Table, found: pb.Statistics) -> None:
+    engine, rates = found.engine, found.rates
+    table.add_row("batch", f"{engine.running} running, {engine.waiting} waiting")
+    table.add_row("KV cache", _bar(engine.blocks_used, engine.blocks_cached, engine.blocks_total))
+    if engine.host_blocks_total:
+        table.add_row("on the host", _bar(engine.host_blocks_used, 0, engine.host_blocks_total))
+    if engine.prefix_queries:
+        share = engine.prefix_hits / engine.prefix_queries
+        table.add_row("prefix cache", f"{share:.0%} of {engine.prefix_queries} prompt tokens found")
+    table.add_row(
+        "so far",
+        f"{engine.requests_finished} requests, {engine.generated_tokens} tokens generated, "
+        f"{engine.preemptions} preemptions",
+    )
+    if found.HasField("rates"):
+        table.add_row(
+            "a second",
+            f"{rates.generated_tokens:.1f} tokens generated, {rates.prompt_tokens:.1f} of prompts, "
+            f"{rates.steps:.1f} steps, {rates.requests_finished:.2f} requests",
+        )
+    table.add_row("last step", f"{engine.last_step.ToNanoseconds() / 1e6:.1f} ms")
+
+
+def _bar(used: int, cached: int, total: int) -> str:
+    """How full something is: `#` held, `.` given up when needed."""
+    if not total:
+        return "none"
+    full = round(_BAR * used / total)
+    soft = min(round(_BAR * cached / total), _BAR - full)
+    return f"{'#' * full}{'.' * soft}{' ' * (_BAR - full - soft)}| {used} of {total} blocks"

@@ -1,0 +1,171 @@
+"""An operator's side of a server: `Client.control`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, TypeAlias
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from headrace._calls import open_call
+from headrace.errors import CallCancelledError, error_from_rpc
+from headrace.results import CancelStatus, cancel_status_from_proto
+from headrace.v1 import control_service_pb2 as pb
+from headrace.v1.control_service_pb2_grpc import ControlServiceStub
+
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+Call: TypeAlias = Callable[[Any, Any], Any]
+"""Makes a unary call: method, request."""
+
+_CANCELS_PER_CALL = 1024  # the contract's limit
+_PAGE_SIZE = 1000
+_LEVELS: dict[LogLevel, pb.LogLevel.ValueType] = {
+    "debug": pb.LOG_LEVEL_DEBUG,
+    "info": pb.LOG_LEVEL_INFO,
+    "warning": pb.LOG_LEVEL_WARNING,
+    "error": pb.LOG_LEVEL_ERROR,
+}
+_LEVEL_NAMES = {number: name for name, number in _LEVELS.items()}
+
+
+class Control:
+    """Looks at a server and steers it; all methods are thread-safe.
+
+        with headrace.Client() as client:
+            print(client.control.statistics().engine.running)
+
+    It concerns the one server process that answers, and the requests of all identities. A server
+    offers it on loopback addresses and Unix sockets, unless its operator said otherwise; elsewhere
+    every method raises NotSupportedError. Messages are those of the contract (`headrace.v1`).
+    """
+
+    def __init__(self, channel: grpc.Channel, call: Call, target: str, metadata: Any) -> None:
+        """Made by `Client`."""
+        self._stub = ControlServiceStub(channel)
+        self._call = call
+        self._target = target
+        self._metadata = metadata
+
+    def statistics(self) -> pb.Statistics:
+        """The server's figures now. Works while its model loads too.
+
+        Raises:
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        answer: pb.GetStatisticsResponse = self._call(
+            self._stub.GetStatistics, pb.GetStatisticsRequest()
+        )
+        return answer.statistics
+
+    def watch(self, interval: float = 1.0) -> Iterator[pb.Statistics]:
+        """The server's figures, now and every `interval` seconds (0.1 to 3600), with rates from the
+        second on. Ends when the server stops, or when the iterator is closed.
+
+        Raises:
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        request = pb.WatchStatisticsRequest(interval=_duration(interval))
+        call = open_call(self._stub.WatchStatistics, request, self._metadata)
+        try:
+            for message in call:
+                yield message.statistics
+        except grpc.FutureCancelledError:
+            raise CallCancelledError("the client was closed") from None
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, target=self._target) from error
+        finally:
+            call.cancel()
+
+    def requests(self, identity: str = "") -> Iterator[pb.LiveRequest]:
+        """The live requests, the oldest first: of one identity, or of all.
+
+        Raises:
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        request = pb.ListRequestsRequest(identity=identity, page_size=_PAGE_SIZE)
+        while True:
+            answer: pb.ListRequestsResponse = self._call(self._stub.ListRequests, request)
+            yield from answer.requests
+            if not answer.next_page_token:
+                return
+            request.page_token = answer.next_page_token
+
+    def cancel(self, names: Iterable[tuple[str, str]]) -> dict[tuple[str, str], CancelStatus]:
+        """Ends requests of anybody, given as (identity, request id); tells what became of each.
+
+        Raises:
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        wanted = list(dict.fromkeys(names))
+        found: dict[tuple[str, str], CancelStatus] = {}
+        for start in range(0, len(wanted), _CANCELS_PER_CALL):
+            request = pb.CancelRequestsRequest(
+                requests=[
+                    pb.RequestName(identity=identity, request_id=request_id)
+                    for identity, request_id in wanted[start : start + _CANCELS_PER_CALL]
+                ]
+            )
+            answer: pb.CancelRequestsResponse = self._call(self._stub.CancelRequests, request)
+            for one in answer.results:
+                found[one.identity, one.request_id] = cancel_status_from_proto(one.status)
+        return found
+
+    def pause(self, reason: str = "") -> pb.PauseResponse:
+        """Stops the engine between two steps; returns when it stands still. Requests stay.
+
+        Raises:
+            UnavailableError: the server loads, drains, or has no engine.
+        """
+        answer: pb.PauseResponse = self._call(self._stub.Pause, pb.PauseRequest(reason=reason))
+        return answer
+
+    def resume(self) -> bool:
+        """Ends the pause; returns whether there was one.
+
+        Raises:
+            UnavailableError: the server loads, or has no engine.
+        """
+        answer: pb.ResumeResponse = self._call(self._stub.Resume, pb.ResumeRequest())
+        return answer.was_paused
+
+    def drain(self, timeout: float | None = None, reason: str = "") -> pb.DrainResponse:
+        """Begins to end the server; live requests may go on for `timeout` seconds (default: what
+        the server was started with). Does not wait.
+
+        Raises:
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        request = pb.DrainRequest(reason=reason)
+        if timeout is not None:
+            request.timeout.CopyFrom(_duration(timeout))
+        answer: pb.DrainResponse = self._call(self._stub.Drain, request)
+        return answer
+
+    def reset_prefix_cache(self) -> None:
+        """Makes the server forget all cached prefixes of prompts.
+
+        Raises:
+            UnavailableError: the server loads, or has no engine.
+        """
+        self._call(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest())
+
+    def set_log_level(self, level: LogLevel) -> LogLevel:
+        """Sets how much the server logs; returns the level before.
+
+        Raises:
+            ValueError: there is no such level.
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        if level not in _LEVELS:
+            raise ValueError(f"level is {level!r}; it must be one of {', '.join(_LEVELS)}")
+        answer: pb.SetLogLevelResponse = self._call(
+            self._stub.SetLogLevel, pb.SetLogLevelRequest(level=_LEVELS[level])
+        )
+        return _LEVEL_NAMES[answer.previous_level]
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration

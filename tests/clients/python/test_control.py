@@ -1,0 +1,254 @@
+"""The operator's side of the client and of the command, against the server with a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import pty
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import headrace
+import pytest
+from headrace.cli.app import app
+from headrace.cli.top import line, picture
+from headrace.v1 import control_service_pb2 as pb
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from service.config import ServiceConfig
+from service.server import HeadraceServer
+from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info, says
+
+WAIT = 30.0
+COMMAND = [sys.executable, "-c", "from headrace.cli import main; main()"]
+
+
+class Server:
+    """A server on an event loop of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        info = model_info(max_queue_size=0)
+        self.engine = FakeEngine(script=says("x", eos=False), auto=False, info=info)
+        self._begun: Future[tuple[HeadraceServer, asyncio.AbstractEventLoop]] = Future()
+        self._ended: asyncio.Event | None = None
+        self._options = options
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread.start()
+        self.server, self._loop = self._begun.result(WAIT)
+        self.target = self.server.addresses[0]
+
+    async def _run(self) -> None:
+        config = ServiceConfig(listen=("127.0.0.1:0",), **self._options)
+        server = HeadraceServer(
+            config, self.engine, tokenizer_loader=lambda _info: byte_tokenizer()
+        )
+        await server.start()
+        await server.ready()
+        self._ended = asyncio.Event()
+        self._begun.set_result((server, asyncio.get_running_loop()))
+        await self._ended.wait()
+        await server.stop()
+
+    def do(self, action: Callable[[], Any]) -> Any:
+        """Do something on the server's event loop."""
+
+        async def act() -> Any:
+            return action()
+
+        return asyncio.run_coroutine_threadsafe(act(), self._loop).result(WAIT)
+
+    def stop(self) -> None:
+        if self._ended is not None:
+            self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join(WAIT)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:  # type: ignore[override]
+    running = Server()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[headrace.Client]:
+    with headrace.Client(server.target) as opened:
+        yield opened
+
+
+@pytest.fixture
+def run(server: Server) -> Callable[..., Result]:
+    return lambda *words: CliRunner().invoke(app, ["--target", server.target, *words])
+
+
+@pytest.fixture
+def root_level() -> Iterator[None]:
+    level = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(level)
+
+
+@pytest.mark.usefixtures("root_level")
+def test_what_the_client_can_do(server: Server, client: headrace.Client) -> None:
+    control = client.control
+    for number in range(1030):
+        client.add_request("x", request_id=f"r{number}", max_tokens=5)
+    found = [one.request_id for one in control.requests()]
+    assert found == [f"r{number}" for number in range(1030)]
+    assert list(control.requests("nobody")) == []
+    assert control.statistics().front_end.live_requests == 1030
+    looks = control.watch(0.1)
+    first, second = next(looks), next(looks)
+    assert (first.HasField("rates"), second.HasField("rates")) == (False, True)
+    looks.close()  # type: ignore[attr-defined]
+    assert not control.pause("a look").was_paused
+    assert server.engine.paused
+    assert control.statistics().pause.reason == "a look"
+    statuses = control.cancel(("anonymous", f"r{number}") for number in (*range(1030), 9999))
+    assert len(statuses) == 1031
+    assert statuses["anonymous", "r7"] is headrace.CancelStatus.CANCELLED
+    assert statuses["anonymous", "r9999"] is headrace.CancelStatus.NOT_FOUND
+    assert control.resume()
+    assert not control.resume()
+    control.reset_prefix_cache()
+    assert server.engine.resets == 1
+    before = control.set_log_level("error")
+    assert (before, control.set_log_level("info")) == ("info", "error")
+    with pytest.raises(ValueError, match="one of debug"):
+        control.set_log_level("loud")  # type: ignore[arg-type]
+    with pytest.raises(headrace.InvalidArgumentError, match="interval"):
+        next(control.watch(0.01))
+    server.do(server.engine.run)
+    watched = control.watch(60)
+    next(watched)
+    answer = control.drain(9, "done")
+    assert (answer.drain.timeout.seconds, answer.live_requests) == (9, 0)
+    assert next(watched).drain.reason == "done"
+    assert list(watched) == []
+
+
+def test_where_it_is_not_served() -> None:
+    server = Server(control=False)
+    try:
+        with headrace.Client(server.target) as client:
+            with pytest.raises(headrace.NotSupportedError):
+                client.control.statistics()
+            with pytest.raises(headrace.NotSupportedError):
+                next(client.control.watch())
+        done = CliRunner().invoke(app, ["--target", server.target, "top"])
+        assert done.exit_code == 1
+    finally:
+        server.stop()
+
+
+@pytest.mark.usefixtures("root_level")
+def test_the_commands(server: Server, client: headrace.Client, run: Callable[..., Result]) -> None:
+    client.add_request("abc", request_id="a", max_tokens=5)
+    said = run("control", "list").stdout
+    assert said.startswith("anonymous a waiting age=")
+    assert said.endswith(" prompt=3 output=0 n=1 priority=0\n")
+    assert run("control", "list", "--identity", "nobody").stdout == ""
+    assert json.loads(run("control", "stats").stdout)["front_end"]["live_requests"] == "1"
+    assert run("control", "pause", "--reason", "why").stdout == "paused\n"
+    assert run("control", "pause").stdout == "paused (it was already)\n"
+    assert run("control", "resume").stdout == "resumed\n"
+    assert run("control", "resume").stdout == "it was not paused\n"
+    assert run("control", "reset-prefix-cache").stdout == "reset\n"
+    assert run("control", "log-level", "warning").stdout == "warning; it was info\n"
+    assert run("control", "log-level", "loud").exit_code == 2
+    done = run("control", "cancel", "a", "b")
+    assert (done.stdout, done.exit_code) == ("a cancelled\nb not_found\n", 1)
+    done = run("control", "cancel", "a", "--identity", "other")
+    assert (done.stdout, done.exit_code) == ("a not_found\n", 1)
+    assert run("control", "drain", "--timeout", "60").stdout == (
+        "drains: 1 live requests, at most 60 s\n"
+    )
+    assert run("control", "drain").stdout.startswith("drains already: 1 live")
+    server.do(server.engine.run)
+
+
+def test_top_in_lines(server: Server, run: Callable[..., Result]) -> None:
+    lines = run("top", "-i", "0.1", "-c", "2").stdout.splitlines()
+    assert len(lines) == 2
+    assert " ready live=0 running=0 waiting=0 blocks=0/0" in lines[0]
+    assert "generated/s" not in lines[0]
+    assert "generated/s=0.0" in lines[1]
+    [one] = run("top", "-c", "1", "--json").stdout.splitlines()
+    assert json.loads(one)["instance_id"] == server.server.instance_id
+    assert run("top", "-i", "0.01").exit_code == 1
+
+
+def test_top_on_a_terminal(server: Server) -> None:
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [*COMMAND, "--target", server.target, "top", "-i", "0.1", "-c", "2"],
+        stdout=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+    ) as process:
+        os.close(theirs)
+        said = b""
+        while True:
+            try:
+                piece = os.read(ours, 65536)
+            except OSError:  # Linux: the other side has closed it
+                break
+            if not piece:
+                break
+            said += piece
+        os.close(ours)
+        assert process.wait(WAIT) == 0
+    text = said.decode()
+    assert f"fake at {server.target}  ready" in text
+    assert "0 running, 0 waiting" in text
+    assert "tokens generated" in text
+
+
+def test_the_picture_shows_all_there_is() -> None:
+    found = pb.Statistics(
+        instance_id="hr-1",
+        phase=pb.SERVER_PHASE_DRAINING,
+        pause={"reason": "[red]see[/red]", "since": {"seconds": 0}},
+        drain={"reason": "", "since": {"seconds": 1}},
+        front_end={"live_requests": 3, "kept_result_bytes": 3 << 19},
+    )
+    console = Console(width=120, color_system=None)
+
+    def shown() -> str:
+        with console.capture() as capture:
+            console.print(picture(found, "here"))
+        return capture.get()
+
+    said = shown()
+    assert "(loading) at here  draining, paused" in said
+    assert "pause since 1970-01-01T00:00:00Z: [red]see[/red]" in said
+    assert "drain since 1970-01-01T00:00:01Z: (no reason)" in said
+    assert "3 live" in said
+    assert "1.5 MiB" in said
+    assert "cannot be asked now" in said
+    assert "draining+paused live=3" in line(found)
+    found.engine.CopyFrom(
+        pb.EngineStatistics(
+            running=2,
+            blocks_total=24,
+            blocks_used=6,
+            blocks_cached=12,
+            host_blocks_total=10,
+            prefix_queries=8,
+            prefix_hits=2,
+        )
+    )
+    found.rates.generated_tokens = 12.5
+    said = shown()
+    assert "######............      | 6 of 24 blocks" in said
+    assert "0 of 10 blocks" in said
+    assert "25% of 8 prompt tokens found" in said
+    assert "12.5 tokens generated" in said
+    assert "blocks=6/24" in line(found)
