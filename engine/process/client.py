@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import secrets
 import socket
 import sys
@@ -52,6 +53,8 @@ _HANG_FACTOR = 20
 """A step may take so many times the slowest of the recent ones."""
 _RECENT_STEPS = 64
 _WATCH_INTERVAL_S = 0.5
+_BUSY_SHARE = 0.05
+"""Of one CPU, over `_WATCH_INTERVAL_S`: a process that used more of it computes."""
 _EXIT_GRACE_S = 5.0
 _REAP_S = 0.2
 """How long the exit code is waited for, before live requests are told."""
@@ -85,7 +88,8 @@ class ProcessEngineClient:
             config, load_config: as in LocalEngineClient.
             log_level: of the process.
             hang_timeout_s: the process is ended if, with requests to compute, no step is done for
-                this long or 20 times the slowest recent step, whichever is longer. 0: never.
+                this long or 20 times the slowest recent step, whichever is longer; with a model on
+                a CPU only if it does not compute meanwhile. 0: never.
 
         Raises:
             ConfigError: an option cannot be sent to another process, or is out of its bounds.
@@ -116,6 +120,7 @@ class ProcessEngineClient:
         self._failed = asyncio.Event()
         self._closing = False
         self._is_paused = False
+        self._computes_on_cpu = False
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -299,6 +304,7 @@ class ProcessEngineClient:
             case messages.Progress():
                 progress(message.line)
             case messages.Started():
+                self._computes_on_cpu = message.info.device.startswith("cpu")
                 if self._started is not None and not self._started.done():
                     self._started.set_result(message.info)
             case messages.Refused():
@@ -330,24 +336,40 @@ class ProcessEngineClient:
         says nothing at all. A request whose form is being compiled, or that is refused, makes no
         steps; while there are only such, the process is asked for something that it has at hand.
 
+        On a CPU a step of a large model and a long prompt may take minutes, and the first one comes
+        before any was measured: there a process that computes does not hang, however long it takes.
+        (Who waits for a GPU may look busy, so this says nothing there.)
+
         It is looked at twice, so that a machine that stood still does not make it look hung before
         what it sent meanwhile was read.
         """
-        suspected = False
+        suspected, used = False, 0.0
         while self._hang_timeout_s > 0:
             await asyncio.sleep(_WATCH_INTERVAL_S)
+            used_before, used = used, self._cpu_seconds()
+            is_computing = used - used_before > _BUSY_SHARE * _WATCH_INTERVAL_S
             limit = max(self._hang_timeout_s, _HANG_FACTOR * max(self._durations, default=0.0))
             if self._live and not self._admitted and self._writer is not None:
                 self._writer.write(messages.GetStats(next(self._numbers)))
             last = self._last_step if self._admitted else self._last_heard
             quiet_s = time.monotonic() - last
             hung = bool(self._live) and not self._is_paused and quiet_s > limit
+            hung = hung and not (self._computes_on_cpu and is_computing)
             if hung and suspected and self._process is not None:
                 logger.error("the engine gave no step for %.1f s; its process is ended", limit)
                 with contextlib.suppress(ProcessLookupError):
                     self._process.kill()
                 return
             suspected = hung
+
+    def _cpu_seconds(self) -> float:
+        """CPU time that the process has used; 0 if that cannot be known."""
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
+        except OSError:
+            return 0.0
+        user, system = status.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     # ---- ends ----------------------------------------------------------------------------------
 

@@ -236,6 +236,29 @@ async def test_a_killed_and_a_hung_process_end_their_requests_and_can_be_replace
     await client.close()  # harmless
 
 
+@pytest.mark.parametrize(
+    ("program", "on_cpu", "is_ended"),
+    [
+        ("while True: pass", True, False),
+        ("while True: pass", False, True),  # who waits for a GPU looks like this
+        ("import time; time.sleep(60)", True, True),
+    ],
+    ids=["computes", "waits for a GPU", "idle"],
+)
+async def test_a_long_step_on_a_cpu_is_no_hang(program: str, on_cpu: bool, is_ended: bool) -> None:
+    client = ProcessEngineClient(DEMO, hang_timeout_s=0.2)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    client._process, client._computes_on_cpu = process, on_cpu
+    client._live, client._admitted = {RequestId("a"): 0.0}, {RequestId("a")}
+    watching = asyncio.ensure_future(client._watch())
+    await asyncio.wait({watching}, timeout=WAIT if is_ended else 2.5)
+    assert watching.done() is is_ended
+    watching.cancel()
+    if not is_ended:
+        process.kill()
+    assert await process.wait() == -signal.SIGKILL
+
+
 async def test_a_model_that_cannot_be_served_is_refused_with_the_reason(sink: Sink) -> None:
     client = ProcessEngineClient("./no-such-model", log_level="error")
     with pytest.raises(ModelRefusedError, match="no-such-model"):
