@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -38,6 +41,7 @@ from tests.service.helpers import (
     spec,
     until,
 )
+from tests.service.test_shutdown import ended, process, read_until
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "sessions.md"
 RPCS = ("Generate", "GenerateStream", "StreamResult", "AddRequest")
@@ -579,3 +583,55 @@ async def test_on_its_way_while_the_server_stops() -> None:
         assert not h.registry._logs
         assert not h.registry._tasks
         gate.set()
+
+
+# As a process
+
+
+async def finish_stream(call: Any, first: list[pb.ResultEvent]) -> float:
+    """Read a GenerateStream, whose first message was read, to its end; returns when that was."""
+    events = first
+    while (message := await call.read()) is not grpc.aio.EOF:
+        events += message.events
+    check_course(events)
+    assert finished_of(events).reason == pb.FINISH_REASON_LENGTH
+    return time.monotonic()
+
+
+async def test_a_signal_with_streams_running_and_watches_open(tmp_path: Path) -> None:
+    """Every stream finishes, and the process ends with the last of them: a Watch, which would
+    never end by itself, does not hold it for the grace of its last messages (5 s).
+    """
+    address = f"unix:{tmp_path}/s"
+    async with process(address) as server:
+        await read_until(server, "Stop it with")
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = GenerationServiceStub(channel)
+            health = health_pb2_grpc.HealthStub(channel)
+            watches = [
+                health.Watch(health_pb2.HealthCheckRequest(service=name))
+                for name in ("", "headrace.v1.GenerationService")
+            ]
+            for watch in watches:
+                assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            streams = []
+            for tokens in (40, 80, 120):
+                wanted = spec(stop={"max_tokens": tokens})
+                call = stub.GenerateStream(rpc.GenerateStreamRequest(spec=wanted))
+                streams.append((call, list((await call.read()).events)))
+            session = Session(stub.StreamResult())
+            await session.add(spec(request_id="a", stop={"max_tokens": 100}))
+            await session.read()
+            server.send_signal(signal.SIGTERM)
+            reading = [asyncio.ensure_future(finish_stream(call, first)) for call, first in streams]
+            await session.rest()
+            check_course(session.events()["a"])
+            last = max(time.monotonic(), *await asyncio.gather(*reading))
+            code = await ended(server)
+            took = time.monotonic() - last
+            for watch in watches[1:]:
+                assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            for watch in watches:
+                assert await watch.read() is grpc.aio.EOF
+        assert code == 0
+        assert took < 3.0  # 0.1 s on an idle machine
