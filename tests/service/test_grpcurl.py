@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
+from tests.service.certificates import make_certificate, needs_openssl
+from tests.service.helpers import serving
 from tests.service.readme import shell_commands
 from tests.service.real_server import WAIT_S, RealServer
+from tests.service.test_auth import entry, replace
 
 GRPCURL = shutil.which("grpcurl")
 pytestmark = pytest.mark.skipif(GRPCURL is None, reason="needs grpcurl on the PATH")
@@ -97,6 +103,42 @@ def test_health(demo: RealServer) -> None:
         data = json.dumps({"service": service})
         [answer] = messages(grpcurl(demo, "grpc.health.v1.Health/Check", data=data))
         assert answer == {"status": "SERVING"}
+
+
+@needs_openssl
+async def test_who_calls(tmp_path: Path) -> None:
+    """The lines of docs/operations.md: a token, and a certificate, over TLS."""
+    server = await asyncio.to_thread(make_certificate, tmp_path)
+    own = await asyncio.to_thread(make_certificate, tmp_path, "own-", subject="ops.example")
+    callers = tmp_path / "callers.toml"
+    text = entry("a", '["ModelService", "ServerReflection"]', "a secret")
+    replace(callers, text + entry("operators", '"*"', None, "ops.example"))
+    options = {"auth_file": str(callers), "tls_cert": str(server[0]), "tls_key": str(server[1])}
+
+    async def called(target: str, *arguments: str) -> tuple[int, str]:
+        flags = ["-cacert", str(server[0]), *arguments]
+        method = "headrace.v1.ModelService/GetModel"
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [GRPCURL or "", *flags, target, method],
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    token = ["-H", "authorization: Bearer a secret"]
+    certificate = ["-cert", str(own[0]), "-key", str(own[1])]
+    async with serving(**options) as h:
+        assert await called(h.server.addresses[0], *token) == (0, ANY)
+        code, said = await called(h.server.addresses[0])
+        assert code != 0
+        assert "authorization is missing" in said
+        assert (await called(h.server.addresses[0], *certificate))[0] != 0
+    async with serving(**options, tls_client_ca=str(own[0])) as h:
+        assert await called(h.server.addresses[0], *certificate) == (0, ANY)
+        assert (await called(h.server.addresses[0], *token))[0] != 0
+        assert await called(h.server.addresses[0], *token, *certificate) == (0, ANY)
 
 
 def test_there_are_lines_in_the_readme() -> None:
