@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from tests.service.certificates import make_certificate, needs_openssl
 from tests.service.helpers import serving
 from tests.service.readme import shell_commands
-from tests.service.real_server import WAIT_S, RealServer
+from tests.service.real_server import ROOT, WAIT_S, RealServer, real_server
 from tests.service.test_auth import entry, replace
 
 GRPCURL = shutil.which("grpcurl")
@@ -174,3 +175,41 @@ def test_the_lines_of_the_welcome(demo: RealServer) -> None:
         ["bash", "-c", line], capture_output=True, text=True, timeout=WAIT_S, check=True
     )
     assert "finished" in events(done.stdout)[-1]
+
+
+def test_the_operators_lines() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^grpcurl .*ControlService/.*$", text, re.M)
+    methods = [line.rpartition("/")[2] for line in lines]
+    assert methods == [
+        "GetStatistics",
+        "WatchStatistics",
+        "ListRequests",
+        "CancelRequests",
+        "Pause",
+        "ResetPrefixCache",
+        "Resume",
+        "SetLogLevel",
+        "Drain",
+    ]
+    said: dict[str, str] = {}
+    with real_server("--listen", "127.0.0.1:0") as server:
+        server.wait_until_ready()
+        for method, line in zip(methods, lines, strict=True):
+            assert DEFAULT in line
+            if method == "WatchStatistics":  # without an end of its own
+                line = line.replace("grpcurl ", "grpcurl -max-time 2 ")
+            done = subprocess.run(
+                ["bash", "-c", line.replace(DEFAULT, server.addresses[0])],
+                capture_output=True,
+                text=True,
+                timeout=WAIT_S,
+            )
+            assert done.returncode == 0 or method == "WatchStatistics", done.stderr
+            said[method] = done.stdout
+        assert server.ended() == 0
+    [watched] = messages(said["WatchStatistics"])  # the first, at once
+    assert watched["statistics"]["engine"]["blocks_total"] != "0"
+    assert '"status": "CANCEL_STATUS_NOT_FOUND"' in said["CancelRequests"]
+    assert '"was_paused": true' in said["Resume"]
+    assert "draining, at most 60 s: a new version" in server.said

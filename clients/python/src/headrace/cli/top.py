@@ -36,13 +36,16 @@ def top(
     tls: common.Tls = None,
     ca: common.Ca = None,
     token: common.Token = None,
+    client_cert: common.ClientCert = None,
+    client_key: common.ClientKey = None,
 ) -> None:
     """Show what a server does, live. Ends with Ctrl-C, or when the server stops.
 
     Where stdout is no terminal, each look is one line. Needs the server's ControlService, which is
     offered on loopback addresses and Unix sockets unless the server was told otherwise.
     """
-    with common.connection(context, target, tls, ca, token).open() as client:
+    connection = common.connection(context, target, tls, ca, token, client_cert, client_key)
+    with connection.open() as client:
         looks = client.control.watch(interval)
         is_live = sys.stdout.isatty() and not as_json
         with Live(auto_refresh=False, transient=False) if is_live else _Nothing() as live:
