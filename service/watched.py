@@ -82,6 +82,7 @@ class Watched(Generic[T]):
             self._stamp = self._stamps()
             if self._stamp == before:
                 return value
+        self._stamp = ()  # to be read again when somebody asks, whether they change then or not
         raise ConfigError(self._what, "change while they are being read")
 
     def _stamps(self) -> _Stamp:

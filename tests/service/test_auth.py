@@ -132,12 +132,10 @@ async def test_who_is_not_known_is_refused(
 async def test_every_kind_of_rpc_is_refused_and_reads_nothing(callers: Path) -> None:
     async with guarded(callers) as h:
         add = rpc.AddRequestRequest(spec=spec())
-        session = h.session()
-        await session.send(add=rpc.AddCommand(spec=spec()))
         for call in (
             h.generation.AddRequest(add),
             h.generation.GenerateStream(rpc.GenerateStreamRequest(spec=spec())).read(),
-            session.call.read(),
+            h.generation.StreamResult().read(),
             h.models.GetModel(model.GetModelRequest()),
             # What would be refused otherwise is not even looked at; nor is a large message.
             h.channel.unary_unary(GENERATE)(b"\xff not protobuf"),

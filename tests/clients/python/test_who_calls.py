@@ -34,6 +34,16 @@ def generate(target: str, **options: Any) -> str:
     return text
 
 
+def streamed(target: str, token: str | None) -> None:
+    with Client(target, token=token) as client, client.stream("hi") as stream:
+        stream.result()
+
+
+def submitted(target: str, token: str | None) -> None:
+    with Client(target, token=token) as client, client.session() as session:
+        session.submit("hi").result()
+
+
 async def test_a_token_is_sent_with_every_call(callers: Path) -> None:
     async with guarded(callers, FakeEngine(script=says("x"))) as h:
         target, alice = h.server.addresses[0], TOKENS["alice"]
@@ -49,6 +59,15 @@ async def test_a_token_is_sent_with_every_call(callers: Path) -> None:
                 with pytest.raises(headrace.UnauthenticatedError) as caught:
                     await client.generate("hi")
                 assert caught.value.reason == ("TOKEN_INVALID" if wrong else "TOKEN_MISSING")
+                with pytest.raises(headrace.UnauthenticatedError):
+                    async with client.stream("hi") as stream:
+                        await stream.result()
+                with pytest.raises(headrace.UnauthenticatedError):
+                    async with client.session() as session:
+                        await session.submit("hi")
+            for call in (streamed, submitted):
+                with pytest.raises(headrace.UnauthenticatedError):
+                    await asyncio.to_thread(call, target, wrong)
         async with AsyncClient(target, token=TOKENS["probe"]) as client:
             with pytest.raises(headrace.PermissionDeniedError):
                 await client.generate("hi")

@@ -1,0 +1,54 @@
+"""Files that change while they are being read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError
+from service.watched import Watched
+
+
+class Restless:
+    """Reads a pair of files, and writes to the second one in between for a while."""
+
+    def __init__(self, folder: Path, changes: int) -> None:
+        self.first, self.second = folder / "1", folder / "2"
+        self.first.write_text("0")
+        self.second.write_text("0")
+        self.changes = changes
+        self.reads = 0
+
+    def load(self) -> tuple[str, str]:
+        first = self.first.read_text()
+        if self.changes:
+            self.changes -= 1
+            for path in (self.first, self.second):
+                path.write_text(path.read_text() + "+")
+        self.reads += 1
+        return first, self.second.read_text()
+
+    def watched(self) -> Watched[tuple[str, str]]:
+        return Watched("files", (str(self.first), str(self.second)), self.load)
+
+
+def test_what_is_read_stood_there_at_one_time(tmp_path: Path) -> None:
+    files = Restless(tmp_path, changes=2)
+    watched = files.watched()
+    assert watched.current() == ("0++", "0++")
+    assert files.reads == 3
+    assert watched.current() is watched.current()
+    assert files.reads == 3
+
+
+def test_files_that_do_not_rest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="change while"):
+        Restless(tmp_path, changes=3).watched()
+    files = Restless(tmp_path, changes=0)
+    watched = files.watched()
+    files.changes = 3
+    files.first.write_text("1")
+    assert watched.current() == ("0", "0")
+    assert "files stay as they were: " in caplog.text
+    assert watched.current() == ("1+++", "0+++")  # though nothing has changed since
