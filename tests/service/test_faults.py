@@ -16,12 +16,14 @@ from typing import Any
 
 import grpc
 import pytest
+from headrace import AsyncClient, AsyncRequestHandle
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 from engine.client import Admission
 from engine.request import GenerationRequest
+from service.delivery.session import MAX_REPLIES
 from tests.service.fake_engine import EOS, FakeEngine, default_script, model_info
 from tests.service.fault_proxy import OWN_CONNECTION, SeededSchedule, fault_proxy
 from tests.service.helpers import (
@@ -96,9 +98,9 @@ def is_over(events: list[pb.ResultEvent], n: int) -> bool:
 
 
 @asynccontextmanager
-async def connection(target: str) -> AsyncIterator[Any]:
+async def connection(target: str, options: Any = OWN_CONNECTION) -> AsyncIterator[Any]:
     """A stub with a connection of its own."""
-    async with grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel:
+    async with grpc.aio.insecure_channel(target, options=options) as channel:
         yield GenerationServiceStub(channel)
 
 
@@ -381,9 +383,126 @@ def tokens_by_request(message: rpc.StreamResultResponse) -> dict[str, int]:
 
 
 async def test_20_sessions_that_stop_reading_hold_up_nobody() -> None:
-    await stalled_readers(20, 4, 240)
+    await stalled_readers(20, 4, 160)
 
 
 @pytest.mark.slow
 async def test_100_sessions_that_stop_reading_hold_up_nobody() -> None:
     await stalled_readers(100, 16, 800)
+
+
+async def test_a_client_that_writes_and_does_not_read_leaves_nothing() -> None:
+    """Its commands are not read beyond the answers that wait; once it is gone, nobody waits."""
+    async with serving(FakeEngine(auto=False)) as h:
+        async with connection(h.server.addresses[0], SMALL_WINDOW) as stub:
+            session = Session(stub.StreamResult())
+            await session.add(spec(request_id="a", output={"logprobs": 100}))
+            await session.read()
+            command = rpc.StreamResultRequest(cancel=rpc.CancelCommand(request_id="nobody"))
+
+            async def flood() -> None:
+                while True:
+                    await session.call.write(command)
+
+            flooding = asyncio.ensure_future(flood())
+            stream = next(iter(h.registry.streams))
+            await until(lambda: not stream._room.is_set())
+            assert readers()
+            assert len(stream._replies) == MAX_REPLIES
+            flooding.cancel()
+            await asyncio.gather(flooding, return_exceptions=True)
+        await until(lambda: h.engine.cancelled)
+        h.engine.step()
+        await until(lambda: not h.registry._logs)
+        await until(lambda: not readers())
+
+
+def readers() -> list[asyncio.Task[Any]]:
+    """The tasks that read sessions' commands."""
+    return [task for task in asyncio.all_tasks() if "CommandReader" in repr(task.get_coro())]
+
+
+async def test_a_session_lost_while_the_server_drains_is_read_by_getresult() -> None:
+    """Sessions are refused then; GetResult is still served, and the drain waits for the lease."""
+    engine = FakeEngine(script=script, auto=False)
+    async with (
+        serving(engine, result_retention_s=60) as h,
+        fault_proxy(h.server.addresses[0]) as proxy,
+        connection(proxy.target) as stub,
+    ):
+        session = Session(stub.StreamResult())
+        await session.send(open=rpc.OpenCommand(lease=LEASE))
+        await session.add(spec("a", request_id="a"))
+        await session.read_until(lambda m: m.events)
+        engine.step()
+        await session.read()
+        draining = asyncio.ensure_future(h.server.drain(60))
+        await until(lambda: h.server.state.phase.value == "draining")
+        proxy.cut()
+        await until(lambda: not h.registry.streams)
+        assert not draining.done()
+        events = session.events()["a"]
+        reading = asyncio.ensure_future(
+            h.generation.GetResult(
+                rpc.GetResultRequest(
+                    request_id="a", from_seq=len(events) + 1, until_done=True, wait={"seconds": 30}
+                )
+            )
+        )
+        await until(lambda: h.registry.find("anonymous", "a").watchers)
+        engine.run()
+        answer = await reading
+        assert answer.done
+        check_whole("a", [*events, *answer.events], 1)
+        await draining
+
+
+# Clients of ours
+
+
+@pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
+async def test_the_python_client_resumes_after_a_cut(unix: bool) -> None:
+    """Handles of a lost session continue on another one, again and again, until all is there."""
+    engine = SlowEngine(script=script, info=model_info(max_running_requests=64))
+    async with (
+        serving(engine, result_retention_s=120) as h,
+        fault_proxy(h.server.addresses[0], unix=unix) as proxy,
+    ):
+        names = [f"r{i}" for i in range(8)]
+        handles: dict[str, AsyncRequestHandle] = {}
+        cuts = 0
+        while not handles or not all(done_well(handle) for handle in handles.values()):
+            async with AsyncClient(proxy.target) as client, client.session(lease=60) as session:
+                if not handles:
+                    handles = {name: session.submit(name, request_id=name) for name in names}
+                    for handle in handles.values():
+                        await handle.accepted()
+                else:
+                    for name, handle in handles.items():
+                        if not done_well(handle):
+                            handles[name] = session.resume(handle)
+                if cuts < 3:
+                    await some_more(list(handles.values()))
+                    proxy.cut()
+                    cuts += 1
+                results = [handle.result() for handle in handles.values()]
+                await asyncio.gather(*results, return_exceptions=True)
+        assert cuts == 3
+        for name, handle in handles.items():
+            assert (await handle).text == oracle(f"{name}/0")
+        assert not engine.cancelled
+
+
+async def some_more(handles: list[AsyncRequestHandle]) -> None:
+    """Wait until each has had a few events more, or its end."""
+    wanted = [handle.next_seq + 4 for handle in handles]
+    await until(
+        lambda: all(
+            handle.done or handle.next_seq >= next_seq
+            for handle, next_seq in zip(handles, wanted, strict=True)
+        )
+    )
+
+
+def done_well(handle: AsyncRequestHandle) -> bool:
+    return handle.done and handle._record.fold.error is None
