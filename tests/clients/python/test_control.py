@@ -252,3 +252,29 @@ def test_the_picture_shows_all_there_is() -> None:
     assert "25% of 8 prompt tokens found" in said
     assert "12.5 tokens generated" in said
     assert "blocks=6/24" in line(found)
+
+
+@pytest.mark.usefixtures("root_level")
+async def test_the_same_for_asyncio(server: Server) -> None:
+    async with headrace.AsyncClient(server.target) as client:
+        control = client.control
+        await client.add_request("x", request_id="a", max_tokens=5)
+        assert [one.request_id async for one in control.requests()] == ["a"]
+        assert (await control.statistics()).front_end.live_requests == 1
+        assert not (await control.pause("a look")).was_paused
+        assert await control.resume()
+        await control.reset_prefix_cache()
+        assert server.engine.resets == 1
+        assert await control.set_log_level("error") == "info"
+        assert await control.cancel([("anonymous", "a"), ("other", "a")]) == {
+            ("anonymous", "a"): headrace.CancelStatus.CANCELLED,
+            ("other", "a"): headrace.CancelStatus.NOT_FOUND,
+        }
+        with pytest.raises(headrace.InvalidArgumentError, match="interval"):
+            await anext(control.watch(0.01))
+        server.do(server.engine.run)
+        watched = control.watch(60)
+        await anext(watched)
+        answer = await control.drain(9, "done")
+        assert answer.drain.timeout.seconds == 9
+        assert [found.drain.reason async for found in watched] == ["done"]

@@ -12,6 +12,7 @@ messages and stubs.
 from headrace._batch import BatchItem
 from headrace._channel import CLIENT_VERSION as __version__
 from headrace.async_client import AsyncClient
+from headrace.async_control import AsyncControl
 from headrace.async_session import AsyncRequestHandle, AsyncSession
 from headrace.async_streams import AsyncStream
 from headrace.client import Client
@@ -60,6 +61,7 @@ __all__ = [
     "Accepted",
     "AlreadyExistsError",
     "AsyncClient",
+    "AsyncControl",
     "AsyncRequestHandle",
     "AsyncSession",
     "AsyncStream",

@@ -25,6 +25,7 @@ from headrace._channel import (
     make_settings,
 )
 from headrace._fold import Fold
+from headrace.async_control import AsyncControl
 from headrace.async_session import AsyncSession
 from headrace.async_streams import AsyncCallEvents, AsyncPolledEvents, AsyncStream
 from headrace.errors import (
@@ -49,6 +50,7 @@ from headrace.results import (
 )
 from headrace.v1 import generation_service_pb2 as pb
 from headrace.v1 import model_service_pb2
+from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 from headrace.v1.model_service_pb2_grpc import ModelServiceStub
 
@@ -111,6 +113,17 @@ class AsyncClient:
         self._rpc_timeout = rpc_timeout
         self._open_channel: aio.Channel | None = None
         self._is_closed = False
+        self._control = AsyncControl(
+            lambda: ControlServiceStub(self._channel),
+            self._short,
+            self._settings.target,
+            self._settings.metadata,
+        )
+
+    @property
+    def control(self) -> AsyncControl:
+        """What operators do: look at the server's figures and requests, pause it, drain it."""
+        return self._control
 
     @property
     def _channel(self) -> aio.Channel:

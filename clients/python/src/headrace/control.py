@@ -65,8 +65,7 @@ class Control:
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
         """
-        request = pb.WatchStatisticsRequest(interval=_duration(interval))
-        call = open_call(self._stub.WatchStatistics, request, self._metadata)
+        call = open_call(self._stub.WatchStatistics, watch_request(interval), self._metadata)
         try:
             for message in call:
                 yield message.statistics
@@ -83,7 +82,7 @@ class Control:
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
         """
-        request = pb.ListRequestsRequest(identity=identity, page_size=_PAGE_SIZE)
+        request = first_page(identity)
         while True:
             answer: pb.ListRequestsResponse = self._call(self._stub.ListRequests, request)
             yield from answer.requests
@@ -97,18 +96,9 @@ class Control:
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
         """
-        wanted = list(dict.fromkeys(names))
         found: dict[tuple[str, str], CancelStatus] = {}
-        for start in range(0, len(wanted), _CANCELS_PER_CALL):
-            request = pb.CancelRequestsRequest(
-                requests=[
-                    pb.RequestName(identity=identity, request_id=request_id)
-                    for identity, request_id in wanted[start : start + _CANCELS_PER_CALL]
-                ]
-            )
-            answer: pb.CancelRequestsResponse = self._call(self._stub.CancelRequests, request)
-            for one in answer.results:
-                found[one.identity, one.request_id] = cancel_status_from_proto(one.status)
+        for request in cancel_requests(names):
+            found |= cancel_statuses(self._call(self._stub.CancelRequests, request))
         return found
 
     def pause(self, reason: str = "") -> pb.PauseResponse:
@@ -136,10 +126,7 @@ class Control:
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
         """
-        request = pb.DrainRequest(reason=reason)
-        if timeout is not None:
-            request.timeout.CopyFrom(_duration(timeout))
-        answer: pb.DrainResponse = self._call(self._stub.Drain, request)
+        answer: pb.DrainResponse = self._call(self._stub.Drain, drain_request(timeout, reason))
         return answer
 
     def reset_prefix_cache(self) -> None:
@@ -157,12 +144,62 @@ class Control:
             ValueError: there is no such level.
             HeadraceError: the server cannot be reached, or refuses the caller.
         """
-        if level not in _LEVELS:
-            raise ValueError(f"level is {level!r}; it must be one of {', '.join(_LEVELS)}")
-        answer: pb.SetLogLevelResponse = self._call(
-            self._stub.SetLogLevel, pb.SetLogLevelRequest(level=_LEVELS[level])
+        answer: pb.SetLogLevelResponse = self._call(self._stub.SetLogLevel, level_request(level))
+        return level_name(answer.previous_level)
+
+
+# ---- messages, the same for both clients --------------------------------------------------------
+
+
+def watch_request(interval: float) -> pb.WatchStatisticsRequest:
+    """The call that watches, every `interval` seconds."""
+    return pb.WatchStatisticsRequest(interval=_duration(interval))
+
+
+def first_page(identity: str) -> pb.ListRequestsRequest:
+    """The call that lists the first of the live requests."""
+    return pb.ListRequestsRequest(identity=identity, page_size=_PAGE_SIZE)
+
+
+def cancel_requests(names: Iterable[tuple[str, str]]) -> Iterator[pb.CancelRequestsRequest]:
+    """The calls that cancel these requests."""
+    wanted = list(dict.fromkeys(names))
+    for start in range(0, len(wanted), _CANCELS_PER_CALL):
+        yield pb.CancelRequestsRequest(
+            requests=[
+                pb.RequestName(identity=identity, request_id=request_id)
+                for identity, request_id in wanted[start : start + _CANCELS_PER_CALL]
+            ]
         )
-        return _LEVEL_NAMES[answer.previous_level]
+
+
+def cancel_statuses(answer: pb.CancelRequestsResponse) -> dict[tuple[str, str], CancelStatus]:
+    """What became of each request."""
+    return {
+        (one.identity, one.request_id): cancel_status_from_proto(one.status)
+        for one in answer.results
+    }
+
+
+def drain_request(timeout: float | None, reason: str) -> pb.DrainRequest:
+    """The call that drains."""
+    return pb.DrainRequest(reason=reason, timeout=None if timeout is None else _duration(timeout))
+
+
+def level_request(level: LogLevel) -> pb.SetLogLevelRequest:
+    """The call that sets the level.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    if level not in _LEVELS:
+        raise ValueError(f"level is {level!r}; it must be one of {', '.join(_LEVELS)}")
+    return pb.SetLogLevelRequest(level=_LEVELS[level])
+
+
+def level_name(level: pb.LogLevel.ValueType) -> LogLevel:
+    """The level's name."""
+    return _LEVEL_NAMES[level]
 
 
 def _duration(seconds: float) -> Duration:

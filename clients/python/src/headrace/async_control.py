@@ -1,0 +1,162 @@
+"""An operator's side of a server, for asyncio: `AsyncClient.control`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from headrace.control import (
+    LogLevel,
+    cancel_requests,
+    cancel_statuses,
+    drain_request,
+    first_page,
+    level_name,
+    level_request,
+    watch_request,
+)
+from headrace.errors import CallCancelledError, error_from_rpc
+from headrace.results import CancelStatus
+from headrace.v1 import control_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from headrace.v1.control_service_pb2_grpc import ControlServiceAsyncStub
+
+
+class AsyncControl:
+    """Looks at a server and steers it; the methods are those of `headrace.control.Control`.
+
+    async with headrace.AsyncClient() as client:
+        print((await client.control.statistics()).engine.running)
+    """
+
+    def __init__(
+        self,
+        stub: Callable[[], ControlServiceAsyncStub],
+        call: Callable[[Any, Any], Any],
+        target: str,
+        metadata: Any,
+    ) -> None:
+        """Made by `AsyncClient`."""
+        self._make_stub = stub
+        self._call = call
+        self._target = target
+        self._metadata = metadata
+
+    @property
+    def _stub(self) -> ControlServiceAsyncStub:
+        return self._make_stub()
+
+    async def statistics(self) -> pb.Statistics:
+        """The server's figures now. Works while its model loads too.
+
+        Raises:
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        answer: pb.GetStatisticsResponse = await self._call(
+            self._stub.GetStatistics, pb.GetStatisticsRequest()
+        )
+        return answer.statistics
+
+    async def watch(self, interval: float = 1.0) -> AsyncIterator[pb.Statistics]:
+        """The server's figures, now and every `interval` seconds (0.1 to 3600), with rates from the
+        second on. Ends when the server stops, or when the iterator is closed.
+
+        Raises:
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        call: Any = self._stub.WatchStatistics(watch_request(interval), metadata=self._metadata)
+        try:
+            async for message in call:
+                yield message.statistics
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, target=self._target) from error
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            raise CallCancelledError("the client was closed") from None
+        finally:
+            call.cancel()
+
+    async def requests(self, identity: str = "") -> AsyncIterator[pb.LiveRequest]:
+        """The live requests, the oldest first: of one identity, or of all.
+
+        Raises:
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        request = first_page(identity)
+        while True:
+            answer: pb.ListRequestsResponse = await self._call(self._stub.ListRequests, request)
+            for one in answer.requests:
+                yield one
+            if not answer.next_page_token:
+                return
+            request.page_token = answer.next_page_token
+
+    async def cancel(self, names: Iterable[tuple[str, str]]) -> dict[tuple[str, str], CancelStatus]:
+        """Ends requests of anybody, given as (identity, request id); tells what became of each.
+
+        Raises:
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        found: dict[tuple[str, str], CancelStatus] = {}
+        for request in cancel_requests(names):
+            found |= cancel_statuses(await self._call(self._stub.CancelRequests, request))
+        return found
+
+    async def pause(self, reason: str = "") -> pb.PauseResponse:
+        """Stops the engine between two steps; returns when it stands still. Requests stay.
+
+        Raises:
+            UnavailableError: the server loads, drains, or has no engine.
+        """
+        request = pb.PauseRequest(reason=reason)
+        answer: pb.PauseResponse = await self._call(self._stub.Pause, request)
+        return answer
+
+    async def resume(self) -> bool:
+        """Ends the pause; returns whether there was one.
+
+        Raises:
+            UnavailableError: the server loads, or has no engine.
+        """
+        answer: pb.ResumeResponse = await self._call(self._stub.Resume, pb.ResumeRequest())
+        return answer.was_paused
+
+    async def drain(
+        self,
+        timeout: float | None = None,  # noqa: ASYNC109  # the server's, not this call's
+        reason: str = "",
+    ) -> pb.DrainResponse:
+        """Begins to end the server; live requests may go on for `timeout` seconds (default: what
+        the server was started with). Does not wait.
+
+        Raises:
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        request = drain_request(timeout, reason)
+        answer: pb.DrainResponse = await self._call(self._stub.Drain, request)
+        return answer
+
+    async def reset_prefix_cache(self) -> None:
+        """Makes the server forget all cached prefixes of prompts.
+
+        Raises:
+            UnavailableError: the server loads, or has no engine.
+        """
+        await self._call(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest())
+
+    async def set_log_level(self, level: LogLevel) -> LogLevel:
+        """Sets how much the server logs; returns the level before.
+
+        Raises:
+            ValueError: there is no such level.
+            HeadraceError: the server cannot be reached, or refuses the caller.
+        """
+        request = level_request(level)
+        answer: pb.SetLogLevelResponse = await self._call(self._stub.SetLogLevel, request)
+        return level_name(answer.previous_level)
