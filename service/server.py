@@ -1,8 +1,8 @@
 """The server: wiring, start and ordered shutdown. `HeadraceServer` can be embedded (tests do);
 `service.process` runs it as a process with signals.
 
-Start: the port opens first, so that probes see a live process, and everything but health and
-reflection is refused while the model loads. Then the front end is made and the services become
+Start: the port opens first, so that probes see a live process, and everything but health,
+reflection and ControlService is refused while the model loads. Then the front end is made and the services become
 ready.
 
 Shutdown (`drain`):
