@@ -2,8 +2,8 @@
 `service.process` runs it as a process with signals.
 
 Start: the port opens first, so that probes see a live process, and everything but health,
-reflection and ControlService is refused while the model loads. Then the front end is made and the services become
-ready.
+reflection and ControlService is refused while the model loads. Then the front end is made and the
+services become ready.
 
 Shutdown (`drain`):
 1. readiness goes: health says NOT_SERVING, Watches end, new work is refused with UNAVAILABLE; an

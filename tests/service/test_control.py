@@ -20,6 +20,7 @@ from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.local_client import LocalEngineClient
 from engine.process.client import ProcessEngineClient
+from service.callers import EVERYONE, Caller
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from tests.service.fake_engine import FakeEngine, model_info, says
@@ -314,11 +315,12 @@ async def test_cancels_of_others_requests(monkeypatch: pytest.MonkeyPatch) -> No
         session = h.session()
         await session.add(spec(request_id="mine"))
         await session.read()
-        # Identities come with authentication; delivery keeps names by identity already.
-        for module in ("submit", "generation"):
-            monkeypatch.setattr(f"service.servicers.{module}.IDENTITY", "other")
-        await session.add(spec(request_id="theirs"))
-        await session.read_until(lambda m: "theirs" in session.events())
+        # As if another caller opened a session: without callers' file, everybody is the same.
+        monkeypatch.setattr("service.auth.EVERYONE", Caller("other", EVERYONE.services))
+        theirs = h.session()
+        await theirs.add(spec(request_id="theirs"))
+        await theirs.read()
+        monkeypatch.undo()
         answer = await h.control.ListRequests(pb.ListRequestsRequest(identity="other"))
         assert [one.request_id for one in answer.requests] == ["theirs"]
         names = [
@@ -343,9 +345,9 @@ async def test_cancels_of_others_requests(monkeypatch: pytest.MonkeyPatch) -> No
         ]
         await until(lambda: len(engine.cancelled) >= 2)
         engine.run()
-        await session.end()
-        for name in ("mine", "theirs"):
-            events = session.events()[name]
+        for one, name in ((session, "mine"), (theirs, "theirs")):
+            await one.end()
+            events = one.events()[name]
             check_course(events)
             assert finished_of(events).reason == generation_pb2.FINISH_REASON_CANCELLED
 
