@@ -206,12 +206,21 @@ async def test_a_pause_crosses_and_is_no_hang_and_the_tokens_stay_the_same(sink:
     assert client.pid is None
 
 
-async def test_a_killed_and_a_hung_process_end_their_requests_and_can_be_replaced(
-    sink: Sink,
-) -> None:
+@pytest_asyncio.fixture(loop_scope="module")
+async def impatient() -> AsyncIterator[ProcessEngineClient]:
     client = ProcessEngineClient(
         DEMO, CONFIG, LoadConfig(threads=1), log_level="warning", hang_timeout_s=1.0
     )
+    yield client
+    await client.close()  # also of a test that failed: its process would fail others
+    await client.close()  # harmless
+    assert client.pid is None
+
+
+async def test_a_killed_and_a_hung_process_end_their_requests_and_can_be_replaced(
+    sink: Sink, impatient: ProcessEngineClient
+) -> None:
+    client = impatient
     for turn, number in enumerate((signal.SIGKILL, signal.SIGSTOP)):
         await client.start(sink, lambda line: None)
         assert client.failure is None
@@ -232,8 +241,6 @@ async def test_a_killed_and_a_hung_process_end_their_requests_and_can_be_replace
         assert await client.wait_failed() is client.failure
         with pytest.raises(EngineUnavailableError):
             await client.submit(_request("late"))
-    await client.close()
-    await client.close()  # harmless
 
 
 @pytest.mark.parametrize(
