@@ -372,8 +372,8 @@ HangTimeout = Annotated[
         "hang-timeout",
         "HANG_TIMEOUT",
         "Seconds without a step, with requests to compute, after which the engine's process is "
-        "ended and started again (or 20 times the slowest recent step, if that is longer). 0: "
-        "never.",
+        "ended and started again (or 20 times the slowest recent step, if that is longer; "
+        "with a model on a CPU only if it does not compute meanwhile). 0: never.",
         _PROCESS,
     ),
 ]
