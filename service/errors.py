@@ -39,6 +39,7 @@ from service.delivery.errors import (
     RequestFailedError,
     RequestMovedError,
     ResultGoneError,
+    ResultsNotReadError,
     TooManyOfIdentityError,
     TooManyResultsError,
 )
@@ -206,6 +207,10 @@ def _denied(error: PermissionDeniedError, _prefix: str) -> _Public:
     return _Public(grpc.StatusCode.PERMISSION_DENIED, "SERVICE_NOT_GRANTED", str(error))
 
 
+def _not_read(error: ResultsNotReadError, _prefix: str) -> _Public:
+    return _Public(grpc.StatusCode.RESOURCE_EXHAUSTED, "RESULTS_NOT_READ", str(error))
+
+
 def _unavailable(error: EngineUnavailableError, _prefix: str) -> _Public:
     reason = error.reason if isinstance(error, NotReadyError) else "ENGINE_STOPPED"
     return _Public(grpc.StatusCode.UNAVAILABLE, reason, str(error), retry_after_s=_RESTART_DELAY_S)
@@ -256,6 +261,7 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
     (TooManyOfIdentityError, _too_many_of_identity),
     (UnauthenticatedError, _unauthenticated),
     (PermissionDeniedError, _denied),
+    (ResultsNotReadError, _not_read),
     (EngineUnavailableError, _unavailable),
     (ChatTemplateUnavailableError, _no_template),
     (PreconditionError, _precondition),

@@ -46,6 +46,16 @@ class TooManyOfIdentityError(HeadraceError):
         self.retry_after_s = retry_after_s
 
 
+class ResultsNotReadError(HeadraceError):
+    """A stream's client read nothing for so long that the results were forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "results of this stream were not read for minutes after their requests had ended, and "
+            "are forgotten; read without long pauses, or use AddRequest and GetResult"
+        )
+
+
 class RequestMovedError(HeadraceError):
     """The request's results continue on another stream, which attached to it."""
 

@@ -40,6 +40,9 @@ from service.delivery.session import ResultStream
 
 logger = logging.getLogger(__name__)
 
+UNREAD_S = 300.0
+"""How long a stream whose client reads nothing may hold requests that have ended."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
@@ -118,6 +121,7 @@ class Registry:
         self._live = 0
         self._live_of: Counter[str] = Counter()
         self._attached_of: Counter[str] = Counter()
+        self.unread_s = UNREAD_S
         self.streams: set[ResultStream] = set()
         self.attached = 0  # requests on streams, ended and unread ones too; counted by ResultStream
 
@@ -322,6 +326,8 @@ class Registry:
         if log.timer is not None:  # a lease that was running: from now on it is the retention's
             log.timer.cancel()
             log.timer = None
+        if log.stream is not None:
+            log.stream.expect_reader(self.unread_s)
         if log.keep:
             self._retain(log)
         elif log.stream is None and (log.accepted is not None or log.abandoned):
@@ -353,6 +359,11 @@ class Registry:
 
     def on_delivered(self, log: RequestLog) -> None:
         """A stream took the log's last event."""
+        if not log.keep:
+            self._forget(log)
+
+    def on_given_up(self, log: RequestLog) -> None:
+        """A stream's client does not read the log's last events."""
         if not log.keep:
             self._forget(log)
 

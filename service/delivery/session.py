@@ -10,6 +10,8 @@ no reader.
 How a stream ends:
 - `finished`: the client said that nothing follows (or the server drains), and all requests are
   delivered.
+- `given_up`: its client reads nothing for minutes while ended requests wait for it. They are
+  forgotten, so that they do not fill the server; the RPC ends with an error once it can write.
 - `lost`: the RPC ended before that. Its requests go on for the lease, or are cancelled. Whether a
   half-close was one or the first sign of a lost connection cannot be told when it is seen; it is
   concluded only by a normal end.
@@ -18,9 +20,11 @@ How a stream ends:
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from service.delivery.errors import ResultsNotReadError
 from service.delivery.events import NumberedEvent, Reply
 
 if TYPE_CHECKING:
@@ -50,6 +54,7 @@ class ResultStream:
         busy: commands that are being carried out; the stream is not finished before they are.
         logs: the requests that are attached and not fully delivered.
         moved: the last request that another stream took over.
+        given_up: whether ended requests were let go, because the client read nothing for minutes.
     """
 
     def __init__(self, registry: Registry, *, closing: bool = False) -> None:
@@ -60,8 +65,11 @@ class ResultStream:
         self._room = asyncio.Event()
         self._room.set()
         self._over = False
+        self._last_taken = 0.0
+        self._unread_timer: asyncio.TimerHandle | None = None
         self.logs: set[RequestLog] = set()
         self.moved: RequestLog | None = None
+        self.given_up = False
         self.lease_s = 0.0
         self.closing = closing
         self.busy = 0
@@ -122,6 +130,34 @@ class ResultStream:
         """Let the writer look again whether the stream is finished."""
         self._wake.set()
 
+    def expect_reader(self, limit_s: float) -> None:
+        """One of its requests has ended: once such a one waits and nothing was taken for this many
+        seconds, nobody reads.
+        """
+        if self._unread_timer is None:
+            self._wait_for_reader(limit_s, limit_s)
+
+    def _wait_for_reader(self, delay_s: float, limit_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._unread_timer = loop.call_later(delay_s, self._check_reader, limit_s)
+
+    def _check_reader(self, limit_s: float) -> None:
+        self._unread_timer = None
+        ended = [log for log in self.logs if log.ended]
+        if not ended or self._over:
+            return
+        left_s = self._last_taken + limit_s - time.monotonic()
+        if left_s > 0:
+            self._wait_for_reader(left_s, limit_s)
+            return
+        self.given_up = True
+        for log in ended:
+            self._dirty.pop(log, None)
+            self._drop(log)
+            log.stream = None
+            self._registry.on_given_up(log)
+        self._wake.set()
+
     # The writer's side
 
     def take(self) -> Batch | None:
@@ -146,6 +182,7 @@ class ResultStream:
                 self._dirty[log] = None  # it goes on in the next message
         if not replies and not events:
             return None
+        self._last_taken = time.monotonic()
         return Batch(replies, events)
 
     def _drop(self, log: RequestLog) -> None:
@@ -170,7 +207,22 @@ class ResultStream:
     def complete(self) -> None:
         """The RPC ended as it should."""
         self._over = True
+        self._stop_waiting()
         self._registry.streams.discard(self)
+
+    def _stop_waiting(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def check_given_up(self) -> None:
+        """Called by the writer, once it can write again.
+
+        Raises:
+            ResultsNotReadError: results were forgotten, because nobody read them.
+        """
+        if self.given_up:
+            raise ResultsNotReadError
 
     def lost(self) -> None:
         """The RPC is over. Unless it was complete: its requests go on for the lease, or are
@@ -179,6 +231,7 @@ class ResultStream:
         if self._over:
             return
         self._over = True
+        self._stop_waiting()
         self._registry.streams.discard(self)
         logs = list(self.logs)
         for log in logs:

@@ -92,6 +92,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             submission = await submission_of(front, identity, request)
             log = await front.registry.start(submission, stream)
             while True:
+                stream.check_given_up()
                 if (batch := stream.take()) is not None:
                     yield generation_service_pb2.GenerateStreamResponse(
                         events=front.responder.event_messages(batch.events)
@@ -118,6 +119,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         reader.add_done_callback(lambda _: stream.nudge())
         try:
             while True:
+                stream.check_given_up()
                 if (batch := stream.take()) is not None:
                     yield front.responder.batch(batch)
                 elif stream.finished:

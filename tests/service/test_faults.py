@@ -32,6 +32,7 @@ from tests.service.helpers import (
     check_course,
     finished_of,
     ids_of,
+    refused,
     serving,
     spec,
     text_of,
@@ -374,6 +375,40 @@ async def stalled_readers(stalled: int, live: int, tokens: int) -> None:
                 assert ids_of(events) == list(default_script(oracle_of[name]))[:tokens]
                 assert text_of(events) == bytes(ids_of(events)).decode()
         assert h.registry.attached == 0
+
+
+@pytest.mark.parametrize("lease", [False, True])
+async def test_results_that_nobody_reads_are_given_up(lease: bool) -> None:
+    """A client that reads nothing for minutes does not fill the server with what has ended."""
+    engine = FakeEngine(auto=False, tokens_per_step=50)
+    async with serving(engine, max_open_requests=2) as h:
+        h.registry.unread_s = 0.2
+        async with connection(h.server.addresses[0], SMALL_WINDOW) as stub:
+            session = Session(stub.StreamResult())
+            if lease:
+                await session.send(open=rpc.OpenCommand(lease=LEASE))
+            for name in ("a", "b"):
+                await session.add(
+                    spec(request_id=name, stop={"max_tokens": 1000}, output={"logprobs": 20})
+                )
+            await session.read_until(lambda _: len(session.events()) == 2)
+            for _ in range(20):
+                engine.step()
+                await asyncio.sleep(0)
+            assert h.registry.attached == 2
+            error = await refused(h.generate(spec()))
+            assert error.reason == "TOO_MANY_OPEN_REQUESTS"
+            await until(lambda: h.registry.attached == 0)
+            assert bool(h.registry._logs) == lease  # its results stay as long as any that are kept
+            error = await refused(read_all(session))
+            assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert error.reason == "RESULTS_NOT_READ"
+
+
+async def read_all(session: Session) -> None:
+    """Read what still comes."""
+    while await session.call.read() is not grpc.aio.EOF:
+        pass
 
 
 def tokens_by_request(message: rpc.StreamResultResponse) -> dict[str, int]:
