@@ -31,6 +31,7 @@ from service.auth import Authenticator, PermissionDeniedError, UnauthenticatedEr
 from service.callers import SERVICES, parse_callers
 from service.config import ServiceConfig
 from service.server import HeadraceServer
+from service.state import Phase
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import Harness, Refused, Session, check_course, refused, serving, spec
 from tests.service.helpers import until as until_true
@@ -220,6 +221,20 @@ async def test_spans_of_refused_calls(callers: Path, monkeypatch: pytest.MonkeyP
     assert codes == [16, 7, 0, 0]
     said = "".join(span.to_json() for span in spans)
     assert not any(token in said for token in TOKENS.values())
+
+
+async def test_control_must_be_granted(callers: Path) -> None:
+    async with guarded(callers) as h:
+        for who, code in ((None, "UNAUTHENTICATED"), ("alice", "PERMISSION_DENIED"), ("bob", "")):
+            call = h.channel.unary_unary("/headrace.v1.ControlService/Drain")(
+                b"", metadata=bearer(who) if who is not None else ()
+            )
+            if code:
+                assert (await refused(call)).code.name == code
+                assert h.server.state.phase is Phase.READY
+            else:
+                await call
+                assert h.server.state.phase is Phase.DRAINING
 
 
 async def test_nobody_is_asked_without_a_file() -> None:
