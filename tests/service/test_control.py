@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Iterator
@@ -20,7 +21,6 @@ from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.local_client import LocalEngineClient
 from engine.process.client import ProcessEngineClient
-from service.callers import EVERYONE, Caller
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from tests.service.fake_engine import FakeEngine, model_info, says
@@ -309,31 +309,60 @@ async def test_bad_pages(request_: pb.ListRequestsRequest, field: str) -> None:
         assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
 
 
-async def test_cancels_of_others_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def _callers(path: Path, **services: str) -> Path:
+    """A file of callers; each one's token is their name."""
+    path.write_text(
+        "".join(
+            f'[[callers]]\nidentity = "{name}"\nservices = ["{service}"]\n'
+            f'token_sha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n'
+            for name, service in services.items()
+        )
+    )
+    path.chmod(0o640)
+    return path
+
+
+def _as(who: str) -> tuple[tuple[str, str], ...]:
+    """The metadata that somebody sends."""
+    return (("authorization", f"Bearer {who}"),)
+
+
+async def test_an_operator_sees_and_cancels_everybodys_requests(tmp_path: Path) -> None:
     engine = FakeEngine(script=says("x", eos=False), auto=False)
-    async with serving(engine) as h:
-        session = h.session()
-        await session.add(spec(request_id="mine"))
-        await session.read()
-        # As if another caller opened a session: without callers' file, everybody is the same.
-        monkeypatch.setattr("service.auth.EVERYONE", Caller("other", EVERYONE.services))
-        theirs = h.session()
-        await theirs.add(spec(request_id="theirs"))
-        await theirs.read()
-        monkeypatch.undo()
-        answer = await h.control.ListRequests(pb.ListRequestsRequest(identity="other"))
-        assert [one.request_id for one in answer.requests] == ["theirs"]
+    callers = _callers(
+        tmp_path / "callers.toml",
+        alice="GenerationService",
+        bob="GenerationService",
+        ops="ControlService",
+    )
+    async with serving(engine, auth_file=str(callers)) as h:
+        sessions = {who: h.session(metadata=_as(who)) for who in ("alice", "bob")}
+        for who, session in sessions.items():
+            await session.add(spec(request_id=f"of-{who}"))
+            await session.read()
+        listing = pb.ListRequestsRequest()
+        for who in sessions:  # whoever generates is no operator
+            error = await refused(h.control.ListRequests(listing, metadata=_as(who)))
+            assert error.code is grpc.StatusCode.PERMISSION_DENIED
+        answer = await h.control.ListRequests(listing, metadata=_as("ops"))
+        assert [(one.identity, one.request_id) for one in answer.requests] == [
+            ("alice", "of-alice"),
+            ("bob", "of-bob"),
+        ]
+        listing.identity = "bob"
+        answer = await h.control.ListRequests(listing, metadata=_as("ops"))
+        assert [one.request_id for one in answer.requests] == ["of-bob"]
         names = [
             pb.RequestName(identity=identity, request_id=name)
             for identity, name in (
-                ("other", "theirs"),
-                (ANYBODY, "theirs"),
-                (ANYBODY, "mine"),
-                ("other", "theirs"),
+                ("bob", "of-bob"),
+                ("alice", "of-bob"),
+                ("alice", "of-alice"),
+                ("bob", "of-bob"),
             )
         ]
         call = pb.CancelRequestsRequest(requests=names)
-        done = await h.control.CancelRequests(call)
+        done = await h.control.CancelRequests(call, metadata=_as("ops"))
         assert [(one.identity, one.request_id) for one in done.results] == [
             (name.identity, name.request_id) for name in names
         ]
@@ -343,11 +372,11 @@ async def test_cancels_of_others_requests(monkeypatch: pytest.MonkeyPatch) -> No
             rpc.CANCEL_STATUS_CANCELLED,
             rpc.CANCEL_STATUS_CANCELLED,
         ]
-        await until(lambda: len(engine.cancelled) >= 2)
+        await until(lambda: set(engine.cancelled) == {one.request_id for one in engine.submitted})
         engine.run()
-        for one, name in ((session, "mine"), (theirs, "theirs")):
-            await one.end()
-            events = one.events()[name]
+        for who, session in sessions.items():
+            await session.end()
+            events = session.events()[f"of-{who}"]
             check_course(events)
             assert finished_of(events).reason == generation_pb2.FINISH_REASON_CANCELLED
 
