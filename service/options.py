@@ -47,7 +47,7 @@ Control = Annotated[
         "Serve ControlService, which sees and ends everybody's requests and the server itself, on "
         "all addresses, or on none.",
         _NETWORK,
-        show_default="on loopback and Unix sockets only",
+        show_default="with --auth-file everywhere, else on loopback and Unix sockets",
     ),
 ]
 TlsCert = Annotated[

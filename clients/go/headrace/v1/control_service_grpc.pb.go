@@ -40,8 +40,8 @@ const (
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
 // Shows and steers one server process. It sees the requests of all identities, and ends them: whoever may call it is an
-// operator. By default it is served on loopback addresses and Unix sockets alone; elsewhere its methods are
-// UNIMPLEMENTED.
+// operator. Where the server knows its callers, they need the permission to call this service; where it does not, it is
+// served on loopback addresses and Unix sockets alone by default, and elsewhere its methods are UNIMPLEMENTED.
 //
 // All of it concerns the one process that answers, never its replicas. It is served from when the port opens until the
 // process ends: GetStatistics, WatchStatistics, ListRequests, CancelRequests, Drain and SetLogLevel also while the
@@ -196,8 +196,8 @@ func (c *controlServiceClient) SetLogLevel(ctx context.Context, in *SetLogLevelR
 // for forward compatibility.
 //
 // Shows and steers one server process. It sees the requests of all identities, and ends them: whoever may call it is an
-// operator. By default it is served on loopback addresses and Unix sockets alone; elsewhere its methods are
-// UNIMPLEMENTED.
+// operator. Where the server knows its callers, they need the permission to call this service; where it does not, it is
+// served on loopback addresses and Unix sockets alone by default, and elsewhere its methods are UNIMPLEMENTED.
 //
 // All of it concerns the one process that answers, never its replicas. It is served from when the port opens until the
 // process ends: GetStatistics, WatchStatistics, ListRequests, CancelRequests, Drain and SetLogLevel also while the

@@ -27,8 +27,8 @@ if _version_not_supported:
 
 class ControlServiceStub(object):
     """Shows and steers one server process. It sees the requests of all identities, and ends them: whoever may call it is an
-    operator. By default it is served on loopback addresses and Unix sockets alone; elsewhere its methods are
-    UNIMPLEMENTED.
+    operator. Where the server knows its callers, they need the permission to call this service; where it does not, it is
+    served on loopback addresses and Unix sockets alone by default, and elsewhere its methods are UNIMPLEMENTED.
 
     All of it concerns the one process that answers, never its replicas. It is served from when the port opens until the
     process ends: GetStatistics, WatchStatistics, ListRequests, CancelRequests, Drain and SetLogLevel also while the
@@ -90,8 +90,8 @@ class ControlServiceStub(object):
 
 class ControlServiceServicer(object):
     """Shows and steers one server process. It sees the requests of all identities, and ends them: whoever may call it is an
-    operator. By default it is served on loopback addresses and Unix sockets alone; elsewhere its methods are
-    UNIMPLEMENTED.
+    operator. Where the server knows its callers, they need the permission to call this service; where it does not, it is
+    served on loopback addresses and Unix sockets alone by default, and elsewhere its methods are UNIMPLEMENTED.
 
     All of it concerns the one process that answers, never its replicas. It is served from when the port opens until the
     process ends: GetStatistics, WatchStatistics, ListRequests, CancelRequests, Drain and SetLogLevel also while the
@@ -236,8 +236,8 @@ def add_ControlServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class ControlService(object):
     """Shows and steers one server process. It sees the requests of all identities, and ends them: whoever may call it is an
-    operator. By default it is served on loopback addresses and Unix sockets alone; elsewhere its methods are
-    UNIMPLEMENTED.
+    operator. Where the server knows its callers, they need the permission to call this service; where it does not, it is
+    served on loopback addresses and Unix sockets alone by default, and elsewhere its methods are UNIMPLEMENTED.
 
     All of it concerns the one process that answers, never its replicas. It is served from when the port opens until the
     process ends: GetStatistics, WatchStatistics, ListRequests, CancelRequests, Drain and SetLogLevel also while the

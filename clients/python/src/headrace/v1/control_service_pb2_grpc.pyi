@@ -32,8 +32,8 @@ GRPC_VERSION: str
 
 class ControlServiceStub:
     """Shows and steers one server process. It sees the requests of all identities, and ends them: whoever may call it is an
-    operator. By default it is served on loopback addresses and Unix sockets alone; elsewhere its methods are
-    UNIMPLEMENTED.
+    operator. Where the server knows its callers, they need the permission to call this service; where it does not, it is
+    served on loopback addresses and Unix sockets alone by default, and elsewhere its methods are UNIMPLEMENTED.
 
     All of it concerns the one process that answers, never its replicas. It is served from when the port opens until the
     process ends: GetStatistics, WatchStatistics, ListRequests, CancelRequests, Drain and SetLogLevel also while the
@@ -90,8 +90,8 @@ class ControlServiceStub:
 @_typing.type_check_only
 class ControlServiceAsyncStub(ControlServiceStub):
     """Shows and steers one server process. It sees the requests of all identities, and ends them: whoever may call it is an
-    operator. By default it is served on loopback addresses and Unix sockets alone; elsewhere its methods are
-    UNIMPLEMENTED.
+    operator. Where the server knows its callers, they need the permission to call this service; where it does not, it is
+    served on loopback addresses and Unix sockets alone by default, and elsewhere its methods are UNIMPLEMENTED.
 
     All of it concerns the one process that answers, never its replicas. It is served from when the port opens until the
     process ends: GetStatistics, WatchStatistics, ListRequests, CancelRequests, Drain and SetLogLevel also while the
@@ -144,8 +144,8 @@ class ControlServiceAsyncStub(ControlServiceStub):
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     """Shows and steers one server process. It sees the requests of all identities, and ends them: whoever may call it is an
-    operator. By default it is served on loopback addresses and Unix sockets alone; elsewhere its methods are
-    UNIMPLEMENTED.
+    operator. Where the server knows its callers, they need the permission to call this service; where it does not, it is
+    served on loopback addresses and Unix sockets alone by default, and elsewhere its methods are UNIMPLEMENTED.
 
     All of it concerns the one process that answers, never its replicas. It is served from when the port opens until the
     process ends: GetStatistics, WatchStatistics, ListRequests, CancelRequests, Drain and SetLogLevel also while the
