@@ -81,6 +81,7 @@ async def test_rejections_disturb_nothing_else() -> None:
         await session.send(8, add=rpc.AddCommand())
         await session.send(9, attach=rpc.AttachCommand(request_id="nobody"))
         await session.send(10, attach=rpc.AttachCommand(request_id="not a name"))
+        await until(lambda: h.engine.submitted)  # the refusal is not for the first one
         h.engine.refuse_next.append(QueueFullError(5, 0.2))
         await session.add(spec(request_id="q"), 11)
         await session.call.done_writing()
