@@ -249,7 +249,9 @@ async def storm(kinds: dict[str, int], requests: int, *, unix: bool, seed: int) 
     clients: list[Client] = []
     freed: list[float] = []
     async with (
-        serving(engine, result_retention_s=120) as h,
+        serving(
+            engine, result_retention_s=120, max_kept_results=10_000, max_kept_bytes=1 << 30
+        ) as h,
         fault_proxy(h.server.addresses[0], schedule, unix=unix) as proxy,
     ):
         registry = h.registry
