@@ -290,7 +290,8 @@ async def test_200_sessions_whose_connections_break(unix: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(2))
 async def test_many_sessions_whose_connections_break(seed: int) -> None:
     counts = {"leased": 200, "reading": 60, "added": 60, "bare": 80}
     await storm(counts, 4, unix=seed % 2 == 1, seed=seed)
@@ -424,6 +425,7 @@ async def test_20_sessions_that_stop_reading_hold_up_nobody() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 async def test_100_sessions_that_stop_reading_hold_up_nobody() -> None:
     await stalled_readers(100, 16, 800)
 
