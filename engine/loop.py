@@ -38,15 +38,7 @@ from engine.errors import (
     QueueFullError,
     UnsupportedFeatureError,
 )
-from engine.outputs import (
-    Finish,
-    FinishReason,
-    RequestFailure,
-    RequestOutput,
-    StepOutputs,
-    Timings,
-    Usage,
-)
+from engine.outputs import RequestFailure, RequestOutput, StepOutputs, end_of_lost
 from engine.pause import PauseGate
 from engine.request import GenerationRequest
 from engine.sampling_params import GrammarParams
@@ -499,7 +491,8 @@ class EngineLoop:
         with self._changed:
             self._queued.discard(name)
         failure = RequestFailure(f"its grammar cannot be followed (error {error_id})", error_id)
-        self._deliver(StepOutputs(time.monotonic(), (_end_of_lost(name, failure, arrival),)))
+        now = time.monotonic()
+        self._deliver(StepOutputs(now, (end_of_lost(name, failure, arrival, now),)))
 
     def _recover(self, error: Exception, *, dead: bool) -> StepOutputs:
         """The loop itself failed: end everything that lives, and go on unless it fails again and
@@ -533,7 +526,7 @@ class EngineLoop:
             kept = self._queued if self._failure is None else set()
             names = sorted(self._live - ended - kept)
         now = time.monotonic()
-        return tuple(_end_of_lost(name, failure, now) for name in names)
+        return tuple(end_of_lost(name, failure, now, now) for name in names)
 
     def _deliver(self, outputs: StepOutputs) -> None:
         """Hand one step's outputs to the sink; ids of ended requests are free before their ends are
@@ -552,10 +545,3 @@ class EngineLoop:
             logger.exception(
                 "the sink of the engine's results failed; that step's results are lost to it"
             )
-
-
-def _end_of_lost(name: RequestId, failure: RequestFailure, arrival: float) -> RequestOutput:
-    """The end of an accepted request that the core does not know."""
-    timings = Timings(arrival, None, None, None, time.monotonic(), 0)
-    finish = Finish(FinishReason.ERROR, Usage(0, 0, 0), timings, failure=failure)
-    return RequestOutput(name, finish=finish, ends_request=True)

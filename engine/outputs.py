@@ -163,3 +163,14 @@ class StepOutputs:
     time: float
     outputs: tuple[RequestOutput, ...]
     step: StepRecord | None = None
+
+
+def end_of_lost(
+    request_id: RequestId, failure: RequestFailure, arrival: float, now: float
+) -> RequestOutput:
+    """The end of an accepted request that no core knows, or whose core is gone. Times in monotonic
+    seconds.
+    """
+    timings = Timings(arrival, None, None, None, now, 0)
+    finish = Finish(FinishReason.ERROR, Usage(0, 0, 0), timings, failure=failure)
+    return RequestOutput(request_id, finish=finish, ends_request=True)

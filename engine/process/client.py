@@ -31,15 +31,7 @@ import engine
 from engine.client import Admission, ModelInfo, ProgressSink, StepSink
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import ConfigError, DuplicateRequestError, EngineUnavailableError
-from engine.outputs import (
-    Finish,
-    FinishReason,
-    RequestFailure,
-    RequestOutput,
-    StepOutputs,
-    Timings,
-    Usage,
-)
+from engine.outputs import RequestFailure, StepOutputs, end_of_lost
 from engine.process import messages
 from engine.process.wire import FrameReader, FrameWriter
 from engine.request import GenerationRequest
@@ -393,16 +385,7 @@ class ProcessEngineClient:
         now = time.monotonic()
         failure = RequestFailure(what, secrets.token_hex(6), retryable=True)
         outputs = tuple(
-            RequestOutput(
-                request_id,
-                finish=Finish(
-                    reason=FinishReason.ERROR,
-                    usage=Usage(0, 0, 0),
-                    timings=Timings(arrival, None, None, None, now, 0),
-                    failure=failure,
-                ),
-                ends_request=True,
-            )
+            end_of_lost(request_id, failure, arrival, now)
             for request_id, arrival in self._live.items()
         )
         self._live.clear()

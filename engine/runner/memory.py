@@ -222,16 +222,15 @@ def plan_cache(
             for count, group in zip(sizes(num_blocks), groups, strict=True)
         )
 
+    wanted = math.ceil(model_context / block_size) * max_requests
+    reason = f"{max_requests} requests of {model_context} tokens"
     if config.num_blocks is not None:
         num_blocks, reason = config.num_blocks, "num_blocks"
+    elif on_cuda or cost(wanted) > budget:
+        num_blocks = _largest(cost, budget, 1 << 24 if on_cuda else wanted)
+        reason = f"{percent:.0%} of {available / GIB:.2f} GiB free"
     else:
-        wanted = math.ceil(model_context / block_size) * max_requests
-        num_blocks = wanted if not on_cuda else _largest(cost, budget, 1 << 24)
-        reason = f"{max_requests} requests of {model_context} tokens"
-        if cost(num_blocks) > budget:
-            num_blocks = _largest(cost, budget, wanted)
-        if on_cuda or num_blocks < wanted:
-            reason = f"{percent:.0%} of {available / GIB:.2f} GiB free"
+        num_blocks = wanted
     if num_blocks < 1 or cost(num_blocks) > budget:
         needed = cost(max(1, num_blocks))
         fit = _largest(cost, budget, num_blocks) * block_size
