@@ -1,0 +1,141 @@
+"""Builds the kernels: `python -m engine.native.build`. Needs nothing but the standard library and a
+C++ compiler (g++ 11 or clang++ 14, or newer).
+
+Each source is compiled once for every instruction set in VARIANTS, into a namespace of that name;
+the library chooses one when it is loaded, so that it may be built on one machine and run on
+another. Objects of the most modest set are linked first: where a template of the standard library
+exists in several of them, the linker keeps the first one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = HERE / "src"
+LIBRARY = HERE / "libheadrace.so"
+COMPILERS = ("g++", "clang++", "c++")
+
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+    "-Wno-unknown-warning-option",
+    "-Wno-maybe-uninitialized",  # the compiler's own headers set it off
+)
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_X86 = {
+    "avx2": _AVX2,
+    "avx512": (*_AVX2, *_AVX512),
+    "avx512_bf16": (*_AVX2, *_AVX512, "-mavx512bf16"),
+}
+_ONCE = ("library.cpp",)
+"""Sources that are compiled once, for any machine."""
+
+
+class BuildError(Exception):
+    """The kernels cannot be built; the message says why."""
+
+
+def variants(machine: str) -> dict[str, tuple[str, ...]]:
+    """The instruction sets to build for on such a machine, the most modest first."""
+    return _X86 if machine in ("x86_64", "AMD64") else {"portable": ()}
+
+
+def fingerprint() -> str:
+    """Of the sources: a library that was built from others is not used."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        if path.suffix in (".cpp", ".h"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def find_compiler(wanted: str | None = None) -> str:
+    """The path of a C++ compiler: the one that is wanted, or the first of COMPILERS.
+
+    Raises:
+        BuildError: there is none.
+    """
+    for name in (wanted,) if wanted else COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    names = wanted or ", ".join(COMPILERS)
+    raise BuildError(f"no C++ compiler found ({names}); install g++, or name one by --compiler")
+
+
+def build(compiler: str, output: Path = LIBRARY) -> None:
+    """Compile and link, in parallel. `output` is replaced in one piece.
+
+    Raises:
+        BuildError: with what the compiler said.
+    """
+    stamp = f'-DHEADRACE_FINGERPRINT="{fingerprint()}"'
+    with tempfile.TemporaryDirectory(dir=output.parent) as name:
+        folder = Path(name)
+        jobs: list[tuple[Path, list[str]]] = []
+        for isa, flags in variants(platform.machine()).items():
+            for source in sorted(SOURCES.glob("*.cpp")):
+                if source.name not in _ONCE:
+                    arguments = [f"-DHEADRACE_ISA={isa}", *flags, "-c", str(source)]
+                    jobs.append((folder / f"{isa}-{source.stem}.o", arguments))
+        jobs += [(folder / f"{name}.o", [stamp, "-c", str(SOURCES / name)]) for name in _ONCE]
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            list(pool.map(lambda job: _run([compiler, *_FLAGS, *job[1], "-o", str(job[0])]), jobs))
+        linked = folder / output.name
+        # Without -fopenmp: the library takes the OpenMP functions that torch has brought in. A
+        # second copy of them would mean a second set of threads.
+        static = ["-static-libgcc", "-static-libstdc++"]
+        objects = [str(path) for path, _ in jobs]
+        _run([compiler, "-shared", "-fPIC", *static, *objects, "-o", str(linked)])
+        linked.replace(output)
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m engine.native.build", description=__doc__)
+    parser.add_argument("--compiler", help=f"default: the first of {', '.join(COMPILERS)}")
+    parser.add_argument(
+        "--optional", action="store_true", help="do not fail: the engine runs without, more slowly"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        compiler = find_compiler(options.compiler)
+        print(f"building {LIBRARY.name} with {compiler}", file=sys.stderr)
+        build(compiler)
+    except BuildError as error:
+        print(f"the kernels for CPUs were not built: {error}", file=sys.stderr)
+        if options.optional:
+            print("Headrace runs without them, more slowly.", file=sys.stderr)
+        return 0 if options.optional else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""The kernels as Python sees them: the library is loaded, or it is said why not."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.native.build import LIBRARY, fingerprint
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_REBUILD = "run `make setup`, or `python -m engine.native.build`"
+
+
+class AttentionCall(ctypes.Structure):
+    """One layer's attention. Field by field src/calls.h.
+
+    Attributes:
+        query, key, value: the step's tokens, [Hq, T, D], [Hkv, T, D] and [Hkv, T, Dv], each head's
+            numbers in one piece; the strides count numbers.
+        keys, values: the layer's cache, [num_slots, Hkv, D] and [num_slots, Hkv, Dv].
+        output: [T, Hq, Dv]. All of the above are of one dtype.
+        sinks: float32 [Hq], or null.
+        starts, counts: int64 [R]. tables: int32 [R, table_width].
+        scratch: float32 [scratch_floats].
+        window: most positions that a token sees, itself included; 0: all.
+        dtype: 0 float32, 1 bfloat16, 2 float16.
+        threads: how many work.
+        softcap: 0: none.
+    """
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("query", "key", "value", "keys", "values", "output")),
+        *((name, _POINTER) for name in ("sinks", "starts", "counts", "tables", "scratch")),
+        ("scratch_floats", _INT),
+        *((f"query_{axis}_stride", _INT) for axis in ("head", "token")),
+        *((f"key_{axis}_stride", _INT) for axis in ("head", "token")),
+        *((f"value_{axis}_stride", _INT) for axis in ("head", "token")),
+        *((name, _INT) for name in ("num_requests", "num_tokens", "table_width", "block_size")),
+        *((name, _INT) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim")),
+        *((name, _INT) for name in ("window", "dtype", "threads")),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """The kernels, loaded.
+
+    Attributes:
+        isa: the instruction set that they use here.
+        attention: takes an AttentionCall by reference. Returns 0, or how many floats of scratch are
+            needed; then nothing was done.
+    """
+
+    isa: str
+    attention: Any  # a ctypes function: it has no better type
+
+
+class NativeUnavailableError(Exception):
+    """The kernels cannot be used here; the message says why, and what to do."""
+
+
+def load_library(path: Path = LIBRARY) -> NativeLibrary:
+    """Load the kernels. torch must have been imported: its OpenMP threads are used.
+
+    Raises:
+        NativeUnavailableError: they were not built, or not from these sources, or this processor
+            cannot run them.
+    """
+    if not path.exists():
+        raise NativeUnavailableError(f"they were not built; {_REBUILD}")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeUnavailableError(f"they cannot be loaded ({error}); {_REBUILD}") from error
+    library.headrace_fingerprint.restype = ctypes.c_char_p
+    library.headrace_isa.restype = ctypes.c_char_p
+    if library.headrace_fingerprint().decode() != fingerprint():
+        raise NativeUnavailableError(f"they were built from other sources; {_REBUILD}")
+    isa = library.headrace_isa()
+    if isa is None:
+        raise NativeUnavailableError("this processor has no AVX2, and they need it")
+    attention = library.headrace_attention
+    attention.argtypes = (ctypes.POINTER(AttentionCall),)
+    attention.restype = ctypes.c_int64
+    return NativeLibrary(isa=isa.decode(), attention=attention)
