@@ -48,13 +48,19 @@ RUN set -eu; \
         python -c 'import torch; raise SystemExit(torch.version.cuda and "TORCH=cpu, but this torch is a CUDA build")'; \
     fi
 
+# Compiles the kernels for CPUs; an image of another distribution must bring its own compiler.
+RUN command -v g++ >/dev/null || { \
+        apt-get update && apt-get install --yes --no-install-recommends g++ \
+        && rm -rf /var/lib/apt/lists/*; }
+
 # setuptools, the build backend, is there already: torch depends on it.
-COPY LICENSE README.md ./
+COPY LICENSE README.md setup.py ./
 COPY clients/python/README.md clients/python/
 COPY clients/python/src clients/python/src
 COPY engine engine
 COPY service service
-RUN pip install --no-deps --no-build-isolation ./clients/python . \
+RUN python -m engine.native.build \
+    && pip install --no-deps --no-build-isolation ./clients/python . \
     && pip check \
     && pip uninstall --yes pip
 

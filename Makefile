@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.headrace
+NATIVE := engine/native/libheadrace.so
 PROTOS_VENV := .venv-protos
 PROTOS_STAMP := $(PROTOS_VENV)/.headrace
 PROTOS := $(sort $(wildcard protos/headrace/v1/*.proto))
@@ -26,23 +27,27 @@ $(STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on -c constraints.txt -e clients/python -e '.[dev]'
 	@touch $@
 
+# Without a C++ compiler this goes on, and the engine runs without the kernels.
+$(NATIVE): $(STAMP) engine/native/build.py $(wildcard engine/native/src/*)
+	$(BIN)/python -m engine.native.build --optional
+
 .PHONY: setup
-setup: $(STAMP) ## Make the virtual environment with pinned packages (others do it when needed).
+setup: $(STAMP) $(NATIVE) ## Make the virtual environment with pinned packages (others do it when needed).
 
 # ---- run -------------------------------------------------------------------------------------------------------------
 
 .PHONY: run
-run: $(STAMP) ## Serve the demo model on 127.0.0.1:50051 (MODEL=path LISTEN=address ARGS='more flags').
+run: $(STAMP) $(NATIVE) ## Serve the demo model on 127.0.0.1:50051 (MODEL=path LISTEN=address ARGS='more flags').
 	@exec $(BIN)/headrace-server serve --model $(MODEL) --listen $(LISTEN) $(ARGS)
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: $(STAMP) ## Run the Python test suite.
+test: $(STAMP) $(NATIVE) ## Run the Python test suite.
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
 .PHONY: test-slow
-test-slow: $(STAMP) ## Run the long sweeps: every model family in every mode, every planted bug.
+test-slow: $(STAMP) $(NATIVE) ## Run the long sweeps: every model family in every mode, every planted bug.
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 .PHONY: lint

@@ -16,6 +16,8 @@ from engine.errors import ConfigError
 
 DEFAULT_BLOCK_SIZE = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+AttentionName = Literal["auto", "torch", "native"]
+ATTENTIONS = ("auto", "torch", "native")
 
 _BOUNDS = {
     "block_size": (1, 4096),
@@ -192,11 +194,15 @@ class LoadConfig:
         device: "auto" (cuda where there is one, else cpu), "cpu", "cuda" or "cuda:N".
         threads: CPU threads for the model. None: the CPUs that this process may use: its affinity,
             and the quota of its container.
+        attention: what computes attention. "torch": plain torch, the reference, on any device;
+            "native": the C++ kernels for CPUs, refused where they were not built; "auto": the
+            fastest that there is, and a line in the log that says which.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     threads: int | None = None
+    attention: AttentionName = "auto"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -204,6 +210,10 @@ class LoadConfig:
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ConfigError("device", f"is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
         _bounded("threads", self.threads, 1, 1024)
+        if self.attention not in ATTENTIONS:
+            raise ConfigError(
+                "attention", f"is {self.attention!r}; it must be one of {', '.join(ATTENTIONS)}"
+            )
 
 
 def _bounded(option: str, value: object, low: int, high: int) -> None:

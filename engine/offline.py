@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from engine.assembly import build_manager
 from engine.batch_generation import generate
 from engine.batching_options import resolve_config
-from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.config import AttentionName, ContinuousBatchingConfig, LoadConfig
 from engine.errors import ModelRefusedError
 from engine.generation_options import GenerationDefaults
 from engine.manager import ContinuousBatchingManager
@@ -222,7 +222,7 @@ def load(path: str, config: ContinuousBatchingConfig | None = None, **options: A
     Args:
         path: a directory with config.json and safetensors, or a hub id.
         config: what managers use unless they are given another.
-        options: fields of LoadConfig: dtype, device, threads.
+        options: fields of LoadConfig: dtype, device, threads, attention.
 
     Raises:
         ModelRefusedError: the model cannot be loaded, or would be run wrongly.
@@ -239,6 +239,7 @@ def from_model(
     model: PreTrainedModel,
     config: ContinuousBatchingConfig | None = None,
     tokenizer_path: str | Path | None = None,
+    attention: AttentionName = "auto",
 ) -> LoadedModel:
     """Verify a model that is in memory. Its attention implementation is exchanged for ours.
 
@@ -247,15 +248,17 @@ def from_model(
         config: what managers use unless they are given another.
         tokenizer_path: the directory with the tokenizer's files, for stop strings; None: the one
             that the model was loaded from, if it was.
+        attention: see LoadConfig.
 
     Raises:
         ModelRefusedError: it would be run wrongly.
+        ConfigError: that attention cannot be had here.
     """
     if model.training:
         raise ModelRefusedError("the model is in training mode; call model.eval() first")
     name = tokenizer_path or model.config.name_or_path
     directory = Path(name) if name else None
-    verified = verify_model(model, directory or Path(), logger.info)
+    verified = verify_model(model, directory or Path(), logger.info, attention)
     return LoadedModel(verified, config, directory)
 
 

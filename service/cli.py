@@ -82,6 +82,7 @@ def serve(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,
+    attention: options.Attention = "auto",
     block_size: options.BlockSize = 32,
     num_blocks: options.NumBlocks = None,
     max_memory_percent: options.MaxMemoryPercent = None,
@@ -164,7 +165,12 @@ def serve(
             default_compile_level=compile_level,
             per_request_processors=True,
         )
-        load = LoadConfig(dtype=dtype, device=device, threads=threads)  # type: ignore[arg-type]
+        load = LoadConfig(
+            dtype=dtype,  # type: ignore[arg-type]
+            device=device,
+            threads=threads,
+            attention=attention,  # type: ignore[arg-type]
+        )
         client: EngineClient
         if in_process:
             client = LocalEngineClient(model or default_model(), batching, load)

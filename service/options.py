@@ -164,6 +164,16 @@ Threads = Annotated[
         show_default="the CPUs that are allowed",
     ),
 ]
+Attention = Annotated[
+    str,
+    _option(
+        "attention",
+        "ATTENTION",
+        "What computes attention: torch, native (the C++ kernels for CPUs), or auto: the fastest "
+        "that there is.",
+        _MODEL,
+    ),
+]
 BlockSize = Annotated[
     int, _option("block-size", "BLOCK_SIZE", "Tokens in a block of the KV cache.", _MODEL)
 ]

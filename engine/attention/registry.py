@@ -1,23 +1,28 @@
 """The seam to transformers: our attention under a name of its own, and the backends by name.
 
 A model whose attention implementation is ATTENTION_NAME calls `paged_attention` in every layer. No
-mask function is
-registered under that name, so the models build no mask: causality and windows are the backend's
-    affair. The step's
-AttentionContext reaches us as the keyword CONTEXT_KEYWORD of the model's forward, which hands it
-through unchanged.
+mask function is registered under that name, so the models build no mask: causality and windows are
+the backend's affair. The step's AttentionContext reaches us as the keyword CONTEXT_KEYWORD of the
+model's forward, which hands it through unchanged.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
 from engine.attention.base import AttentionBackend, AttentionContext, AttentionParams
+from engine.attention.native_backend import DTYPES, NativeAttentionBackend
 from engine.attention.opaque import attend_by_number
 from engine.attention.torch_backend import TorchAttentionBackend
+from engine.config import AttentionName
+from engine.errors import ConfigError
+from engine.native.library import NativeLibrary, NativeUnavailableError, load_library
+
+logger = logging.getLogger(__name__)
 
 ATTENTION_NAME = "headrace_paged"
 CONTEXT_KEYWORD = "headrace_context"
@@ -68,6 +73,29 @@ def register() -> None:
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
-def choose_backend(device: torch.device) -> AttentionBackend:
-    """The best backend for a device. There is one so far, in plain torch, for any device."""
-    return TorchAttentionBackend()
+def choose_backend(
+    device: torch.device, dtype: torch.dtype, wanted: AttentionName = "auto"
+) -> AttentionBackend:
+    """The attention that is wanted; with "auto", the fastest that there is for a device and dtype.
+
+    Raises:
+        ConfigError: "native" is wanted, and cannot be had.
+    """
+    if wanted == "torch" or (wanted == "auto" and device.type != "cpu"):
+        return TorchAttentionBackend()
+    try:
+        return NativeAttentionBackend(_native_library(device, dtype))
+    except NativeUnavailableError as error:
+        if wanted == "native":
+            raise ConfigError("attention", f"is native, but {error}") from error
+        logger.warning("attention runs in torch, more slowly than it could: %s", error)
+        return TorchAttentionBackend()
+
+
+def _native_library(device: torch.device, dtype: torch.dtype) -> NativeLibrary:
+    """Raises NativeUnavailableError."""
+    if device.type != "cpu":
+        raise NativeUnavailableError(f"the native kernels are for CPUs, and the device is {device}")
+    if dtype not in DTYPES:
+        raise NativeUnavailableError(f"the native kernels do not compute in {dtype}")
+    return load_library()

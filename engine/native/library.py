@@ -71,18 +71,22 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
             cannot run them.
     """
     if not path.exists():
-        raise NativeUnavailableError(f"they were not built; {_REBUILD}")
+        raise NativeUnavailableError(f"the native kernels were not built; {_REBUILD}")
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise NativeUnavailableError(f"they cannot be loaded ({error}); {_REBUILD}") from error
+        raise NativeUnavailableError(
+            f"the native kernels cannot be loaded ({error}); {_REBUILD}"
+        ) from error
     library.headrace_fingerprint.restype = ctypes.c_char_p
     library.headrace_isa.restype = ctypes.c_char_p
     if library.headrace_fingerprint().decode() != fingerprint():
-        raise NativeUnavailableError(f"they were built from other sources; {_REBUILD}")
+        raise NativeUnavailableError(
+            f"the native kernels were built from other sources; {_REBUILD}"
+        )
     isa = library.headrace_isa()
     if isa is None:
-        raise NativeUnavailableError("this processor has no AVX2, and they need it")
+        raise NativeUnavailableError("the native kernels need AVX2, which this processor lacks")
     attention = library.headrace_attention
     attention.argtypes = (ctypes.POINTER(AttentionCall),)
     attention.restype = ctypes.c_int64

@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.base import AttentionBackend
 from engine.attention.registry import choose_backend, register
-from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.config import AttentionName, ContinuousBatchingConfig, LoadConfig
 from engine.errors import InvalidRequestError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
 from engine.runner.compile import compile_model, compile_options
@@ -127,6 +127,7 @@ def load_model(
 
     Raises:
         ModelRefusedError: the model cannot be loaded, or would be run wrongly.
+        ConfigError: load_config asks for what cannot be had here.
     """
     device = _device(load_config)
     _set_threads(load_config, device)
@@ -137,21 +138,25 @@ def load_model(
     seconds = time.monotonic() - started
     size = loaded.num_parameters() / 1e6
     progress(f"loaded {size:.1f} M parameters ({loaded.dtype}) in {seconds:.1f} s")
-    return verify_model(loaded, path, progress)
+    return verify_model(loaded, path, progress, load_config.attention)
 
 
 def verify_model(
-    model: PreTrainedModel, path: Path, progress: Callable[[str], None]
+    model: PreTrainedModel,
+    path: Path,
+    progress: Callable[[str], None],
+    attention: AttentionName = "auto",
 ) -> VerifiedModel:
     """Put a model that is in memory through the load gate, and give it our attention.
 
     Raises:
         ModelRefusedError: it would be run wrongly.
+        ConfigError: that attention cannot be had here.
     """
     register()
     check_config(model.config, type(model))
     text_config = model.config.get_text_config()
-    backend = choose_backend(model.device)
+    backend = choose_backend(model.device, model.dtype, attention)
     probe = probe_layers(model, backend, text_config.num_hidden_layers)
     self_check(model, probe, backend, model.device)
     progress(f"verified: paged attention ({backend.name}) equals the model's own in every layer")

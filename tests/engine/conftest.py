@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 
+from engine.config import AttentionName
 from engine.offline import LoadedModel, from_model
 from tests.engine.rig import WAIT, Rig
 from tests.tiny_models import FAMILIES, make_model
@@ -19,14 +20,20 @@ def _one_thread() -> None:
 
 
 @cache
-def _loaded(family: str) -> LoadedModel:
-    return from_model(make_model(FAMILIES[family]()))
+def _loaded(family: str, attention: AttentionName = "auto") -> LoadedModel:
+    return from_model(make_model(FAMILIES[family]()), attention=attention)
 
 
 @pytest.fixture(scope="session")
 def loaded() -> Callable[[str], LoadedModel]:
     """A family's tiny model behind the load gate; the same object for the whole session."""
     return _loaded
+
+
+@pytest.fixture(scope="session")
+def loaded_torch() -> Callable[[str], LoadedModel]:
+    """The same with attention in torch, which alone can be captured."""
+    return partial(_loaded, attention="torch")
 
 
 @pytest.fixture

@@ -25,6 +25,11 @@ NEW = 12
 BOTH = (True, True)
 
 
+@pytest.fixture
+def loaded(loaded_torch: Callable[[str], LoadedModel]) -> Callable[[str], LoadedModel]:
+    return loaded_torch
+
+
 @cache
 def reference(family: str) -> list[list[int]]:
     model = make_model(FAMILIES[family]())

@@ -23,6 +23,11 @@ LENGTHS = (1, 2, 31, WINDOW + 40, 100)
 NEW = 12
 
 
+@pytest.fixture
+def loaded(loaded_torch: Callable[[str], LoadedModel]) -> Callable[[str], LoadedModel]:
+    return loaded_torch
+
+
 @cache
 def reference(family: str) -> list[list[int]]:
     model = make_model(FAMILIES[family]())

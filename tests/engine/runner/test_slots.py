@@ -29,6 +29,11 @@ LENGTHS = (1, 2, 31, 64, 100)
 NEW = 12
 
 
+@pytest.fixture
+def loaded(loaded_torch: Callable[[str], LoadedModel]) -> Callable[[str], LoadedModel]:
+    return loaded_torch
+
+
 def with_device(built: LoadedRunner, device: LateDevice, **options: Any) -> ModelRunner:
     """The built runner's parts around another device."""
     runner = built.runner
