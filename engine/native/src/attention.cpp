@@ -111,6 +111,14 @@ void prefetch(const void* p, int64_t bytes) {
     __builtin_prefetch(static_cast<const char*>(p) + i, 0, 2);
 }
 
+// A row of numbers as float32.
+template <class T>
+void convert(const T* from, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + VL <= count; i += VL) store(to + i, load(from + i));
+  for (; i < count; ++i) to[i] = to_float(from[i]);
+}
+
 // ---- decode ---------------------------------------------------------------------------------
 
 // q[G][D] . k[D] for G query heads. Converted to float32 on the way.
@@ -253,8 +261,7 @@ void decode(const AttentionCall& call, const Item& item, int64_t token, float* p
   for (int64_t h = 0; h < call.num_heads; ++h) {
     most[h] = LOWEST;
     sum[h] = 0.0f;
-    for (int64_t d = 0; d < call.key_dim; ++d)
-      q[h * key_stride + d] = to_float(query[h * call.query_head_stride + d]);
+    convert(query + h * call.query_head_stride, call.key_dim, q + h * key_stride);
   }
   std::fill(acc, acc + call.num_heads * value_stride, 0.0f);
   const int64_t key_row = call.num_kv_heads * call.key_dim;
@@ -366,7 +373,7 @@ void multiply_all(const MakeLeft& make_left, int64_t rows, const float* right, i
 
 // What a thread needs for a prefill item, in floats.
 struct PrefillSpace {
-  float* query;    // [D or D / 2][LANES]
+  float* query;    // [D or D / 2][LANES]; at the end the output as it is rounded
   float* scores;   // [TILE][LANES]
   float* weights;  // [TILE / 2][LANES], pairs; or the scores themselves
   float* keys;     // [TILE][D], where they are converted
@@ -377,12 +384,12 @@ struct PrefillSpace {
   float* scale;    // [LANES]
 
   static int64_t floats(const AttentionCall& call) {
-    return LANES * (call.key_dim + call.value_dim + TILE + TILE / 2 + 3) +
+    return LANES * (std::max(call.key_dim, call.value_dim) + call.value_dim + TILE + TILE / 2 + 3) +
            TILE * (call.key_dim + call.value_dim);
   }
 
   PrefillSpace(const AttentionCall& call, float* p) {
-    query = p, p += LANES * call.key_dim;
+    query = p, p += LANES * std::max(call.key_dim, call.value_dim);
     scores = p, p += LANES * TILE;
     weights = p, p += LANES * TILE / 2;
     output = p, p += LANES * call.value_dim;
@@ -395,18 +402,19 @@ struct PrefillSpace {
 };
 
 // The tile's scores become weights: masked, scaled, exponentiated; most, sum and scale follow.
-void soften(const AttentionCall& call, PrefillSpace& space, const int64_t* positions, int64_t from,
+void soften(const AttentionCall& call, PrefillSpace& space, const int32_t* positions, int64_t from,
             int count, bool masked) {
   for (int lane = 0; lane < LANES; lane += VL) {
+    const vi last = *reinterpret_cast<const vi*>(positions + lane);
+    const vi first = call.window ? last - int32_t(call.window) : vi{} - 1;  // the last hidden one
     vf highest = load(space.most + lane);
     const vf before = highest;
     for (int t = 0; t < count; ++t) {
       vf score = finish_scores(call, load(space.scores + t * LANES + lane));
-      if (masked)
-        for (int i = 0; i < VL; ++i) {
-          const int64_t position = positions[lane + i], key = from + t;
-          if (key > position || (call.window && key <= position - call.window)) score[i] = LOWEST;
-        }
+      if (masked) {
+        const vi key = vi{} + int32_t(from + t);
+        score = select((key > last) | (key <= first), splat(LOWEST), score);
+      }
       store(space.scores + t * LANES + lane, score);
       highest = max(highest, score);
     }
@@ -437,21 +445,14 @@ void rescale(const AttentionCall& call, PrefillSpace& space) {
   }
 }
 
-// A row of numbers as float32.
-template <class T>
-void convert(const T* from, int64_t count, float* to) {
-  int64_t i = 0;
-  for (; i + VL <= count; i += VL) store(to + i, load(from + i));
-  for (; i < count; ++i) to[i] = to_float(from[i]);
-}
-
 // One tile of keys, float32: scores by `scores`, then the weighted values by `values`.
 template <class T>
 struct ConvertedTile {
   static void load_query(const AttentionCall& call, const T* const* rows, int count, float* query) {
-    for (int64_t d = 0; d < call.key_dim; ++d)
-      for (int lane = 0; lane < LANES; ++lane)
-        query[d * LANES + lane] = lane < count ? to_float(rows[lane][d]) : 0.0f;
+    std::fill(query, query + LANES * call.key_dim, 0.0f);
+    for (int lane = 0; lane < count; ++lane)
+      for (int64_t d = 0; d < call.key_dim; ++d)
+        query[d * LANES + lane] = to_float(rows[lane][d]);
   }
 
   static void scores(const AttentionCall& call, PrefillSpace& space, const T* const* keys,
@@ -482,11 +483,10 @@ struct ConvertedTile {
 struct PairedTile {
   static void load_query(const AttentionCall& call, const bf16* const* rows, int count,
                          float* query) {
-    bf16* out = reinterpret_cast<bf16*>(query);
-    for (int64_t d = 0; d < call.key_dim; d += 2)
-      for (int lane = 0; lane < LANES; ++lane)
-        for (int i = 0; i < 2; ++i)
-          out[(d * LANES) + 2 * lane + i] = lane < count ? rows[lane][d + i] : bf16{0};
+    std::fill(query, query + LANES * call.key_dim / 2, 0.0f);
+    for (int lane = 0; lane < count; ++lane)
+      for (int64_t pair = 0; pair < call.key_dim / 2; ++pair)
+        std::memcpy(query + pair * LANES + lane, rows[lane] + 2 * pair, 4);
   }
 
   static void scores(const AttentionCall& call, PrefillSpace& space, const bf16* const* keys,
@@ -539,14 +539,14 @@ void prefill(const AttentionCall& call, const Item& item, int64_t first_token, f
   const int64_t groups = call.num_heads / call.num_kv_heads;
   const int64_t start = call.starts[item.request];
   const T* rows[LANES];
-  int64_t positions[LANES];
+  alignas(64) int32_t positions[LANES];
   // More than LANES query heads to a key/value head: in several rounds.
   for (int64_t head = 0; head < groups; head += LANES) {
     const int heads = int(std::min<int64_t>(LANES, groups - head));
     const int count = heads * int(item.end - item.begin);
     for (int lane = 0; lane < LANES; ++lane) {
       const int64_t token = item.begin + std::min(lane, count - 1) / heads;
-      positions[lane] = start + token;
+      positions[lane] = int32_t(start + token);
       rows[lane] = static_cast<const T*>(call.query) +
                    (item.kv_head * groups + head + std::min(lane, count - 1) % heads) *
                        call.query_head_stride +
@@ -577,16 +577,25 @@ void prefill(const AttentionCall& call, const Item& item, int64_t first_token, f
       rescale(call, space);
       Tile::values(call, space, values, tile);
     }
+    for (int lane = 0; lane < LANES; ++lane) {
+      const int64_t query_head = item.kv_head * groups + head + lane % heads;
+      float factor = 0.0f;
+      if (lane < count)
+        factor = inverse_sum(call, query_head, space.most[lane], space.sum[lane], &space.scale[lane]);
+      space.scale[lane] *= factor;
+    }
+    // Rounded first, all lanes at once, and then put in rows.
+    T* rounded = reinterpret_cast<T*>(space.query);  // [Dv][LANES]; the query is done with
+    for (int64_t d = 0; d < call.value_dim; ++d)
+      for (int lane = 0; lane < LANES; lane += VL)
+        store(rounded + d * LANES + lane,
+              load(space.output + d * LANES + lane) * load(space.scale + lane));
     for (int lane = 0; lane < count; ++lane) {
       const int64_t query_head = item.kv_head * groups + head + lane % heads;
-      float scale;
-      const float factor =
-          inverse_sum(call, query_head, space.most[lane], space.sum[lane], &scale) * scale;
       T* out = static_cast<T*>(call.output) +
                ((first_token + item.begin + lane / heads) * call.num_heads + query_head) *
                    call.value_dim;
-      for (int64_t d = 0; d < call.value_dim; ++d)
-        from_float(space.output[d * LANES + lane] * factor, out + d);
+      for (int64_t d = 0; d < call.value_dim; ++d) out[d] = rounded[d * LANES + lane];
     }
   }
 }
