@@ -64,12 +64,19 @@ class RequestNotFoundError(HeadraceError):
 
 
 class QueueFullError(HeadraceError):
-    """Too many requests are waiting. `retry_after_s`: when to try again, in seconds."""
+    """Too many requests are waiting.
 
-    def __init__(self, limit: int, retry_after_s: float) -> None:
+    Attributes:
+        limit, present: how many may wait, and how many do.
+        retry_after_s: when to try again, in seconds.
+    """
+
+    def __init__(self, limit: int, retry_after_s: float, present: int | None = None) -> None:
+        """`present`: None: as many as may."""
+        self.present = limit if present is None else present
         super().__init__(
-            f"the queue is full: {limit} requests are waiting (max_queue_size); "
-            f"try again in {retry_after_s:.1f} s"
+            f"the queue is full: {self.present} requests are waiting, and {limit} may "
+            f"(max_queue_size); try again in {retry_after_s:.1f} s"
         )
         self.limit = limit
         self.retry_after_s = retry_after_s

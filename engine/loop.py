@@ -31,6 +31,7 @@ from functools import partial
 from engine.admission import AdmissionLimits
 from engine.client import Admission
 from engine.core import EngineCore, MatcherFactory
+from engine.drain_rate import DrainRate
 from engine.endings import new_error_id
 from engine.errors import (
     DuplicateRequestError,
@@ -93,7 +94,7 @@ class EngineLoop:
         self._calls: set[Future[None]] = set()
         self._queued: set[RequestId] = set()  # accepted, their adds are still in the inbox
         self._live: set[RequestId] = set()
-        self._finish_times: deque[float] = deque(maxlen=64)
+        self._ends = DrainRate(core.clock)
         self._thread: threading.Thread | None = None
         self._is_running = False
         self._is_warming = False
@@ -350,7 +351,12 @@ class EngineLoop:
                 names.add(request.request_id)
             waiting = len(self._queued) + self._core.num_waiting
             if self._max_queue_size and waiting + len(requests) > self._max_queue_size:
-                raise QueueFullError(self._max_queue_size, self._retry_after())
+                excess = waiting + len(requests) - self._max_queue_size
+                raise QueueFullError(
+                    self._max_queue_size, self._ends.seconds_until(excess), waiting
+                )
+            if not self._live:
+                self._ends.begin()
             self._live |= names
             self._queued |= names
             for request, make_matcher in requests:
@@ -398,13 +404,6 @@ class EngineLoop:
             self._inbox.append(partial(command, name))
             self._changed.notify_all()
             return True
-
-    def _retry_after(self) -> float:
-        """Seconds until a place in the queue should be free, from the recent rate of ends."""
-        times = self._finish_times
-        if len(times) < 2 or times[-1] <= times[0]:
-            return 1.0
-        return min(max((times[-1] - times[0]) / (len(times) - 1), 0.05), 30.0)
 
     # ---- the engine's thread -------------------------------------------------------------------
 
@@ -538,7 +537,7 @@ class EngineLoop:
         if ended:
             with self._changed:
                 self._live.difference_update(ended)
-                self._finish_times.extend([outputs.time] * len(ended))
+                self._ends.left(len(ended))
         try:
             self._sink(outputs)
         except Exception:

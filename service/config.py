@@ -37,6 +37,9 @@ class ServiceConfig:
         auth_file: who may call (see `service.callers`); None: everybody may call everything.
         max_requests_per_identity: how many of max_open_requests one identity may have; 0: all of
             them; at most 1,000,000.
+        max_reserved_tokens, max_reserved_tokens_per_identity: how many tokens the running requests
+            of all, and of one identity, may reserve: prompts, and the longest outputs. 0: any
+            number; else above default_max_tokens, at most 2^53.
         keepalive_interval_s: how often a quiet connection is asked whether its client is still
             there; 10 s to a day.
         max_connection_age_s: after about how long a connection is closed to new calls, so that
@@ -75,6 +78,8 @@ class ServiceConfig:
     tls_client_ca: str | None = None
     auth_file: str | None = None
     max_requests_per_identity: int = 0
+    max_reserved_tokens: int = 0
+    max_reserved_tokens_per_identity: int = 0
     keepalive_interval_s: float = 60.0
     max_connection_age_s: float = 0.0
     max_connection_age_grace_s: float = 0.0
@@ -125,6 +130,9 @@ class ServiceConfig:
             )
         _within("max_open_requests", self.max_open_requests, 1, 1_000_000)
         _within("default_max_tokens", self.default_max_tokens, 1, 2**31 - 1)
+        for option in ("max_reserved_tokens", "max_reserved_tokens_per_identity"):
+            if getattr(self, option):  # less would refuse every request that does not say
+                _within(option, getattr(self, option), self.default_max_tokens + 1, 2**53)
         _within("max_time_limit_s", self.max_time_limit_s, 0, 365 * DAY_S)
         _within(
             "default_time_limit_s",

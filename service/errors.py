@@ -34,14 +34,13 @@ from engine.errors import (
 )
 from engine.outputs import RequestFailure
 from engine.text import ChatTemplateUnavailableError
+from service.admission import LimitReachedError
 from service.auth import PermissionDeniedError, UnauthenticatedError
 from service.delivery.errors import (
     RequestFailedError,
     RequestMovedError,
     ResultGoneError,
     ResultsNotReadError,
-    TooManyOfIdentityError,
-    TooManyResultsError,
 )
 
 logger = logging.getLogger(__name__)
@@ -174,29 +173,24 @@ def _queue_full(error: QueueFullError, _prefix: str) -> _Public:
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "QUEUE_FULL",
         str(error),
-        {"max_queue_size": str(error.limit)},
+        _limit("max_queue_size", error.limit, error.present),
         retry_after_s=error.retry_after_s,
     )
 
 
-def _too_many(error: TooManyResultsError, _prefix: str) -> _Public:
+def _limit_reached(error: LimitReachedError, _prefix: str) -> _Public:
     return _Public(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
-        "TOO_MANY_OPEN_REQUESTS",
+        error.reason,
         str(error),
-        {"max_open_requests": str(error.limit)},
+        _limit(error.option, error.limit, error.present),
         retry_after_s=error.retry_after_s,
     )
 
 
-def _too_many_of_identity(error: TooManyOfIdentityError, _prefix: str) -> _Public:
-    return _Public(
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        "TOO_MANY_REQUESTS_OF_IDENTITY",
-        str(error),
-        {"max_requests_per_identity": str(error.limit)},
-        retry_after_s=error.retry_after_s,
-    )
+def _limit(option: str, limit: int, present: int) -> dict[str, str]:
+    """What ErrorInfo says of a limit: its name, its value, and what there is now."""
+    return {"limit": option, option: str(limit), "present": str(present)}
 
 
 def _unauthenticated(error: UnauthenticatedError, _prefix: str) -> _Public:
@@ -257,8 +251,7 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
     (ResultGoneError, _gone),
     (RequestMovedError, _moved),
     (QueueFullError, _queue_full),
-    (TooManyResultsError, _too_many),
-    (TooManyOfIdentityError, _too_many_of_identity),
+    (LimitReachedError, _limit_reached),
     (UnauthenticatedError, _unauthenticated),
     (PermissionDeniedError, _denied),
     (ResultsNotReadError, _not_read),

@@ -1,12 +1,18 @@
-"""The options of `headrace-server serve`: for each flag its type, its environment variable, its
-help and its place in it. The defaults stand in the signature of `service.cli.serve`.
+"""The options of `headrace-server serve`, in groups: for each flag its type, its environment
+variable, its help, its place in it and its default. `grouped` makes flags of them.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Annotated, Any, get_type_hints
 
 import typer
+
+from engine.errors import ConfigError, HeadraceError
 
 _NETWORK = "Network"
 _MODEL = "Model and engine"
@@ -14,380 +20,450 @@ _REQUESTS = "Requests and results"
 _PROCESS = "Process"
 
 
-def _option(name: str, variable: str, text: str, panel: str, **more: Any) -> Any:
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer wants it: for parameters that are groups of options (the dataclasses of
+    this module), one parameter for each of their fields.
+    """
+    groups: dict[str, type] = {
+        name: kind for name, kind in get_type_hints(command).items() if name != "return"
+    }
+    parameters: list[inspect.Parameter] = []
+    for kind in groups.values():
+        hints = get_type_hints(kind, include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                one.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=_default(one),
+                annotation=hints[one.name],
+            )
+            for one in fields(kind)
+        ]
+
+    def flat(**values: Any) -> None:
+        command(
+            **{
+                name: kind(**{one.name: values[one.name] for one in fields(kind)})
+                for name, kind in groups.items()
+            }
+        )
+
+    flat.__name__, flat.__doc__ = command.__name__, command.__doc__
+    flat.__annotations__ = {one.name: one.annotation for one in parameters}
+    # Typer asks for it; that functions may have one is not in their type.
+    vars(flat)["__signature__"] = inspect.Signature(parameters)
+    return flat
+
+
+def _default(one: Field[Any]) -> Any:
+    return one.default if one.default_factory is MISSING else one.default_factory()
+
+
+def _option(flag: str, text: str, panel: str, **more: Any) -> Any:
+    variable = flag.partition("/")[0].upper().replace("-", "_")
     return typer.Option(
-        f"--{name}", envvar=f"HEADRACE_{variable}", help=text, rich_help_panel=panel, **more
+        f"--{flag}", envvar=f"HEADRACE_{variable}", help=text, rich_help_panel=panel, **more
     )
 
 
-Listen = Annotated[
-    list[str],
-    _option(
-        "listen",
-        "LISTEN",
-        "Where to listen: host:port, \\[IPv6]:port or unix:/path. May be given several times; in "
-        "the variable, separated by blanks.",
-        _NETWORK,
-    ),
-]
-Insecure = Annotated[
-    bool,
-    _option(
-        "insecure",
-        "INSECURE",
-        "Allow addresses beyond this machine without TLS.",
-        _NETWORK,
-    ),
-]
-Control = Annotated[
-    bool | None,
-    _option(
-        "control/--no-control",
-        "CONTROL",
-        "Serve ControlService, which sees and ends everybody's requests and the server itself, on "
-        "all addresses, or on none.",
-        _NETWORK,
-        show_default="with --auth-file everywhere, else on loopback and Unix sockets",
-    ),
-]
-TlsCert = Annotated[
-    str | None,
-    _option("tls-cert", "TLS_CERT", "The certificate chain, a PEM file.", _NETWORK),
-]
-TlsKey = Annotated[
-    str | None, _option("tls-key", "TLS_KEY", "The certificate's key, a PEM file.", _NETWORK)
-]
-TlsClientCa = Annotated[
-    str | None,
-    _option(
-        "tls-client-ca",
-        "TLS_CLIENT_CA",
-        "Authorities whose certificates clients must show, a PEM file.",
-        _NETWORK,
-    ),
-]
-AuthFile = Annotated[
-    str | None,
-    _option(
-        "auth-file",
-        "AUTH_FILE",
-        "Who may call, a TOML file; without it everybody may.",
-        _NETWORK,
-    ),
-]
-KeepaliveInterval = Annotated[
-    float,
-    _option(
-        "keepalive-interval",
-        "KEEPALIVE_INTERVAL",
-        "Seconds after which a quiet connection is asked whether its client is there.",
-        _NETWORK,
-    ),
-]
-MaxConnectionAge = Annotated[
-    float,
-    _option(
-        "max-connection-age",
-        "MAX_CONNECTION_AGE",
-        "Seconds after which clients are told to connect anew; 0: never.",
-        _NETWORK,
-    ),
-]
-MaxConnectionAgeGrace = Annotated[
-    float,
-    _option(
-        "max-connection-age-grace",
-        "MAX_CONNECTION_AGE_GRACE",
-        "Seconds that calls may go on after that; 0: without limit.",
-        _NETWORK,
-    ),
-]
-UnixSocketMode = Annotated[
-    str,
-    _option(
-        "unix-socket-mode",
-        "UNIX_SOCKET_MODE",
-        "Permissions of Unix sockets, octal.",
-        _NETWORK,
-    ),
-]
-UnixSocketGroup = Annotated[
-    str | None,
-    _option(
-        "unix-socket-group",
-        "UNIX_SOCKET_GROUP",
-        "The group that Unix sockets belong to, a name or a number.",
-        _NETWORK,
-        show_default="the process's",
-    ),
-]
-MaxMessageBytes = Annotated[
-    int,
-    _option(
-        "max-message-bytes",
-        "MAX_MESSAGE_BYTES",
-        "The largest message, either way.",
-        _NETWORK,
-    ),
-]
-Model = Annotated[
-    str | None,
-    _option(
-        "model",
-        "MODEL",
-        "A model directory or hub id.",
-        _MODEL,
-        show_default="the demo model",
-    ),
-]
-ServedName = Annotated[
-    str | None,
-    _option("served-name", "SERVED_NAME", "The model's name in the model card.", _MODEL),
-]
-Dtype = Annotated[
-    str,
-    _option(
-        "dtype",
-        "DTYPE",
-        "Type of the weights: auto, float32, bfloat16 or float16.",
-        _MODEL,
-    ),
-]
-Device = Annotated[str, _option("device", "DEVICE", "auto, cpu, cuda or cuda:N.", _MODEL)]
-Threads = Annotated[
-    int | None,
-    _option(
-        "threads",
-        "THREADS",
-        "CPU threads for the model.",
-        _MODEL,
-        show_default="the CPUs that are allowed",
-    ),
-]
-Attention = Annotated[
-    str,
-    _option(
-        "attention",
-        "ATTENTION",
-        "What computes attention: torch, native (the C++ kernels for CPUs), or auto: the fastest "
-        "that there is.",
-        _MODEL,
-    ),
-]
-BlockSize = Annotated[
-    int, _option("block-size", "BLOCK_SIZE", "Tokens in a block of the KV cache.", _MODEL)
-]
-NumBlocks = Annotated[
-    int | None,
-    _option(
-        "num-blocks",
-        "NUM_BLOCKS",
-        "Blocks of the KV cache.",
-        _MODEL,
-        show_default="from the memory",
-    ),
-]
-MaxMemoryPercent = Annotated[
-    float | None,
-    _option(
-        "max-memory-percent",
-        "MAX_MEMORY_PERCENT",
-        "The part of the free memory that the KV cache may take, above 0 and at most 1.",
-        _MODEL,
-        show_default="0.5 on a CPU, 0.8 on CUDA",
-    ),
-]
-MaxBatchTokens = Annotated[
-    int | None,
-    _option(
-        "max-batch-tokens",
-        "MAX_BATCH_TOKENS",
-        "Most tokens computed in one step.",
-        _MODEL,
-        show_default="1024 on a CPU, 8192 on CUDA",
-    ),
-]
-MaxRequestsPerBatch = Annotated[
-    int | None,
-    _option(
-        "max-requests-per-batch",
-        "MAX_REQUESTS_PER_BATCH",
-        "Most requests that run at the same time.",
-        _MODEL,
-        show_default="64 on a CPU, 256 on CUDA",
-    ),
-]
-Scheduler = Annotated[
-    str,
-    _option(
-        "scheduler",
-        "SCHEDULER",
-        "In which order requests run: priority, fifo or prefill_first.",
-        _MODEL,
-    ),
-]
-PrefixCache = Annotated[
-    bool,
-    _option(
-        "prefix-cache/--no-prefix-cache",
-        "PREFIX_CACHE",
-        "Share the KV cache of common prefixes among requests.",
-        _MODEL,
-    ),
-]
-CpuOffloadSpace = Annotated[
-    float,
-    _option(
-        "cpu-offload-space",
-        "CPU_OFFLOAD_SPACE",
-        "GiB of host memory for the KV cache of preempted requests; 0: none.",
-        _MODEL,
-    ),
-]
-AsyncBatching = Annotated[
-    bool | None,
-    _option(
-        "async-batching/--no-async-batching",
-        "ASYNC_BATCHING",
-        "Prepare the next step while the last one runs.",
-        _MODEL,
-        show_default="on CUDA only",
-    ),
-]
-CudaGraphs = Annotated[
-    bool | None,
-    _option(
-        "cuda-graphs/--no-cuda-graphs",
-        "CUDA_GRAPHS",
-        "Capture all kinds of steps as CUDA graphs, or none.",
-        _MODEL,
-        show_default="decode steps on CUDA",
-    ),
-]
-CompileLevel = Annotated[
-    int,
-    _option(
-        "compile-level",
-        "COMPILE_LEVEL",
-        "How hard torch.compile works on the model, 0 (not at all) to 3.",
-        _MODEL,
-    ),
-]
-MaxChoices = Annotated[
-    int,
-    _option("max-choices", "MAX_CHOICES", "Most choices (n) of one request.", _REQUESTS),
-]
-MaxQueueSize = Annotated[
-    int,
-    _option(
-        "max-queue-size",
-        "MAX_QUEUE_SIZE",
-        "Most requests that wait; more are refused.",
-        _REQUESTS,
-    ),
-]
-MaxOpenRequests = Annotated[
-    int,
-    _option(
-        "max-open-requests",
-        "MAX_OPEN_REQUESTS",
-        "Most requests that run or are not read to their end.",
-        _REQUESTS,
-    ),
-]
-MaxRequestsPerIdentity = Annotated[
-    int,
-    _option(
-        "max-requests-per-identity",
-        "MAX_REQUESTS_PER_IDENTITY",
-        "Most of those that one identity may have; 0: all.",
-        _REQUESTS,
-    ),
-]
-DefaultMaxTokens = Annotated[
-    int,
-    _option(
-        "default-max-tokens",
-        "DEFAULT_MAX_TOKENS",
-        "max_tokens where a request does not say.",
-        _REQUESTS,
-    ),
-]
-DefaultTimeLimit = Annotated[
-    float,
-    _option(
-        "default-time-limit",
-        "DEFAULT_TIME_LIMIT",
-        "Seconds a request may take where it does not say; 0: any.",
-        _REQUESTS,
-    ),
-]
-MaxTimeLimit = Annotated[
-    float,
-    _option(
-        "max-time-limit",
-        "MAX_TIME_LIMIT",
-        "The longest time limit of a request, in seconds; 0: any.",
-        _REQUESTS,
-    ),
-]
-MaxLease = Annotated[
-    float,
-    _option("max-lease", "MAX_LEASE", "The longest lease of a session, seconds.", _REQUESTS),
-]
-ResultRetention = Annotated[
-    float,
-    _option(
-        "result-retention",
-        "RESULT_RETENTION",
-        "Seconds that results are kept after a request's end.",
-        _REQUESTS,
-    ),
-]
-MaxKeptResults = Annotated[
-    int,
-    _option(
-        "max-kept-results",
-        "MAX_KEPT_RESULTS",
-        "Most ended requests whose results are kept.",
-        _REQUESTS,
-    ),
-]
-MaxKeptBytes = Annotated[
-    int,
-    _option("max-kept-bytes", "MAX_KEPT_BYTES", "Most bytes of kept results.", _REQUESTS),
-]
-DrainTimeout = Annotated[
-    float,
-    _option(
-        "drain-timeout",
-        "DRAIN_TIMEOUT",
-        "Seconds that live requests may go on after a signal.",
-        _PROCESS,
-    ),
-]
-InProcess = Annotated[
-    bool,
-    _option(
-        "in-process",
-        "IN_PROCESS",
-        "Run the engine in the server's own process. By default it has one of its own, which is "
-        "started again when it dies or hangs.",
-        _PROCESS,
-    ),
-]
-HangTimeout = Annotated[
-    float,
-    _option(
-        "hang-timeout",
-        "HANG_TIMEOUT",
-        "Seconds without a step, with requests to compute, after which the engine's process is "
-        "ended and started again (or 20 times the slowest recent step, if that is longer; "
-        "with a model on a CPU only if it does not compute meanwhile). 0: never.",
-        _PROCESS,
-    ),
-]
-LogLevel = Annotated[
-    str,
-    _option("log-level", "LOG_LEVEL", "debug, info, warning or error.", _PROCESS),
-]
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    """Where the server listens, and who may call. Fields as of ServiceConfig."""
+
+    listen: Annotated[
+        list[str],
+        _option(
+            "listen",
+            "Where to listen: host:port, \\[IPv6]:port or unix:/path. May be given several times; "
+            "in the variable, separated by blanks.",
+            _NETWORK,
+        ),
+    ] = field(default_factory=lambda: ["127.0.0.1:50051"])
+    insecure: Annotated[
+        bool,
+        _option(
+            "insecure",
+            "Allow addresses beyond this machine without TLS.",
+            _NETWORK,
+        ),
+    ] = False
+    control: Annotated[
+        bool | None,
+        _option(
+            "control/--no-control",
+            "Serve ControlService, which sees and ends everybody's requests and the server itself, "
+            "on all addresses, or on none.",
+            _NETWORK,
+            show_default="with --auth-file everywhere, else on loopback and Unix sockets",
+        ),
+    ] = None
+    tls_cert: Annotated[
+        str | None,
+        _option("tls-cert", "The certificate chain, a PEM file.", _NETWORK),
+    ] = None
+    tls_key: Annotated[
+        str | None, _option("tls-key", "The certificate's key, a PEM file.", _NETWORK)
+    ] = None
+    tls_client_ca: Annotated[
+        str | None,
+        _option(
+            "tls-client-ca",
+            "Authorities whose certificates clients must show, a PEM file.",
+            _NETWORK,
+        ),
+    ] = None
+    auth_file: Annotated[
+        str | None,
+        _option(
+            "auth-file",
+            "Who may call, a TOML file; without it everybody may.",
+            _NETWORK,
+        ),
+    ] = None
+    keepalive_interval_s: Annotated[
+        float,
+        _option(
+            "keepalive-interval",
+            "Seconds after which a quiet connection is asked whether its client is there.",
+            _NETWORK,
+        ),
+    ] = 60.0
+    max_connection_age_s: Annotated[
+        float,
+        _option(
+            "max-connection-age",
+            "Seconds after which clients are told to connect anew; 0: never.",
+            _NETWORK,
+        ),
+    ] = 0.0
+    max_connection_age_grace_s: Annotated[
+        float,
+        _option(
+            "max-connection-age-grace",
+            "Seconds that calls may go on after that; 0: without limit.",
+            _NETWORK,
+        ),
+    ] = 0.0
+    unix_socket_mode: Annotated[
+        str,
+        _option(
+            "unix-socket-mode",
+            "Permissions of Unix sockets, octal.",
+            _NETWORK,
+        ),
+    ] = "0660"
+    unix_socket_group: Annotated[
+        str | None,
+        _option(
+            "unix-socket-group",
+            "The group that Unix sockets belong to, a name or a number.",
+            _NETWORK,
+            show_default="the process's",
+        ),
+    ] = None
+    max_message_bytes: Annotated[
+        int,
+        _option(
+            "max-message-bytes",
+            "The largest message, either way.",
+            _NETWORK,
+        ),
+    ] = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The model, and the engine around it."""
+
+    model: Annotated[
+        str | None,
+        _option(
+            "model",
+            "A model directory or hub id.",
+            _MODEL,
+            show_default="the demo model",
+        ),
+    ] = None
+    served_name: Annotated[
+        str | None,
+        _option("served-name", "The model's name in the model card.", _MODEL),
+    ] = None
+    dtype: Annotated[
+        str,
+        _option(
+            "dtype",
+            "Type of the weights: auto, float32, bfloat16 or float16.",
+            _MODEL,
+        ),
+    ] = "auto"
+    device: Annotated[str, _option("device", "auto, cpu, cuda or cuda:N.", _MODEL)] = "auto"
+    threads: Annotated[
+        int | None,
+        _option(
+            "threads",
+            "CPU threads for the model.",
+            _MODEL,
+            show_default="the CPUs that are allowed",
+        ),
+    ] = None
+    attention: Annotated[
+        str,
+        _option(
+            "attention",
+            "What computes attention: torch, native (the C++ kernels for CPUs), or auto: the "
+            "fastest that there is.",
+            _MODEL,
+        ),
+    ] = "auto"
+    block_size: Annotated[
+        int, _option("block-size", "Tokens in a block of the KV cache.", _MODEL)
+    ] = 32
+    num_blocks: Annotated[
+        int | None,
+        _option(
+            "num-blocks",
+            "Blocks of the KV cache.",
+            _MODEL,
+            show_default="from the memory",
+        ),
+    ] = None
+    max_memory_percent: Annotated[
+        float | None,
+        _option(
+            "max-memory-percent",
+            "The part of the free memory that the KV cache may take, above 0 and at most 1.",
+            _MODEL,
+            show_default="0.5 on a CPU, 0.8 on CUDA",
+        ),
+    ] = None
+    max_batch_tokens: Annotated[
+        int | None,
+        _option(
+            "max-batch-tokens",
+            "Most tokens computed in one step.",
+            _MODEL,
+            show_default="1024 on a CPU, 8192 on CUDA",
+        ),
+    ] = None
+    max_requests_per_batch: Annotated[
+        int | None,
+        _option(
+            "max-requests-per-batch",
+            "Most requests that run at the same time.",
+            _MODEL,
+            show_default="64 on a CPU, 256 on CUDA",
+        ),
+    ] = None
+    scheduler: Annotated[
+        str,
+        _option(
+            "scheduler",
+            "In which order requests run: priority, fifo or prefill_first.",
+            _MODEL,
+        ),
+    ] = "priority"
+    prefix_cache: Annotated[
+        bool,
+        _option(
+            "prefix-cache/--no-prefix-cache",
+            "Share the KV cache of common prefixes among requests.",
+            _MODEL,
+        ),
+    ] = True
+    cpu_offload_space: Annotated[
+        float,
+        _option(
+            "cpu-offload-space",
+            "GiB of host memory for the KV cache of preempted requests; 0: none.",
+            _MODEL,
+        ),
+    ] = 0.0
+    async_batching: Annotated[
+        bool | None,
+        _option(
+            "async-batching/--no-async-batching",
+            "Prepare the next step while the last one runs.",
+            _MODEL,
+            show_default="on CUDA only",
+        ),
+    ] = None
+    cuda_graphs: Annotated[
+        bool | None,
+        _option(
+            "cuda-graphs/--no-cuda-graphs",
+            "Capture all kinds of steps as CUDA graphs, or none.",
+            _MODEL,
+            show_default="decode steps on CUDA",
+        ),
+    ] = None
+    compile_level: Annotated[
+        int,
+        _option(
+            "compile-level",
+            "How hard torch.compile works on the model, 0 (not at all) to 3.",
+            _MODEL,
+        ),
+    ] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """What requests may ask for and what is kept of them. Fields as of ServiceConfig."""
+
+    max_choices: Annotated[
+        int,
+        _option("max-choices", "Most choices (n) of one request.", _REQUESTS),
+    ] = 16
+    max_queue_size: Annotated[
+        int,
+        _option(
+            "max-queue-size",
+            "Most requests that wait; more are refused.",
+            _REQUESTS,
+        ),
+    ] = 1024
+    max_open_requests: Annotated[
+        int,
+        _option(
+            "max-open-requests",
+            "Most requests that run or are not read to their end.",
+            _REQUESTS,
+        ),
+    ] = 8192
+    max_reserved_tokens: Annotated[
+        int,
+        _option(
+            "max-reserved-tokens",
+            "Most tokens that running requests reserve, prompts and longest outputs; 0: any.",
+            _REQUESTS,
+        ),
+    ] = 0
+    max_reserved_tokens_per_identity: Annotated[
+        int,
+        _option(
+            "max-reserved-tokens-per-identity",
+            "Most of those that one identity may reserve; 0: all.",
+            _REQUESTS,
+        ),
+    ] = 0
+    max_requests_per_identity: Annotated[
+        int,
+        _option(
+            "max-requests-per-identity",
+            "Most of those that one identity may have; 0: all.",
+            _REQUESTS,
+        ),
+    ] = 0
+    default_max_tokens: Annotated[
+        int,
+        _option(
+            "default-max-tokens",
+            "max_tokens where a request does not say.",
+            _REQUESTS,
+        ),
+    ] = 256
+    default_time_limit_s: Annotated[
+        float,
+        _option(
+            "default-time-limit",
+            "Seconds a request may take where it does not say; 0: any.",
+            _REQUESTS,
+        ),
+    ] = 3600.0
+    max_time_limit_s: Annotated[
+        float,
+        _option(
+            "max-time-limit",
+            "The longest time limit of a request, in seconds; 0: any.",
+            _REQUESTS,
+        ),
+    ] = 86400.0
+    max_lease_s: Annotated[
+        float,
+        _option("max-lease", "The longest lease of a session, seconds.", _REQUESTS),
+    ] = 300.0
+    result_retention_s: Annotated[
+        float,
+        _option(
+            "result-retention",
+            "Seconds that results are kept after a request's end.",
+            _REQUESTS,
+        ),
+    ] = 300.0
+    max_kept_results: Annotated[
+        int,
+        _option(
+            "max-kept-results",
+            "Most ended requests whose results are kept.",
+            _REQUESTS,
+        ),
+    ] = 1000
+    max_kept_bytes: Annotated[
+        int,
+        _option("max-kept-bytes", "Most bytes of kept results.", _REQUESTS),
+    ] = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessOptions:
+    """The server's processes."""
+
+    drain_timeout_s: Annotated[
+        float,
+        _option(
+            "drain-timeout",
+            "Seconds that live requests may go on after a signal.",
+            _PROCESS,
+        ),
+    ] = 30.0
+    in_process: Annotated[
+        bool,
+        _option(
+            "in-process",
+            "Run the engine in the server's own process. By default it has one of its own, which "
+            "is started again when it dies or hangs.",
+            _PROCESS,
+        ),
+    ] = False
+    hang_timeout_s: Annotated[
+        float,
+        _option(
+            "hang-timeout",
+            "Seconds without a step, with requests to compute, after which the engine's process is "
+            "ended and started again (or 20 times the slowest recent step, if that is longer; "
+            "with a model on a CPU only if it does not compute meanwhile). 0: never.",
+            _PROCESS,
+        ),
+    ] = 10.0
+    log_level: Annotated[
+        str,
+        _option("log-level", "debug, info, warning or error.", _PROCESS),
+    ] = "info"
+
+
+_RENAMED = {
+    "default_compile_level": "compile_level",
+    "scheduler_type": "scheduler",
+    "allow_block_sharing": "prefix_cache",
+    "use_async_batching": "async_batching",
+    "use_cuda_graph": "cuda_graphs",
+}
+"""Options of the engine's configs whose fields here have other names."""
+_FLAGS = {
+    one.name: "--" + one.name.removesuffix("_s").replace("_", "-")
+    for group in (NetworkOptions, EngineOptions, RequestOptions, ProcessOptions)
+    for one in fields(group)
+}
+_FLAGS |= {name: _FLAGS[own] for name, own in _RENAMED.items()}
+_COMPOUND = re.compile(r"(?<![-\w])(?:" + "|".join(name for name in _FLAGS if "_" in name) + r")\b")
+
+
+def describe(error: HeadraceError) -> str:
+    """An error of the start, in the words of whoever typed the command: flags stand in place of the
+    names that the engine's and the service's configs have for them (num_blocks → --num-blocks).
+    """
+    message = str(error)
+    if isinstance(error, ConfigError):  # it begins with the option, which may be any word
+        flag = _FLAGS.get(error.option, error.option)
+        message = flag + message.removeprefix(error.option)
+    return _COMPOUND.sub(lambda found: _FLAGS[found[0]], message)

@@ -21,6 +21,7 @@ from engine.client import EngineClient
 from engine.errors import HeadraceError
 from service.config import ServiceConfig
 from service.listening import unlink_sockets
+from service.options import describe
 from service.server import HeadraceServer, TokenizerLoader, load_tokenizer
 from service.welcome import welcome
 
@@ -76,7 +77,7 @@ class _Process:
         try:
             await self._server.start()
         except HeadraceError as error:
-            say(f"headrace-server: {error}")
+            say(f"headrace-server: {describe(error)}")
             return _FAILED
         self._progress(f"port open on {', '.join(self._server.addresses)}; loading the model")
         ending = loop.create_task(self._wait_for_end())
@@ -87,7 +88,7 @@ class _Process:
                 return await self._interrupted(loading)
             loading.result()
         except HeadraceError as error:
-            say(f"headrace-server: the model cannot be served: {error}")
+            say(f"headrace-server: the model cannot be served: {describe(error)}")
             await self._server.stop()
             return _FAILED
         except Exception:

@@ -45,6 +45,7 @@ from engine.client import EngineClient, ModelInfo, ProgressSink
 from engine.outputs import StepOutputs
 from engine.text import Tokenizer
 from service import telemetry
+from service.admission import AdmissionControl, Limits
 from service.auth import Authenticator
 from service.config import Address, ServiceConfig, parse_address
 from service.control import Control
@@ -122,6 +123,7 @@ class HeadraceServer:
         progress: ProgressSink | None = None,
         tokenizer_loader: TokenizerLoader = load_tokenizer,
         restart_delay_s: float = RESTART_DELAY_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Wire the server; nothing is opened yet.
 
@@ -131,6 +133,7 @@ class HeadraceServer:
             progress: takes lines of start-up progress; by default they are logged.
             tokenizer_loader: loads the model's tokenizer, in a thread.
             restart_delay_s: how long after its death the engine is started again, at first.
+            clock: monotonic seconds, of the rates that tell refused callers when to come again.
         """
         self._config = config
         self._client = client
@@ -144,8 +147,15 @@ class HeadraceServer:
                 retention_s=config.result_retention_s,
                 max_results=config.max_kept_results,
                 max_bytes=config.max_kept_bytes,
-                max_open=config.max_open_requests,
-                max_open_per_identity=config.max_requests_per_identity or None,
+            ),
+            AdmissionControl(
+                Limits(
+                    max_open=config.max_open_requests,
+                    max_open_of_identity=config.max_requests_per_identity or None,
+                    max_tokens=config.max_reserved_tokens or None,
+                    max_tokens_of_identity=config.max_reserved_tokens_per_identity or None,
+                ),
+                clock,
             ),
         )
         self._pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="headrace-text")

@@ -207,7 +207,7 @@ def to_wire(error: HeadraceError) -> WireError:
         case DuplicateRequestError():
             return WireError("DuplicateRequestError", (error.request_id,))
         case QueueFullError():
-            return WireError("QueueFullError", (error.limit, error.retry_after_s))
+            return WireError("QueueFullError", (error.limit, error.retry_after_s, error.present))
         case ConfigError():
             message = str(error).removeprefix(f"{error.option}: ")
             return WireError("ConfigError", (error.option, message))

@@ -132,6 +132,7 @@ class Converter:
         self._check_prompt(spec, len(prompt))
         self._check_prompt_size(options, len(prompt))
         stop = self._stop(spec.stop, len(prompt))
+        room = self._info.max_context_tokens - len(prompt)
         check_min_tokens(sampling, stop)
         skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
         echo = await self._encoder.decode(prompt, skip) if output.echo else ""
@@ -166,6 +167,7 @@ class Converter:
                 bypass_prefix_cache=spec.cache.bypass_prefix_cache,
                 time_limit_s=time_limit_s,
             ),
+            reserved_tokens=len(prompt) + n * min(stop.max_tokens, room),
             options=options,
             make_text=None if output.omit_text else make_text,
             stop_strings=stop_strings,

@@ -21,31 +21,6 @@ class ResultGoneError(HeadraceError):
         self.following = following
 
 
-class TooManyResultsError(HeadraceError):
-    """Too many accepted requests have results that their clients have not read."""
-
-    def __init__(self, limit: int, retry_after_s: float = 1.0) -> None:
-        super().__init__(
-            f"{limit} requests are running or have results that were not read yet "
-            "(max_open_requests); read the results, or try again later"
-        )
-        self.limit = limit
-        self.retry_after_s = retry_after_s
-
-
-class TooManyOfIdentityError(HeadraceError):
-    """One identity has as many requests as each may have."""
-
-    def __init__(self, limit: int, retry_after_s: float = 1.0) -> None:
-        super().__init__(
-            f"{limit} requests of this caller are running or have results that were not read yet, "
-            "as many as each caller may have (max_requests_per_identity); read the results, or try "
-            "again later"
-        )
-        self.limit = limit
-        self.retry_after_s = retry_after_s
-
-
 class ResultsNotReadError(HeadraceError):
     """A stream's client read nothing for so long that the results were forgotten."""
 

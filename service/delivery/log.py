@@ -56,6 +56,7 @@ class RequestLog:
         abandoned: whoever wanted it went away before that. Set by Registry.
         serial: which of the process's requests it is, counted from 1. Set by Registry.
         priority, time_limit_s: as the engine has them. Set by Registry.
+        reserved_tokens: what admission counts it as while it runs. Set by Registry.
         watchers: who waits in `changed`.
         timer: the pending lease or retention timer. Set by Registry.
         size: about how many bytes its kept events take.
@@ -85,6 +86,7 @@ class RequestLog:
         "keep",
         "priority",
         "request_id",
+        "reserved_tokens",
         "serial",
         "size",
         "stream",
@@ -134,6 +136,7 @@ class RequestLog:
         self.cancel_wanted = False
         self.serial = 0
         self.priority = 0
+        self.reserved_tokens = 0
         self.time_limit_s: float | None = None
         self.watchers: list[asyncio.Future[None]] = []
         self._options = options

@@ -17,7 +17,6 @@ import itertools
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 
@@ -27,7 +26,7 @@ from engine.outputs import RequestFailure, StepOutputs
 from engine.request import GenerationRequest
 from engine.text import TextStream
 from engine.types import RequestId
-from service.delivery.errors import TooManyOfIdentityError, TooManyResultsError
+from service.admission import AdmissionControl
 from service.delivery.events import (
     ALREADY_FINISHED,
     CANCELLED,
@@ -52,15 +51,11 @@ class Retention:
         retention_s: how long results are kept after a request's end.
         max_results, max_bytes: the most ended requests that are kept, and about how many bytes of
             events in them.
-        max_open: the most requests that run, or have ended and were not read by their stream.
-        max_open_per_identity: the same for each identity; None: no more than of all.
     """
 
     retention_s: float
     max_results: int
     max_bytes: int
-    max_open: int
-    max_open_per_identity: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +83,7 @@ class Submission:
     Attributes:
         identity, request_id: whose it is, and its name there.
         request: what the engine gets, under a name that `Registry.engine_id` made.
+        reserved_tokens: its prompt and the longest output of all its choices.
         options: how its results are delivered.
         make_text: makes a choice's text; called for each; None: no text is wanted.
         stop_strings, include_stop: as asked for.
@@ -96,6 +92,7 @@ class Submission:
     identity: str
     request_id: str
     request: GenerationRequest
+    reserved_tokens: int
     options: DeliveryOptions
     make_text: Callable[[], TextStream] | None
     stop_strings: tuple[str, ...]
@@ -105,8 +102,11 @@ class Submission:
 class Registry:
     """The requests of this process."""
 
-    def __init__(self, client: EngineClient, retention: Retention) -> None:
+    def __init__(
+        self, client: EngineClient, retention: Retention, admission: AdmissionControl
+    ) -> None:
         self._client = client
+        self._admission = admission
         self._retention = retention
         self._logs: dict[tuple[str, str], RequestLog] = {}
         self._by_engine: dict[RequestId, RequestLog] = {}
@@ -119,8 +119,6 @@ class Registry:
         self._idle = asyncio.Event()
         self._idle.set()
         self._live = 0
-        self._live_of: Counter[str] = Counter()
-        self._attached_of: Counter[str] = Counter()
         self.unread_s = UNREAD_S
         self.streams: set[ResultStream] = set()
         self.attached = 0  # requests on streams, ended and unread ones too; counted by ResultStream
@@ -156,18 +154,11 @@ class Registry:
         of all.
 
         Raises:
-            DuplicateRequestError, TooManyResultsError, TooManyOfIdentityError: as they say.
+            DuplicateRequestError, LimitReachedError: as they say.
         """
         if (identity, request_id) in self._logs:
             raise DuplicateRequestError(request_id)
-        if max(self._live, self.attached) >= self._retention.max_open:
-            raise TooManyResultsError(self._retention.max_open)
-        limit = self._retention.max_open_per_identity
-        if limit is not None and self._open_of(identity) >= limit:
-            raise TooManyOfIdentityError(limit)
-
-    def _open_of(self, identity: str) -> int:
-        return max(self._live_of[identity], self._attached_of[identity])
+        self._admission.check_place(identity)
 
     async def start(
         self,
@@ -183,8 +174,9 @@ class Registry:
         kept (durable, or a lease): who asked for that may come back, and the request goes on.
 
         Raises:
-            DuplicateRequestError, TooManyResultsError, TooManyOfIdentityError: as they say.
-            InvalidRequestError, QueueFullError, EngineUnavailableError: the engine's refusals.
+            DuplicateRequestError, LimitReachedError: as they say.
+            InvalidRequestError: also where it needs more tokens than there may ever be.
+            UnsupportedFeatureError, QueueFullError, EngineUnavailableError: the engine's refusals.
         """
         self.check_free(submission.identity, submission.request_id)
         request, make_text = submission.request, submission.make_text
@@ -200,9 +192,11 @@ class Registry:
             on_stop=self._on_stop,
         )
         log.priority = request.priority
+        log.reserved_tokens = submission.reserved_tokens
         log.time_limit_s = request.time_limit_s
         log.durable = durable
         log.keep = durable or (stream is not None and stream.lease_s > 0)
+        self._admission.reserve(log.identity, log.reserved_tokens)
         self._add(log)
         admitting = self._admit(log, submission, stream, command_id)
         if log.keep:
@@ -266,7 +260,7 @@ class Registry:
         self._logs[log.identity, log.request_id] = log
         self._by_engine[log.engine_id] = log
         self._live += 1
-        self._live_of[log.identity] += 1
+        self._admission.take_place(log.identity)
         self._idle.clear()
 
     def _forget(self, log: RequestLog) -> None:
@@ -281,8 +275,12 @@ class Registry:
             self._count_end(log)
 
     def _count_end(self, log: RequestLog) -> None:
+        """It does not run any more."""
         self._live -= 1
-        _decrease(self._live_of, log.identity)
+        served = log.accepted is not None
+        self._admission.free(log.identity, log.reserved_tokens, served=served)
+        if log.stream is None:
+            self._admission.leave_place(log.identity, served=served)
         if self._live == 0:
             self._idle.set()
 
@@ -350,12 +348,14 @@ class Registry:
     def on_attached(self, log: RequestLog) -> None:
         """A stream has the log."""
         self.attached += 1
-        self._attached_of[log.identity] += 1
+        if log.engine_id not in self._by_engine:
+            self._admission.take_place(log.identity)
 
     def on_detached(self, log: RequestLog) -> None:
         """It has it no more."""
         self.attached -= 1
-        _decrease(self._attached_of, log.identity)
+        if log.engine_id not in self._by_engine:
+            self._admission.leave_place(log.identity)
 
     def on_delivered(self, log: RequestLog) -> None:
         """A stream took the log's last event."""
@@ -484,10 +484,3 @@ class Registry:
             logger.exception("cancelling %s in the engine failed", log.engine_id)
         if not live:
             self._forget(log)
-
-
-def _decrease(counts: Counter[str], identity: str) -> None:
-    """Count down; identities without requests take no room."""
-    counts[identity] -= 1
-    if not counts[identity]:
-        del counts[identity]

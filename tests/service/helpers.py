@@ -5,6 +5,7 @@ often.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -116,6 +117,7 @@ async def serving(
     *,
     tokenizer: Tokenizer | None = None,
     ready: bool = True,
+    clock: Callable[[], float] = time.monotonic,
     **options: Any,
 ) -> AsyncIterator[Harness]:
     """A server on a free loopback port (unless `listen` says otherwise), stopped at the end."""
@@ -123,7 +125,11 @@ async def serving(
     tokenizer = tokenizer or byte_tokenizer()
     config = ServiceConfig(**{"listen": ("127.0.0.1:0",), **options})
     server = HeadraceServer(
-        config, engine, tokenizer_loader=lambda _info: tokenizer, restart_delay_s=0.01
+        config,
+        engine,
+        tokenizer_loader=lambda _info: tokenizer,
+        restart_delay_s=0.01,
+        clock=clock,
     )
     await server.start()
     try:

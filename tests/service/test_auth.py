@@ -314,8 +314,7 @@ async def test_requests_per_identity(callers: Path) -> None:
         await add_request(h, "alice", request_id="c")
         engine.run()
         await until_true(lambda: not h.registry.live)
-        assert not h.registry._live_of
-        assert not h.registry._attached_of
+        assert not h.registry._admission._of
 
 
 async def test_the_file_is_read_again(callers: Path, caplog: pytest.LogCaptureFixture) -> None:

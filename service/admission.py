@@ -1,0 +1,229 @@
+"""What the front end refuses because there is too much already, and when to come again.
+
+    check_place ──▶ (the request is converted) ──▶ reserve ──▶ … ends ──▶ free
+                                                   take_place ──▶ … ends and is read ──▶ leave_place
+
+A request takes a place while it runs or has results that its stream has not read. While it runs it
+also reserves tokens: its prompt, and the longest output that each of its choices may have. That is
+what it may come to hold, known before it begins, so nothing that was accepted is refused later.
+
+There is one account of all requests and one of each identity that has some; a limit is compared
+with its own account, and the advice when to come again is from the rate at which that account's
+requests (or tokens) left lately (`engine.drain_rate`). The engine bounds its queue itself. All
+methods run on one event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.drain_rate import DrainRate
+from engine.errors import HeadraceError, InvalidRequestError
+
+
+class LimitReachedError(HeadraceError):
+    """There is as much as may be.
+
+    Attributes:
+        reason: for machines.
+        option, limit: the limit and its name.
+        present: what there is now.
+        retry_after_s: when to try again.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        message: str,
+        *,
+        option: str,
+        limit: int,
+        present: int,
+        retry_after_s: float,
+    ) -> None:
+        super().__init__(f"{message}, or try again in {retry_after_s:.1f} s")
+        self.reason = reason
+        self.option = option
+        self.limit = limit
+        self.present = present
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much there may be at the same time.
+
+    Attributes:
+        max_open: requests that run, or have results that their stream has not read.
+        max_open_of_identity: the same of each identity; None: no more than of all.
+        max_tokens: tokens that running requests reserve; None: any number.
+        max_tokens_of_identity: the same of each identity; None: no more than of all.
+    """
+
+    max_open: int
+    max_open_of_identity: int | None = None
+    max_tokens: int | None = None
+    max_tokens_of_identity: int | None = None
+
+
+class _Account:
+    """What all requests, or those of one identity, have now, and how fast it leaves."""
+
+    __slots__ = ("open", "open_rate", "token_rate", "tokens")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.open = 0
+        self.tokens = 0
+        self.open_rate = DrainRate(clock)
+        self.token_rate = DrainRate(clock)
+
+    def take_place(self) -> None:
+        if not self.open:
+            self.open_rate.begin()
+        self.open += 1
+
+    def leave_place(self, *, served: bool) -> None:
+        self.open -= 1
+        if served:
+            self.open_rate.left()
+
+    def reserve(self, tokens: int) -> None:
+        if not self.tokens:
+            self.token_rate.begin()
+        self.tokens += tokens
+
+    def free(self, tokens: int, *, served: bool) -> None:
+        self.tokens -= tokens
+        if served:
+            self.token_rate.left(tokens)
+
+
+class AdmissionControl:
+    """See the module."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: monotonic seconds."""
+        self._limits = limits
+        self._clock = clock
+        self._all = _Account(clock)
+        self._of: dict[str, _Account] = {}  # identities that have something
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Tokens that all running requests reserve."""
+        return self._all.tokens
+
+    # Refusing
+
+    def check_place(self, identity: str) -> None:
+        """Refuse a request for which there is no place. Costs nothing: to be called before any
+        work is done for a request.
+
+        Raises:
+            LimitReachedError: too many requests of this identity, or of all, are open.
+        """
+        limits, everyone = self._limits, self._all
+        own = self._of.get(identity)
+        most = limits.max_open_of_identity
+        if most is not None and own is not None and own.open >= most:
+            raise LimitReachedError(
+                "TOO_MANY_REQUESTS_OF_IDENTITY",
+                f"{own.open} requests of this caller are running or have results that were not "
+                f"read yet; each caller may have {most} (max_requests_per_identity): read the "
+                "results",
+                option="max_requests_per_identity",
+                limit=most,
+                present=own.open,
+                retry_after_s=own.open_rate.seconds_until(own.open - most + 1),
+            )
+        if everyone.open >= limits.max_open:
+            raise LimitReachedError(
+                "TOO_MANY_OPEN_REQUESTS",
+                f"{everyone.open} requests are running or have results that were not read yet; "
+                f"there may be {limits.max_open} (max_open_requests): read the results",
+                option="max_open_requests",
+                limit=limits.max_open,
+                present=everyone.open,
+                retry_after_s=everyone.open_rate.seconds_until(everyone.open - limits.max_open + 1),
+            )
+
+    def _check_tokens(self, identity: str, tokens: int) -> None:
+        own = self._of.get(identity)
+        checks = (
+            (
+                self._limits.max_tokens_of_identity,
+                own,
+                "max_reserved_tokens_per_identity",
+                "TOO_MANY_TOKENS_OF_IDENTITY",
+                "of this caller ",
+            ),
+            (self._limits.max_tokens, self._all, "max_reserved_tokens", "TOO_MANY_TOKENS", ""),
+        )
+        for most, _, option, _, _ in checks:
+            if most is not None and tokens > most:
+                raise InvalidRequestError(
+                    "stop.max_tokens",
+                    f"makes a request of {tokens} tokens (its prompt, and max_tokens for each of "
+                    f"its n choices); at most {most} can be accepted here ({option}): ask for "
+                    "fewer tokens or choices, or shorten the prompt",
+                )
+        for most, account, option, reason, whose in checks:
+            if most is None or account is None or account.tokens + tokens <= most:
+                continue
+            raise LimitReachedError(
+                reason,
+                f"running requests {whose}reserve {account.tokens} tokens, and this one needs "
+                f"{tokens} (its prompt, and max_tokens for each of its n choices); there may be "
+                f"{most} ({option}): ask for fewer",
+                option=option,
+                limit=most,
+                present=account.tokens,
+                retry_after_s=account.token_rate.seconds_until(account.tokens + tokens - most),
+            )
+
+    # Counting
+
+    def take_place(self, identity: str) -> None:
+        """A request begins, or one that had ended has a reader again."""
+        self._all.take_place()
+        self._own(identity).take_place()
+
+    def leave_place(self, identity: str, *, served: bool = True) -> None:
+        """A request has ended, and no stream has anything left to read of it. `served`: not for one
+        that was taken back: it says nothing of the rate.
+        """
+        self._all.leave_place(served=served)
+        own = self._of[identity]
+        own.leave_place(served=served)
+        self._tidy(identity, own)
+
+    def reserve(self, identity: str, tokens: int) -> None:
+        """Reserve a request's tokens.
+
+        Raises:
+            LimitReachedError: too many are reserved by this identity, or by all.
+            InvalidRequestError: there could never be so many.
+        """
+        self._check_tokens(identity, tokens)
+        self._all.reserve(tokens)
+        self._own(identity).reserve(tokens)
+
+    def free(self, identity: str, tokens: int, *, served: bool = True) -> None:
+        """A request with these tokens does not run any more. `served`: see `leave_place`."""
+        self._all.free(tokens, served=served)
+        own = self._of[identity]
+        own.free(tokens, served=served)
+        self._tidy(identity, own)
+
+    def _own(self, identity: str) -> _Account:
+        account = self._of.get(identity)
+        if account is None:
+            account = self._of[identity] = _Account(self._clock)
+        return account
+
+    def _tidy(self, identity: str, account: _Account) -> None:
+        """Identities without requests take no room."""
+        if not account.open and not account.tokens:
+            del self._of[identity]

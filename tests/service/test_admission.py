@@ -1,0 +1,287 @@
+"""What is refused because there is too much already: places and tokens, of all and of each
+identity; when to come again; and that nothing is counted that is not there any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from headrace.v1 import generation_service_pb2 as rpc
+
+from engine.errors import InvalidRequestError, QueueFullError
+from engine.outputs import RequestFailure
+from service.admission import AdmissionControl, LimitReachedError, Limits
+from tests.service.fake_engine import FakeEngine, says
+from tests.service.helpers import Harness, Refused, details, refused, serving, spec, until
+from tests.service.test_auth import add_request, bearer, callers, guarded  # noqa: F401
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def limit_of(call: Any) -> LimitReachedError:
+    with pytest.raises(LimitReachedError) as caught:
+        call()
+    return caught.value
+
+
+# ---- by itself ---------------------------------------------------------------------------------
+
+
+def test_tokens_are_bounded_for_all_and_for_each() -> None:
+    control = AdmissionControl(
+        Limits(max_open=9, max_tokens=100, max_tokens_of_identity=60), Clock()
+    )
+    control.reserve("a", 50)
+    control.reserve("b", 40)
+    own = limit_of(lambda: control.reserve("a", 11))
+    assert (own.reason, own.option) == (
+        "TOO_MANY_TOKENS_OF_IDENTITY",
+        "max_reserved_tokens_per_identity",
+    )
+    assert (own.limit, own.present) == (60, 50)
+    everyone = limit_of(lambda: control.reserve("c", 11))
+    assert (everyone.reason, everyone.limit, everyone.present) == ("TOO_MANY_TOKENS", 100, 90)
+    control.reserve("c", 10)
+    control.free("a", 50)
+    control.reserve("c", 50)
+    assert control.reserved_tokens == 100
+
+
+@pytest.mark.parametrize(
+    ("limits", "option"),
+    [
+        ({"max_tokens": 10}, "max_reserved_tokens"),
+        ({"max_tokens_of_identity": 10}, "max_reserved_tokens_per_identity"),
+        ({"max_tokens": 5, "max_tokens_of_identity": 10}, "max_reserved_tokens_per_identity"),
+    ],
+)
+def test_what_can_never_fit_is_wrong_not_early(limits: dict[str, int], option: str) -> None:
+    control = AdmissionControl(Limits(max_open=9, **limits))
+    with pytest.raises(InvalidRequestError, match=rf"at most 10 .*\({option}\)") as caught:
+        control.reserve("a", 11)
+    assert caught.value.field == "stop.max_tokens"
+    assert control.reserved_tokens == 0
+
+
+def test_each_account_has_its_own_rate() -> None:
+    clock = Clock()
+    limits = Limits(max_open=4, max_open_of_identity=2, max_tokens=40, max_tokens_of_identity=20)
+    control = AdmissionControl(limits, clock)
+    for name in ("slow", "slow", "quick", "quick"):
+        control.reserve(name, 10)
+        control.take_place(name)
+    for turn in range(1, 21):  # for ten seconds: quick ends two a second, slow one in five seconds
+        clock.now += 0.5
+        for name in ("quick", "slow") if turn % 10 == 0 else ("quick",):
+            control.free(name, 10)
+            control.leave_place(name)
+            control.reserve(name, 10)
+            control.take_place(name)
+    assert limit_of(lambda: control.check_place("quick")).retry_after_s == pytest.approx(0.5)
+    assert limit_of(lambda: control.check_place("slow")).retry_after_s == pytest.approx(5.0)
+    other = limit_of(lambda: control.check_place("other"))  # 22 of all have left
+    assert other.reason == "TOO_MANY_OPEN_REQUESTS"
+    assert other.retry_after_s == pytest.approx(10 / 22)
+    # 20 tokens more than there may be, at 2 a second; and of all, at 22.
+    assert limit_of(lambda: control.reserve("slow", 20)).retry_after_s == pytest.approx(10.0)
+    assert limit_of(lambda: control.reserve("other", 20)).retry_after_s == pytest.approx(20 / 22)
+
+
+def test_what_was_taken_back_says_nothing_of_the_rate() -> None:
+    clock = Clock()
+    control = AdmissionControl(Limits(max_open=1), clock)
+    for _ in range(100):
+        control.take_place("a")
+        control.leave_place("a", served=False)
+    control.take_place("a")
+    assert limit_of(lambda: control.check_place("a")).retry_after_s == 1.0
+
+
+def test_identities_without_requests_take_no_room() -> None:
+    control = AdmissionControl(Limits(max_open=9, max_tokens=100), Clock())
+    rng = random.Random(7)
+    held: list[tuple[str, int]] = []
+    for _ in range(3000):
+        if held and rng.random() < 0.5:
+            name, tokens = held.pop(rng.randrange(len(held)))
+            control.free(name, tokens)
+            control.leave_place(name)
+        else:
+            name, tokens = f"c{rng.randrange(500)}", rng.randrange(1, 20)
+            try:
+                control.check_place(name)
+                control.reserve(name, tokens)
+            except LimitReachedError:
+                assert len(held) == 9 or control.reserved_tokens + tokens > 100
+                continue
+            control.take_place(name)
+            held.append((name, tokens))
+        assert control.reserved_tokens == sum(tokens for _, tokens in held) <= 100
+        assert control._of.keys() == {name for name, _ in held}
+
+
+# ---- in a server -------------------------------------------------------------------------------
+
+
+async def add(h: Harness, request_id: str, text: str = "hi", **fields: Any) -> Any:
+    message = rpc.AddRequestRequest(spec=spec(text, request_id=request_id, **fields))
+    return await h.generation.AddRequest(message, timeout=10)
+
+
+def check_advice(error: Refused, seconds: float) -> None:
+    """RetryInfo, and the same in the trailer that retry policies read."""
+    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert error.details["RetryInfo"].retry_delay.ToTimedelta().total_seconds() == pytest.approx(
+        seconds, abs=0.002
+    )
+    told = error.details["RetryInfo"].retry_delay.ToMilliseconds()
+    assert error.trailers["grpc-retry-pushback-ms"] == str(told)
+
+
+async def test_reserved_tokens_are_the_prompt_and_the_longest_output_of_each_choice() -> None:
+    async with serving(FakeEngine(auto=False)) as h:
+        control = h.registry._admission
+        await add(h, "a", "four", stop={"max_tokens": 10})
+        assert control.reserved_tokens == 14
+        await add(h, "b", "four", stop={"max_tokens": 10}, n=3)
+        assert control.reserved_tokens == 14 + 34
+        await add(h, "c", "x" * 2040)  # the context has room for 8 more
+        assert control.reserved_tokens == 14 + 34 + 2048
+        await add(h, "d", "four")  # the default: 256
+        assert control.reserved_tokens == 14 + 34 + 2048 + 260
+        h.engine.run()
+        await until(lambda: not h.registry.live)
+        assert control.reserved_tokens == 0
+        assert not control._of
+
+
+async def test_too_many_tokens_are_refused_with_advice_and_admitted_after() -> None:
+    clock = Clock()
+    async with serving(
+        FakeEngine(script=says("x"), auto=False), clock=clock, max_reserved_tokens=300
+    ) as h:
+        for name in ("a", "b"):
+            await add(h, name, stop={"max_tokens": 98})  # 100 tokens each
+        clock.now += 2
+        h.engine.run()
+        await until(lambda: not h.registry.live)
+        for name in ("c", "d", "e"):
+            await add(h, name, stop={"max_tokens": 98})
+        # It was empty in between, so the rate begins anew: nothing has left yet.
+        error = await refused(add(h, "f", stop={"max_tokens": 98}))
+        check_advice(error, 1.0)
+        h.engine.time_out(h.engine.submitted[2].request_id)
+        h.engine.time_out(h.engine.submitted[3].request_id)
+        clock.now += 4
+        h.engine.step()
+        await until(lambda: h.registry.live == 1)
+        await add(h, "f", stop={"max_tokens": 148})
+        # 200 left in 4 seconds, and this one is 152 too many.
+        error = await refused(h.generate(spec(stop={"max_tokens": 200})))
+        check_advice(error, 152 / 50)
+        assert error.reason == "TOO_MANY_TOKENS"
+        metadata = error.details["ErrorInfo"].metadata
+        assert dict(metadata) == {
+            "limit": "max_reserved_tokens",
+            "max_reserved_tokens": "300",
+            "present": "250",
+        }
+        assert "ask for fewer, or try again in 3.0 s" in error.message
+        # The same in-band.
+        session = h.session()
+        await session.add(spec(request_id="g", stop={"max_tokens": 200}), 1)
+        message = await session.read_until(lambda m: m.rejections)
+        status = message.rejections[0].status
+        assert status == error.status
+        await session.end()
+        # A request that could never be admitted is told so.
+        error = await refused(h.generate(spec(stop={"max_tokens": 299})))
+        assert (error.code, error.field) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "spec.stop.max_tokens",
+        )
+        assert "301 tokens" in error.message
+        assert "at most 300 can be accepted here (max_reserved_tokens)" in error.message
+
+
+async def test_one_identity_s_tokens_do_not_bar_another(callers: Path) -> None:  # noqa: F811
+    engine = FakeEngine(auto=False)
+    async with guarded(callers, engine, max_reserved_tokens_per_identity=300) as h:
+        await add_request(h, "alice", request_id="a")  # 2 + 256
+        error = await refused(add_request(h, "alice", request_id="b"))
+        assert error.reason == "TOO_MANY_TOKENS_OF_IDENTITY"
+        assert error.details["ErrorInfo"].metadata["present"] == "258"
+        check_advice(error, error.details["RetryInfo"].retry_delay.ToMilliseconds() / 1000)
+        await add_request(h, "bob", request_id="b")
+        engine.run()
+        await until(lambda: not h.registry.live)
+        await add_request(h, "alice", request_id="b")
+
+
+async def test_every_way_to_end_gives_everything_back() -> None:
+    engine = FakeEngine(auto=False)
+    async with serving(engine) as h:
+        control = h.registry._admission
+        # Refused by the engine.
+        engine.refuse_next.append(QueueFullError(3, 0.25))
+        assert (await refused(add(h, "a"))).reason == "QUEUE_FULL"
+        assert (control.reserved_tokens, control._all.open) == (0, 0)
+        # Cancelled, failed, timed out.
+        for name in ("a", "b", "c"):
+            await add(h, name)
+        h.registry.cancel("anonymous", "a")
+        await until(lambda: engine.cancelled)
+        engine.fail(engine.submitted[-2].request_id, RequestFailure("it broke", "an-id"))
+        engine.time_out(engine.submitted[-1].request_id)
+        engine.step()
+        await until(lambda: not h.registry.live)
+        assert (control.reserved_tokens, control._all.open) == (0, 0)
+        # A lost stream.
+        session = h.session()
+        await session.add(spec(request_id="d"))
+        await session.read()
+        session.call.cancel()
+        await until(lambda: len(engine.cancelled) == 2)
+        engine.step()
+        await until(lambda: not h.registry.live)
+        assert (control.reserved_tokens, control._all.open) == (0, 0)
+        # Ended, unread: its tokens are free, its place is taken until it is read.
+        add_two = [add(h, "e"), add(h, "f")]
+        await asyncio.gather(*add_two)
+        session = h.session()
+        await session.send(1, attach=rpc.AttachCommand(request_id="e"))
+        await session.read_until(lambda m: m.attached)
+        assert control._all.open == 2
+        engine.run()
+        await session.end()
+        await until(lambda: not h.registry.live)
+        assert (control.reserved_tokens, control._all.open) == (0, 0)
+        # Attached to after its end: it takes a place while it is read.
+        session = h.session()
+        await session.send(1, attach=rpc.AttachCommand(request_id="f"))
+        await session.end()
+        assert (control._all.open, dict(control._of)) == (0, {})
+
+
+async def test_the_queue_s_advice_reaches_the_caller_in_band_too() -> None:
+    async with serving(FakeEngine(auto=False)) as h:
+        h.engine.refuse_next += [QueueFullError(3, 0.25), QueueFullError(3, 0.25)]
+        error = await refused(h.generate(spec()))
+        check_advice(error, 0.25)
+        assert error.details["ErrorInfo"].metadata["present"] == "3"
+        session = h.session()
+        await session.add(spec(), 1)
+        message = await session.read_until(lambda m: m.rejections)
+        assert details(message.rejections[0].status)["RetryInfo"] == error.details["RetryInfo"]
+        await session.end()
