@@ -182,6 +182,15 @@ class EngineCore:
         for live in list(self._live.by_id.values()):
             self._live.fail(live, failure)
 
+    def end_overdue(self) -> float | None:
+        """End the requests whose time limits have passed, as `step` does. Returns after how many
+        seconds the next one may; None: no live request has a limit.
+        """
+        now = self.clock()
+        self._live.end_overdue(now)
+        deadline = self._live.next_deadline
+        return None if deadline is None else max(0.0, deadline - now)
+
     # ---- a step --------------------------------------------------------------------------------
 
     def step(self) -> StepOutputs:

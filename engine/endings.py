@@ -165,6 +165,11 @@ class LiveRequests:
             _, _, live = heapq.heappop(self._deadlines)
             self.end_all(live, FinishReason.TIME_LIMIT)
 
+    @property
+    def next_deadline(self) -> float | None:
+        """When `end_overdue` may have something to do, in monotonic seconds; None: never yet."""
+        return self._deadlines[0][0] if self._deadlines else None
+
     def end_all(self, live: LiveRequest, reason: FinishReason) -> None:
         """End a request's live choices now, with an output each."""
         live.is_forked = True  # no choice takes over from another

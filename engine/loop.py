@@ -207,9 +207,8 @@ class EngineLoop:
 
     def hold(self) -> Future[None]:
         """Take no further step until `go_on`; live requests stay, with their KV. Unlike in a pause,
-        commands are carried out: new requests are accepted and wait, cancelled ones end. Time
-        limits go on; a request that passes its limit ends with the first step behind the hold.
-        Harmless when held. Does not block.
+        commands are carried out: new requests are accepted and wait, cancelled ones end, and so do
+        those whose time limits pass. Harmless when held. Does not block.
 
         Returns:
             Done when the last step is: nothing touches the model from then on.
@@ -449,7 +448,9 @@ class EngineLoop:
                 continue
             if self._core.has_work and not self._is_held:
                 return True
-            self._deliver(self._core.take_outputs())  # of a hold: ends that commands have brought
+            # In a hold no step ends what is overdue.
+            until_overdue_s = self._core.end_overdue() if self._is_held else None
+            self._deliver(self._core.take_outputs())  # of a hold: ends alone
             with self._changed:
                 if self._inbox or self._aborting or self._pause.is_wanted:
                     continue
@@ -457,7 +458,7 @@ class EngineLoop:
                     continue
                 if self._stopping:
                     return False
-                self._changed.wait()
+                self._changed.wait(until_overdue_s)
 
     def _carry_out_commands(self) -> None:
         """Carry out what is in the inbox; then a hard stop, if one was asked for."""

@@ -31,11 +31,12 @@ class LoopRig:
                 "block_size",
                 "overlap",
                 "late",
+                "clock",
             )
             if name in options
         }
         core, runner, kv_cache = make_core(
-            **{"num_blocks": 256, **core_options}, clock=time.monotonic
+            **{"num_blocks": 256, "clock": time.monotonic, **core_options}
         )
         self.core, self.runner, self.kv_cache = core, runner, kv_cache
         context = core.max_context_tokens

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from engine.batch import ScheduledBatch
-from engine.errors import EngineUnavailableError, UnsupportedFeatureError
+from engine.errors import EngineUnavailableError, QueueFullError, UnsupportedFeatureError
 from engine.outputs import FinishReason, StepOutputs
 from engine.request import RequestStatus
 from engine.sampling_params import GrammarKind, GrammarParams
@@ -351,6 +352,27 @@ def test_a_hold_takes_no_step_and_carries_out_commands(rig: Rig, steps: Steps) -
     rig.manager.go_on()  # again: harmless
 
 
+def test_time_limits_end_requests_in_a_hold_on_time(rig: Rig, steps: Steps) -> None:
+    rig.manager.add_request([1], request_id="runs", max_new_tokens=10**6, streaming=True)
+    result(rig.manager, "runs")
+    rig.manager.hold().result(WAIT)
+    steps.may_run = False
+    rig.manager.add_request([2], request_id="later", max_new_tokens=4, time_limit_s=1000)
+    began = time.monotonic()
+    for index, limit_s in enumerate((0.3, 0.1, 0.2)):
+        rig.manager.add_request([3], request_id=f"w{index}", max_new_tokens=4, time_limit_s=limit_s)
+    for index, limit_s in ((1, 0.1), (2, 0.2), (0, 0.3)):
+        output = result(rig.manager, f"w{index}")
+        assert output.finish_reason is FinishReason.TIME_LIMIT
+        assert time.monotonic() - began >= limit_s
+    assert rig.manager.get_result("later", timeout=0.02) is None
+    assert rig.core.num_waiting == 1
+    steps.may_run = True
+    rig.manager.go_on()
+    assert result(rig.manager, "later").is_finished()
+    rig.manager.cancel_request("runs")
+
+
 def test_a_step_in_flight_is_over_when_the_loop_is_held() -> None:
     rig = Rig(overlap=True, late=True)
     rig.manager.start()
@@ -378,6 +400,36 @@ def test_a_stop_ends_a_hold(rig: Rig, hard_stop: bool) -> None:
     rig.manager.start()  # and is not held any more
     rig.manager.add_request([2], request_id="b", max_new_tokens=3)
     assert result(rig.manager, "b").generated_tokens == expected_tokens([2], 3)
+
+
+# ---- a full queue ------------------------------------------------------------------------------
+
+
+def test_a_full_queue_s_advice_is_the_rate_at_which_requests_ended() -> None:
+    now = [50.0]
+    sink = Sink()
+    rig = LoopRig(sink=sink, max_queue_size=2, max_requests=1, clock=lambda: now[0])
+    rig.hold()
+    rig.loop.start()
+    rig.loop.submit(make_request("a", [1], 100))
+    rig.wait_for_step()
+    rig.loop.submit(make_request("b", [1], 1))
+    rig.loop.submit(make_request("c", [1], 1))
+    with pytest.raises(QueueFullError) as caught:
+        rig.loop.submit(make_request("d", [1], 1))
+    assert (caught.value.retry_after_s, caught.value.present) == (1.0, 2)  # nothing ended yet
+    now[0] += 4
+    rig.loop.cancel_request("a")
+    rig.let(1)
+    assert sink.done.wait(WAIT)
+    rig.wait_for_step()  # of b
+    rig.loop.submit(make_request("d", [1], 1))
+    with pytest.raises(QueueFullError, match="2 requests are waiting, and 2 may") as caught:
+        rig.loop.submit(make_request("e", [1], 1))
+    assert caught.value.retry_after_s == 4.0  # one in four seconds
+    now[0] += 1
+    rig.let()
+    rig.loop.stop(timeout=WAIT)
 
 
 # ---- requests that a bug has lost --------------------------------------------------------------
