@@ -59,7 +59,8 @@ class ServiceConfig:
         default_time_limit_s: the time limit where a request does not say; 0: none; at most
             max_time_limit_s.
         max_time_limit_s: the longest time limit of a request; 0: any.
-        max_message_bytes: the largest message received or sent; 64 KiB to 1 GiB.
+        max_message_bytes: the largest message received or sent; 4 MiB (a session's messages come
+            to 2 MiB and one event more) to 1 GiB.
         max_lease_s: the longest lease of a session; 0 to a day.
         result_retention_s: how long an ended request's results are kept; 0 to a day.
         max_kept_results, max_kept_bytes: how many ended requests are kept, and about how many
@@ -145,7 +146,7 @@ class ServiceConfig:
                 "default_time_limit_s",
                 "is 0 (none), above max_time_limit_s; set max_time_limit_s to 0 too",
             )
-        _within("max_message_bytes", self.max_message_bytes, 64 << 10, 1 << 30)
+        _within("max_message_bytes", self.max_message_bytes, 4 * MIB, 1 << 30)
         _within("max_lease_s", self.max_lease_s, 0, DAY_S)
         _within("result_retention_s", self.result_retention_s, 0, DAY_S)
         _within("max_kept_results", self.max_kept_results, 0, 1_000_000)

@@ -265,10 +265,10 @@ class Readiness(grpc.aio.ServerInterceptor):
             return call
 
         def stream(behavior: Stream) -> Stream:
-            async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+            # As in Authentication: messages pass no further generator.
+            def call(request: Any, context: Any) -> AsyncIterator[Any]:
                 self._state.check(new_work=new_work)
-                async for response in behavior(request, context):
-                    yield response
+                return behavior(request, context)
 
             return call
 

@@ -3,8 +3,8 @@
 A request enters by `start` and leaves
 - when its last event was taken by its stream, where nothing is kept (Generate, GenerateStream,
   sessions without a lease);
-- else when its retention after the end has passed, or when newer results need the room (count and
-  bytes are bounded; the oldest go first).
+- else when its retention after the end has passed, or when newer results need the room
+  (`service.delivery.kept`).
 
 A request whose stream is lost goes on for the stream's lease and is then cancelled; one that came
 by AddRequest depends on no stream. All methods run on one event loop.
@@ -34,6 +34,7 @@ from service.delivery.events import (
     Accepted,
     DeliveryOptions,
 )
+from service.delivery.kept import KeptResults
 from service.delivery.log import RequestLog
 from service.delivery.session import ResultStream
 
@@ -50,7 +51,7 @@ class Retention:
     Attributes:
         retention_s: how long results are kept after a request's end.
         max_results, max_bytes: the most ended requests that are kept, and about how many bytes of
-            events in them.
+            events in them; see `service.delivery.kept`.
     """
 
     retention_s: float
@@ -110,8 +111,7 @@ class Registry:
         self._retention = retention
         self._logs: dict[tuple[str, str], RequestLog] = {}
         self._by_engine: dict[RequestId, RequestLog] = {}
-        self._kept: dict[RequestLog, int] = {}  # ended and kept, oldest first, with their sizes
-        self._kept_bytes = 0
+        self._kept = KeptResults(retention.max_results, retention.max_bytes)
         self._numbers = itertools.count(1)
         self._serials = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -140,8 +140,8 @@ class Registry:
             live=self._live,
             streams=len(self.streams),
             attached=self.attached,
-            kept=len(self._kept),
-            kept_bytes=self._kept_bytes,
+            kept=self._kept.count,
+            kept_bytes=self._kept.size,
         )
 
     def live_logs(self, identity: str | None = None) -> list[RequestLog]:
@@ -270,7 +270,7 @@ class Registry:
         if log.timer is not None:
             log.timer.cancel()
             log.timer = None
-        self._kept_bytes -= self._kept.pop(log, 0)
+        self._kept.discard(log)
         if self._by_engine.pop(log.engine_id, None) is not None:
             self._count_end(log)
 
@@ -335,13 +335,9 @@ class Registry:
     def _retain(self, log: RequestLog) -> None:
         loop = asyncio.get_running_loop()
         log.timer = loop.call_later(self._retention.retention_s, self._forget, log)
-        self._kept[log] = size = log.pending_size()
-        self._kept_bytes += size
-        while self._kept and (
-            len(self._kept) > self._retention.max_results
-            or self._kept_bytes > self._retention.max_bytes
-        ):
-            self._forget(next(iter(self._kept)))
+        self._kept.add(log, log.pending_size())
+        while (surplus := self._kept.surplus()) is not None:
+            self._forget(surplus)
 
     # Streams
 

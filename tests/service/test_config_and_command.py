@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from engine.client import ModelInfo
-from engine.errors import ConfigError
-from service import cli
+from engine.errors import ConfigError, HeadraceError, InsufficientMemoryError
+from service import cli, options
 from service.config import Address, ServiceConfig, parse_address
 from service.welcome import installed, welcome
 from tests.service.fake_engine import model_info
@@ -50,6 +51,11 @@ ROOT = Path(__file__).resolve().parents[2]
         ("default_max_tokens", 0),
         ("default_time_limit_s", 0.0),
         ("max_message_bytes", 1),
+        ("max_message_bytes", (4 << 20) - 1),
+        ("max_reserved_tokens", -1),
+        ("max_reserved_tokens", 256),
+        ("max_reserved_tokens", 2**53 + 1),
+        ("max_reserved_tokens_per_identity", 256),
         ("max_lease_s", 1e9),
         ("result_retention_s", -0.1),
         ("max_kept_results", -1),
@@ -238,6 +244,9 @@ def test_several_addresses_from_the_environment(monkeypatch: pytest.MonkeyPatch)
         (["--cpu-offload-space", "-1"], "--cpu-offload-space"),
         (["--scheduler", "lifo"], "--scheduler"),
         (["--max-choices", "0"], "--max-choices"),
+        (["--max-reserved-tokens", "1"], "--max-reserved-tokens"),
+        (["--max-message-bytes", "65536"], "--max-message-bytes"),
+        (["--tls-cert", "c.pem"], "--tls-cert"),
     ],
 )
 def test_wrong_options_name_the_flag(
@@ -249,9 +258,48 @@ def test_wrong_options_name_the_flag(
     assert not started
 
 
-def test_every_flag_has_a_variable() -> None:
-    import typer
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConfigError("listen", "is taken"), "--listen: is taken"),
+        (ConfigError("use_cuda_graph", "needs CUDA"), "--cuda-graphs: needs CUDA"),
+        (ConfigError("q_padding_interval_size", "is odd"), "q_padding_interval_size: is odd"),
+        (
+            ConfigError("tls_cert", "and tls_key belong together"),
+            "--tls-cert: and --tls-key belong together",
+        ),
+        (
+            InsufficientMemoryError("lower num_blocks or block_size, or raise max_memory_percent"),
+            "lower --num-blocks or --block-size, or raise --max-memory-percent",
+        ),
+        (
+            InsufficientMemoryError("my_num_blocks and --num_blocks stay, max_lease_s does not"),
+            "my_num_blocks and --num_blocks stay, --max-lease does not",
+        ),
+    ],
+)
+def test_errors_of_the_start_name_flags(error: HeadraceError, said: str) -> None:
+    assert options.describe(error) == said
 
+
+def test_every_flag_is_known_by_its_option() -> None:
+    command = typer.main.get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
+    for parameter in command.params:
+        if parameter.name != "help":
+            flag = options.describe(ConfigError(parameter.name, "is wrong"))
+            assert flag.removesuffix(": is wrong") in parameter.opts
+
+
+def test_every_flag_is_in_the_documentation() -> None:
+    command = typer.main.get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
+    rows = (ROOT / "docs" / "operations.md").read_text().splitlines()
+    for parameter in command.params:
+        if parameter.name != "help":
+            start = f"| `{parameter.opts[0]}` | `{parameter.envvar}` | "
+            assert sum(row.startswith(start) for row in rows) == 1, start
+
+
+def test_every_flag_has_a_variable() -> None:
     command = typer.main.get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
     for option in command.params:
         if option.name == "help":

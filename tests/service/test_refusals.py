@@ -178,10 +178,10 @@ async def test_a_priority_that_no_scheduler_heeds_is_refused(scheduler: str) -> 
 
 
 async def test_prompt_logprobs_that_fit_no_message_are_refused() -> None:
-    async with serving(max_message_bytes=1 << 16) as h:
-        error = await refused(h.generate(spec("x" * 400, output={"prompt_logprobs": 1})))
+    async with serving(max_message_bytes=4 << 20) as h:
+        error = await refused(h.generate(spec("x" * 2000, output={"prompt_logprobs": 24})))
         assert not h.engine.submitted
-        await h.generate(spec("x" * 300, output={"prompt_logprobs": 1}, stop={"max_tokens": 0}))
+        await h.generate(spec("x" * 2000, output={"prompt_logprobs": 20}, stop={"max_tokens": 0}))
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT
     assert error.field == "spec.output.prompt_logprobs"
     assert "limits.max_message_bytes" in error.message
@@ -232,8 +232,8 @@ async def test_long_texts_in_errors_are_cut() -> None:
 
 
 async def test_messages_above_the_limit_are_refused_and_the_connection_lives() -> None:
-    async with serving(max_message_bytes=1 << 16) as h:
-        error = await refused(h.generate(spec("x" * 100_000)))
+    async with serving(max_message_bytes=4 << 20) as h:
+        error = await refused(h.generate(spec("x" * (4 << 20))))
         assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         await h.generate(spec(stop={"max_tokens": 1}))
 

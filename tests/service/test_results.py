@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import grpc
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 
+from engine.types import RequestId
+from service.delivery.events import DeliveryOptions
+from service.delivery.kept import KeptResults
+from service.delivery.log import RequestLog
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (
     Harness,
@@ -20,6 +25,7 @@ from tests.service.helpers import (
     text_of,
     until,
 )
+from tests.service.test_auth import add_request, bearer, callers, guarded  # noqa: F401
 
 
 async def add(h: Harness, request_id: str = "a", **fields: object) -> rpc.AddRequestResponse:
@@ -155,11 +161,77 @@ async def test_kept_results_are_bounded_in_count_and_bytes() -> None:
             for i in range(10):
                 await add(h, f"r{i}")
                 await until(lambda: h.registry.live == 0)
-            kept = [log.request_id for log in h.registry._kept]
+            kept = [f"r{i}" for i in range(10) if ("anonymous", f"r{i}") in h.registry._logs]
             assert 1 <= len(kept) <= 5
             assert kept == [f"r{i}" for i in range(10 - len(kept), 10)]  # the newest
             assert (await refused(get(h, "r0"))).code is grpc.StatusCode.NOT_FOUND
             assert (await get(h, "r9")).done
+
+
+def log_of(identity: str, name: str) -> RequestLog:
+    return RequestLog(
+        identity=identity,
+        request_id=name,
+        engine_id=RequestId(f"{identity}/{name}"),
+        options=DeliveryOptions(),
+        text_streams=[None],
+        ending_ids=frozenset(),
+        prompt=(),
+        now=0.0,
+        on_stop=lambda *_: None,
+    )
+
+
+def keep(kept: KeptResults, *logs: tuple[RequestLog, int]) -> list[str]:
+    """Keep some, one after the other; returns which had to go."""
+    gone = []
+    for log, size in logs:
+        kept.add(log, size)
+        while (surplus := kept.surplus()) is not None:
+            kept.discard(surplus)
+            gone.append(f"{surplus.identity}/{surplus.request_id}")
+    return gone
+
+
+def test_who_keeps_most_loses_the_oldest() -> None:
+    kept = KeptResults(max_results=4, max_bytes=1000)
+    few = [(log_of("few", f"{i}"), 10) for i in range(2)]
+    many = [(log_of("many", f"{i}"), 10) for i in range(5)]
+    assert keep(kept, *few, *many) == ["many/0", "many/1", "many/2"]
+    assert all(log in kept for log, _ in few)
+    # Bytes: of the one that has most of them, though it has the fewest results.
+    large = [(log_of("few", "large"), 975)]
+    assert keep(kept, *large) == ["few/0", "few/1"]
+    assert (kept.count, kept.size) == (3, 995)
+    assert keep(kept, (log_of("many", "last"), 10)) == ["few/large"]
+    # One that is larger than all that may be kept goes, and nobody else's.
+    assert keep(kept, (log_of("few", "giant"), 5000)) == ["few/giant"]
+    assert (kept.count, kept.size) == (3, 30)
+    kept.discard(large[0][0])  # harmless: it is not kept
+    for log in [log for log, _ in many]:
+        kept.discard(log)
+    assert kept.count == 1
+    assert keep(KeptResults(0, 0), (log_of("a", "x"), 1)) == ["a/x"]
+
+
+async def test_one_identity_does_not_push_out_another_s_results(callers: Path) -> None:  # noqa: F811
+    engine = FakeEngine(script=says("x"))
+    async with guarded(callers, engine, max_kept_results=6) as h:
+        await add_request(h, "bob", request_id="mine")
+        for i in range(20):
+            await add_request(h, "alice", request_id=f"r{i}")
+            await until(lambda: h.registry.live == 0)
+        assert h.registry.stats().kept == 6
+        message = rpc.GetResultRequest(request_id="mine")
+        assert (await h.generation.GetResult(message, metadata=bearer("bob"))).done
+        for name, code in (("r14", grpc.StatusCode.NOT_FOUND), ("r15", None)):
+            call = h.generation.GetResult(
+                rpc.GetResultRequest(request_id=name), metadata=bearer("alice")
+            )
+            if code is None:
+                assert (await call).done
+            else:
+                assert (await refused(call)).code is code
 
 
 async def test_cancel_answers_for_each_id() -> None:
