@@ -1,12 +1,20 @@
 """The commands of a session: read one after the other, carried out, answered in-band.
 
-A refused command is answered by a CommandRejection and disturbs nothing else. The order of
-commands is kept: a cancel that follows an add finds the request. The reader waits while answers
-pile up unread, so that a client that only writes is not listened to for ever.
+    commands ──▶ open, cancel: at once ───────────────────────────▶ answers
+             └─▶ add, attach: a task each, which may wait ────────▶ answers
+
+A refused command is answered by a CommandRejection and disturbs nothing else. An add may wait for
+long: its prompt is tokenized, its form compiled. Commands of other requests do not wait for it; a
+command of the same request does, whatever it is, so that a cancel that follows an add finds the
+request. What need not wait is begun in the order of the commands.
+
+The reader waits while answers pile up unread, so that a client that only writes is not listened to
+for ever, and while MAX_WAITING commands wait, or MAX_WAITING_BYTES of them.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from headrace.v1 import generation_service_pb2
@@ -24,6 +32,11 @@ from service.state import FrontEnd, ServerState
 
 Command = generation_service_pb2.StreamResultRequest
 
+MAX_WAITING = 64
+"""With so many commands of a session begun and not answered, no further one is read."""
+MAX_WAITING_BYTES = 32 << 20
+"""Nor with so many bytes of them."""
+
 
 class CommandReader:
     """Reads one session's commands. `identity`: of who opened it."""
@@ -36,52 +49,90 @@ class CommandReader:
         self._identity = identity
         self._stream = stream
         self._first = True
+        self._waiting: dict[asyncio.Task[None], int] = {}  # with their commands' bytes
+        self._waiting_bytes = 0
+        self._last_of: dict[str, asyncio.Task[None]] = {}  # by request: the last one that waits
 
     async def run(self, commands: Any) -> None:
         """Read until the client half-closes (or the connection is lost, which looks the same
-        here).
+        here), and until what was read is carried out.
         """
-        stream = self._stream
-        async for command in commands:
-            check_readable(command)
-            stream.busy += 1
-            try:
-                await self._carry_out(command)
-                self._first = False
-            finally:
-                stream.busy -= 1
-                stream.nudge()
-            await stream.room()
-        stream.close()
-
-    async def _carry_out(self, command: Command) -> None:
-        kind = command.WhichOneof("command")
+        stream, waiting = self._stream, self._waiting
         try:
-            refuse_unknown(command)
-            match kind:
-                case "open":
-                    self._open(command)
+            async for command in commands:
+                check_readable(command)
+                self._begin(command)
+                while len(waiting) >= MAX_WAITING or self._waiting_bytes >= MAX_WAITING_BYTES:
+                    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                await stream.room()
+            stream.close()
+            if waiting:
+                await asyncio.wait(waiting)
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    def _begin(self, command: Command) -> None:
+        """Carry out a command, at once where it need not wait."""
+        request_id = _request_id(command)
+        before = self._last_of.get(request_id) if request_id else None
+        if before is None and command.WhichOneof("command") not in ("add", "attach"):
+            try:
+                self._carry_out_now(command)
+            except Exception as error:
+                self._reject(command, error)
+            self._first = False
+            return
+        self._first = False
+        self._stream.busy += 1
+        task = asyncio.create_task(self._carry_out(command, before))
+        self._waiting[task] = size = command.ByteSize()
+        self._waiting_bytes += size
+        if request_id:
+            self._last_of[request_id] = task
+        task.add_done_callback(lambda done: self._done(request_id, done))
+
+    def _done(self, request_id: str, task: asyncio.Task[None]) -> None:
+        self._waiting_bytes -= self._waiting.pop(task)
+        if self._last_of.get(request_id) is task:
+            del self._last_of[request_id]
+        self._stream.busy -= 1
+        self._stream.nudge()
+
+    async def _carry_out(self, command: Command, before: asyncio.Task[None] | None) -> None:
+        """Carry out a command, once the one before it of the same request was."""
+        if before is not None:
+            await asyncio.wait([before])
+        try:
+            match command.WhichOneof("command"):
                 case "add":
+                    refuse_unknown(command)
                     await self._add(command)
                 case "attach":
+                    refuse_unknown(command)
                     await self._attach(command)
-                case "cancel":
-                    self._cancel(command)
-                case "credit":
-                    raise UnsupportedFeatureError(
-                        "credit", "needs credits, which this server does not support yet"
-                    )
                 case _:
-                    raise FieldError("command", "is missing; set one of open, add, attach, cancel")
+                    self._carry_out_now(command)
         except Exception as error:
-            self._stream.reply(
-                Rejected(
-                    command.command_id,
-                    _request_id(command),
-                    error,
-                    "add.spec." if kind == "add" else "",
+            self._reject(command, error)
+
+    def _carry_out_now(self, command: Command) -> None:
+        refuse_unknown(command)
+        match command.WhichOneof("command"):
+            case "open":
+                self._open(command)
+            case "cancel":
+                self._cancel(command)
+            case "credit":
+                raise UnsupportedFeatureError(
+                    "credit", "needs credits, which this server does not support yet"
                 )
-            )
+            case _:
+                raise FieldError("command", "is missing; set one of open, add, attach, cancel")
+
+    def _reject(self, command: Command, error: Exception) -> None:
+        prefix = "add.spec." if command.WhichOneof("command") == "add" else ""
+        self._stream.reply(Rejected(command.command_id, _request_id(command), error, prefix))
 
     def _open(self, command: Command) -> None:
         if not self._first:

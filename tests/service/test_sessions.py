@@ -8,13 +8,16 @@ import grpc
 import pytest
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
+from headrace.v1.model_service_pb2 import GetModelRequest
 
 from engine.errors import QueueFullError
+from service.servicers import commands
 from tests.service.fake_engine import FakeEngine, default_script, says
 from tests.service.helpers import (
     Harness,
     check_course,
     details,
+    finished_of,
     ids_of,
     kinds,
     refused,
@@ -60,6 +63,86 @@ async def test_half_close_finishes_what_was_sent() -> None:
         await session.rest()
     check_course(session.events()["a"])
     assert text_of(session.events()["a"]) == "done"
+
+
+async def test_commands_of_other_requests_do_not_wait_for_a_slow_add() -> None:
+    async with serving(FakeEngine(script=says("x" * 50), auto=False)) as h:
+        session = h.session()
+        for name in ("b", "c"):
+            await session.add(spec(request_id=name))
+        await session.read_until(lambda _: len(session.events()) == 2)
+        await h.generation.AddRequest(rpc.AddRequestRequest(spec=spec(request_id="d")))
+        h.engine.submit_gate = gate = asyncio.Event()
+        await session.add(spec(request_id="slow"), 1)
+        await session.send(2, cancel=rpc.CancelCommand(request_id="slow"))
+        await session.add(spec(request_id="slow"), 3)
+        await session.send(4, cancel=rpc.CancelCommand(request_id="b"))
+        await session.send(5, attach=rpc.AttachCommand(request_id="d"))
+        await session.add(spec(request_id="e", sampling={"top_p": 2.0}), 6)
+        await session.add(spec(request_id="c"), 7)  # is live
+
+        def answers() -> list[int]:
+            return [
+                answer.command_id
+                for m in session.messages
+                for answer in (*m.cancelled, *m.attached, *m.rejections)
+            ]
+
+        await session.read_until(lambda _: len(answers()) == 4)
+        assert sorted(answers()) == [4, 5, 6, 7]
+        assert [str(name).split("#")[0] for name in h.engine.cancelled] == ["anonymous/b"]
+        gate.set()
+        # Of one request: in order. The add, its cancel, and the second add, which is a duplicate.
+        await session.read_until(lambda _: len(answers()) == 6)
+        assert answers()[4:] == [2, 3]
+        await until(lambda: len(h.engine.cancelled) == 2)
+        h.engine.run()
+        await session.end()
+    events = session.events()
+    assert events["slow"][0].accepted.command_id == 1
+    assert finished_of(events["slow"]).reason == pb.FINISH_REASON_CANCELLED
+    assert [text_of(events[name]) for name in ("b", "c", "d")] == ["", "x" * 50, "x" * 50]
+
+
+@pytest.mark.parametrize(
+    ("bound", "value", "most"),
+    [("MAX_WAITING", 64, 64), ("MAX_WAITING", 3, 3), ("MAX_WAITING_BYTES", 1, 1)],
+)
+async def test_a_session_reads_no_more_while_many_commands_wait(
+    monkeypatch: pytest.MonkeyPatch, bound: str, value: int, most: int
+) -> None:
+    monkeypatch.setattr(commands, bound, value)
+    async with serving(FakeEngine(script=says("x"), auto=False)) as h:
+        h.engine.submit_gate = gate = asyncio.Event()
+        session = h.session()
+        for _ in range(most + 6):
+            await session.add(spec())
+        await session.send(7, cancel=rpc.CancelCommand(request_id="nobody"))
+        await until(lambda: h.registry.live == most)
+        for _ in range(20):
+            await h.models.GetModel(GetModelRequest())
+        assert h.registry.live == most
+        assert not session.messages
+        gate.set()
+        await session.read_until(lambda _: len(session.events()) == most + 6)
+        h.engine.run()
+        await session.end()
+        assert h.registry.live == 0
+
+
+async def test_a_lost_session_takes_its_waiting_commands_with_it() -> None:
+    async with serving(FakeEngine(auto=False)) as h:
+        h.engine.submit_gate = asyncio.Event()
+        session = h.session()
+        for i in range(3):
+            await session.add(spec(request_id=f"r{i}"))
+            await session.send(cancel=rpc.CancelCommand(request_id=f"r{i}"))
+        await until(lambda: h.registry.live == 3)
+        session.call.cancel()
+        await until(lambda: not h.registry._logs)
+        assert not h.engine.submitted
+        assert not h.registry._admission._of
+        assert not h.registry.streams
 
 
 async def test_an_empty_session_ends_at_half_close() -> None:
