@@ -112,11 +112,14 @@ class Refusal:
         recipe: a tiny model of it.
         reason: a part of the gate's message.
         why: the reason in the table's words.
+        older_reason: a part of its message with older versions of transformers, where that is
+            another.
     """
 
     recipe: Recipe
     reason: str
     why: str
+    older_reason: str | None = None
 
 
 def _mixed(model_type: str, special: str = "", **settings: Any) -> Recipe:
@@ -508,6 +511,7 @@ REFUSALS: dict[str, Refusal] = {
         Recipe("recurrent_gemma", {**_HEADS, "attention_window_size": WINDOW}),
         "layers of kind linear_attention",
         "recurrent layers",
+        "each layer must attend once",  # whose config does not tell the layers' kinds
     ),
     "roberta": Refusal(
         Recipe("roberta", {"is_decoder": True}),

@@ -80,9 +80,20 @@ messages_of = st.lists(
 )
 
 
+_THOUGHT = {"role": "assistant", "content": "", "thinking": "hm"}
+_ALIASES_REASONING = render_jinja_template(
+    [[_THOUGHT]], chat_template="{{ messages[0].reasoning_content }}"
+)[0] == ["hm"]
+"""Whether this version of transformers gives templates a message's reasoning under both names."""
+
+
 def reference(source: str, messages: Any, **options: Any) -> str:
-    """What transformers renders."""
+    """What transformers renders. Older versions hand a message's `thinking` on under that name
+    alone; newer ones, and we, also as `reasoning_content`.
+    """
     kept = [{k: v for k, v in m.items() if v is not None} for m in messages]
+    if not _ALIASES_REASONING:
+        kept = [{"reasoning_content": m["thinking"], **m} if "thinking" in m else m for m in kept]
     rendered, _ = render_jinja_template([kept], chat_template=source, **options)
     return str(rendered[0])
 
