@@ -1,11 +1,13 @@
 """What the front end refuses because there is too much already, and when to come again.
 
-    check_place ──▶ (the request is converted) ──▶ reserve ──▶ … ends ──▶ free
-                                                   take_place ──▶ … ends and is read ──▶ leave_place
+    check_place, check_bytes ──▶ (it is converted) ──▶ reserve ─────▶ … ends ──▶ free
+                                                       take_place ──▶ … is read ──▶ leave_place
 
 A request takes a place while it runs or has results that its stream has not read. While it runs it
 also reserves tokens: its prompt, and the longest output that each of its choices may have. That is
 what it may come to hold, known before it begins, so nothing that was accepted is refused later.
+What results take that nobody has read is not known before; where it is too much, nothing new is
+taken in until somebody reads. It is measured when a request asks, not counted with every token.
 
 There is one account of all requests and one of each identity that has some; a limit is compared
 with its own account, and the advice when to come again is from the rate at which that account's
@@ -21,6 +23,11 @@ from dataclasses import dataclass
 
 from engine.drain_rate import DrainRate
 from engine.errors import HeadraceError, InvalidRequestError
+
+MEASURE_S = 0.1
+"""How long a measured figure stands for what there is, in seconds."""
+MEASURE_PART = 50
+"""Of how many parts of the time measuring may take one."""
 
 
 class LimitReachedError(HeadraceError):
@@ -60,12 +67,15 @@ class Limits:
         max_open_of_identity: the same of each identity; None: no more than of all.
         max_tokens: tokens that running requests reserve; None: any number.
         max_tokens_of_identity: the same of each identity; None: no more than of all.
+        max_undelivered_bytes: about how many bytes of results that were not read, but for those of
+            ended requests that are kept; None: any number.
     """
 
     max_open: int
     max_open_of_identity: int | None = None
     max_tokens: int | None = None
     max_tokens_of_identity: int | None = None
+    max_undelivered_bytes: int | None = None
 
 
 class _Account:
@@ -109,6 +119,9 @@ class AdmissionControl:
         self._clock = clock
         self._all = _Account(clock)
         self._of: dict[str, _Account] = {}  # identities that have something
+        self._undelivered = 0
+        self._measure_at = 0.0
+        self._byte_rate = DrainRate(clock)
 
     @property
     def reserved_tokens(self) -> int:
@@ -148,6 +161,40 @@ class AdmissionControl:
                 present=everyone.open,
                 retry_after_s=everyone.open_rate.seconds_until(everyone.open - limits.max_open + 1),
             )
+
+    def check_bytes(self, measure: Callable[[], int]) -> None:
+        """Refuse any request where too many bytes of results were not read.
+
+        Args:
+            measure: tells how many there are. Asked ten times a second at most, and less often if
+                it takes long: one part in MEASURE_PART of the time.
+
+        Raises:
+            LimitReachedError: there are too many.
+        """
+        most = self._limits.max_undelivered_bytes
+        if most is None:
+            return
+        began = self._clock()
+        if began >= self._measure_at:
+            self._undelivered = measure()
+            now = self._clock()
+            self._measure_at = now + max(MEASURE_S, MEASURE_PART * (now - began))
+        present = self._undelivered
+        if present > most:
+            raise LimitReachedError(
+                "TOO_MANY_UNDELIVERED_BYTES",
+                f"results of about {present} bytes were not read yet, of all callers together; "
+                f"there may be {most} (max_undelivered_bytes): read results as they come",
+                option="max_undelivered_bytes",
+                limit=most,
+                present=present,
+                retry_after_s=self._byte_rate.seconds_until(present - most),
+            )
+
+    def delivered(self, num_bytes: int) -> None:
+        """So much was read."""
+        self._byte_rate.left(num_bytes)
 
     def _check_tokens(self, identity: str, tokens: int) -> None:
         own = self._of.get(identity)

@@ -65,6 +65,9 @@ class ServiceConfig:
         result_retention_s: how long an ended request's results are kept; 0 to a day.
         max_kept_results, max_kept_bytes: how many ended requests are kept, and about how many
             bytes of results; beyond them the oldest go. 0 to 1,000,000; 0 to 64 GiB.
+        max_undelivered_bytes: about how many bytes of results may wait to be read, of all requests
+            together, but for ended ones that are kept; beyond it new requests are refused. 0: any
+            number; else 1 MiB to 1 TiB.
         unix_socket_mode: the permissions of Unix sockets.
         unix_socket_group: whose group they belong to, a name or a number; None: the process's.
         log_level: debug, info, warning or error.
@@ -98,6 +101,7 @@ class ServiceConfig:
     result_retention_s: float = 300.0
     max_kept_results: int = 1000
     max_kept_bytes: int = 64 * MIB
+    max_undelivered_bytes: int = 256 * MIB
     unix_socket_mode: int = 0o660
     unix_socket_group: str | None = None
     log_level: str = "info"
@@ -151,6 +155,8 @@ class ServiceConfig:
         _within("result_retention_s", self.result_retention_s, 0, DAY_S)
         _within("max_kept_results", self.max_kept_results, 0, 1_000_000)
         _within("max_kept_bytes", self.max_kept_bytes, 0, 64 << 30)
+        if self.max_undelivered_bytes:
+            _within("max_undelivered_bytes", self.max_undelivered_bytes, MIB, 1 << 40)
         _within("unix_socket_mode", self.unix_socket_mode, 0, 0o777)
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(

@@ -402,6 +402,14 @@ class RequestOptions:
         int,
         _option("max-kept-bytes", "Most bytes of kept results.", _REQUESTS),
     ] = 64 << 20
+    max_undelivered_bytes: Annotated[
+        int,
+        _option(
+            "max-undelivered-bytes",
+            "Most bytes of results that were not read, of all requests; 0: any.",
+            _REQUESTS,
+        ),
+    ] = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

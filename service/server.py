@@ -154,6 +154,7 @@ class HeadraceServer:
                     max_open_of_identity=config.max_requests_per_identity or None,
                     max_tokens=config.max_reserved_tokens or None,
                     max_tokens_of_identity=config.max_reserved_tokens_per_identity or None,
+                    max_undelivered_bytes=config.max_undelivered_bytes or None,
                 ),
                 clock,
             ),

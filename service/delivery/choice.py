@@ -21,6 +21,7 @@ from engine.text import StopMatch, TextStream
 from engine.types import TokenId
 from service.delivery.events import (
     MAX_DELTA_BYTES,
+    TEXT_BYTES,
     DeliveryOptions,
     Delta,
     Finished,
@@ -102,6 +103,12 @@ class ChoiceLog:
     def pending_size(self) -> int:
         """About how many bytes the pending output takes."""
         return sum(map(len, self._text)) + len(self._ids) * self._bytes_per_token
+
+    @property
+    def held_size(self) -> int:
+        """The same, and less exact: O(1), however much there is."""
+        text = 0 if self._text_stream is None else TEXT_BYTES
+        return len(self._ids) * (self._bytes_per_token + text)
 
     # Filling
 

@@ -16,6 +16,8 @@ MAX_DELTA_BYTES = 1 << 20
 """A delta that would become larger than about this is cut in several, so that messages stay
 receivable.
 """
+TEXT_BYTES = 4
+"""About how much text a token has."""
 _EVENT_BYTES = 96
 _TOKEN_BYTES = 6
 _DETAIL_BYTES = 48

@@ -159,6 +159,17 @@ class Registry:
         if (identity, request_id) in self._logs:
             raise DuplicateRequestError(request_id)
         self._admission.check_place(identity)
+        self._admission.check_bytes(self._undelivered_bytes)
+
+    def _undelivered_bytes(self) -> int:
+        """About how many bytes of results were not read, but for ended requests that are kept:
+        these have a bound of their own.
+        """
+        return sum(log.held_size for log in self._logs.values() if not (log.ended and log.keep))
+
+    def on_taken(self, num_bytes: int) -> None:
+        """A stream took about so many bytes of results."""
+        self._admission.delivered(num_bytes)
 
     async def start(
         self,

@@ -183,6 +183,7 @@ class ResultStream:
         if not replies and not events:
             return None
         self._last_taken = time.monotonic()
+        self._registry.on_taken(size)
         return Batch(replies, events)
 
     def _drop(self, log: RequestLog) -> None:

@@ -6,18 +6,26 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 
 from engine.errors import InvalidRequestError, QueueFullError
 from engine.outputs import RequestFailure
-from service.admission import AdmissionControl, LimitReachedError, Limits
-from tests.service.fake_engine import FakeEngine, says
-from tests.service.helpers import Harness, Refused, details, refused, serving, spec, until
+from service.admission import (
+    MEASURE_PART,
+    MEASURE_S,
+    AdmissionControl,
+    LimitReachedError,
+    Limits,
+)
+from tests.service.fake_engine import FakeEngine, model_info, says
+from tests.service.helpers import Harness, Refused, details, ids_of, refused, serving, spec, until
 from tests.service.test_auth import add_request, bearer, callers, guarded  # noqa: F401
 
 
@@ -285,3 +293,82 @@ async def test_the_queue_s_advice_reaches_the_caller_in_band_too() -> None:
         message = await session.read_until(lambda m: m.rejections)
         assert details(message.rejections[0].status)["RetryInfo"] == error.details["RetryInfo"]
         await session.end()
+
+
+# ---- results that nobody reads -----------------------------------------------------------------
+
+
+def test_unread_bytes_are_measured_now_and_then() -> None:
+    clock = Clock()
+    control = AdmissionControl(Limits(max_open=9, max_undelivered_bytes=1000), clock)
+    found: list[int] = []
+
+    def measure(size: int, cost_s: float = 0.0) -> Callable[[], int]:
+        def measured() -> int:
+            clock.now += cost_s
+            found.append(size)
+            return size
+
+        return measured
+
+    control.check_bytes(measure(1000))
+    control.check_bytes(measure(1001))  # too soon to be asked again
+    clock.now += MEASURE_S
+    error = limit_of(lambda: control.check_bytes(measure(1500)))
+    assert (error.reason, error.limit, error.present) == ("TOO_MANY_UNDELIVERED_BYTES", 1000, 1500)
+    assert error.retry_after_s == 1.0  # nobody has read anything
+    for _ in range(20):
+        clock.now += 0.5
+        control.delivered(125)
+    error = limit_of(lambda: control.check_bytes(measure(1500, cost_s=1.0)))
+    assert error.retry_after_s == pytest.approx(2.0, abs=0.2)  # 500 at 250 a second
+    clock.now += MEASURE_PART - 0.5
+    limit_of(lambda: control.check_bytes(measure(7)))
+    clock.now += 0.5
+    control.check_bytes(measure(7))
+    assert found == [1000, 1500, 1500, 7]
+
+
+async def test_unread_results_bar_new_requests_until_they_are_read() -> None:
+    clock = Clock()
+    engine = FakeEngine(auto=False, info=model_info(max_context_tokens=1 << 20))
+    async with serving(engine, clock=clock, max_undelivered_bytes=1 << 20) as h:
+        asked = {"max_tokens": 4096}
+        wide = {"logprobs": 16, "delivery": pb.DELIVERY_FINAL}  # 816 bytes a token
+        session = h.session()
+        await session.add(spec(request_id="a", stop=asked, output=wide))
+        await session.read_until(lambda m: m.events)
+        for _ in range(1200):
+            h.engine.step()
+        clock.now += 10
+        await add(h, "fits")  # about 984,000 bytes
+        for _ in range(200):
+            h.engine.step()
+        clock.now += 10
+        error = await refused(add(h, "late"))
+        assert error.reason == "TOO_MANY_UNDELIVERED_BYTES"
+        assert int(error.details["ErrorInfo"].metadata["present"]) > 1 << 20
+        check_advice(error, error.details["RetryInfo"].retry_delay.ToMilliseconds() / 1000)
+        h.registry.cancel("anonymous", "a")
+        await until(lambda: h.engine.cancelled)
+        h.engine.step()
+        await session.end()
+        clock.now += MEASURE_S
+        await add(h, "late")
+        # What is kept of ended requests has a bound of its own.
+        h.engine.run()
+        await until(lambda: not h.registry.live)
+        assert h.registry._undelivered_bytes() == 0
+        assert h.registry.stats().kept_bytes > 0
+    assert len(ids_of(session.events()["a"])) == 1400
+
+
+async def test_the_estimate_of_what_is_held_is_near_the_exact_size() -> None:
+    async with serving(FakeEngine(auto=False)) as h:
+        await add(h, "plain", stop={"max_tokens": 500})
+        await add(h, "wide", stop={"max_tokens": 500}, output={"logprobs": 3}, n=2)
+        await add(h, "bare", stop={"max_tokens": 500}, output={"omit_text": True})
+        for _ in range(400):
+            h.engine.step()
+        for log in h.registry.live_logs():
+            assert log.held_size == pytest.approx(log.pending_size(), rel=0.5)

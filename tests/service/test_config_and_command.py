@@ -53,6 +53,8 @@ ROOT = Path(__file__).resolve().parents[2]
         ("max_message_bytes", 1),
         ("max_message_bytes", (4 << 20) - 1),
         ("max_reserved_tokens", -1),
+        ("max_undelivered_bytes", 1),
+        ("max_undelivered_bytes", (1 << 40) + 1),
         ("max_reserved_tokens", 256),
         ("max_reserved_tokens", 2**53 + 1),
         ("max_reserved_tokens_per_identity", 256),
