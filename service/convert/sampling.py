@@ -14,7 +14,13 @@ from headrace.v1 import generation_pb2
 
 from engine.client import ModelInfo
 from engine.errors import InvalidRequestError
-from engine.sampling_params import GrammarKind, GrammarParams, SamplingParams, StopParams
+from engine.sampling_params import (
+    MAX_LOGIT_BIAS,
+    GrammarKind,
+    GrammarParams,
+    SamplingParams,
+    StopParams,
+)
 from engine.types import TokenId
 from service.convert.values import check_ids
 
@@ -32,6 +38,12 @@ def sampling_params(options: generation_pb2.SamplingOptions, info: ModelInfo) ->
         InvalidRequestError: a value is out of its bounds, or no token could ever be chosen.
     """
     default = info.default_sampling
+    if len(options.logit_bias) > MAX_LOGIT_BIAS:  # before they are looked at
+        raise InvalidRequestError(
+            "sampling.logit_bias",
+            f"has {len(options.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed "
+            "(limits.max_logit_bias)",
+        )
     bias: list[tuple[TokenId, float]] = []
     for token_id, value in options.logit_bias.items():
         if token_id >= info.vocab_size:

@@ -12,6 +12,7 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import model_service_pb2 as model
 
+from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info, says
 from tests.service.helpers import Harness, refused, serving, spec
 
 USER = {"role": pb.CHAT_ROLE_USER, "content": "hi"}
@@ -185,6 +186,90 @@ async def test_prompt_logprobs_that_fit_no_message_are_refused() -> None:
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT
     assert error.field == "spec.output.prompt_logprobs"
     assert "limits.max_message_bytes" in error.message
+
+
+GRAMMAR_BYTES = 256 * 1024
+AT_THE_CAP: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("text.text", {"text": "x" * 2047}, {"text": "x" * 2048}),
+    ("n", {"n": 16}, {"n": 17}),
+    ("output.logprobs", {"output": {"logprobs": 128}}, {"output": {"logprobs": 129}}),
+    (
+        "output.prompt_logprobs",
+        {"output": {"prompt_logprobs": 128}},
+        {"output": {"prompt_logprobs": 129}},
+    ),
+    (
+        "output.logprob_token_ids",
+        {"output": {"logprob_token_ids": [1] * 128}},
+        {"output": {"logprob_token_ids": [1] * 129}},
+    ),
+    (
+        "stop.stop_strings",
+        {"stop": {"stop_strings": ["\N{SNOWMAN}"] * 16}},
+        {"stop": {"stop_strings": ["\N{SNOWMAN}"] * 17}},
+    ),
+    (
+        "stop.stop_strings[0]",
+        {"stop": {"stop_strings": ["é" * 128]}},
+        {"stop": {"stop_strings": ["é" * 128 + "x"]}},
+    ),
+    (
+        "stop.stop_token_ids",
+        {"stop": {"stop_token_ids": [1] * 256}},
+        {"stop": {"stop_token_ids": [1] * 257}},
+    ),
+    (
+        "sampling.logit_bias",
+        {"sampling": {"logit_bias": dict.fromkeys(range(1024), 1.0)}},
+        {"sampling": {"logit_bias": dict.fromkeys(range(1025), 1.0)}},
+    ),
+    (
+        "structured_output.json_schema",
+        {"structured_output": {"json_schema": '"' + "x" * (GRAMMAR_BYTES - 2) + '"'}},
+        {"structured_output": {"json_schema": '"' + "x" * (GRAMMAR_BYTES - 1) + '"'}},
+    ),
+    (
+        "structured_output.regex",
+        {"structured_output": {"regex": "x" * GRAMMAR_BYTES}},
+        {"structured_output": {"regex": "x" * (GRAMMAR_BYTES + 1)}},
+    ),
+    (
+        "structured_output.grammar",
+        {"structured_output": {"grammar": "x" * GRAMMAR_BYTES}},
+        {"structured_output": {"grammar": "x" * (GRAMMAR_BYTES + 1)}},
+    ),
+    (
+        "structured_output.choice",
+        {"structured_output": {"choice": {"choices": ["x" * GRAMMAR_BYTES]}}},
+        {"structured_output": {"choice": {"choices": ["x" * GRAMMAR_BYTES, "y"]}}},
+    ),
+    (
+        "chat.messages",
+        {"chat": {"messages": [{"role": pb.CHAT_ROLE_USER}] * 1}},
+        {"chat": {"messages": [{"role": pb.CHAT_ROLE_USER}] * 4097}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "most", "more"), AT_THE_CAP, ids=[c[0] for c in AT_THE_CAP])
+async def test_a_cap_admits_the_most_and_no_more(
+    path: str, most: dict[str, Any], more: dict[str, Any]
+) -> None:
+    # A script that ends at once: what is looked at is whether the request is taken in.
+    engine = FakeEngine(script=says(""), info=model_info(vocab_size=5000))
+    async with serving(engine, tokenizer=byte_tokenizer()) as h:
+        error = await refused(h.generate(make(more)))
+        assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, f"spec.{path}")
+        assert not engine.submitted
+        await h.generate(make(most))
+        assert len(engine.submitted) == 1
+
+
+async def test_output_has_no_cap_but_the_context() -> None:
+    async with serving(FakeEngine()) as h:
+        result = await h.generate(spec("x" * 2000, stop={"max_tokens": 2**32 - 1}))
+    assert result.choices[0].finished.reason == pb.FINISH_REASON_CONTEXT
+    assert result.usage.completion_tokens == 48
 
 
 async def test_missing_parts() -> None:

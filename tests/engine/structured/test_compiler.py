@@ -69,6 +69,7 @@ def doubled(times: int) -> str:
         (REGEX, "a(?!b)", "look-around"),
         (REGEX, "(" * 1000 + "a" + ")" * 1000, "nested parentheses"),
         (REGEX, "a" * 17_000, "17000 bytes; at most 16384"),
+        (LARK, "start: " + '"a" ' * 16_384, "65543 bytes; at most 65536"),
         (LARK, "start: x", 'in line 1: unknown name: "x"'),
         (LARK, 'start: "a"\nother: [', "cannot be compiled in line"),
         (LARK, 'begin: "a"', "no rule called start"),
