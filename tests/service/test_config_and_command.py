@@ -292,15 +292,6 @@ def test_every_flag_is_known_by_its_option() -> None:
             assert flag.removesuffix(": is wrong") in parameter.opts
 
 
-def test_every_flag_is_in_the_documentation() -> None:
-    command = typer.main.get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
-    rows = (ROOT / "docs" / "operations.md").read_text().splitlines()
-    for parameter in command.params:
-        if parameter.name != "help":
-            start = f"| `{parameter.opts[0]}` | `{parameter.envvar}` | "
-            assert sum(row.startswith(start) for row in rows) == 1, start
-
-
 def test_every_flag_has_a_variable() -> None:
     command = typer.main.get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
     for option in command.params:
