@@ -439,7 +439,8 @@ class ProcessOptions:
             "hang-timeout",
             "Seconds without a step, with requests to compute, after which the engine's process is "
             "ended and started again (or 20 times the slowest recent step, if that is longer; "
-            "with a model on a CPU only if it does not compute meanwhile). 0: never.",
+            "with a model on a CPU only if it does not compute meanwhile). Without requests: "
+            "seconds without an answer; while it loads: seconds for which it is stopped. 0: never.",
             _PROCESS,
         ),
     ] = 10.0

@@ -4,9 +4,10 @@
     event loop ◀─ Step, replies ──────────── socket ◀──
 
 The process is started by exec, with one end of a private socket pair as its only channel. Its
-death shows at once (the socket closes); a hang shows because live requests get no step. Either way
-every live request ends here with an error that says "try again", and `start` may be called for
-another process. Neither torch nor transformers is imported on this side.
+death shows at once (the socket closes); a hang shows because live requests get no step, or because
+an idle process does not answer. Either way every live request ends here with an error that says
+"try again", and `start` may be called for another process. Neither torch nor transformers is
+imported on this side.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ DEFAULT_HANG_TIMEOUT_S = 10.0
 _HANG_FACTOR = 20
 """A step may take so many times the slowest of the recent ones."""
 _RECENT_STEPS = 64
-_WATCH_INTERVAL_S = 0.5
+_WATCH_INTERVAL_S = 0.25
 _BUSY_SHARE = 0.05
 """Of one CPU, over `_WATCH_INTERVAL_S`: a process that used more of it computes."""
 _EXIT_GRACE_S = 5.0
@@ -81,7 +82,8 @@ class ProcessEngineClient:
             log_level: of the process.
             hang_timeout_s: the process is ended if, with requests to compute, no step is done for
                 this long or 20 times the slowest recent step, whichever is longer; with a model on
-                a CPU only if it does not compute meanwhile. 0: never.
+                a CPU only if it does not compute meanwhile. Without such requests: if it answers
+                nothing for as long; while it loads: if it is stopped for as long. 0: never.
 
         Raises:
             ConfigError: an option cannot be sent to another process, or is out of its bounds.
@@ -149,15 +151,16 @@ class ProcessEngineClient:
         self._writer = FrameWriter(writer)
         self._writer.write(self._start_message)
         frames = FrameReader(reader, msgspec.msgpack.Decoder(messages.Message))
-        self._tasks = [loop.create_task(self._read(frames, progress))]
+        self._last_heard = time.monotonic()
+        self._tasks = [
+            loop.create_task(self._read(frames, progress)),
+            loop.create_task(self._watch()),
+        ]
         try:
-            info = await self._started
+            return await self._started
         except BaseException:
             await self._end_process()
             raise
-        self._last_step = time.monotonic()
-        self._tasks.append(loop.create_task(self._watch()))
-        return info
 
     async def close(self) -> None:
         """Stop at once; see the protocol."""
@@ -325,12 +328,13 @@ class ProcessEngineClient:
 
     async def _watch(self) -> None:
         """End the process if it hangs: if it has taken requests in and makes no step of them, or
-        says nothing at all. A request whose form is being compiled, or that is refused, makes no
-        steps; while there are only such, the process is asked for something that it has at hand.
+        says nothing at all. While nothing waits for a step (it is idle, or compiles forms, or is
+        paused), it is asked for something that it has at hand.
 
         On a CPU a step of a large model and a long prompt may take minutes, and the first one comes
         before any was measured: there a process that computes does not hang, however long it takes.
-        (Who waits for a GPU may look busy, so this says nothing there.)
+        (Who waits for a GPU may look busy, so this says nothing there.) While it loads it may say
+        nothing for minutes, and wait for disks meanwhile: then it hangs only if it is stopped.
 
         It is looked at twice, so that a machine that stood still does not make it look hung before
         what it sent meanwhile was read.
@@ -338,30 +342,41 @@ class ProcessEngineClient:
         suspected, used = False, 0.0
         while self._hang_timeout_s > 0:
             await asyncio.sleep(_WATCH_INTERVAL_S)
-            used_before, used = used, self._cpu_seconds()
+            used_before = used
+            used, is_stopped = self._look()
             is_computing = used - used_before > _BUSY_SHARE * _WATCH_INTERVAL_S
             limit = max(self._hang_timeout_s, _HANG_FACTOR * max(self._durations, default=0.0))
-            if self._live and not self._admitted and self._writer is not None:
+            waits_for_step = bool(self._admitted) and not self._is_paused
+            if self._is_loading:
+                if not is_stopped:
+                    self._last_heard = time.monotonic()
+            elif not waits_for_step and self._writer is not None:
                 self._writer.write(messages.GetStats(next(self._numbers)))
-            last = self._last_step if self._admitted else self._last_heard
-            quiet_s = time.monotonic() - last
-            hung = bool(self._live) and not self._is_paused and quiet_s > limit
+            last = self._last_step if waits_for_step else self._last_heard
+            hung = time.monotonic() - last > limit
             hung = hung and not (self._computes_on_cpu and is_computing)
             if hung and suspected and self._process is not None:
-                logger.error("the engine gave no step for %.1f s; its process is ended", limit)
+                logger.error("the engine was silent for %.1f s; its process is ended", limit)
                 with contextlib.suppress(ProcessLookupError):
                     self._process.kill()
                 return
             suspected = hung
 
-    def _cpu_seconds(self) -> float:
-        """CPU time that the process has used; 0 if that cannot be known."""
+    @property
+    def _is_loading(self) -> bool:
+        return self._started is not None and not self._started.done()
+
+    def _look(self) -> tuple[float, bool]:
+        """CPU seconds that the process has used, and whether it is stopped (as by SIGSTOP); 0 and
+        False if that cannot be known.
+        """
         try:
             status = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
         except OSError:
-            return 0.0
-        user, system = status.rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+            return 0.0, False
+        state, *fields = status.rpartition(")")[2].split()
+        user, system = fields[10:12]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK"), state == "T"
 
     # ---- ends ----------------------------------------------------------------------------------
 

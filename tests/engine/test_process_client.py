@@ -243,6 +243,30 @@ async def test_a_killed_and_a_hung_process_end_their_requests_and_can_be_replace
             await client.submit(_request("late"))
 
 
+async def test_a_process_that_is_stopped_while_it_loads_or_is_idle_is_ended(
+    sink: Sink, impatient: ProcessEngineClient
+) -> None:
+    client = impatient
+    loading: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def note(line: str) -> None:
+        if line.startswith("importing") and not loading.done():
+            loading.set_result(None)
+
+    starting = asyncio.ensure_future(client.start(sink, note))
+    async with asyncio.timeout(WAIT):
+        await loading
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGSTOP)
+        with pytest.raises(EngineUnavailableError, match="exit code -9"):
+            await starting
+        await client.start(sink, note)
+        await asyncio.sleep(2.0)  # idle for longer than the timeout
+        assert client.failure is None
+        os.kill(client.pid, signal.SIGSTOP)
+        assert "exit code -9" in str(await client.wait_failed())
+
+
 @pytest.mark.parametrize(
     ("program", "on_cpu", "is_ended"),
     [
