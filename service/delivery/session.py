@@ -175,7 +175,8 @@ class ResultStream:
             taken = log.take_for_stream(MAX_BATCH_BYTES - size)
             if taken:
                 events.append((log, taken))
-                size += sum(event.size for event in taken)
+                for numbered in taken:
+                    size += numbered.event.size
             if log.delivered:
                 self._release(log)
             elif log.has(log.cursor):

@@ -94,9 +94,9 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             while True:
                 stream.check_given_up()
                 if (batch := stream.take()) is not None:
-                    yield generation_service_pb2.GenerateStreamResponse(
-                        events=front.responder.event_messages(batch.events)
-                    )
+                    message = generation_service_pb2.GenerateStreamResponse()
+                    front.responder.add_events(message.events, batch.events)
+                    yield message
                 elif stream.finished:
                     break
                 else:
@@ -172,11 +172,11 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         log.check_from(from_seq)  # it may have been let go meanwhile
         events = at_most(log.take_from(from_seq), MAX_BATCH_BYTES)
         next_seq = events[-1].seq + 1 if events else from_seq
-        return generation_service_pb2.GetResultResponse(
-            events=[front.responder.event(log.request_id, event) for event in events],
-            next_seq=next_seq,
-            done=log.ended and next_seq == log.next_seq,
+        response = generation_service_pb2.GetResultResponse(
+            next_seq=next_seq, done=log.ended and next_seq == log.next_seq
         )
+        front.responder.add_events(response.events, [(log, events)])
+        return response
 
 
 async def _find(front: FrontEnd, identity: str, request_id: str) -> RequestLog:

@@ -1,0 +1,249 @@
+"""An engine that computes nothing, for measuring what stands before it; and servers around it.
+
+    python -m benchmarks.scripted_engine ADDRESS KIND COUNT STEPS PER_SECOND
+
+KIND: `together` runs the service with the scripted engine in its own process; `process` with the
+engine in a process of its own, behind the real socket, frames and worker; `bare` is no service at
+all, but the least that gRPC and protobuf need for the same messages.
+
+The engine waits until COUNT requests are there. Then each step gives every one of them its next
+token, from a real text in the demo model's vocabulary, each from a place of its own, STEPS times;
+then it waits for the next COUNT. PER_SECOND: steps in a second; 0: without a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+from headrace.v1 import generation_pb2 as pb
+from headrace.v1 import generation_service_pb2 as rpc
+from headrace.v1 import generation_service_pb2_grpc
+
+import engine.process.client
+from engine.client import Admission, ModelInfo, ProgressSink, StepSink
+from engine.outputs import (
+    Finish,
+    FinishReason,
+    RequestOutput,
+    StepOutputs,
+    StepRecord,
+    Timings,
+    Usage,
+)
+from engine.process.client import ProcessEngineClient
+from engine.request import GenerationRequest
+from engine.sampling_params import SamplingParams
+from engine.stats import EngineStats
+from engine.text import Tokenizer
+from engine.types import RequestId, TokenId
+from service.config import ServiceConfig
+from service.process import run
+
+DEMO = Path(__file__).parents[1] / "models" / "demo"
+_VOCAB_SIZE = 3072
+_APART = 97
+"""So many tokens of the text lie between the beginnings of two outputs."""
+
+
+def real_tokens() -> list[TokenId]:
+    """A real text, as the demo model's tokens."""
+    tokenizer = Tokenizer.load(DEMO, _VOCAB_SIZE)
+    text = (DEMO / "text" / "stories.txt").read_text()
+    return [TokenId(token_id) for token_id in tokenizer.encode(text)]
+
+
+async def ticks(per_second: float) -> AsyncIterator[None]:
+    """One item for each step that is due; those that are late follow at once."""
+    due = time.monotonic()
+    while True:
+        await asyncio.sleep(max(due - time.monotonic(), 0) if per_second else 0)
+        yield
+        due += 1 / per_second if per_second else 0
+
+
+class ScriptedEngine:
+    """An `EngineClient`; see the module."""
+
+    is_restartable = False
+    failure: Exception | None = None
+
+    def __init__(self, count: int, steps: int, per_second: float) -> None:
+        self._count = count
+        self._steps = steps
+        self._per_second = per_second
+        self._tokens = real_tokens()
+        self._waiting: list[tuple[GenerationRequest, float]] = []
+        self._full = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
+        """Begin to wait for requests."""
+        progress("a scripted engine")
+        self._running = asyncio.create_task(self._run(sink))
+        return ModelInfo(
+            name="scripted",
+            path=str(DEMO),
+            architecture="none",
+            parameters=0,
+            dtype="float32",
+            device="cpu",
+            vocab_size=_VOCAB_SIZE,
+            eos_token_ids=(),
+            max_context_tokens=1 << 20,
+            default_sampling=SamplingParams(),
+            max_running_requests=self._count,
+            max_queue_size=0,
+        )
+
+    async def submit(self, request: GenerationRequest) -> Admission:
+        """Take a request in."""
+        arrival = time.monotonic()
+        self._waiting.append((request, arrival))
+        if len(self._waiting) == self._count:
+            self._full.set()
+        return Admission(len(self._waiting) - 1, arrival)
+
+    async def _run(self, sink: StepSink) -> None:
+        while True:
+            await self._full.wait()
+            self._full.clear()
+            requests, self._waiting = self._waiting, []
+            clock = ticks(self._per_second)
+            for step in range(self._steps):
+                await anext(clock)
+                sink(self._step(requests, step))
+
+    def _step(self, requests: list[tuple[GenerationRequest, float]], step: int) -> StepOutputs:
+        tokens, now = self._tokens, time.monotonic()
+        first, last = step == 0, step == self._steps - 1
+        outputs = []
+        for index, (request, arrival) in enumerate(requests):
+            token = tokens[(index * _APART + step) % len(tokens)]
+            if not (first or last):
+                outputs.append(RequestOutput(request.request_id, 0, (token,)))
+                continue
+            finish = None
+            if last:
+                finish = Finish(
+                    FinishReason.LENGTH,
+                    Usage(len(request.prompt), 0, self._steps),
+                    Timings(arrival, arrival, arrival, now, now, 0),
+                )
+            outputs.append(
+                RequestOutput(
+                    request.request_id,
+                    token_ids=(token,),
+                    prompt_done=0 if first else None,
+                    finish=finish,
+                    ends_request=last,
+                )
+            )
+        return StepOutputs(now, tuple(outputs), StepRecord(0.01, len(requests), 0, len(requests)))
+
+    async def cancel(self, request_id: RequestId) -> bool:
+        """Nothing is ended early here."""
+        return False
+
+    async def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> None:
+        """Likewise."""
+
+    async def stats(self) -> EngineStats:
+        """Nothing to tell."""
+        return EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+
+    async def pause(self) -> None:
+        """Never asked for here."""
+
+    async def resume(self) -> None:
+        """Likewise."""
+
+    async def reset_prefix_cache(self) -> None:
+        """Likewise."""
+
+    async def set_log_level(self, level: str) -> None:
+        """Nothing is logged."""
+
+    async def close(self) -> None:
+        """End."""
+        if self._running is not None:
+            self._running.cancel()
+
+    async def wait_failed(self) -> Exception:
+        """It never fails."""
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+def in_a_process(count: int, steps: int, per_second: float) -> ProcessEngineClient:
+    """The real client of an engine's process, whose worker drives a scripted engine."""
+    root = str(Path(__file__).parents[1])
+    engine.process.client._PROGRAM = (
+        f"import sys; sys.path.insert(0, {root!r})\n"
+        "from engine.process import worker\n"
+        "from benchmarks.scripted_engine import ScriptedEngine\n"
+        "worker.LocalEngineClient = "
+        f"lambda *_: ScriptedEngine({count}, {steps}, {per_second})\n"
+        "worker.main()"
+    )
+    return ProcessEngineClient(str(DEMO), log_level="warning")
+
+
+class Bare(generation_service_pb2_grpc.GenerationServiceServicer):
+    """A session without a service behind it: adds are read, and answered by steps of events."""
+
+    def __init__(self, count: int, steps: int, per_second: float) -> None:
+        self._count = count
+        self._steps = steps
+        self._per_second = per_second
+        tokenizer = Tokenizer.load(DEMO, _VOCAB_SIZE)
+        self._pieces = [(token, tokenizer.token_text(token)) for token in real_tokens()]
+
+    async def StreamResult(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        """One message a step."""
+        names = [(await anext(request_iterator)).add.spec.request_id for _ in range(self._count)]
+        clock, numbers = ticks(self._per_second), itertools.count(1)
+        for step in range(self._steps):
+            await anext(clock)
+            yield rpc.StreamResultResponse(events=self._events(names, step, next(numbers)))
+
+    def _events(self, names: list[str], step: int, number: int) -> Iterator[pb.ResultEvent]:
+        for index, name in enumerate(names):
+            token, text = self._pieces[(index * _APART + step) % len(self._pieces)]
+            delta = pb.Delta(token_ids=(token,), text=text, token_offset=step)
+            yield pb.ResultEvent(request_id=name, seq=number, delta=delta)
+
+
+async def serve_bare(address: str, count: int, steps: int, per_second: float) -> None:
+    """Serve until killed."""
+    server = grpc.aio.server()
+    generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
+        Bare(count, steps, per_second), server
+    )
+    server.add_insecure_port(address)
+    await server.start()
+    sys.stderr.write("Stop it with SIGKILL\n")
+    await server.wait_for_termination()
+
+
+def main() -> int:
+    """The command."""
+    address, kind = sys.argv[1:3]
+    count, steps, per_second = int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])
+    if kind == "bare":
+        asyncio.run(serve_bare(address, count, steps, per_second))
+        return 0
+    config = ServiceConfig(listen=(address,), default_time_limit_s=0, max_time_limit_s=0)
+    if kind == "process":
+        return run(config, in_a_process(count, steps, per_second))
+    return run(config, ScriptedEngine(count, steps, per_second))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
