@@ -80,9 +80,9 @@ def serve(
 
     # Imports take a while on a cold machine: say something before.
     typer.echo(f"headrace-server {_version()}: starting", err=True)
-    from service.process import run
+    from service.process import run_to_the_end
 
-    raise typer.Exit(run(config, client))
+    run_to_the_end(config, client)
 
 
 def _service_config(

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from engine.client import EngineClient
 from engine.errors import HeadraceError
@@ -54,6 +54,21 @@ def run(
     """Serve until a signal comes; returns the exit code."""
     set_up_logging(config.log_level)
     return asyncio.run(_Process(config, client, tokenizer_loader).run())
+
+
+def run_to_the_end(config: ServiceConfig, client: EngineClient) -> NoReturn:
+    """Serve until a signal comes, and end the process with the exit code. All that must be closed
+    is closed then; to take the interpreter's modules apart would take longer than the rest of a
+    drain.
+    """
+    _end(run(config, client))
+
+
+def _end(code: int) -> NoReturn:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class _Process:
@@ -153,6 +168,4 @@ class _Process:
     def _exit(self, code: int) -> None:
         """End without waiting for anything: threads that load or compute cannot be interrupted."""
         unlink_sockets(self._server.bound)
-        logging.shutdown()
-        sys.stderr.flush()
-        os._exit(code)
+        _end(code)

@@ -154,7 +154,7 @@ def run_serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: s
         setattr(stand_in, name, type(name, (Client,), {}))
         monkeypatch.setitem(sys.modules, module, stand_in)
     monkeypatch.setattr(
-        "service.process.run", lambda config, client: started.extend((config, client))
+        "service.process.run_to_the_end", lambda config, client: started.extend((config, client))
     )
     result = CliRunner().invoke(cli.app, ["serve", *arguments], env=environment)
     return result, started

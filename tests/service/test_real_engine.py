@@ -9,16 +9,20 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import headrace
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace import FinishReason, HealthStatus, Message
 
 from engine.config import ContinuousBatchingConfig, LoadConfig
@@ -474,6 +478,17 @@ def test_the_start_is_told(demo: RealServer) -> None:
     assert Path(socket.removeprefix("unix:")).is_socket()
 
 
+@contextlib.contextmanager
+def watching(target: str) -> Iterator[Any]:
+    """A Watch of readiness that is open: its first answer has been sent."""
+    with grpc.insecure_channel(target) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service="headrace.v1.GenerationService")
+        )
+        first = next(watch)
+        yield itertools.chain([first], watch)
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealServer, RealServer]]:
     """Two servers to be ended, started at the same time."""
@@ -488,6 +503,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealServer, 
 
 
 def test_the_first_signal_drains(two: tuple[RealServer, RealServer]) -> None:
+    """Streams finish, and the process ends with the last of them, though a Watch is open."""
     server = two[0]
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(headrace.Client(a)) for a in server.addresses]
@@ -497,6 +513,7 @@ def test_the_first_signal_drains(two: tuple[RealServer, RealServer]) -> None:
         ]
         for stream in streams:
             next(stream)
+        watch = stack.enter_context(watching(server.addresses[0]))
         server.signal(signal.SIGTERM)
         server.read_until("Draining: 2 live requests")
         with pytest.raises(headrace.UnavailableError) as caught:
@@ -507,7 +524,15 @@ def test_the_first_signal_drains(two: tuple[RealServer, RealServer]) -> None:
         for stream in streams:
             result = stream.result()
             assert (result.finish_reason, len(result.token_ids)) == (FinishReason.LENGTH, 400)
+        last = time.monotonic()
+        busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         assert server.ended() == 0
+        took = time.monotonic() - last
+        assert [answer.status for answer in watch] == [
+            health_pb2.HealthCheckResponse.SERVING,
+            health_pb2.HealthCheckResponse.NOT_SERVING,
+        ]
+    assert took < 0.5 * busy  # a busy machine gives everybody less
     assert server.said.endswith("Stopped.\n")
     assert "Traceback" not in server.said
     assert not Path(server.addresses[1].removeprefix("unix:")).exists()
