@@ -100,6 +100,10 @@ model-table: $(STAMP) ## Write the tables of docs/models.md from tests/model_rec
 bench: $(STAMP) ## Measure the demo model through the server, beside transformers' own generation.
 	$(BIN)/python -m benchmarks.first_figure $(ARGS)
 
+.PHONY: bench-front-end
+bench-front-end: $(STAMP) ## Measure what the front end costs: CPU time of its process for each token.
+	$(BIN)/python -m benchmarks.front_end_cost $(ARGS)
+
 .PHONY: clean
 clean: ## Remove what was built; the virtual environments stay.
 	rm -rf build dist *.egg-info clients/python/build clients/python/src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
