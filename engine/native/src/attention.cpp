@@ -119,21 +119,52 @@ void convert(const T* from, int64_t count, float* to) {
   for (; i < count; ++i) to[i] = to_float(from[i]);
 }
 
+void convert(const bf16* from, int64_t count, bf16* to) {
+  std::memcpy(to, from, count * sizeof(bf16));
+}
+
 // ---- decode ---------------------------------------------------------------------------------
 
-// q[G][D] . k[D] for G query heads. Converted to float32 on the way.
-template <int G, class T>
-void dots(const float* q, int64_t q_stride, const T* k, int64_t dim, float* out, int64_t out_stride) {
-  vf sums[G] = {};
-  int64_t d = 0;
-  for (; d + VL <= dim; d += VL) {
-    const vf key = load(k + d);
-    for (int g = 0; g < G; ++g) sums[g] += load(q + g * q_stride + d) * key;
+// The products of VL numbers of a query, or of 2 * VL where pairs can be multiplied.
+template <class T>
+struct Products {
+  using Query = float;
+  static constexpr int WIDTH = VL;
+  using Key = vf;
+  static Key load_key(const T* k) { return load(k); }
+  static vf multiply(vf sum, const float* q, Key key) { return sum + load(q) * key; }
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Products<bf16> {
+  using Query = bf16;
+  static constexpr int WIDTH = 2 * VL;
+  using Key = vu;
+  static Key load_key(const bf16* k) { return *reinterpret_cast<const vu*>(k); }
+  static vf multiply(vf sum, const bf16* q, Key key) {
+    return dot_pairs(sum, *reinterpret_cast<const vu*>(q), key);
   }
+};
+#endif
+
+// out[g][0 .. 4) = q[G][D] . k[4][D], for G query heads and four keys.
+template <int G, class T>
+void dots(const typename Products<T>::Query* q, int64_t q_stride, const T* const* k, int64_t dim,
+          float* out) {
+  using P = Products<T>;
+  vf sums[G][4] = {};
+  int64_t d = 0;
+  for (; d + P::WIDTH <= dim; d += P::WIDTH)
+    for (int t = 0; t < 4; ++t) {
+      const typename P::Key key = P::load_key(k[t] + d);
+      for (int g = 0; g < G; ++g) sums[g][t] = P::multiply(sums[g][t], q + g * q_stride + d, key);
+    }
   for (int g = 0; g < G; ++g) {
-    float total = sum_of(sums[g]);
-    for (int64_t rest = d; rest < dim; ++rest) total += q[g * q_stride + rest] * to_float(k[rest]);
-    out[g * out_stride] = total;
+    float* row = out + g * TILE;
+    store_sums(sums[g][0], sums[g][1], sums[g][2], sums[g][3], row);
+    for (int64_t rest = d; rest < dim; ++rest)
+      for (int t = 0; t < 4; ++t)
+        row[t] += to_float(q[g * q_stride + rest]) * to_float(k[t][rest]);
   }
 }
 
@@ -141,7 +172,7 @@ void dots(const float* q, int64_t q_stride, const T* k, int64_t dim, float* out,
 template <int G, class T>
 void add_values(float* acc, int64_t acc_stride, const float* scale, const float* weights,
                 const T* const* values, int count, int64_t dim) {
-  constexpr int WIDE = 2;
+  constexpr int WIDE = G > 2 ? 2 : 4;
   int64_t d = 0;
   for (; d + WIDE * VL <= dim; d += WIDE * VL) {
     vf sums[G][WIDE];
@@ -165,14 +196,15 @@ void add_values(float* acc, int64_t acc_stride, const float* scale, const float*
 }
 
 // One tile of keys for G query heads of one key/value head: scores, running softmax, values.
-// most, sum: [G]; acc: [G][Dv].
+// most, sum: [G]; acc: [G][Dv]. `keys` is filled up to a multiple of four.
 template <int G, class T>
-void decode_tile(const AttentionCall& call, const float* q, const T* const* keys,
-                 const T* const* values, int count, float* most, float* sum, float* acc) {
+void decode_tile(const AttentionCall& call, const typename Products<T>::Query* q,
+                 const T* const* keys, const T* const* values, int count, float* most, float* sum,
+                 float* acc) {
   alignas(64) float scores[G * TILE];
   const int64_t value_stride = round_up(call.value_dim, VL);
-  for (int t = 0; t < count; ++t)
-    dots<G>(q, round_up(call.key_dim, VL), keys[t], call.key_dim, scores + t, TILE);
+  for (int t = 0; t < count; t += 4)
+    dots<G, T>(q, call.key_dim, keys + t, call.key_dim, scores + t);
   float scale[G];
   for (int g = 0; g < G; ++g) {
     float* row = scores + g * TILE;
@@ -201,9 +233,10 @@ void decode_tile(const AttentionCall& call, const float* q, const T* const* keys
 }
 
 template <class T>
-void decode_groups(const AttentionCall& call, int64_t groups, const float* q, const T* const* keys,
+void decode_groups(const AttentionCall& call, int64_t groups,
+                   const typename Products<T>::Query* q, const T* const* keys,
                    const T* const* values, int count, float* most, float* sum, float* acc) {
-  const int64_t key_stride = round_up(call.key_dim, VL), value_stride = round_up(call.value_dim, VL);
+  const int64_t key_stride = call.key_dim, value_stride = round_up(call.value_dim, VL);
   int64_t g = 0;
   for (; g + 4 <= groups; g += 4)
     decode_tile<4>(call, q + g * key_stride, keys, values, count, most + g, sum + g,
@@ -245,14 +278,15 @@ int64_t part_floats(const AttentionCall& call) {
 
 // Floats that a thread needs for a decode item: the query and a part.
 int64_t decode_floats(const AttentionCall& call) {
-  return call.num_heads * round_up(call.key_dim, VL) + part_floats(call);
+  return call.num_heads * call.key_dim + part_floats(call);
 }
 
 template <class T>
 void decode(const AttentionCall& call, const Item& item, int64_t token, float* parts, float* own) {
-  const int64_t key_stride = round_up(call.key_dim, VL), value_stride = round_up(call.value_dim, VL);
+  using Query = typename Products<T>::Query;
+  const int64_t key_stride = call.key_dim, value_stride = round_up(call.value_dim, VL);
   const int64_t groups = call.num_heads / call.num_kv_heads;
-  float* q = own;
+  Query* q = reinterpret_cast<Query*>(own);
   float* most = item.part < 0 ? own + call.num_heads * key_stride
                               : parts + item.part * part_floats(call);
   float* sum = most + call.num_heads;
@@ -280,6 +314,7 @@ void decode(const AttentionCall& call, const Item& item, int64_t token, float* p
         keys[t] = static_cast<const T*>(call.keys) + slots[t] * key_row + h * call.key_dim;
         values[t] = static_cast<const T*>(call.values) + slots[t] * value_row + h * call.value_dim;
       }
+      for (int t = count; t % 4; ++t) keys[t] = keys[0];  // somewhere; the score is not used
       for (int t = 0; t < next_count; ++t) {
         prefetch(static_cast<const T*>(call.keys) + next_slots[t] * key_row + h * call.key_dim,
                  call.key_dim * int64_t(sizeof(T)));

@@ -126,6 +126,29 @@ static inline float sum_of(vf x) {
   return total;
 #endif
 }
+// The sums of four vectors.
+static inline void store_sums(vf a, vf b, vf c, vf d, float* out) {
+#if defined(__AVX512F__)
+  const auto fold = [](vf x) {
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x),
+                                      _mm512_extractf32x8_ps((__m512)x, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  };
+#elif defined(__AVX2__)
+  const auto fold = [](vf x) {
+    return _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+  };
+#endif
+#if defined(__AVX2__)
+  _mm_storeu_ps(out, _mm_hadd_ps(_mm_hadd_ps(fold(a), fold(b)), _mm_hadd_ps(fold(c), fold(d))));
+#else
+  out[0] = sum_of(a);
+  out[1] = sum_of(b);
+  out[2] = sum_of(c);
+  out[3] = sum_of(d);
+#endif
+}
+
 static inline float max_of(vf x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)x);
