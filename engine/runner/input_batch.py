@@ -75,7 +75,7 @@ def build_input_batch(
     starts = np.fromiter((part.start for part in parts), dtype=np.int64, count=len(parts))
     counts = np.fromiter((part.num_tokens for part in parts), dtype=np.int64, count=len(parts))
     ends = np.cumsum(counts)
-    num_decodes = int(np.searchsorted(counts, 1, side="right"))
+    num_decodes = int(np.count_nonzero(counts == 1))
     num_tokens = batch.num_tokens
     num_padding = -num_tokens % options.q_interval if options.q_interval else 0
     token_ids = np.zeros(num_tokens + num_padding, dtype=np.int64)
