@@ -1,0 +1,196 @@
+"""The command: `python -m benchmarks run|report|model`, or `--list`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks import models
+from benchmarks.models import DEMO, SHAPES
+from benchmarks.processes import ROOT, SystemFailure
+from benchmarks.runner import Case, Plan, Runner, write_record
+from benchmarks.systems import SYSTEMS
+from benchmarks.workloads import WORKLOADS, Load, parse_load
+
+CACHE = Path.home() / ".cache" / "headrace-bench"
+LOCAL = ROOT / "benchmarks" / "results" / "local"
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Measure Headrace beside other systems on a CPU."
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="list workloads, loads, models and systems"
+    )
+    commands = parser.add_subparsers(dest="command")
+    _add_run(commands.add_parser("run", help="measure, and write a record and a plot"))
+    model = commands.add_parser("model", help="make a checkpoint with random weights")
+    model.add_argument("name", choices=sorted(SHAPES))
+    model.add_argument("--cache", type=Path, default=CACHE, help=f"where to (default {CACHE})")
+    arguments = parser.parse_args()
+    if arguments.list:
+        _list()
+    elif arguments.command == "run":
+        _run(arguments)
+    elif arguments.command == "model":
+        print(_checkpoint(arguments.name, arguments.cache))
+    else:
+        parser.print_help()
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workload", default="W1", help="names from --list, with commas")
+    parser.add_argument(
+        "--load", default="all", help="all, closed:N, poisson:RATE, with commas; each workload so"
+    )
+    parser.add_argument(
+        "--model", default="demo", help=f"demo, {', '.join(SHAPES)}, or a directory"
+    )
+    parser.add_argument(
+        "--systems",
+        default="headrace,headrace-session,generate,generate-batch",
+        help="names from --list, with commas; the others are compared with the first",
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--turns", type=int, default=3, help="turns that count (default 3)")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=DIRECTORY",
+        help="a peer's environment, as benchmarks/peers/setup.sh makes it",
+    )
+    parser.add_argument(
+        "--check",
+        type=int,
+        default=4,
+        help="requests of each case and system whose tokens are checked (default 4; 0: none)",
+    )
+    parser.add_argument("--minutes", type=float, help="begin no turn after so many minutes")
+    parser.add_argument(
+        "--turn-seconds", type=float, default=600.0, help="a longer turn is a failure (default 600)"
+    )
+    parser.add_argument("--cache", type=Path, default=CACHE, help=f"for models (default {CACHE})")
+    parser.add_argument(
+        "--output", type=Path, help="the record's file (default: in benchmarks/results/local)"
+    )
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    try:
+        plan = _plan(arguments)
+    except ValueError as error:
+        sys.exit(f"benchmarks: {error}")
+    try:
+        record = Runner(plan, lambda line: print(line, flush=True)).run()
+    except SystemFailure as failure:
+        sys.exit(f"benchmarks: {failure}")
+    now = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    output = arguments.output or LOCAL / f"{plan.model_name}-{plan.dtype}-{now}.json"
+    write_record(record, output)
+    print(f"\nwritten to {output}")
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    """What the arguments ask for. Raises ValueError."""
+    names = _chosen("system", arguments.systems, SYSTEMS)
+    peers = {}
+    for text in arguments.peer:
+        name, _, directory = text.partition("=")
+        if name not in SYSTEMS or not SYSTEMS[name].is_peer or not directory:
+            raise ValueError(f"--peer {text}: NAME=DIRECTORY is wanted, NAME one of the peers")
+        peers[name] = Path(directory).resolve()
+    for name in names:
+        if SYSTEMS[name].is_peer and name not in peers:
+            raise ValueError(
+                f"{name} has an environment of its own: make it with benchmarks/peers/setup.sh "
+                f"{name} DIRECTORY, then give --peer {name}=DIRECTORY"
+            )
+    model = (
+        _checkpoint(arguments.model, arguments.cache)
+        if arguments.model in SHAPES
+        else DEMO
+        if arguments.model == "demo"
+        else Path(arguments.model).resolve()
+    )
+    if not (model / "config.json").is_file():
+        raise ValueError(f"--model {arguments.model}: no name of --list, and no model's directory")
+    loads: list[Load] = [parse_load(text) for text in arguments.load.split(",")]
+    return Plan(
+        model_name=model.name,
+        model=model,
+        dtype=arguments.dtype,
+        threads=arguments.threads,
+        cases=[
+            Case(WORKLOADS[workload], load)
+            for workload in _chosen("workload", arguments.workload, WORKLOADS)
+            for load in loads
+        ],
+        systems=[SYSTEMS[name] for name in names],
+        pythons={
+            name: str(peers[name] / "bin" / "python") if name in peers else sys.executable
+            for name in names
+        },
+        peers=peers,
+        turns=arguments.turns,
+        check=arguments.check,
+        minutes=arguments.minutes,
+        turn_s=arguments.turn_seconds,
+        folder=arguments.cache,
+    )
+
+
+def _chosen(kind: str, text: str, known: Mapping[str, object]) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{name!r} is no {kind}; there are {', '.join(known)}")
+    return list(dict.fromkeys(names))
+
+
+def _checkpoint(name: str, cache: Path) -> Path:
+    """The folder of a named checkpoint, made if it is not there; in a process that ends, since
+    torch is large.
+    """
+    folder: Path = cache / "models" / name
+    if not (folder / "config.json").is_file():
+        print(f"making {folder}", flush=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        code = "import sys; from pathlib import Path; from benchmarks.models import make_model; "
+        code += "make_model(sys.argv[1], Path(sys.argv[2]))"
+        subprocess.run([sys.executable, "-c", code, name, str(folder)], cwd=ROOT, check=True)
+    return folder
+
+
+def _list() -> None:
+    print("workloads (--workload)")
+    for workload in WORKLOADS.values():
+        print(f"  {workload.name:20} {workload.meaning}")
+    print("loads (--load)")
+    print("  all                  all requests at the start")
+    print("  closed:N             N at a time, the next as one ends")
+    print("  poisson:RATE         so many requests a second, at random")
+    print("models (--model)")
+    print(f"  demo                 {DEMO.relative_to(ROOT)}")
+    for name, shape in models.SHAPES.items():
+        print(
+            f"  {name:20} random weights: {shape['num_hidden_layers']} layers of "
+            f"{shape['hidden_size']}, vocabulary {shape['vocab_size']}"
+        )
+    print("systems (--systems)")
+    for spec in SYSTEMS.values():
+        print(f"  {spec.name:20} {spec.meaning}{' (needs --peer)' if spec.is_peer else ''}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""`headrace-server serve` as a process of its own, over a Unix socket; this process is its client.
+
+Options: "style" is "session" (all requests on one StreamResult call) or "streams" (each its own
+GenerateStream call); "flags" are more flags of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import importlib.metadata
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import headrace
+
+from benchmarks.adapters.loop import Turn, main
+
+BLOCK_SIZE = 32
+READY_S = 300.0
+
+
+class HeadraceServer:
+    """A server and its client."""
+
+    def load(self, order: dict[str, Any]) -> dict[str, Any]:
+        limits, options = order["limits"], order["options"]
+        self._style = options.get("style", "session")
+        folder = tempfile.TemporaryDirectory(prefix="headrace-bench-")
+        self._folder = folder  # removed with this object
+        self._address = f"unix:{folder.name}/socket"
+        blocks = -(-limits["kv_tokens"] // BLOCK_SIZE) + limits["max_requests"]
+        flags = [
+            "--dtype", order["dtype"], "--device", "cpu", "--threads", str(order["threads"]),
+            "--block-size", str(BLOCK_SIZE), "--num-blocks", str(blocks),
+            "--max-requests-per-batch", str(limits["max_requests"]), *options.get("flags", []),
+        ]  # fmt: skip
+        command = [
+            str(Path(sys.executable).with_name("headrace-server")), "serve",
+            "--model", order["model"], "--listen", self._address, "--log-level", "warning", *flags,
+        ]  # fmt: skip
+        started = time.perf_counter()
+        server = subprocess.Popen(command)
+        atexit.register(_end, server)
+        asyncio.run(_ready(self._address))
+        return {
+            "pid": server.pid,
+            "start_s": time.perf_counter() - started,
+            "settings": {"style": self._style, "flags": flags},
+            "versions": {
+                name: importlib.metadata.version(name)
+                for name in ("headrace-server", "headrace", "torch", "transformers", "grpcio")
+            },
+        }
+
+    def run(self, turn: Turn) -> None:
+        asyncio.run(self._run(turn))
+
+    async def _run(self, turn: Turn) -> None:
+        async with headrace.AsyncClient(self._address, rpc_timeout=None) as client:
+            turn.started = time.perf_counter()  # a client that is connected for every turn
+            if self._style == "streams":
+                await _pace(turn, lambda request: client.stream(request["prompt"], **_of(request)))
+                return
+            async with client.session() as session:
+                await _pace(turn, lambda request: session.submit(request["prompt"], **_of(request)))
+
+
+async def _pace(turn: Turn, submit: Any) -> None:
+    """Submit what is due, and read what comes."""
+    changed = asyncio.Event()
+
+    async def read(index: int) -> None:
+        output = submit(turn.requests[index])
+        if isinstance(output, headrace.AsyncStream):
+            async with output:
+                async for chunk in output:
+                    turn.add(index, chunk.token_ids)
+        else:
+            async for chunk in output:
+                turn.add(index, chunk.token_ids)
+        turn.finish(index)
+        changed.set()
+
+    async with asyncio.TaskGroup() as tasks:
+        while not turn.is_over:
+            for index in turn.due():
+                tasks.create_task(read(index))
+            changed.clear()
+            try:
+                async with asyncio.timeout(turn.wait_s()):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+
+
+def _of(request: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "max_tokens": request["max_tokens"],
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "omit_text": True,
+    }
+
+
+async def _ready(address: str) -> None:
+    async with headrace.AsyncClient(address) as client:
+        await client.wait_until_ready(timeout=READY_S)
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(30)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+if __name__ == "__main__":
+    main(HeadraceServer())

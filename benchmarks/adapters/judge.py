@@ -1,0 +1,62 @@
+"""Whether greedy tokens are right, by transformers in float32.
+
+Not a system of the comparison: the harness asks it after the last turn of a case.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.adapters.loop import Turn, main
+
+NEAR = 0.1
+"""Of the logits' standard deviation: a token so near the best one is no error in bfloat16."""
+
+
+class Judge:
+    """The reference model. A turn's requests have "tokens": what a system generated."""
+
+    def load(self, order: dict[str, Any]) -> dict[str, Any]:
+        torch.set_num_threads(order["threads"])
+        self._model = AutoModelForCausalLM.from_pretrained(
+            order["model"], dtype=torch.float32
+        ).eval()
+        self._is_exact = order["dtype"] == "float32"
+        return {}
+
+    @torch.inference_mode()
+    def run(self, turn: Turn) -> list[dict[str, Any]]:
+        return [self._judge(request["prompt"], request["tokens"]) for request in turn.requests]
+
+    def _judge(self, prompt: list[int], tokens: list[int]) -> dict[str, Any]:
+        ids = torch.tensor([prompt + tokens[:-1]])
+        kept = len(tokens)
+        logits = self._model(ids, logits_to_keep=kept).logits[0].float()  # [tokens, vocabulary]
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        gaps = (logits.max(-1).values - chosen) / logits.std(-1)  # in standard deviations
+        verdict: dict[str, Any] = {
+            "tokens": len(tokens),
+            "distinct": len(set(tokens)),
+            "best": int((gaps == 0).sum()),
+            "near": int((gaps <= NEAR).sum()),
+            "worst_gap": float(gaps.max()),
+        }
+        if self._is_exact:
+            prompt_ids = torch.tensor([prompt])
+            reference = self._model.generate(
+                prompt_ids,
+                attention_mask=torch.ones_like(prompt_ids),
+                max_new_tokens=len(tokens),
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            verdict["equal"] = reference[0, len(prompt) :].tolist() == tokens
+        return verdict
+
+
+if __name__ == "__main__":
+    main(Judge())

@@ -1,0 +1,78 @@
+"""transformers' own continuous batching: what its `generate_batch` uses, kept running.
+
+Pages of 32 tokens and a cache that fits the workload: with the defaults on a CPU it is slower.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+from benchmarks.adapters.loop import Turn, main
+
+PAGE_SIZE = 32
+SILENCE_S = 300.0
+
+
+class TransformersBatching:
+    """The library's manager."""
+
+    def load(self, order: dict[str, Any]) -> dict[str, Any]:
+        torch.set_num_threads(order["threads"])
+        limits = order["limits"]
+        model = AutoModelForCausalLM.from_pretrained(
+            order["model"], dtype=getattr(torch, order["dtype"]), attn_implementation="sdpa"
+        ).eval()
+        settings = {
+            "page_size": PAGE_SIZE,
+            "num_blocks": max(64, -(-limits["kv_tokens"] // PAGE_SIZE) + limits["max_requests"]),
+            "max_batch_tokens": 1024,
+            **order["options"],
+        }
+        self._manager = model.init_continuous_batching(
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=limits["max_request_tokens"],
+                eos_token_id=-1,
+                pad_token_id=0,
+            ),
+            continuous_batching_config=ContinuousBatchingConfig(**settings),
+        )
+        self._manager.start()
+        return {
+            "settings": settings,
+            "versions": {
+                name: importlib.metadata.version(name) for name in ("torch", "transformers")
+            },
+        }
+
+    def run(self, turn: Turn) -> None:
+        names: dict[str, int] = {}
+        while not turn.is_over:
+            for index in turn.due():
+                request = turn.requests[index]
+                name = self._manager.add_request(
+                    list(request["prompt"]),
+                    max_new_tokens=request["max_tokens"],
+                    record_timestamps=True,
+                )
+                names[name] = index
+            wait = turn.wait_s()
+            output = self._manager.get_result(timeout=SILENCE_S if wait is None else wait)
+            if output is None:
+                if wait is None:
+                    raise RuntimeError(f"no result for {SILENCE_S:.0f} s")
+                continue
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            if output.is_finished():
+                index = names[output.request_id]
+                turn.add(index, output.generated_tokens, output.timestamps)
+                turn.finish(index)
+
+
+if __name__ == "__main__":
+    main(TransformersBatching())

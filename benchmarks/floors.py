@@ -1,0 +1,184 @@
+"""What a machine cannot be faster than: an ideal schedule's time, from the model's size and the
+machine's measured rates.
+
+    prefill      floating-point operations / the matrix rate
+    decode step  the larger of: bytes of weights and KV read / the memory's bandwidth,
+                                operations / the matrix rate
+
+The ideal prefills a request when it may start, then decodes all running requests together; a
+prefix that all share is computed and read once. Dense decoders with grouped attention only.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workloads import Lengths
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A checkpoint's size.
+
+    Attributes:
+        linear_parameters: in the layers' matrices.
+        head_parameters: in the matrix that makes the logits.
+        other_parameters: norms and biases.
+        vocab_size: tokens.
+        max_tokens: the longest context.
+        attention_width: heads times their dimension, summed over the layers.
+        kv_width: numbers in the KV of one token, all layers.
+    """
+
+    linear_parameters: int
+    head_parameters: int
+    other_parameters: int
+    vocab_size: int
+    max_tokens: int
+    attention_width: int
+    kv_width: int
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of weights that a decode step reads."""
+        parameters = self.linear_parameters + self.head_parameters + self.other_parameters
+        return parameters * ITEM_BYTES[dtype]
+
+    def kv_bytes(self, dtype: str) -> int:
+        """Bytes of KV of one token."""
+        return self.kv_width * ITEM_BYTES[dtype]
+
+    def token_flops(self, context: int) -> int:
+        """Operations of one token behind so many others, without its logits."""
+        return 2 * self.linear_parameters + 4 * self.attention_width * (context + 1)
+
+    def prompt_flops(self, start: int, end: int) -> int:
+        """Operations of a prompt's tokens from start to before end, and the last one's logits."""
+        pairs = (end * (end + 1) - start * (start + 1)) // 2
+        return (
+            2 * self.linear_parameters * (end - start)
+            + 4 * self.attention_width * pairs
+            + 2 * self.head_parameters
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the machine was measured to do.
+
+    Attributes:
+        bandwidth: bytes read from memory in a second.
+        matrix: floating-point operations of a matrix product in a second, in the model's type.
+    """
+
+    bandwidth: float
+    matrix: float
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """An ideal schedule's seconds."""
+
+    prefill_s: float
+    decode_s: float
+    steps: int
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.prefill_s + self.decode_s
+
+
+def ideal(
+    lengths: list[Lengths], concurrency: int | None, shape: Shape, dtype: str, rates: Rates
+) -> Floor:
+    """The ideal schedule of requests that wait from the start.
+
+    Args:
+        lengths: the requests, in their order.
+        concurrency: most that run at the same time; None: all.
+        shape, dtype, rates: model and machine.
+    """
+    waiting = list(reversed(lengths))
+    running: list[tuple[Lengths, int]] = []  # and the tokens generated so far
+    prefill_s = decode_s = 0.0
+    steps = 0
+    is_prefix_there = False
+    while waiting or running:
+        while waiting and (concurrency is None or len(running) < concurrency):
+            one = waiting.pop()
+            start = one.shared_prefix if is_prefix_there else 0
+            is_prefix_there = True
+            prefill_s += shape.prompt_flops(start, one.prompt) / rates.matrix
+            running.append((one, 1))  # a prompt's last position gives the first token
+        running = [(one, done) for one, done in running if done < one.output]
+        if running:
+            decode_s += _step_s(running, shape, dtype, rates)
+            steps += 1
+            running = [(one, done + 1) for one, done in running if done + 1 < one.output]
+    return Floor(prefill_s, decode_s, steps)
+
+
+def _step_s(running: list[tuple[Lengths, int]], shape: Shape, dtype: str, rates: Rates) -> float:
+    """Seconds of one decode step."""
+    shared = running[0][0].shared_prefix
+    kv_tokens = shared + sum(one.prompt - one.shared_prefix + done - 1 for one, done in running)
+    read = shape.weight_bytes(dtype) + kv_tokens * shape.kv_bytes(dtype)
+    flops = sum(
+        shape.token_flops(one.prompt + done - 1) + 2 * shape.head_parameters
+        for one, done in running
+    )
+    return max(read / rates.bandwidth, flops / rates.matrix)
+
+
+def read_shape(model: Path) -> Shape:
+    """The size of a checkpoint, from its config and the heads of its safetensors files.
+
+    Raises:
+        ValueError: it is none whose size is computed here.
+    """
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    if any("expert" in key for key in config):
+        raise ValueError(f"{model}: floors are computed for dense decoders only")
+    linear = head = other = embedding = 0
+    for name, dimensions in _tensors(model).items():
+        size = 1
+        for dimension in dimensions:
+            size *= dimension
+        if "embed_tokens" in name:
+            embedding += size
+        elif name.startswith("lm_head"):
+            head += size
+        elif len(dimensions) == 2:
+            linear += size
+        else:
+            other += size
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    return Shape(
+        linear_parameters=linear,
+        head_parameters=embedding if config.get("tie_word_embeddings") else head,
+        other_parameters=other,
+        vocab_size=config["vocab_size"],
+        max_tokens=config["max_position_embeddings"],
+        attention_width=layers * heads * head_dim,
+        kv_width=2 * layers * (config.get("num_key_value_heads") or heads) * head_dim,
+    )
+
+
+def _tensors(model: Path) -> dict[str, list[int]]:
+    """The shapes of a checkpoint's tensors."""
+    shapes: dict[str, list[int]] = {}
+    for path in sorted(model.glob("*.safetensors")):
+        with path.open("rb") as file:
+            [length] = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    if not shapes:
+        raise ValueError(f"{model} has no safetensors files")
+    return shapes

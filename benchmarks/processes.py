@@ -1,0 +1,169 @@
+"""A system that is measured, as the harness sees it: a process that speaks `adapters.loop`.
+
+Between its turns it is stopped (SIGSTOP, it and its children): nothing that another system does
+while it waits, be it OpenMP's spinning or a loop that polls, takes time from the one that runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+END_S = 30.0
+
+
+class SystemFailure(Exception):
+    """A system failed; the message says how, with the end of its log."""
+
+
+class System:
+    """One adapter's process.
+
+    Attributes:
+        name: as in results.
+        start_s: seconds from its start until it took requests.
+        ready: what it said of itself: settings, versions.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        python: str,
+        log: Path,
+        environment: Mapping[str, str],
+    ) -> None:
+        """Start it; `load` comes next."""
+        self.name = name
+        self.start_s = 0.0
+        self.ready: dict[str, Any] = {}
+        self._log_path = log
+        self._peak_bytes = 0
+        self._began = time.perf_counter()
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [python, "-m", module],
+                cwd=ROOT,
+                env={**os.environ, **environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                start_new_session=True,  # Ctrl-C is the harness's to handle
+            )
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def load(self, order: Mapping[str, Any], timeout: float) -> None:
+        """Have it load the model. Raises SystemFailure."""
+        self.ready = self._ask({"load": order}, "ready", timeout)
+        self.start_s = self.ready.pop("start_s", time.perf_counter() - self._began)
+
+    def run(self, turn: Mapping[str, Any], timeout: float) -> Any:
+        """Wake it, have it run a turn, and park it; what it tells. Raises SystemFailure."""
+        self.wake()
+        answer = self._ask({"run": turn}, "done", timeout)
+        self.park()
+        return answer
+
+    def park(self) -> None:
+        """Stop its processes where they are, until it is woken."""
+        self._note_memory()
+        for process in reversed(self._tree(self._process.pid)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """Let its processes go on."""
+        for process in self._tree(self._process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest resident memory of its processes so far, summed; pages that they share count
+        for each.
+        """
+        self._note_memory()
+        return self._peak_bytes
+
+    def end(self) -> None:
+        """End it and its children."""
+        self._note_memory()
+        self.wake()
+        tree = self._tree(self._process.pid)
+        with contextlib.suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        _, alive = psutil.wait_procs(tree, END_S)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+
+    def _ask(self, order: Mapping[str, Any], wanted: str, timeout: float) -> Any:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+            line = self._lines.get(timeout=timeout)
+        except queue.Empty:
+            raise SystemFailure(f"{self.name} gave no answer for {timeout:.0f} s") from None
+        except OSError:
+            line = ""
+        if not line:
+            raise SystemFailure(f"{self.name} ended:\n{self._log_end()}")
+        answer = json.loads(line)
+        if wanted not in answer:
+            raise SystemFailure(
+                f"{self.name}: {answer.get('failed')} (log: {self._log_path})\n{self._log_end()}"
+            )
+        return answer[wanted]
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def _log_end(self) -> str:
+        lines = self._log_path.read_text(errors="replace").splitlines()
+        return "\n".join(f"    {line}" for line in lines[-8:])
+
+    def _note_memory(self) -> None:
+        root = self.ready.get("pid")
+        if root is None:
+            return
+        found = sum(_high_water(process.pid) for process in self._tree(root))
+        self._peak_bytes = max(self._peak_bytes, found)
+
+    @staticmethod
+    def _tree(pid: int) -> list[psutil.Process]:
+        try:
+            root = psutil.Process(pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+
+def _high_water(pid: int) -> int:
+    """The highest resident memory of a process, bytes; 0 once it is gone."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        return 0
+    return 0
