@@ -14,11 +14,13 @@ from pathlib import Path
 from benchmarks import models
 from benchmarks.models import DEMO, SHAPES
 from benchmarks.processes import ROOT, SystemFailure
+from benchmarks.report import render, update
 from benchmarks.runner import Case, Plan, Runner, write_record
 from benchmarks.systems import SYSTEMS
 from benchmarks.workloads import WORKLOADS, Load, parse_load
 
 CACHE = Path.home() / ".cache" / "headrace-bench"
+DOCUMENT = ROOT / "docs" / "performance.md"
 LOCAL = ROOT / "benchmarks" / "results" / "local"
 
 
@@ -35,6 +37,9 @@ def main() -> None:
     model = commands.add_parser("model", help="make a checkpoint with random weights")
     model.add_argument("name", choices=sorted(SHAPES))
     model.add_argument("--cache", type=Path, default=CACHE, help=f"where to (default {CACHE})")
+    report = commands.add_parser("report", help="write the tables of a document from records")
+    report.add_argument("document", type=Path, nargs="?", default=DOCUMENT)
+    report.add_argument("--check", action="store_true", help="only say whether they are right")
     arguments = parser.parse_args()
     if arguments.list:
         _list()
@@ -42,6 +47,8 @@ def main() -> None:
         _run(arguments)
     elif arguments.command == "model":
         print(_checkpoint(arguments.name, arguments.cache))
+    elif arguments.command == "report":
+        _report(arguments)
     else:
         parser.print_help()
 
@@ -97,7 +104,17 @@ def _run(arguments: argparse.Namespace) -> None:
     now = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d-%H%M%S")
     output = arguments.output or LOCAL / f"{plan.model_name}-{plan.dtype}-{now}.json"
     write_record(record, output)
-    print(f"\nwritten to {output}")
+    print(f"\n{render(record, output.name)}\nwritten to {output} and {output.with_suffix('.svg')}")
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    try:
+        is_right = update(arguments.document, ROOT, check=arguments.check)
+    except (OSError, ValueError) as error:
+        sys.exit(f"benchmarks: {error}")
+    if arguments.check and not is_right:
+        sys.exit(f"{arguments.document} differs from its records: run `make bench-report`")
+    print(f"{arguments.document}: {'as it should be' if is_right else 'written'}")
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

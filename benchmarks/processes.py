@@ -69,7 +69,8 @@ class System:
     def load(self, order: Mapping[str, Any], timeout: float) -> None:
         """Have it load the model. Raises SystemFailure."""
         self.ready = self._ask({"load": order}, "ready", timeout)
-        self.start_s = self.ready.pop("start_s", time.perf_counter() - self._began)
+        taken = time.perf_counter() - self._began - self.ready.pop("prepared_s", 0.0)
+        self.start_s = self.ready.pop("start_s", taken)
 
     def run(self, turn: Mapping[str, Any], timeout: float) -> Any:
         """Wake it, have it run a turn, and park it; what it tells. Raises SystemFailure."""

@@ -21,11 +21,12 @@ import psutil
 
 from benchmarks.floors import Rates, Shape, ideal, read_shape
 from benchmarks.measures import medians, paired_ratio, turn_figures
+from benchmarks.plot import draw
 from benchmarks.processes import ROOT, System, SystemFailure
+from benchmarks.report import FORMAT
 from benchmarks.systems import MAX_REQUESTS, SystemSpec
 from benchmarks.workloads import Lengths, Load, Workload, make_prompts
 
-FORMAT = 1
 WARMUP_TOKENS = 8
 MACHINE_S = 120.0
 
@@ -216,6 +217,7 @@ class Runner:
             "options": dict(spec.options),
             "limits": {
                 "kv_tokens": max(needs) * 5 // 4,
+                "kv_bytes": max(needs) * 5 // 4 * self._shape.kv_bytes(plan.dtype),
                 "max_requests": max(case.most_at_once() for case in cases),
                 "max_request_tokens": max(one.total for one in every),
                 "max_prompt_tokens": max(one.prompt for one in every),
@@ -416,9 +418,10 @@ def _commit() -> str | None:
 
 
 def write_record(record: dict[str, Any], path: Path) -> None:
-    """Write a record as JSON."""
+    """Write a record as JSON, and its plot beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_rounded(record), indent=1) + "\n")
+    path.with_suffix(".svg").write_text(draw(record))
 
 
 def _rounded(value: Any) -> Any:

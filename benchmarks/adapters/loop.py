@@ -32,8 +32,9 @@ class Adapter(Protocol):
                 model), options.
 
         Returns:
-            settings, versions, and where they differ from the adapter's own process: pid (the root
-            of the processes whose memory counts) and start_s.
+            settings, versions; pid, the root of the processes whose memory counts, if it is not the
+            adapter; start_s, if it is not the time until this answer; or prepared_s, how much of
+            that time is spent once for a model (an export).
         """
 
     def run(self, turn: Turn) -> object:

@@ -1,0 +1,119 @@
+"""OpenVINO GenAI's continuous batching, stepped.
+
+Runs in an environment of its own (benchmarks/peers/setup.sh openvino-genai). The checkpoint is
+exported once, into the cache folder, which its start-up time does not contain. In bfloat16 the
+weights are exported as fp16, computed in bf16, and its KV cache is bf16: by default it would be 8
+bits.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.adapters.loop import Turn, drive, main
+
+PRECISIONS = {"bfloat16": ("fp16", "bf16"), "float32": ("fp32", "f32")}
+"""Of the exported weights; of computation and KV cache."""
+BLOCK_SIZE = 32
+"""Tokens in a block of its KV cache on a CPU."""
+
+
+class OpenVino:
+    """A StepEngine over ContinuousBatchingPipeline."""
+
+    def load(self, order: dict[str, Any]) -> dict[str, Any]:
+        weights, compute = PRECISIONS[order["dtype"]]
+        model = Path(order["model"])
+        exported = Path(order["cache"]) / "openvino" / f"{model.name}-{weights}"
+        began = time.perf_counter()
+        if not exported.is_dir():
+            _export(model, exported, weights)
+        prepared_s = time.perf_counter() - began
+
+        import openvino
+        import openvino_genai
+
+        limits = order["limits"]
+        properties = {
+            "INFERENCE_PRECISION_HINT": compute,
+            "KV_CACHE_PRECISION": compute,
+            "INFERENCE_NUM_THREADS": order["threads"],
+        }
+        scheduler = openvino_genai.SchedulerConfig()
+        settings = {
+            "num_kv_blocks": -(-limits["kv_tokens"] // BLOCK_SIZE) + limits["max_requests"],
+            "max_num_seqs": limits["max_requests"],
+            "max_num_batched_tokens": 1024,
+            "enable_prefix_caching": True,
+            **order["options"],
+        }
+        for name, value in settings.items():
+            setattr(scheduler, name, value)
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(
+            str(exported), scheduler, "CPU", properties
+        )
+        self._tensor = openvino.Tensor
+        self._config = openvino_genai.GenerationConfig
+        self._count = 0
+        self._handles: dict[int, tuple[Any, int]] = {}  # index -> its handle, tokens to come
+        return {
+            "prepared_s": prepared_s,
+            "settings": {**settings, **properties, "weights": weights},
+            "versions": {
+                name: importlib.metadata.version(name) for name in ("openvino", "openvino-genai")
+            },
+        }
+
+    def run(self, turn: Turn) -> None:
+        drive(self, turn)
+
+    def submit(self, index: int, prompt: list[int], max_tokens: int) -> None:
+        import numpy
+
+        config = self._config()
+        config.max_new_tokens = max_tokens
+        config.ignore_eos = True
+        config.do_sample = False
+        self._count += 1
+        ids = self._tensor(numpy.array([prompt], dtype=numpy.int64))  # [1, prompt]
+        handle = self._pipeline.add_request(self._count, ids, config)
+        self._handles[index] = (handle, max_tokens)
+
+    def step(self) -> Iterable[tuple[int, list[int], bool]]:
+        self._pipeline.step()
+        for index, (handle, left) in list(self._handles.items()):
+            tokens: list[int] = []
+            while handle.can_read():
+                for output in handle.read().values():
+                    tokens.extend(output.generated_ids)
+            if tokens:
+                self._handles[index] = (handle, left - len(tokens))
+                if left == len(tokens):
+                    del self._handles[index]
+                yield index, tokens, left == len(tokens)
+
+
+def _export(model: Path, folder: Path, weights: str) -> None:
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    subprocess.run(
+        [
+            str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino",
+            "--model", str(model), "--task", "text-generation-with-past",
+            "--weight-format", weights, str(partial),
+        ],
+        check=True,
+        stdout=sys.stderr,
+    )  # fmt: skip
+    partial.rename(folder)
+
+
+if __name__ == "__main__":
+    main(OpenVino())

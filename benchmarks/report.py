@@ -1,0 +1,181 @@
+"""Tables in the documents, written from records.
+
+    <!-- benchmark: benchmarks/results/demo.json -->
+    … written by `python -m benchmarks report` …
+    <!-- end of benchmark -->
+
+A block names the record that it shows; nothing between the marks is written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_BLOCK = re.compile(
+    r"(<!-- benchmark: (?P<record>\S+) -->\n).*?(<!-- end of benchmark -->)", re.DOTALL
+)
+
+
+def rewrite(text: str, read: Callable[[str], dict[str, Any]]) -> str:
+    """A document with its blocks written anew. read: the record of the name in a block."""
+
+    def block(match: re.Match[str]) -> str:
+        name = match["record"]
+        return f"{match[1]}\n{render(read(name), name)}\n{match[3]}"
+
+    return _BLOCK.sub(block, text)
+
+
+def update(document: Path, root: Path, *, check: bool = False) -> bool:
+    """Write a document's blocks. Returns whether they were as they should be.
+
+    Args:
+        document: the file.
+        root: where the names of records start from.
+        check: only look.
+
+    Raises:
+        ValueError: a record is missing or of another format.
+    """
+    old = document.read_text()
+    new = rewrite(old, lambda name: read_record(root / name))
+    if new != old and not check:
+        document.write_text(new)
+    return new == old
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A record. Raises ValueError if it is none of this format."""
+    try:
+        record: dict[str, Any] = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if record.get("format") != FORMAT:
+        raise ValueError(f"{path} is of format {record.get('format')}, {FORMAT} is wanted")
+    return record
+
+
+FORMAT = 1
+"""Of records; another one when a reader of the old would misread the new."""
+
+
+def render(record: dict[str, Any], name: str) -> str:
+    """The text of one record: what and where, a table for each case, the systems, the checks."""
+    plot = name.removesuffix(".json") + ".svg"
+    parts = [_heading(record, name), f"![Output tokens per second](../{plot})"]
+    parts += [_case(record, case) for case in record["cases"]]
+    parts.append(_systems(record))
+    return "\n\n".join(parts) + "\n"
+
+
+def _heading(record: dict[str, Any], name: str) -> str:
+    machine = record["machine"]
+    rates = [rate for case in record["cases"] for rate in case["machine"]]
+    bandwidths = [rate["bandwidth"] / 1e9 for rate in rates]
+    matrix = [rate["matrix"] / 1e12 for rate in rates]
+    loads = [rate["load_average"] for rate in rates]
+    return (
+        f"{record['date'][:10]}, model `{record['model']}` in {record['dtype']}, "
+        f"{record['threads']} threads; {machine['cpus']} CPUs ({machine['cpu']}), "
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}; memory read at "
+        f"{_span(bandwidths, '.1f')} GB/s, matrices multiplied at {_span(matrix, '.2f')} TFLOP/s, "
+        f"load average {_span(loads, '.1f')} before the turns. Commit {record['commit']}. "
+        f"Record: [`{name}`](../{name})."
+    )
+
+
+def _case(record: dict[str, Any], case: dict[str, Any]) -> str:
+    reference = record["reference"]
+    turns = len(case["machine"])
+    title = f"**{case['workload']}, {_load(case['load'])}**: "
+    if case["requests"] == 1:
+        title += case["meaning"]
+    else:
+        title += f"{case['requests']} requests ({case['meaning']})"
+    title += f"; {turns} turn{'s' if turns > 1 else ''}."
+    floor = case["floor"]
+    if floor is not None:
+        seconds = floor["prefill_s"] + floor["decode_s"]
+        title += (
+            f" Floor: {floor['output_rate']:,.0f} tok/s ({_figure(seconds)} s, of which prefill "
+            f"{floor['prefill_s'] / seconds:.0%})."
+        )
+    lines = [
+        title,
+        "",
+        "| system | output tok/s | total tok/s | of the floor | "
+        f"{reference} / it | TTFT p50, p99 ms | TPOT ms | ITL p50, p90, p99 ms | greedy tokens |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in record["systems"]:
+        if name in case["failures"]:
+            lines.append(f"| {name} | {case['failures'][name]} | | | | | | | |")
+        elif name in case["median"]:
+            lines.append(_row(case, name))
+    return "\n".join(lines)
+
+
+def _row(case: dict[str, Any], name: str) -> str:
+    median = case["median"][name]
+    share = case["of_floor"].get(name)
+    ratio = case["ratio"].get(name)
+    cells = [
+        name,
+        _figure(median["output_rate"]),
+        _figure(median["total_rate"]),
+        "" if share is None else f"{share:.0%}",
+        "" if ratio is None else f"{ratio:.2f}",
+        _milliseconds(median, "ttft_p50_s", "ttft_p99_s"),
+        _milliseconds(median, "tpot_s"),
+        _milliseconds(median, "itl_p50_s", "itl_p90_s", "itl_p99_s"),
+        _verdict(case["check"].get(name)),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _systems(record: dict[str, Any]) -> str:
+    lines = ["| system | start s | peak RSS GiB | versions |", "|---|---|---|---|"]
+    for name, system in record["systems"].items():
+        versions = ", ".join(f"{key} {value}" for key, value in system["versions"].items())
+        lines.append(
+            f"| {name} | {system['start_s']:.1f} | {system['peak_rss_bytes'] / 2**30:.2f} | "
+            f"{versions}, Python {system['python']} |"
+        )
+    return "\n".join(lines)
+
+
+def _verdict(check: dict[str, Any] | None) -> str:
+    """What the judge says, in a cell."""
+    if check is None:
+        return "not checked"
+    mark = "" if check["is_right"] else "**not right**: "
+    if "equal_requests" in check:
+        return f"{mark}{check['equal_requests']} of {check['requests']} requests equal"
+    return (
+        f"{mark}{check['best']:.1%} best, {check['near']:.1%} near, worst {check['worst_gap']:.3f}"
+    )
+
+
+def _load(name: str) -> str:
+    kind, _, number = name.partition(":")
+    if kind == "closed":
+        return f"{number} at a time"
+    return f"{number} requests/s (Poisson)" if kind == "poisson" else "all at once"
+
+
+def _milliseconds(median: dict[str, float], *names: str) -> str:
+    return ", ".join(_figure(median[name] * 1e3) for name in names if name in median)
+
+
+def _figure(value: float) -> str:
+    """Three significant digits, and no fewer than the whole part."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _span(values: list[float], form: str) -> str:
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
