@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +38,7 @@ def turn_figures(prompts: Sequence[int], replies: Sequence[dict[str, Any]]) -> d
     gaps = [
         later - earlier
         for reply in replies
-        for earlier, later in zip(reply["times"], reply["times"][1:], strict=False)
+        for earlier, later in itertools.pairwise(reply["times"])
     ]
     tpot = [
         (reply["times"][-1] - reply["times"][0]) / (len(reply["times"]) - 1)

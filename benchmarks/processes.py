@@ -21,7 +21,9 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-END_S = 30.0
+END_S = 60.0
+ORPHAN_S = 3.0
+"""How long children may outlive the process that started them."""
 
 
 class SystemFailure(Exception):
@@ -63,8 +65,12 @@ class System:
                 text=True,
                 start_new_session=True,  # Ctrl-C is the harness's to handle
             )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def load(self, order: Mapping[str, Any], timeout: float) -> None:
         """Have it load the model. Raises SystemFailure."""
@@ -104,21 +110,27 @@ class System:
         """End it and its children."""
         self._note_memory()
         self.wake()
-        tree = self._tree(self._process.pid)
+        children = self._tree(self._process.pid)[1:]
         with contextlib.suppress(OSError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
-        _, alive = psutil.wait_procs(tree, END_S)
+            self._stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        _, alive = psutil.wait_procs(children, ORPHAN_S)
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # children of one that crashed
+        psutil.wait_procs(alive, ORPHAN_S)
+        self._reader.join(ORPHAN_S)
 
     def _ask(self, order: Mapping[str, Any], wanted: str, timeout: float) -> Any:
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
+            self._stdin.write(json.dumps(order) + "\n")
+            self._stdin.flush()
             line = self._lines.get(timeout=timeout)
         except queue.Empty:
             raise SystemFailure(f"{self.name} gave no answer for {timeout:.0f} s") from None
@@ -134,9 +146,9 @@ class System:
         return answer[wanted]
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
+        with self._stdout:
+            for line in self._stdout:
+                self._lines.put(line)
         self._lines.put("")
 
     def _log_end(self) -> str:

@@ -20,12 +20,16 @@ _BLOCK = re.compile(
 )
 
 
-def rewrite(text: str, read: Callable[[str], dict[str, Any]]) -> str:
-    """A document with its blocks written anew. read: the record of the name in a block."""
+def rewrite(text: str, read: Callable[[str], dict[str, Any] | None]) -> str:
+    """A document with its blocks written anew. read: the record of the name in a block, None where
+    there is none yet.
+    """
 
     def block(match: re.Match[str]) -> str:
         name = match["record"]
-        return f"{match[1]}\n{render(read(name), name)}\n{match[3]}"
+        record = read(name)
+        content = "Not measured yet.\n" if record is None else render(record, name)
+        return f"{match[1]}\n{content}\n{match[3]}"
 
     return _BLOCK.sub(block, text)
 
@@ -39,7 +43,7 @@ def update(document: Path, root: Path, *, check: bool = False) -> bool:
         check: only look.
 
     Raises:
-        ValueError: a record is missing or of another format.
+        ValueError: a record is of another format.
     """
     old = document.read_text()
     new = rewrite(old, lambda name: read_record(root / name))
@@ -48,12 +52,11 @@ def update(document: Path, root: Path, *, check: bool = False) -> bool:
     return new == old
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """A record. Raises ValueError if it is none of this format."""
-    try:
-        record: dict[str, Any] = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+def read_record(path: Path) -> dict[str, Any] | None:
+    """A record; None: there is no such file. Raises ValueError if it is not of this format."""
+    if not path.exists():
+        return None
+    record: dict[str, Any] = json.loads(path.read_text())
     if record.get("format") != FORMAT:
         raise ValueError(f"{path} is of format {record.get('format')}, {FORMAT} is wanted")
     return record

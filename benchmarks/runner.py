@@ -103,6 +103,7 @@ class Runner:
         self._say = say
         self._shape = read_shape(plan.model)
         self._systems: dict[str, System] = {}
+        self._verdicts: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[str, Any]] = {}
         self._began = time.monotonic()
         self._logs = plan.folder / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -315,8 +316,11 @@ class Runner:
         count = min(self._plan.check, len(replies))
         verdicts = []
         for prompt, reply in list(zip(found.prompts, replies, strict=True))[:count]:
-            order = {"requests": [{"prompt": prompt, "tokens": reply["tokens"]}]}
-            verdicts += judge.run(order, self._plan.turn_s)
+            key = (tuple(prompt), tuple(reply["tokens"]))
+            if key not in self._verdicts:  # most systems say the same
+                order = {"requests": [{"prompt": prompt, "tokens": reply["tokens"]}]}
+                [self._verdicts[key]] = judge.run(order, self._plan.turn_s)
+            verdicts.append(self._verdicts[key])
         tokens = sum(verdict["tokens"] for verdict in verdicts)
         summary = {
             "requests": count,

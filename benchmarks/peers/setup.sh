@@ -53,8 +53,8 @@ openvino-genai)
   install "openvino-genai==${VERSION:-2026.4.1.0}" "optimum-intel[openvino]"
   ;;
 llama-cpp-python)
-  # Built from source for this machine (about 12 minutes on 2 cores); `gguf` converts the checkpoint.
-  CMAKE_ARGS=${CMAKE_ARGS:-"-DGGML_NATIVE=ON"} install "llama-cpp-python==${VERSION:-0.3.36}" gguf transformers torch
+  # Built from source for this machine, about 12 minutes on 2 cores. `gguf` writes the checkpoint in its format.
+  CMAKE_ARGS=${CMAKE_ARGS:--DGGML_NATIVE=ON} install "llama-cpp-python==${VERSION:-0.3.36}" gguf safetensors torch
   ;;
 *)
   echo "unknown peer: $peer" >&2

