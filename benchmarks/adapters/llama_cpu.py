@@ -1,0 +1,225 @@
+"""llama.cpp through its Python binding's low-level interface, with a batching loop like that of its
+own server: one token of every running request and a part of a waiting prompt in each decode call.
+
+Runs in an environment of its own (benchmarks/peers/setup.sh llama-cpp-python). The checkpoint is
+written once in llama.cpp's format into the cache folder, without a tokenizer; the start-up time
+does not contain that.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.adapters.loop import Turn, drive, main
+
+BATCH_TOKENS = 1024
+"""Most tokens of one decode call."""
+MICRO_BATCH_TOKENS = 512
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request in its sequence of the KV cache."""
+
+    index: int
+    prompt: list[int]
+    left: int
+    computed: int = 0
+    last: int = -1
+
+
+class LlamaCpp:
+    """A StepEngine over llama_decode."""
+
+    def load(self, order: dict[str, Any]) -> dict[str, Any]:
+        began = time.perf_counter()
+        model = Path(order["model"])
+        path = Path(order["cache"]) / "gguf" / f"{model.name}-{order['dtype']}.gguf"
+        if not path.is_file():
+            _convert(model, path, order["dtype"])
+        prepared_s = time.perf_counter() - began
+
+        import llama_cpp
+        import numpy
+
+        self._numpy, self._llama = numpy, llama_cpp
+        llama_cpp.llama_backend_init()
+        limits = order["limits"]
+        self._model = llama_cpp.llama_model_load_from_file(
+            str(path).encode(), llama_cpp.llama_model_default_params()
+        )
+        parameters = llama_cpp.llama_context_default_params()
+        kind = llama_cpp.GGML_TYPE_F16 if order["dtype"] == "bfloat16" else llama_cpp.GGML_TYPE_F32
+        settings = {
+            "n_ctx": limits["kv_tokens"],
+            "n_seq_max": limits["max_requests"],
+            "n_batch": BATCH_TOKENS,
+            "n_ubatch": MICRO_BATCH_TOKENS,
+            "n_threads": order["threads"],
+            "n_threads_batch": order["threads"],
+            "kv_unified": True,
+            "type_k": kind,
+            "type_v": kind,
+            **order["options"],
+        }
+        for name, value in settings.items():
+            setattr(parameters, name, value)
+        self._context = llama_cpp.llama_init_from_model(self._model, parameters)
+        if not self._model or not self._context:
+            raise RuntimeError("llama.cpp does not load the model; its log says why")
+        self._vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+        self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
+        self._free = list(range(limits["max_requests"]))
+        self._waiting: list[_Running] = []
+        self._running: dict[int, _Running] = {}
+        return {
+            "prepared_s": prepared_s,
+            "settings": settings,
+            "versions": {
+                "llama-cpp-python": importlib.metadata.version("llama-cpp-python"),
+            },
+        }
+
+    def run(self, turn: Turn) -> None:
+        drive(self, turn)
+
+    def submit(self, index: int, prompt: list[int], max_tokens: int) -> None:
+        self._waiting.append(_Running(index, prompt, max_tokens))
+
+    def step(self) -> Iterable[tuple[int, list[int], bool]]:
+        while self._waiting and self._free:
+            self._running[self._free.pop()] = self._waiting.pop(0)
+        places = self._fill()
+        status = self._llama.llama_decode(self._context, self._batch)
+        if status != 0:
+            raise RuntimeError(f"llama_decode gave {status}")
+        for place, sequence in places:
+            logits = self._numpy.ctypeslib.as_array(
+                self._llama.llama_get_logits_ith(self._context, place), (self._vocab_size,)
+            )
+            request = self._running[sequence]
+            request.last = int(logits.argmax())
+            request.left -= 1
+            if not request.left:
+                del self._running[sequence]
+                memory = self._llama.llama_get_memory(self._context)
+                self._llama.llama_memory_seq_rm(memory, sequence, -1, -1)
+                self._free.append(sequence)
+            yield request.index, [request.last], not request.left
+
+    def _fill(self) -> list[tuple[int, int]]:
+        """Put the next tokens in the batch. Returns (place, sequence) of those that give one."""
+        batch, places = self._batch, []
+        batch.n_tokens = 0
+        decoding = [one for one in self._running.items() if one[1].last >= 0]
+        prefilling = [one for one in self._running.items() if one[1].last < 0]
+        for sequence, request in decoding:
+            self._put(request.last, request.computed, sequence, gives=True)
+            request.computed += 1
+            places.append((batch.n_tokens - 1, sequence))
+        for sequence, request in prefilling:
+            room = BATCH_TOKENS - batch.n_tokens
+            for token in request.prompt[request.computed : request.computed + room]:
+                is_last = request.computed + 1 == len(request.prompt)
+                self._put(token, request.computed, sequence, gives=is_last)
+                request.computed += 1
+            if request.computed == len(request.prompt):
+                places.append((batch.n_tokens - 1, sequence))
+        return places
+
+    def _put(self, token: int, position: int, sequence: int, *, gives: bool) -> None:
+        batch, place = self._batch, self._batch.n_tokens
+        batch.token[place] = token
+        batch.pos[place] = position
+        batch.n_seq_id[place] = 1
+        batch.seq_id[place][0] = sequence
+        batch.logits[place] = gives
+        batch.n_tokens += 1
+
+
+def _convert(model: Path, path: Path, dtype: str) -> None:
+    """Write a Qwen3 or Llama checkpoint in llama.cpp's format."""
+    import gguf
+    import numpy
+
+    config = json.loads((model / "config.json").read_text())
+    kinds = {"qwen3": gguf.MODEL_ARCH.QWEN3, "llama": gguf.MODEL_ARCH.LLAMA}
+    if config["model_type"] not in kinds:
+        raise RuntimeError(f"no conversion of {config['model_type']} is written")
+    kind = kinds[config["model_type"]]
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    kv_heads = config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    writer = gguf.GGUFWriter(str(partial), gguf.MODEL_ARCH_NAMES[kind])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    names = gguf.get_tensor_name_map(kind, layers)
+    for name, stored in _tensors(model):
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if target is None:
+            raise RuntimeError(f"{name} has no name in llama.cpp's format")
+        tensor = stored
+        if kind == gguf.MODEL_ARCH.LLAMA and "q_proj" in name:
+            tensor = _interleave(stored, heads)
+        elif kind == gguf.MODEL_ARCH.LLAMA and "k_proj" in name:
+            tensor = _interleave(stored, kv_heads)
+        if tensor.ndim == 1 or dtype == "float32":
+            wide = (tensor.astype(numpy.uint32) << 16).view(numpy.float32)
+            writer.add_tensor(target, wide)
+        else:
+            raw = numpy.ascontiguousarray(tensor).view(numpy.uint8)
+            writer.add_tensor(target, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    partial.rename(path)
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def _tensors(model: Path) -> Iterator[tuple[str, Any]]:
+    """A bfloat16 checkpoint's tensors, as their 16 bits: numpy has no bfloat16."""
+    import numpy
+
+    for path in sorted(model.glob("*.safetensors")):
+        data = numpy.memmap(path, dtype=numpy.uint8, mode="r")
+        length = int(data[:8].view(numpy.uint64)[0])
+        for name, entry in json.loads(bytes(data[8 : 8 + length])).items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] != "BF16":
+                raise RuntimeError(f"{name} is {entry['dtype']}; a bfloat16 checkpoint is wanted")
+            start, end = entry["data_offsets"]
+            content = numpy.array(data[8 + length + start : 8 + length + end])
+            yield name, content.view(numpy.uint16).reshape(entry["shape"])
+
+
+def _interleave(weight: Any, heads: int) -> Any:
+    """Rows of a projection in the order of llama.cpp's rotary embedding, which pairs neighbours."""
+    rows, columns = weight.shape
+    halves = weight.reshape(heads, 2, rows // heads // 2, columns)
+    return halves.swapaxes(1, 2).reshape(rows, columns)
+
+
+if __name__ == "__main__":
+    main(LlamaCpp())
