@@ -6,6 +6,7 @@ import argparse
 import datetime
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -97,6 +98,8 @@ def _run(arguments: argparse.Namespace) -> None:
         plan = _plan(arguments)
     except ValueError as error:
         sys.exit(f"benchmarks: {error}")
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, lambda number, frame: sys.exit(128 + number))  # ends the systems
     try:
         record = Runner(plan, lambda line: print(line, flush=True)).run()
     except SystemFailure as failure:

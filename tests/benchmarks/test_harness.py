@@ -114,7 +114,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=850,
         check=False,
     )
 
@@ -136,8 +136,29 @@ def test_the_command_lists_what_there_is_and_refuses_the_rest() -> None:
         assert message in refused.stderr
 
 
+def test_a_harness_that_is_ended_ends_its_systems(tmp_path: Path) -> None:
+    harness = subprocess.Popen(
+        [
+            sys.executable, "-m", "benchmarks", "run", "--systems", "headrace",
+            "--cache", str(tmp_path), "--output", str(tmp_path / "record.json"),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    with harness:
+        assert harness.stdout is not None
+        assert harness.stdout.readline() == "loading headrace\n"  # the machine's process is parked
+        children = psutil.Process(harness.pid).children(recursive=True)
+        assert children
+        harness.terminate()
+        assert harness.wait(60) == 128 + 15
+    _, alive = psutil.wait_procs(children, 10)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_run_from_the_model_to_the_record(tmp_path: Path) -> None:
     output = tmp_path / "record.json"
     run = bench(
