@@ -15,8 +15,9 @@ from pathlib import Path
 from benchmarks import models
 from benchmarks.models import DEMO, SHAPES
 from benchmarks.processes import ROOT, SystemFailure
+from benchmarks.records import Case, Plan, write_record
 from benchmarks.report import render, update
-from benchmarks.runner import Case, Plan, Runner, write_record
+from benchmarks.runner import Runner
 from benchmarks.systems import SYSTEMS
 from benchmarks.workloads import WORKLOADS, Load, parse_load
 

@@ -114,11 +114,8 @@ def _case(record: dict[str, Any], case: dict[str, Any]) -> str:
         f"{reference} / it | TTFT p50, p99 ms | TPOT ms | ITL p50, p90, p99 ms | greedy tokens |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name in record["systems"]:
-        if name in case["failures"]:
-            lines.append(f"| {name} | {case['failures'][name]} | | | | | | | |")
-        elif name in case["median"]:
-            lines.append(_row(case, name))
+    lines += [_row(case, name) for name in case["median"]]
+    lines += [f"| {name} | {why} | | | | | | | |" for name, why in case["failures"].items()]
     return "\n".join(lines)
 
 
@@ -148,6 +145,7 @@ def _systems(record: dict[str, Any]) -> str:
             f"| {name} | {system['start_s']:.1f} | {system['peak_rss_bytes'] / 2**30:.2f} | "
             f"{versions}, Python {system['python']} |"
         )
+    lines += [f"| {name} | {why} | | |" for name, why in record["left_out"].items()]
     return "\n".join(lines)
 
 

@@ -7,92 +7,23 @@ measured before every turn. A system that fails is left out of its case, and the
 from __future__ import annotations
 
 import datetime
-import json
 import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.floors import Rates, Shape, ideal, read_shape
-from benchmarks.measures import medians, paired_ratio, turn_figures
-from benchmarks.plot import draw
-from benchmarks.processes import ROOT, System, SystemFailure
+from benchmarks.floors import read_shape
+from benchmarks.measures import turn_figures
+from benchmarks.processes import System, SystemFailure
+from benchmarks.records import Case, Found, Plan, case_record, commit, machine_record
 from benchmarks.report import FORMAT
-from benchmarks.systems import MAX_REQUESTS, SystemSpec
-from benchmarks.workloads import Lengths, Load, Workload, make_prompts
+from benchmarks.systems import SystemSpec
+from benchmarks.workloads import make_prompts
 
 WARMUP_TOKENS = 8
 MACHINE_S = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A workload and how its requests arrive."""
-
-    workload: Workload
-    load: Load
-
-    @property
-    def name(self) -> str:
-        """Both."""
-        return f"{self.workload.name} {self.load.name}"
-
-    def lengths(self) -> list[Lengths]:
-        """Its requests."""
-        return self.workload.lengths(self.load.count(self.workload))
-
-    def most_at_once(self) -> int:
-        """How many of its requests a system may have to run at once."""
-        return min(MAX_REQUESTS, self.load.concurrency or len(self.lengths()))
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is run.
-
-    Attributes:
-        model_name, model: a checkpoint's name and directory.
-        systems: the first is the one that the others are compared with.
-        pythons: the interpreter of each system.
-        peers: the environments of peers.
-        check: how many requests of each system are judged in each case.
-        minutes: no turn is begun after so many.
-        turn_s: the longest turn, seconds.
-        folder: for logs and what adapters make of the model.
-    """
-
-    model_name: str
-    model: Path
-    dtype: str
-    threads: int
-    cases: list[Case]
-    systems: list[SystemSpec]
-    pythons: dict[str, str]
-    peers: dict[str, Path]
-    turns: int
-    check: int
-    minutes: float | None
-    turn_s: float
-    folder: Path
-
-
-@dataclass(slots=True)
-class _Found:
-    """What a case gave so far."""
-
-    case: Case
-    lengths: list[Lengths]
-    turns: dict[str, list[dict[str, float]]]
-    failures: dict[str, str] = field(default_factory=dict)
-    machine: list[dict[str, float]] = field(default_factory=list)
-    last: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    prompts: list[list[int]] = field(default_factory=list)
 
 
 class Runner:
@@ -103,6 +34,7 @@ class Runner:
         self._say = say
         self._shape = read_shape(plan.model)
         self._systems: dict[str, System] = {}
+        self._left_out: dict[str, str] = {}
         self._verdicts: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[str, Any]] = {}
         self._began = time.monotonic()
         self._logs = plan.folder / "logs"
@@ -139,17 +71,18 @@ class Runner:
         return {
             "format": FORMAT,
             "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
-            "commit": _commit(),
+            "commit": commit(),
             "model": plan.model_name,
             "dtype": plan.dtype,
             "weight_bytes": self._shape.weight_bytes(plan.dtype),
             "kv_bytes_per_token": self._shape.kv_bytes(plan.dtype),
             "threads": plan.threads,
-            "machine": _machine(),
+            "machine": machine_record(),
             "reference": plan.systems[0].name,
             "systems": about,
+            "left_out": self._left_out,
             "cases": [
-                _case_record(one, plan, self._shape, checks[index])
+                case_record(one, plan, self._shape, checks[index])
                 for index, one in enumerate(found)
                 if one.machine
             ],
@@ -170,17 +103,21 @@ class Runner:
                 ),
             )
         except OSError as error:
-            self._say(f"  {spec.name} is left out: {error}")
+            self._leave_out(spec.name, error)
             return
         self._systems[spec.name] = system
         try:
             system.load(self._order(spec), timeout=900.0)
         except SystemFailure as failure:
-            self._say(f"  {spec.name} is left out: {failure}")
+            self._leave_out(spec.name, failure)
             self._drop(spec.name)
             return
         system.park()
         self._say(f"  ready after {system.start_s:.1f} s")
+
+    def _leave_out(self, name: str, failure: Exception) -> None:
+        self._say(f"  {name} is left out: {failure}")
+        self._left_out[name] = str(failure).splitlines()[0]
 
     def _drop(self, name: str) -> None:
         self._systems.pop(name).end()
@@ -234,9 +171,9 @@ class Runner:
 
     # ---- the turns -----------------------------------------------------------------------------
 
-    def _measure(self, case: Case, machine: System) -> _Found:
+    def _measure(self, case: Case, machine: System) -> Found:
         names = [spec.name for spec in self._plan.systems if spec.name in self._systems]
-        found = _Found(case, case.lengths(), {name: [] for name in names})
+        found = Found(case, case.lengths(), {name: [] for name in names})
         if case.load.rate is not None:
             for spec in self._plan.systems:
                 if not spec.is_online and spec.name in found.turns:
@@ -256,7 +193,7 @@ class Runner:
                 self._turn(found, name, turn, prompts)
         return found
 
-    def _turn(self, found: _Found, name: str, turn: int, prompts: list[list[int]]) -> None:
+    def _turn(self, found: Found, name: str, turn: int, prompts: list[list[int]]) -> None:
         """One system's turn; if it fails it is out of the case, if it ended out of the run."""
         case = found.case
         arrivals = case.load.arrivals(len(prompts), seed=turn)
@@ -291,7 +228,7 @@ class Runner:
         minutes = self._plan.minutes
         return minutes is not None and time.monotonic() - self._began > 60 * minutes
 
-    def _note(self, found: list[_Found]) -> None:
+    def _note(self, found: list[Found]) -> None:
         for case in self._plan.cases:
             if case not in self._fitting():
                 self._say(f"{case.name} is left out: longer than the model's context")
@@ -300,7 +237,7 @@ class Runner:
 
     # ---- the tokens ----------------------------------------------------------------------------
 
-    def _check(self, found: list[_Found]) -> list[dict[str, dict[str, Any]]]:
+    def _check(self, found: list[Found]) -> list[dict[str, dict[str, Any]]]:
         """For each case and system, what the judge says of the last turn's tokens."""
         if not self._plan.check:
             return [{} for _ in found]
@@ -312,7 +249,7 @@ class Runner:
             for one in found
         ]
 
-    def _judge(self, judge: System, found: _Found, replies: list[dict[str, Any]]) -> dict[str, Any]:
+    def _judge(self, judge: System, found: Found, replies: list[dict[str, Any]]) -> dict[str, Any]:
         count = min(self._plan.check, len(replies))
         verdicts = []
         for prompt, reply in list(zip(found.prompts, replies, strict=True))[:count]:
@@ -336,104 +273,3 @@ class Runner:
         else:
             summary["is_right"] = summary["best"] >= 0.98 and summary["near"] == 1.0
         return summary
-
-
-def _case_record(
-    found: _Found, plan: Plan, shape: Shape, check: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
-    """A case as the record has it."""
-    load = found.case.load
-    reference = plan.systems[0].name
-    turns = {name: figures for name, figures in found.turns.items() if figures}
-    rates = medians(found.machine)
-    floor = None
-    if load.rate is None:
-        best = ideal(
-            found.lengths,
-            load.concurrency,
-            shape,
-            plan.dtype,
-            Rates(rates["bandwidth"], rates["matrix"]),
-        )
-        output = sum(one.output for one in found.lengths)
-        floor = {
-            "prefill_s": best.prefill_s,
-            "decode_s": best.decode_s,
-            "steps": best.steps,
-            "output_rate": output / best.total_s,
-        }
-    median = {name: medians(figures) for name, figures in turns.items()}
-    return {
-        "workload": found.case.workload.name,
-        "meaning": found.case.workload.meaning,
-        "load": load.name,
-        "requests": len(found.lengths),
-        "prompt_tokens": sum(one.prompt for one in found.lengths),
-        "output_tokens": sum(one.output for one in found.lengths),
-        "machine": found.machine,
-        "floor": floor,
-        "turns": turns,
-        "median": median,
-        "ratio": {
-            name: paired_ratio(
-                [turn["output_rate"] for turn in turns[reference]][: len(figures)],
-                [turn["output_rate"] for turn in figures],
-            )
-            for name, figures in turns.items()
-            if reference in turns
-        },
-        "of_floor": {}
-        if floor is None
-        else {
-            name: figures["output_rate"] / floor["output_rate"] for name, figures in median.items()
-        },
-        "check": check,
-        "failures": found.failures,
-    }
-
-
-def _machine() -> dict[str, Any]:
-    name = platform.processor()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
-    return {
-        "cpu": name,
-        "cpus": os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "system": f"{platform.system()} {platform.release()}",
-    }
-
-
-def _commit() -> str | None:
-    """The repository's commit, with "+" if files differ from it; None outside a repository."""
-    try:
-        found = [
-            subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
-            for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "-uno"])
-        ]
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return found[0].stdout.strip() + ("+" if found[1].stdout.strip() else "")
-
-
-def write_record(record: dict[str, Any], path: Path) -> None:
-    """Write a record as JSON, and its plot beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_rounded(record), indent=1) + "\n")
-    path.with_suffix(".svg").write_text(draw(record))
-
-
-def _rounded(value: Any) -> Any:
-    """Numbers with six significant digits: more is noise."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_rounded(entry) for entry in value]
-    return value

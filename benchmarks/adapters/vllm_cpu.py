@@ -34,9 +34,8 @@ class VllmCpu:
             **order["options"],
         }
         self._engine = LLMEngine.from_engine_args(EngineArgs(model=order["model"], **settings))
-        self._make_params = lambda max_tokens: SamplingParams(
+        self._sampling = SamplingParams(
             temperature=0.0,
-            max_tokens=max_tokens,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -62,7 +61,9 @@ class VllmCpu:
         self._count += 1
         name = str(self._count)  # never used twice
         self._indexes[name] = index
-        self._engine.add_request(name, {"prompt_token_ids": prompt}, self._make_params(max_tokens))
+        sampling = self._sampling.clone()
+        sampling.max_tokens = max_tokens
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
 
     def step(self) -> Iterable[tuple[int, list[int], bool]]:
         for output in self._engine.step():

@@ -55,6 +55,7 @@ def record() -> dict[str, Any]:
             "headrace": {**system, "versions": {"torch": "2.13.0"}},
             "generate": {**system, "versions": {"torch": "2.13.0", "transformers": "5.23.0"}},
         },
+        "left_out": {"vllm-cpu": "vllm-cpu ended:"},
         "cases": [
             {
                 "workload": "W1",
@@ -112,6 +113,7 @@ def test_a_record_says_what_was_measured_where_and_with_what() -> None:
         "| headrace | 512 | 1,536 |  | 1.00 | 12.3, 30 | 4.56 | 4, 5, 67.8 "
         "| 4 of 4 requests equal |",
         "| generate | takes no requests while it runs | | | | | | | |",
+        "| vllm-cpu | vllm-cpu ended: | | |",
         "| generate | 4.2 | 3.00 | torch 2.13.0, transformers 5.23.0, Python 3.11.7 |",
     ):
         assert part in text

@@ -1,0 +1,185 @@
+"""What is measured (a plan) and what comes out (a record): one JSON object, its plot beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.floors import Rates, Shape, ideal
+from benchmarks.measures import medians, paired_ratio
+from benchmarks.plot import draw
+from benchmarks.processes import ROOT
+from benchmarks.systems import MAX_REQUESTS, SystemSpec
+from benchmarks.workloads import Lengths, Load, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A workload and how its requests arrive."""
+
+    workload: Workload
+    load: Load
+
+    @property
+    def name(self) -> str:
+        """Both."""
+        return f"{self.workload.name} {self.load.name}"
+
+    def lengths(self) -> list[Lengths]:
+        """Its requests."""
+        return self.workload.lengths(self.load.count(self.workload))
+
+    def most_at_once(self) -> int:
+        """How many of its requests a system may have to run at once."""
+        return min(MAX_REQUESTS, self.load.concurrency or len(self.lengths()))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is run.
+
+    Attributes:
+        model_name, model: a checkpoint's name and directory.
+        systems: the first is the one that the others are compared with.
+        pythons: the interpreter of each system.
+        peers: the environments of peers.
+        check: how many requests of each system are judged in each case.
+        minutes: no turn is begun after so many.
+        turn_s: the longest turn, seconds.
+        folder: for logs and what adapters make of the model.
+    """
+
+    model_name: str
+    model: Path
+    dtype: str
+    threads: int
+    cases: list[Case]
+    systems: list[SystemSpec]
+    pythons: dict[str, str]
+    peers: dict[str, Path]
+    turns: int
+    check: int
+    minutes: float | None
+    turn_s: float
+    folder: Path
+
+
+@dataclass(slots=True)
+class Found:
+    """What a case gave so far."""
+
+    case: Case
+    lengths: list[Lengths]
+    turns: dict[str, list[dict[str, float]]]
+    failures: dict[str, str] = field(default_factory=dict)
+    machine: list[dict[str, float]] = field(default_factory=list)
+    last: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    prompts: list[list[int]] = field(default_factory=list)
+
+
+def case_record(
+    found: Found, plan: Plan, shape: Shape, check: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """A case as the record has it."""
+    load = found.case.load
+    reference = plan.systems[0].name
+    turns = {name: figures for name, figures in found.turns.items() if figures}
+    rates = medians(found.machine)
+    floor = None
+    if load.rate is None:
+        best = ideal(
+            found.lengths,
+            load.concurrency,
+            shape,
+            plan.dtype,
+            Rates(rates["bandwidth"], rates["matrix"]),
+        )
+        output = sum(one.output for one in found.lengths)
+        floor = {
+            "prefill_s": best.prefill_s,
+            "decode_s": best.decode_s,
+            "steps": best.steps,
+            "output_rate": output / best.total_s,
+        }
+    median = {name: medians(figures) for name, figures in turns.items()}
+    return {
+        "workload": found.case.workload.name,
+        "meaning": found.case.workload.meaning,
+        "load": load.name,
+        "requests": len(found.lengths),
+        "prompt_tokens": sum(one.prompt for one in found.lengths),
+        "output_tokens": sum(one.output for one in found.lengths),
+        "machine": found.machine,
+        "floor": floor,
+        "turns": turns,
+        "median": median,
+        "ratio": {
+            name: paired_ratio(
+                [turn["output_rate"] for turn in turns[reference]][: len(figures)],
+                [turn["output_rate"] for turn in figures],
+            )
+            for name, figures in turns.items()
+            if reference in turns
+        },
+        "of_floor": {}
+        if floor is None
+        else {
+            name: figures["output_rate"] / floor["output_rate"] for name, figures in median.items()
+        },
+        "check": check,
+        "failures": found.failures,
+    }
+
+
+def machine_record() -> dict[str, Any]:
+    name = platform.processor()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    return {
+        "cpu": name,
+        "cpus": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def commit() -> str | None:
+    """The repository's commit, with "+" if files differ from it; None outside a repository."""
+    try:
+        found = [
+            subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+            for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "-uno"])
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found[0].stdout.strip() + ("+" if found[1].stdout.strip() else "")
+
+
+def write_record(record: dict[str, Any], path: Path) -> None:
+    """Write a record as JSON, and its plot beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_rounded(record), indent=1) + "\n")
+    path.with_suffix(".svg").write_text(draw(record))
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers with six significant digits: more is noise."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_rounded(entry) for entry in value]
+    return value
