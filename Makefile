@@ -100,16 +100,16 @@ OURS := headrace,headrace-session,headrace-streams,headrace-in-process
 LIBRARY := generate,generate-batch
 
 .PHONY: bench
-bench: $(STAMP) ## Measure the demo model beside transformers' own generation: some minutes (ARGS='more flags').
+bench: $(STAMP) $(NATIVE) ## Measure the demo model beside transformers' own generation: some minutes (ARGS='more flags').
 	$(BIN)/python -m benchmarks run --workload W1,W2,W3,W4 --systems $(OURS),$(LIBRARY) --turns 4 $(ARGS)
 
 .PHONY: bench-load
-bench-load: $(STAMP) ## The same under closed loops of 1 to 64 requests and open loops: some minutes.
+bench-load: $(STAMP) $(NATIVE) ## The same under closed loops of 1 to 64 requests and open loops: some minutes.
 	$(BIN)/python -m benchmarks run --workload W2 --load closed:1,closed:8,closed:16,closed:32,closed:64,poisson:5,poisson:15 \
 	  --systems headrace,headrace-session,headrace-streams,generate-batch --turns 2 $(ARGS)
 
 .PHONY: bench-cpu
-bench-cpu: $(STAMP) ## Measure random weights of Qwen3-0.6B's shape, all workloads: an hour.
+bench-cpu: $(STAMP) $(NATIVE) ## Measure random weights of Qwen3-0.6B's shape, all workloads: an hour.
 	$(BIN)/python -m benchmarks run --model qwen3-0.6b --workload W1,W2,W3,W4,W5 --systems headrace,headrace-session,$(LIBRARY) $(ARGS)
 
 .PHONY: bench-report

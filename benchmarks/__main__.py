@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
+import json
 import os
 import shutil
 import signal
@@ -18,7 +20,7 @@ from benchmarks.processes import ROOT, SystemFailure
 from benchmarks.records import Case, Plan, write_record
 from benchmarks.report import render, update
 from benchmarks.runner import Runner
-from benchmarks.systems import SYSTEMS
+from benchmarks.systems import SYSTEMS, SystemSpec
 from benchmarks.workloads import WORKLOADS, Load, parse_load
 
 CACHE = Path.home() / ".cache" / "headrace-bench"
@@ -79,6 +81,15 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="a peer's environment, as benchmarks/peers/setup.sh makes it",
     )
     parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME=SYSTEM:JSON",
+        help="one more name for --systems: a system with options of its adapter, such as "
+        """'torch=headrace:{"attention": "torch"}' """
+        """or 'big-blocks=headrace-session:{"flags": ["--block-size", "128"]}'""",
+    )
+    parser.add_argument(
         "--check",
         type=int,
         default=4,
@@ -123,15 +134,16 @@ def _report(arguments: argparse.Namespace) -> None:
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     """What the arguments ask for. Raises ValueError."""
-    names = _chosen("system", arguments.systems, SYSTEMS)
+    systems = {**SYSTEMS, **dict(map(_variant, arguments.variant))}
+    names = _chosen("system", arguments.systems, systems)
     peers = {}
     for text in arguments.peer:
         name, _, directory = text.partition("=")
-        if name not in SYSTEMS or not SYSTEMS[name].is_peer or not directory:
+        if name not in systems or not systems[name].is_peer or not directory:
             raise ValueError(f"--peer {text}: NAME=DIRECTORY is wanted, NAME one of the peers")
         peers[name] = Path(directory).resolve()
     for name in names:
-        if SYSTEMS[name].is_peer and name not in peers:
+        if systems[name].is_peer and name not in peers:
             raise ValueError(
                 f"{name} has an environment of its own: make it with benchmarks/peers/setup.sh "
                 f"{name} DIRECTORY, then give --peer {name}=DIRECTORY"
@@ -156,7 +168,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             for workload in _chosen("workload", arguments.workload, WORKLOADS)
             for load in loads
         ],
-        systems=[SYSTEMS[name] for name in names],
+        systems=[systems[name] for name in names],
         pythons={
             name: str(peers[name] / "bin" / "python") if name in peers else sys.executable
             for name in names
@@ -168,6 +180,20 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         turn_s=arguments.turn_seconds,
         folder=arguments.cache,
     )
+
+
+def _variant(text: str) -> tuple[str, SystemSpec]:
+    """A system under another name, with more options. Raises ValueError."""
+    name, _, rest = text.partition("=")
+    system, _, options = rest.partition(":")
+    try:
+        found = json.loads(options)
+    except ValueError:
+        found = None
+    if not name or name in SYSTEMS or system not in SYSTEMS or not isinstance(found, dict):
+        raise ValueError(f"--variant {text}: NAME=SYSTEM:JSON is wanted, JSON an object of options")
+    spec = SYSTEMS[system]
+    return name, dataclasses.replace(spec, name=name, options={**spec.options, **found})
 
 
 def _chosen(kind: str, text: str, known: Mapping[str, object]) -> list[str]:

@@ -1,7 +1,8 @@
 """A run: systems are loaded once, then take turns on each case; what comes out is one record.
 
-Turn 0 of a case warms up and does not count: the same prompts, few tokens. The machine's rates are
-measured before every turn. A system that fails is left out of its case, and the record says so.
+Turn 0 of a case warms up and does not count: its prompts up to a length, few tokens out. The
+machine's rates are measured before every turn. A system that fails is left out of its case, and the
+record says so.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmarks.report import FORMAT
 from benchmarks.systems import SystemSpec
 from benchmarks.workloads import make_prompts
 
+WARMUP_PROMPT = 1024
 WARMUP_TOKENS = 8
 MACHINE_S = 120.0
 
@@ -197,10 +199,17 @@ class Runner:
         """One system's turn; if it fails it is out of the case, if it ended out of the run."""
         case = found.case
         arrivals = case.load.arrivals(len(prompts), seed=turn)
-        outputs = [one.output if turn else min(WARMUP_TOKENS, one.output) for one in found.lengths]
+        outputs = [one.output for one in found.lengths]
+        if not turn:
+            prompts = [prompt[:WARMUP_PROMPT] for prompt in prompts]
+            outputs = [min(output, WARMUP_TOKENS) for output in outputs]
         order = {
             "requests": [
-                {"prompt": prompt, "max_tokens": output, "at": at}
+                {
+                    "prompt": prompt if turn else prompt[:WARMUP_PROMPT],
+                    "max_tokens": output,
+                    "at": at,
+                }
                 for prompt, output, at in zip(prompts, outputs, arrivals, strict=True)
             ],
             "concurrency": case.load.concurrency,

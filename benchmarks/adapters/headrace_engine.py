@@ -1,36 +1,46 @@
 """Headrace's engine in this process: what `engine.load(path).generate_batch` uses, kept running.
 
 Not `generate_batch` itself, which gives all prompts the same number of tokens and takes them all at
-once.
+once. Options are fields of LoadConfig and of ContinuousBatchingConfig.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
+import logging
+import sys
 from typing import Any
 
 from transformers import GenerationConfig
 
 import engine
 from benchmarks.adapters.loop import Turn, main
+from engine.config import LoadConfig
 
 BLOCK_SIZE = 32
+LOAD_OPTIONS = {field.name for field in dataclasses.fields(LoadConfig)}
 
 
 class HeadraceEngine:
     """The offline API's manager."""
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
-        limits = order["limits"]
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+        limits, options = order["limits"], dict(order["options"])
+        loading = {
+            "dtype": order["dtype"],
+            "device": "cpu",
+            "threads": order["threads"],
+            **{name: options.pop(name) for name in LOAD_OPTIONS & options.keys()},
+        }
         settings = {
             "block_size": BLOCK_SIZE,
             "num_blocks": -(-limits["kv_tokens"] // BLOCK_SIZE) + limits["max_requests"],
             "max_requests_per_batch": limits["max_requests"],
-            **order["options"],
+            **options,
         }
-        model = engine.load(
-            order["model"], dtype=order["dtype"], device="cpu", threads=order["threads"]
-        )
+        model = engine.load(order["model"], **loading)
         self._manager = model.init_continuous_batching(
             GenerationConfig(
                 do_sample=False, max_new_tokens=limits["max_request_tokens"], eos_token_id=-1
@@ -40,7 +50,7 @@ class HeadraceEngine:
         self._manager.warmup()
         self._manager.start()
         return {
-            "settings": settings,
+            "settings": {**loading, **settings},
             "versions": {
                 name: importlib.metadata.version(name)
                 for name in ("headrace-server", "torch", "transformers")

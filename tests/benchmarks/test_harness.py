@@ -129,6 +129,7 @@ def test_the_command_lists_what_there_is_and_refuses_the_rest() -> None:
         (("--systems", "x"), "'x' is no system"),
         (("--load", "closed:0"), "'closed:0' is no load"),
         (("--systems", "vllm-cpu"), "make it with benchmarks/peers/setup.sh"),
+        (("--variant", "a=headrace:1"), "--variant a=headrace:1: NAME=SYSTEM:JSON is wanted"),
         (("--model", "nowhere"), "no model's directory"),
     ):
         refused = bench("run", *arguments)
@@ -163,14 +164,18 @@ def test_a_run_from_the_model_to_the_record(tmp_path: Path) -> None:
     output = tmp_path / "record.json"
     run = bench(
         "run", "--model", "tiny", "--workload", "W3", "--load", "all,poisson:5",
-        "--systems", "headrace,headrace-session,headrace-streams,generate,generate-batch",
+        "--systems", "headrace,torch,headrace-session,headrace-streams,generate,generate-batch",
+        "--variant", 'torch=headrace:{"attention": "torch", "block_size": 16}',
         "--dtype", "float32", "--threads", "1", "--turns", "1", "--check", "1",
         "--cache", str(tmp_path / "cache"), "--output", str(output),
     )  # fmt: skip
     assert run.returncode == 0, run.stderr + run.stdout
     record = json.loads(output.read_text())
     at_once, poisson = record["cases"]
-    names = ["headrace", "headrace-session", "headrace-streams", "generate", "generate-batch"]
+    names = ["headrace", "torch", "headrace-session", "headrace-streams", "generate"]
+    names += ["generate-batch"]
+    settings = record["systems"]["torch"]["settings"]
+    assert (settings["attention"], settings["block_size"]) == ("torch", 16)
     assert list(record["systems"]) == names
     assert [case["load"] for case in record["cases"]] == ["all", "poisson:5"]
     assert list(at_once["median"]) == names
