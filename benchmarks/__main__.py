@@ -87,7 +87,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=SYSTEM:JSON",
         help="one more name for --systems: a system with options of its adapter, such as "
         """'torch=headrace:{"attention": "torch"}' """
-        """or 'big-blocks=headrace-session:{"flags": ["--block-size", "128"]}'""",
+        """or 'unshared=headrace-session:{"flags": ["--no-prefix-cache"]}'""",
     )
     parser.add_argument(
         "--check",

@@ -34,9 +34,10 @@ class HeadraceEngine:
             "threads": order["threads"],
             **{name: options.pop(name) for name in LOAD_OPTIONS & options.keys()},
         }
+        block_size = options.get("block_size", BLOCK_SIZE)
         settings = {
-            "block_size": BLOCK_SIZE,
-            "num_blocks": -(-limits["kv_tokens"] // BLOCK_SIZE) + limits["max_requests"],
+            "block_size": block_size,
+            "num_blocks": -(-limits["kv_tokens"] // block_size) + limits["max_requests"],
             "max_requests_per_batch": limits["max_requests"],
             **options,
         }
