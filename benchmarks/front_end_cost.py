@@ -35,7 +35,7 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-from benchmarks.first_figure import _cpu_name
+from benchmarks.records import cpu_name
 
 KINDS = ("together", "process", "bare")
 
@@ -170,7 +170,7 @@ def main() -> None:
             "runs": runs,
             "load_average": os.getloadavg(),
             "machine": {
-                "cpu": _cpu_name(),
+                "cpu": cpu_name(),
                 "cpus": os.cpu_count(),
                 "python": platform.python_version(),
             },
