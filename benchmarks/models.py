@@ -37,8 +37,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 """All are Qwen3 with tied embeddings."""
 
 DEMO = Path(__file__).resolve().parent.parent / "models" / "demo"
-WEIGHT_SPREAD = 4.0
-"""Times the library's initial weights: with those, all outputs would be one token, repeated."""
+WEIGHT_SPREAD = 2.0
+"""Times the library's initial weights, of the layers' matrices: with those, outputs are few tokens,
+repeated; with more, bfloat16's rounding grows from layer to layer until the tokens say nothing.
+"""
 
 
 def make_model(name: str, folder: Path, seed: int = 0) -> None:

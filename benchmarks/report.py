@@ -153,7 +153,7 @@ def _verdict(check: dict[str, Any] | None) -> str:
     """What the judge says, in a cell."""
     if check is None:
         return "not checked"
-    mark = "" if check["is_right"] else "**not right**: "
+    mark = "" if check["is_right"] else "**below**: "
     if "equal_requests" in check:
         return f"{mark}{check['equal_requests']} of {check['requests']} requests equal"
     return (

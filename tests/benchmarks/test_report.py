@@ -108,7 +108,7 @@ def test_a_record_says_what_was_measured_where_and_with_what() -> None:
         "| headrace | 512 | 1,536 | 50% | 1.00 | 12.3, 30 | 4.56 | 4, 5, 67.8 "
         "| 99.0% best, 100.0% near, worst 0.050 |",
         "| generate | 128 | 1,536 | 12% | 4.00 |",
-        "**not right**: 90.0% best",
+        "**below**: 90.0% best",
         "**W3, 2 requests/s (Poisson)**: one request of 128 in, 64 out; 1 turn.",
         "| headrace | 512 | 1,536 |  | 1.00 | 12.3, 30 | 4.56 | 4, 5, 67.8 "
         "| 4 of 4 requests equal |",
