@@ -30,4 +30,10 @@ struct AttentionCall {
   float scaling, softcap;
 };
 
+struct LinearWeight {
+  const void* packed;
+  const float* bias;
+  int64_t outputs, inputs;
+};
+
 }  // extern "C"

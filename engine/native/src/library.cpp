@@ -3,9 +3,28 @@
 
 #include "calls.h"
 
-#define HEADRACE_VARIANT(isa)                  \
-  namespace isa {                              \
-  int64_t attention(const AttentionCall& call); \
+namespace {
+
+struct Variant {
+  const char* name;
+  int64_t (*attention)(const AttentionCall&);
+  void (*linear_pack)(const LinearWeight&, const uint16_t*, int64_t, uint32_t*, int);
+  void (*linear_rows)(const LinearWeight&, const int64_t*, int64_t, uint16_t*, int);
+  void (*linear)(const LinearWeight&, const void*, int64_t, void*, int64_t, int);
+};
+
+}  // namespace
+
+#define HEADRACE_VARIANT(isa)                                                                    \
+  namespace isa {                                                                                \
+  int64_t attention(const AttentionCall& call);                                                  \
+  void linear_pack(const LinearWeight& weight, const uint16_t* rows, int64_t stride,             \
+                   uint32_t* packed, int threads);                                               \
+  void linear_rows(const LinearWeight& weight, const int64_t* outputs, int64_t count,            \
+                   uint16_t* rows, int threads);                                                 \
+  void linear(const LinearWeight& weight, const void* x, int64_t x_stride, void* y, int64_t rows, \
+              int threads);                                                                      \
+  constexpr Variant VARIANT = {#isa, attention, linear_pack, linear_rows, linear};               \
   }
 
 #if defined(__x86_64__)
@@ -18,25 +37,20 @@ HEADRACE_VARIANT(portable)
 
 namespace {
 
-struct Variant {
-  const char* name;
-  int64_t (*attention)(const AttentionCall&);
-};
-
 Variant choose() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    if (__builtin_cpu_supports("avx512bf16")) return {"avx512_bf16", avx512_bf16::attention};
-    return {"avx512", avx512::attention};
+    if (__builtin_cpu_supports("avx512bf16")) return avx512_bf16::VARIANT;
+    return avx512::VARIANT;
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
       __builtin_cpu_supports("f16c"))
-    return {"avx2", avx2::attention};
-  return {nullptr, nullptr};
+    return avx2::VARIANT;
+  return {};
 #else
-  return {"portable", portable::attention};
+  return portable::VARIANT;
 #endif
 }
 
@@ -55,4 +69,22 @@ HEADRACE_ENTRY const char* headrace_isa() { return variant.name; }
 // See `attention` in attention.cpp.
 HEADRACE_ENTRY int64_t headrace_attention(const AttentionCall* call) {
   return variant.attention(*call);
+}
+
+// See `linear_pack` in linear.cpp.
+HEADRACE_ENTRY void headrace_linear_pack(const LinearWeight* weight, const uint16_t* rows,
+                                         int64_t stride, uint32_t* packed, int threads) {
+  variant.linear_pack(*weight, rows, stride, packed, threads);
+}
+
+// See `linear_rows` in linear.cpp.
+HEADRACE_ENTRY void headrace_linear_rows(const LinearWeight* weight, const int64_t* outputs,
+                                         int64_t count, uint16_t* rows, int threads) {
+  variant.linear_rows(*weight, outputs, count, rows, threads);
+}
+
+// See `linear` in linear.cpp.
+HEADRACE_ENTRY void headrace_linear(const LinearWeight* weight, const void* x, int64_t x_stride,
+                                    void* y, int64_t rows, int threads) {
+  variant.linear(*weight, x, x_stride, y, rows, threads);
 }
