@@ -197,12 +197,17 @@ class LoadConfig:
         attention: what computes attention. "torch": plain torch, the reference, on any device;
             "native": the C++ kernels for CPUs, refused where they were not built; "auto": the
             fastest that there is, and a line in the log that says which.
+        pack_weights: whether the weights of bfloat16 linear layers are put, on a CPU, in the order
+            in which its kernel reads them. Numbers stay what they are, and so does the memory.
+            True: packed, or refused where they cannot be; None: where it pays, which a line in the
+            log says. Only models that are loaded from disk are packed.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     threads: int | None = None
     attention: AttentionName = "auto"
+    pack_weights: bool | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -213,6 +218,10 @@ class LoadConfig:
         if self.attention not in ATTENTIONS:
             raise ConfigError(
                 "attention", f"is {self.attention!r}; it must be one of {', '.join(ATTENTIONS)}"
+            )
+        if not isinstance(self.pack_weights, bool | None):
+            raise ConfigError(
+                "pack_weights", f"is {self.pack_weights!r}; it must be True, False or None"
             )
 
 

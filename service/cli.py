@@ -136,6 +136,7 @@ def _engine_client(
         device=engine.device,
         threads=engine.threads,
         attention=engine.attention,  # type: ignore[arg-type]
+        pack_weights=engine.pack_weights,
     )
     model = engine.model or default_model()
     if process.in_process:

@@ -215,6 +215,15 @@ class EngineOptions:
             _MODEL,
         ),
     ] = "auto"
+    pack_weights: Annotated[
+        bool | None,
+        _option(
+            "pack-weights/--no-pack-weights",
+            "On a CPU, put bfloat16 weights in the order in which its kernel reads them.",
+            _MODEL,
+            show_default="where it pays",
+        ),
+    ] = None
     block_size: Annotated[
         int, _option("block-size", "Tokens in a block of the KV cache.", _MODEL)
     ] = 32

@@ -10,6 +10,15 @@ from typing import Any
 from engine.native.build import LIBRARY, fingerprint
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_LINEAR = {
+    "headrace_linear_size": (_INT, _INT),
+    "headrace_linear_pack": (_POINTER, _INT, _INT, _INT, _POINTER, ctypes.c_int),
+    "headrace_linear_rows": (_POINTER, _INT, _INT, _POINTER, _INT, _POINTER, ctypes.c_int),
+    "headrace_linear": (
+        *(_POINTER, _POINTER, _INT, _INT),
+        *(_POINTER, _INT, _POINTER, _INT, ctypes.c_int),
+    ),
+}
 _REBUILD = "run `make setup`, or `python -m engine.native.build`"
 
 
@@ -53,10 +62,16 @@ class NativeLibrary:
         isa: the instruction set that they use here.
         attention: takes an AttentionCall by reference. Returns 0, or how many floats of scratch are
             needed; then nothing was done.
+        linear_size, linear_pack, linear_rows, linear: of packed linear layers; see the last lines
+            of src/library.cpp, and `engine.runner.packed`, which calls them.
     """
 
     isa: str
     attention: Any  # a ctypes function: it has no better type
+    linear_size: Any
+    linear_pack: Any
+    linear_rows: Any
+    linear: Any
 
 
 class NativeUnavailableError(Exception):
@@ -90,4 +105,14 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
     attention = library.headrace_attention
     attention.argtypes = (ctypes.POINTER(AttentionCall),)
     attention.restype = ctypes.c_int64
-    return NativeLibrary(isa=isa.decode(), attention=attention)
+    for name, arguments in _LINEAR.items():
+        getattr(library, name).argtypes = arguments
+    library.headrace_linear_size.restype = ctypes.c_int64
+    return NativeLibrary(
+        isa=isa.decode(),
+        attention=attention,
+        linear_size=library.headrace_linear_size,
+        linear_pack=library.headrace_linear_pack,
+        linear_rows=library.headrace_linear_rows,
+        linear=library.headrace_linear,
+    )

@@ -1,8 +1,9 @@
 """From a model's path to a runner: read, verify, size the cache, wire.
 
-    path ─▶ config ─▶ check_config ─▶ weights ─▶ probe_layers, self_check ─▶ plan_cache ─▶
-    ModelRunner
-           └──────────────── load_model ─────────────────────────────┘   └── build_runner ──┘
+    path ─▶ config ─▶ check_config ─▶ weights ─▶ probe_layers ─▶ pack_model ─▶ self_check ─▶
+           └──────────────────────────── load_model ──────────────────────────────────┘
+    plan_cache ─▶ ModelRunner
+    └──── build_runner ─────┘
 
 Only safetensors are read and no code of the model's directory is run.
 """
@@ -42,6 +43,7 @@ from engine.runner.kv_tensors import (
 from engine.runner.memory import CachePlan, HostLimits, available_memory, plan_cache
 from engine.runner.model_runner import ModelRunner
 from engine.runner.options import resolve_options
+from engine.runner.packing import Packing, choose_packing, pack_model
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.types import TokenId
@@ -138,7 +140,8 @@ def load_model(
     seconds = time.monotonic() - started
     size = loaded.num_parameters() / 1e6
     progress(f"loaded {size:.1f} M parameters ({loaded.dtype}) in {seconds:.1f} s")
-    return verify_model(loaded, path, progress, load_config.attention)
+    packing = choose_packing(loaded.device, loaded.dtype, load_config.pack_weights)
+    return verify_model(loaded, path, progress, load_config.attention, packing)
 
 
 def verify_model(
@@ -146,8 +149,17 @@ def verify_model(
     path: Path,
     progress: Callable[[str], None],
     attention: AttentionName = "auto",
+    packing: Packing | None = None,
 ) -> VerifiedModel:
     """Put a model that is in memory through the load gate, and give it our attention.
+
+    Args:
+        model: it; its modules are exchanged if its weights are packed.
+        path: its local directory.
+        progress: gets a line for each stage.
+        attention: see LoadConfig.
+        packing: how its weights are packed, if they are. The packed model must give the logits that
+            it gave before.
 
     Raises:
         ModelRefusedError: it would be run wrongly.
@@ -158,9 +170,11 @@ def verify_model(
     text_config = model.config.get_text_config()
     backend = choose_backend(model.device, model.dtype, attention)
     probe = probe_layers(model, backend, text_config.num_hidden_layers)
+    embeddings = model.get_input_embeddings().weight.shape[0]
+    if packing is not None:
+        progress(str(pack_model(model, packing)))
     self_check(model, probe, backend, model.device)
     progress(f"verified: paged attention ({backend.name}) equals the model's own in every layer")
-    embeddings = model.get_input_embeddings().weight.shape[0]
     vocab_size = min(embeddings, probe.logits[0].shape[-1])
     return VerifiedModel(
         model=model,

@@ -30,9 +30,10 @@ struct AttentionCall {
   float scaling, softcap;
 };
 
+// A packed linear layer; see linear.cpp.
 struct LinearWeight {
   const void* packed;
-  const float* bias;
+  const float* bias;  // for whole panels; or null
   int64_t outputs, inputs;
 };
 

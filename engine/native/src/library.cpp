@@ -1,5 +1,6 @@
 // The library's entries: each goes to the variant that this machine runs best.
 #include <cstdint>
+#include <cstring>
 
 #include "calls.h"
 
@@ -8,8 +9,9 @@ namespace {
 struct Variant {
   const char* name;
   int64_t (*attention)(const AttentionCall&);
+  int64_t (*linear_size)(const LinearWeight&);
   void (*linear_pack)(const LinearWeight&, const uint16_t*, int64_t, uint32_t*, int);
-  void (*linear_rows)(const LinearWeight&, const int64_t*, int64_t, uint16_t*, int);
+  int (*linear_rows)(const LinearWeight&, const int64_t*, int64_t, uint16_t*, int);
   void (*linear)(const LinearWeight&, const void*, int64_t, void*, int64_t, int);
 };
 
@@ -18,13 +20,14 @@ struct Variant {
 #define HEADRACE_VARIANT(isa)                                                                    \
   namespace isa {                                                                                \
   int64_t attention(const AttentionCall& call);                                                  \
+  int64_t linear_size(const LinearWeight& weight);                                               \
   void linear_pack(const LinearWeight& weight, const uint16_t* rows, int64_t stride,             \
                    uint32_t* packed, int threads);                                               \
-  void linear_rows(const LinearWeight& weight, const int64_t* outputs, int64_t count,            \
-                   uint16_t* rows, int threads);                                                 \
+  int linear_rows(const LinearWeight& weight, const int64_t* wanted, int64_t count,              \
+                  uint16_t* rows, int threads);                                                  \
   void linear(const LinearWeight& weight, const void* x, int64_t x_stride, void* y, int64_t rows, \
               int threads);                                                                      \
-  constexpr Variant VARIANT = {#isa, attention, linear_pack, linear_rows, linear};               \
+  const Variant VARIANT = {#isa, attention, linear_size, linear_pack, linear_rows, linear};      \
   }
 
 #if defined(__x86_64__)
@@ -37,24 +40,27 @@ HEADRACE_VARIANT(portable)
 
 namespace {
 
-Variant choose() {
+// The best variant that this machine can run, or the one of that name if it can run it.
+Variant choose(const char* wanted) {
+  const auto fits = [=](const Variant& one) { return !wanted || !std::strcmp(wanted, one.name); };
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    if (__builtin_cpu_supports("avx512bf16")) return avx512_bf16::VARIANT;
-    return avx512::VARIANT;
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c"))
-    return avx2::VARIANT;
-  return {};
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("f16c");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                          __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
+  if (has_bf16 && fits(avx512_bf16::VARIANT)) return avx512_bf16::VARIANT;
+  if (has_avx512 && fits(avx512::VARIANT)) return avx512::VARIANT;
+  if (has_avx2 && fits(avx2::VARIANT)) return avx2::VARIANT;
 #else
-  return portable::VARIANT;
+  if (fits(portable::VARIANT)) return portable::VARIANT;
 #endif
+  return {};
 }
 
-const Variant variant = choose();
+Variant variant = choose(nullptr);
 
 }  // namespace
 
@@ -66,25 +72,39 @@ HEADRACE_ENTRY const char* headrace_fingerprint() { return HEADRACE_FINGERPRINT;
 // The instruction set in use; null: this machine has none that the kernels were built for.
 HEADRACE_ENTRY const char* headrace_isa() { return variant.name; }
 
+// Use another variant, for tests. False: this machine cannot run it; then nothing changes.
+HEADRACE_ENTRY bool headrace_use(const char* isa) {
+  const Variant wanted = choose(isa);
+  if (wanted.name) variant = wanted;
+  return wanted.name;
+}
+
 // See `attention` in attention.cpp.
 HEADRACE_ENTRY int64_t headrace_attention(const AttentionCall* call) {
   return variant.attention(*call);
 }
 
-// See `linear_pack` in linear.cpp.
-HEADRACE_ENTRY void headrace_linear_pack(const LinearWeight* weight, const uint16_t* rows,
-                                         int64_t stride, uint32_t* packed, int threads) {
-  variant.linear_pack(*weight, rows, stride, packed, threads);
+// Packs a linear layer's weights, into `packed`; see `linear_pack` in linear.cpp.
+HEADRACE_ENTRY void headrace_linear_pack(const uint16_t* rows, int64_t stride, int64_t outputs,
+                                         int64_t inputs, uint32_t* packed, int threads) {
+  variant.linear_pack({packed, nullptr, outputs, inputs}, rows, stride, packed, threads);
+}
+
+// How many 32-bit numbers packed weights are.
+HEADRACE_ENTRY int64_t headrace_linear_size(int64_t outputs, int64_t inputs) {
+  return variant.linear_size({nullptr, nullptr, outputs, inputs});
 }
 
 // See `linear_rows` in linear.cpp.
-HEADRACE_ENTRY void headrace_linear_rows(const LinearWeight* weight, const int64_t* outputs,
-                                         int64_t count, uint16_t* rows, int threads) {
-  variant.linear_rows(*weight, outputs, count, rows, threads);
+HEADRACE_ENTRY int headrace_linear_rows(const void* packed, int64_t outputs, int64_t inputs,
+                                        const int64_t* wanted, int64_t count, uint16_t* rows,
+                                        int threads) {
+  return variant.linear_rows({packed, nullptr, outputs, inputs}, wanted, count, rows, threads);
 }
 
 // See `linear` in linear.cpp.
-HEADRACE_ENTRY void headrace_linear(const LinearWeight* weight, const void* x, int64_t x_stride,
-                                    void* y, int64_t rows, int threads) {
-  variant.linear(*weight, x, x_stride, y, rows, threads);
+HEADRACE_ENTRY void headrace_linear(const void* packed, const float* bias, int64_t outputs,
+                                    int64_t inputs, const void* x, int64_t x_stride, void* y,
+                                    int64_t rows, int threads) {
+  variant.linear({packed, bias, outputs, inputs}, x, x_stride, y, rows, threads);
 }

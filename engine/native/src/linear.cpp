@@ -140,6 +140,11 @@ void multiply(const LinearWeight& weight, const bf16* x, int64_t x_stride, bf16*
 
 }  // namespace
 
+// How many 32-bit numbers the packed weights are.
+int64_t linear_size(const LinearWeight& weight) {
+  return num_panels(weight) * num_pairs(weight) * VL;
+}
+
 // packed from [outputs][inputs], whose rows are `stride` numbers apart.
 void linear_pack(const LinearWeight& weight, const uint16_t* rows, int64_t stride,
                  uint32_t* packed, int threads) {
@@ -158,18 +163,22 @@ void linear_pack(const LinearWeight& weight, const uint16_t* rows, int64_t strid
       }
 }
 
-// The weights of some outputs as they were before: [count][inputs].
-void linear_rows(const LinearWeight& weight, const int64_t* outputs, int64_t count, uint16_t* rows,
-                 int threads) {
+// The weights of some outputs as they were before: [count][inputs]. False: one of these outputs does
+// not exist; then nothing was read.
+int linear_rows(const LinearWeight& weight, const int64_t* wanted, int64_t count, uint16_t* rows,
+                int threads) {
+  for (int64_t i = 0; i < count; ++i)
+    if (wanted[i] < 0 || wanted[i] >= weight.outputs) return 0;
   const int64_t pairs = num_pairs(weight);
 #pragma omp parallel for num_threads(threads) schedule(static) if (count > 1)
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t* from = static_cast<const uint32_t*>(weight.packed) +
-                           outputs[i] / VL * pairs * VL + outputs[i] % VL;
+                           wanted[i] / VL * pairs * VL + wanted[i] % VL;
     uint16_t* row = rows + i * weight.inputs;
     for (int64_t k = 0; k < weight.inputs / 2; ++k) std::memcpy(row + 2 * k, from + k * VL, 4);
     if (weight.inputs % 2) row[weight.inputs - 1] = uint16_t(from[(pairs - 1) * VL]);
   }
+  return 1;
 }
 
 // y [rows][outputs] from x, whose rows are `x_stride` numbers apart.

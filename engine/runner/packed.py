@@ -1,0 +1,248 @@
+"""Linear layers and embeddings whose weights lie as the native kernel reads them.
+
+Packing moves numbers and changes none: a layer's weights can be read back exactly, and are, by
+whoever asks for `weight`. These layers compute and do not learn: they have no gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+
+from engine.native.library import NativeLibrary, load_library
+
+PANEL = 64
+"""A bias is padded to a multiple of this many numbers, so that the kernel reads whole vectors."""
+
+
+@cache
+def native_library() -> NativeLibrary:
+    """The kernels, loaded once.
+
+    Raises:
+        NativeUnavailableError: they cannot be used here.
+    """
+    return load_library()
+
+
+def packed_size(outputs: int, inputs: int) -> int:
+    """How many 32-bit numbers a packed weight is."""
+    size: int = native_library().linear_size(outputs, inputs)
+    return size
+
+
+def pack(weight: torch.Tensor, packed: torch.Tensor) -> None:
+    """Pack a weight.
+
+    Args:
+        weight: bfloat16 [N, K], the numbers of a row side by side.
+        packed: int32 [packed_size(N, K)], where to.
+    """
+    outputs, inputs = weight.shape
+    native_library().linear_pack(
+        weight.data_ptr(),
+        weight.stride(0),
+        outputs,
+        inputs,
+        packed.data_ptr(),
+        torch.get_num_threads(),
+    )
+
+
+def pad_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """A bias as the kernel reads it: float32, as long as whole panels."""
+    if bias is None:
+        return None
+    padded = torch.zeros(-(-len(bias) // PANEL) * PANEL)
+    padded[: len(bias)] = bias
+    return padded
+
+
+def read_rows(packed: torch.Tensor, rows: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
+    """Rows of a packed weight, as they were.
+
+    Args:
+        packed: int32.
+        rows: int64 or int32, of any shape.
+        outputs, inputs: N and K of the weight.
+
+    Returns:
+        bfloat16 [*rows.shape, K].
+
+    Raises:
+        IndexError: there is no such row.
+    """
+    wanted = rows.long().contiguous()
+    result = torch.empty((*rows.shape, inputs), dtype=torch.bfloat16)
+    if not native_library().linear_rows(
+        packed.data_ptr(),
+        outputs,
+        inputs,
+        wanted.data_ptr(),
+        wanted.numel(),
+        result.data_ptr(),
+        torch.get_num_threads(),
+    ):
+        raise IndexError(f"index out of range: rows must be between 0 and {outputs - 1}")
+    return result
+
+
+def multiply(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int, inputs: int
+) -> torch.Tensor:
+    """x · Wᵀ + bias.
+
+    Args:
+        x: bfloat16 [..., K].
+        packed: int32, W [N, K] packed.
+        bias: see `pad_bias`.
+        outputs, inputs: N and K.
+
+    Returns:
+        bfloat16 [..., N].
+
+    Raises:
+        RuntimeError: x is of another type or width, or not on the CPU, as torch's own layer does.
+    """
+    shape = x.shape
+    if x.dtype is not torch.bfloat16 or shape[-1] != inputs or not (x.is_cpu and packed.is_cpu):
+        raise RuntimeError(
+            f"a packed linear layer takes bfloat16 [..., {inputs}] on the CPU, and was given "
+            f"{x.dtype} {list(shape)} on {x.device}"
+        )
+    stride = inputs
+    if not x.is_contiguous():
+        x = x.reshape(-1, inputs)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        stride = x.stride(0)
+    y = x.new_empty((*shape[:-1], outputs))
+    native_library().linear(
+        packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        outputs,
+        inputs,
+        x.data_ptr(),
+        stride,
+        y.data_ptr(),
+        math.prod(shape[:-1]),
+        torch.get_num_threads(),
+    )
+    return y
+
+
+@torch.library.custom_op(
+    "headrace::packed_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor packed, Tensor? bias, int outputs, int inputs) -> Tensor",
+)
+def _multiply_opaquely(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int, inputs: int
+) -> torch.Tensor:
+    return multiply(x, packed, bias, outputs, inputs)
+
+
+@_multiply_opaquely.register_fake
+def _shape_of_product(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int, inputs: int
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], outputs))
+
+
+@torch.library.custom_op(
+    "headrace::packed_rows",
+    mutates_args=(),
+    schema="(Tensor packed, Tensor rows, int outputs, int inputs) -> Tensor",
+)
+def _read_rows_opaquely(
+    packed: torch.Tensor, rows: torch.Tensor, outputs: int, inputs: int
+) -> torch.Tensor:
+    return read_rows(packed, rows, outputs, inputs)
+
+
+@_read_rows_opaquely.register_fake
+def _shape_of_rows(
+    packed: torch.Tensor, rows: torch.Tensor, outputs: int, inputs: int
+) -> torch.Tensor:
+    return packed.new_empty((*rows.shape, inputs), dtype=torch.bfloat16)
+
+
+class _Packed(torch.nn.Module):
+    """What both have: the packed weight, [N, K]."""
+
+    packed: torch.Tensor
+
+    def __init__(self, packed: torch.Tensor, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self._outputs, self._inputs = outputs, inputs
+        self.register_buffer("packed", packed, persistent=False)
+        # Of no size: a model's dtype and device are those of its first parameter.
+        nothing = torch.empty(0, dtype=torch.bfloat16)
+        self.register_parameter("_dtype", torch.nn.Parameter(nothing, requires_grad=False))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """bfloat16 [N, K]: a copy, made when it is asked for."""
+        return read_rows(self.packed, torch.arange(self._outputs), self._outputs, self._inputs)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}_dtype"]
+        destination[f"{prefix}weight"] = self.weight
+
+
+class PackedLinear(_Packed):
+    """Stands for a torch.nn.Linear of bfloat16."""
+
+    padded_bias: torch.Tensor | None
+
+    def __init__(self, packed: torch.Tensor, linear: torch.nn.Linear) -> None:
+        """A layer that computes what `linear` does.
+
+        Args:
+            packed: its weight, packed.
+            linear: its weight is not kept.
+        """
+        super().__init__(packed, linear.out_features, linear.in_features)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_parameter("bias", linear.bias)
+        self.register_buffer("padded_bias", pad_bias(linear.bias), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] → [..., N]."""
+        run = _multiply_opaquely if torch.compiler.is_compiling() else multiply
+        return run(x, self.packed, self.padded_bias, self.out_features, self.in_features)
+
+    def extra_repr(self) -> str:
+        """What str() shows of it."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, packed"
+
+
+class PackedEmbedding(_Packed):
+    """Stands for a torch.nn.Embedding of bfloat16 that shares its weight with a linear layer."""
+
+    def __init__(self, packed: torch.Tensor, embedding: torch.nn.Embedding) -> None:
+        """A table that reads what `embedding` does.
+
+        Args:
+            packed: its weight, packed; the linear layer's.
+            embedding: its weight is not kept.
+        """
+        super().__init__(packed, embedding.num_embeddings, embedding.embedding_dim)
+        self.num_embeddings = embedding.num_embeddings
+        self.embedding_dim = embedding.embedding_dim
+        self.padding_idx = embedding.padding_idx
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[...] → [..., K]."""
+        run = _read_rows_opaquely if torch.compiler.is_compiling() else read_rows
+        return run(self.packed, token_ids, self.num_embeddings, self.embedding_dim)
+
+    def extra_repr(self) -> str:
+        """What str() shows of it."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, packed"

@@ -1,0 +1,52 @@
+"""Linear layers whose weights oneDNN has packed: for processors whose matrix tiles it knows to use,
+and ours do not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_TYPICAL_ROWS = 16
+"""oneDNN's packed form may depend on how many rows are expected; any number can be computed."""
+
+
+class OneDnnLinear(torch.nn.Module):
+    """Stands for a torch.nn.Linear of bfloat16."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        """A layer that computes what `linear` does, whose weight is not kept."""
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_parameter("bias", linear.bias)
+        # Of no size: a model's dtype and device are those of its first parameter.
+        nothing = torch.empty(0, dtype=torch.bfloat16)
+        self.register_parameter("_dtype", torch.nn.Parameter(nothing, requires_grad=False))
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(
+            linear.weight.detach(), _TYPICAL_ROWS
+        )
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """bfloat16 [N, K]: a copy, made when it is asked for."""
+        weight: torch.Tensor = self._packed.to_dense()
+        return weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] → [..., N]."""
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._packed, self.bias, "none", [], ""
+        )
+        return y
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}_dtype"]
+        destination[f"{prefix}weight"] = self.weight
+
+    def extra_repr(self) -> str:
+        """What str() shows of it."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, oneDNN"

@@ -1,0 +1,255 @@
+"""Exchanges a model's linear layers for packed ones, in place.
+
+    choose_packing ─▶ how: our kernel, oneDNN's, or not at all
+    pack_model     ─▶ one weight after the other: pack, compare, exchange, let go of the original
+
+Only what is plainly a torch.nn.Linear of bfloat16 on the CPU is exchanged. A weight that an
+embedding shares is packed once for both, and a weight that anything else holds, too, is copied.
+Only models that Headrace has loaded itself are packed: others belong to their owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn.functional import linear as torch_linear
+
+from engine.errors import ConfigError, ModelRefusedError
+from engine.native.library import NativeUnavailableError
+from engine.runner.packed import (
+    PackedEmbedding,
+    PackedLinear,
+    native_library,
+    pack,
+    packed_size,
+    read_rows,
+)
+from engine.runner.packed_onednn import OneDnnLinear
+
+Packing = Literal["native", "onednn"]
+
+_SMALLEST = 16
+"""Inputs and outputs of the smallest layer that is packed."""
+_PROBE_ROWS = 3
+"""Of random input, on which a packed layer must compute what the original did."""
+_TOLERANCE = 2e-2
+"""Of that, relative to the largest number: sums of bfloat16 products, in another order."""
+_SAMPLED_ROWS = 64
+"""Of each packed weight that are read back and must be equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackingReport:
+    """What was exchanged.
+
+    Attributes:
+        linears, embeddings: how many layers.
+        how: by what they compute.
+        copied_bytes: of weights that had to stay where they were too, since others hold them.
+    """
+
+    linears: int
+    embeddings: int
+    how: str
+    copied_bytes: int
+
+    def __str__(self) -> str:
+        """A line for the log."""
+        text = f"linear layers: {self.linears} packed for {self.how}"
+        if self.embeddings:
+            text += f", {self.embeddings} embedding reads the output layer's packed weights"
+        if self.copied_bytes:
+            text += f"; {self.copied_bytes / 2**20:.0f} MiB are held twice, others use them too"
+        return text
+
+
+def choose_packing(device: torch.device, dtype: torch.dtype, wanted: bool | None) -> Packing | None:
+    """How linear layers are packed for a device and dtype; None: they are not.
+
+    Args:
+        device, dtype: the model's.
+        wanted: True: packed or refused; None: where it was measured to pay.
+
+    Raises:
+        ConfigError: they are to be packed, and cannot be.
+    """
+    if wanted is False:
+        return None
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        reason = f"only bfloat16 on a CPU is packed, and this is {dtype} on {device}"
+        return _not_packed(reason, wanted)
+    if torch.cpu._is_amx_tile_supported():
+        return "onednn"  # its tiles multiply many rows faster than vectors can
+    try:
+        isa = native_library().isa
+    except NativeUnavailableError as error:
+        if torch.cpu._is_avx512_bf16_supported():
+            return "onednn"
+        return _not_packed(str(error), wanted)
+    if isa == "portable":
+        return _not_packed("there is no kernel for this kind of processor", wanted)
+    return "native"
+
+
+def _not_packed(reason: str, wanted: bool | None) -> Packing | None:
+    if wanted:
+        raise ConfigError("pack_weights", f"is True, but {reason}")
+    return None
+
+
+def pack_model(model: torch.nn.Module, how: Packing) -> PackingReport:
+    """Exchange the model's linear layers.
+
+    Args:
+        model: in evaluation mode, used by nobody meanwhile. Its modules are exchanged in place.
+        how: see `choose_packing`.
+
+    Raises:
+        ModelRefusedError: a packed layer does not compute what the original does.
+    """
+    groups = list(_shared_weights(model))
+    with torch.inference_mode():
+        if how == "native":
+            return _pack_natively(model, groups)
+        return _pack_for_onednn(model, groups)
+
+
+@dataclass(slots=True)
+class _Group:
+    """The layers that share one weight, by name.
+
+    is_ours: whether they are all that holds it.
+    """
+
+    linears: dict[str, torch.nn.Linear]
+    embeddings: dict[str, torch.nn.Embedding]
+    is_ours: bool
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return next(iter(self.linears.values())).weight
+
+
+def _shared_weights(model: torch.nn.Module) -> Iterator[_Group]:
+    """The weights that can be packed, in the order in which their first layer is found."""
+    holders: dict[int, list[tuple[str, torch.nn.Module]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append((name, module))
+    for found in holders.values():
+        linears = {
+            name: one
+            for name, one in found
+            if isinstance(one, torch.nn.Linear) and _is_plain_linear(one)
+        }
+        embeddings = {
+            name: one
+            for name, one in found
+            if isinstance(one, torch.nn.Embedding) and _is_plain_embedding(one)
+        }
+        # A bias is a parameter, too.
+        weights = {id(one.weight) for one in linears.values()}
+        if len(weights) != 1 or holders.get(next(iter(weights))) is not found:
+            continue
+        yield _Group(linears, embeddings, len(found) == len(linears) + len(embeddings))
+
+
+def _is_plain_linear(module: torch.nn.Linear) -> bool:
+    return (
+        type(module) is torch.nn.Linear
+        and module.weight.dtype == torch.bfloat16
+        and module.weight.device.type == "cpu"
+        and module.weight.stride(1) == 1
+        and min(module.weight.shape) >= _SMALLEST
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and set(dict(module.named_parameters())) <= {"weight", "bias"}
+    )
+
+
+def _is_plain_embedding(module: torch.nn.Embedding) -> bool:
+    return (
+        type(module) is torch.nn.Embedding
+        and module.max_norm is None
+        and not (module._forward_hooks or module._forward_pre_hooks)
+    )
+
+
+def _pack_natively(model: torch.nn.Module, groups: list[_Group]) -> PackingReport:
+    sizes = [packed_size(*group.weight.shape) for group in groups]
+    # One piece for all: pages come as it is filled, while the originals go, and may be large ones.
+    memory = torch.empty(sum(sizes), dtype=torch.int32)
+    copied = start = 0
+    for group, size in zip(groups, sizes, strict=True):
+        weight = group.weight
+        packed = memory[start : start + size]
+        start += size
+        pack(weight, packed)
+        outputs, inputs = weight.shape
+        rows = torch.linspace(0, outputs - 1, min(outputs, _SAMPLED_ROWS)).long()
+        if not torch.equal(
+            read_rows(packed, rows, outputs, inputs).view(torch.int16),
+            weight[rows].view(torch.int16),
+        ):
+            raise ModelRefusedError(f"{next(iter(group.linears))}: {_WRONG.format('weights')}")
+        for name, linear in group.linears.items():
+            _exchange(model, name, linear, PackedLinear(packed, linear))
+        if group.is_ours:
+            for name, embedding in group.embeddings.items():
+                model.set_submodule(name, PackedEmbedding(packed, embedding))
+        else:
+            copied += weight.nbytes
+        group.linears.clear()
+        group.embeddings.clear()
+    return PackingReport(
+        linears=_count(model, PackedLinear),
+        embeddings=_count(model, PackedEmbedding),
+        how=native_library().isa,
+        copied_bytes=copied,
+    )
+
+
+def _pack_for_onednn(model: torch.nn.Module, groups: list[_Group]) -> PackingReport:
+    copied = 0
+    for group in groups:
+        if group.embeddings or not group.is_ours:
+            copied += group.weight.nbytes
+        for name, linear in group.linears.items():
+            _exchange(model, name, linear, OneDnnLinear(linear))
+        group.linears.clear()
+        group.embeddings.clear()
+    return PackingReport(
+        linears=_count(model, OneDnnLinear), embeddings=0, how="oneDNN", copied_bytes=copied
+    )
+
+
+_WRONG = (
+    "its packed {} are not those of the checkpoint; report it, and start with pack_weights off "
+    "meanwhile"
+)
+
+
+def _exchange(
+    model: torch.nn.Module,
+    name: str,
+    linear: torch.nn.Linear,
+    packed: torch.nn.Module,
+) -> None:
+    """Exchange one layer for another that computes the same on random input."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((_PROBE_ROWS, linear.in_features), generator=generator).bfloat16()
+    expected = torch_linear(x, linear.weight, linear.bias).float()
+    actual = packed(x).float()
+    scale = expected.abs().max().item()
+    if not torch.allclose(
+        actual, expected, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True
+    ):
+        raise ModelRefusedError(f"{name}: {_WRONG.format('results')}")
+    packed.train(linear.training)
+    model.set_submodule(name, packed)
+
+
+def _count(model: torch.nn.Module, kind: type[torch.nn.Module]) -> int:
+    return sum(isinstance(module, kind) for module in model.modules())

@@ -1,0 +1,156 @@
+"""Packed linear layers: equal to float64 for every shape, whatever the processor's instructions."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.native import library
+from engine.runner.packed import (
+    PackedEmbedding,
+    PackedLinear,
+    multiply,
+    native_library,
+    pack,
+    packed_size,
+    pad_bias,
+    read_rows,
+)
+
+ROUNDING = 2.0**-8
+"""Of one bfloat16, relative."""
+
+
+@pytest.fixture(scope="module", params=["avx512_bf16", "avx512", "avx2", "portable"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The kernels' variant for an instruction set."""
+    best = native_library().isa
+    handle = ctypes.CDLL(str(library.LIBRARY))
+    handle.headrace_use.restype = ctypes.c_bool
+    if not handle.headrace_use(request.param.encode()):
+        pytest.skip(f"this machine has no {request.param}")
+    yield request.param
+    assert handle.headrace_use(best.encode())
+
+
+def _packed(weight: torch.Tensor) -> torch.Tensor:
+    packed = torch.empty(packed_size(*weight.shape), dtype=torch.int32)
+    pack(weight, packed)
+    return packed
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    outputs, inputs = weight.shape
+    actual = multiply(x, _packed(weight), pad_bias(bias), outputs, inputs)
+    exact = x.double() @ weight.double().T
+    size = x.double().abs() @ weight.double().abs().T
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    assert actual.dtype == torch.bfloat16
+    assert actual.shape == exact.shape
+    bound = ROUNDING * exact.abs() + inputs * 2.0**-23 * size
+    assert ((actual.double() - exact).abs() <= bound).all()
+    return actual
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs"),
+    [(1, 1), (5, 2), (16, 16), (17, 7), (63, 33), (64, 64), (65, 130), (200, 1023), (1000, 96)],
+)
+def test_every_shape(isa: str, outputs: int, inputs: int) -> None:
+    weight, bias = _random(outputs, inputs), _random(outputs, seed=1)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 16, 31, 70, 97, 200):
+        _check(_random(rows, inputs, seed=rows), weight, bias if rows % 2 else None)
+
+
+@pytest.mark.parametrize("rows", range(1, 71))
+def test_every_number_of_rows(isa: str, rows: int) -> None:
+    _check(_random(rows, 48, seed=rows), _random(80, 48), None)
+
+
+def test_a_row_is_the_same_among_any_others_and_for_any_threads(isa: str) -> None:
+    weight = _random(300, 256)
+    x, packed = _random(150, 256, seed=3), _packed(weight)
+    all_rows = multiply(x, packed, None, 300, 256)
+    before = torch.get_num_threads()
+    try:
+        for threads, rows in itertools.product((1, 2, 7, 40), (1, 2, 5, 6, 17, 100)):
+            torch.set_num_threads(threads)
+            torch.testing.assert_close(
+                multiply(x[:rows], packed, None, 300, 256), all_rows[:rows], rtol=0, atol=0
+            )
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_input_that_lies_in_strides(isa: str) -> None:
+    weight, wide = _random(40, 32), _random(3, 5, 100, seed=2)
+    swapped = wide.transpose(0, 1)[..., :32]
+    for x in (wide[..., 7:39], wide[:, ::2, 1:33], swapped, wide[0, 1, 3:35]):
+        assert not x.is_contiguous() or x.dim() == 1
+        _check(x, weight, None)
+    _check(_random(32, 6).T, weight, None)
+    _check(torch.empty(0, 32, dtype=torch.bfloat16), weight, None)
+
+
+def test_a_weight_that_lies_in_strides(isa: str) -> None:
+    _check(_random(9, 32), _random(50, 100)[:, 10:42], None)
+
+
+def test_packing_changes_no_number(isa: str) -> None:
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for weight in (bits.view(256, 256), bits[:63175].view(95, 665)):
+        packed = _packed(weight.view(torch.bfloat16))
+        rows = torch.randperm(len(weight))[:95].view(5, 19)
+        actual = read_rows(packed, rows, *weight.shape)
+        assert torch.equal(actual.view(torch.int16), weight[rows])
+
+
+def test_what_is_not_a_number_stays_none(isa: str) -> None:
+    x, weight = _random(2, 32), _random(40, 32)
+    weight[3, 5], weight[7, 0] = float("inf"), float("nan")
+    actual = multiply(x, _packed(weight), None, 40, 32)
+    expected = x.float() @ weight.float().T
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.isinf(), expected.isinf())
+
+
+@pytest.mark.parametrize("row", [-1, 40, 2**40])
+def test_a_row_that_does_not_exist(row: int) -> None:
+    with pytest.raises(IndexError, match="between 0 and 39"):
+        read_rows(_packed(_random(40, 32)), torch.tensor([0, row]), 40, 32)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.zeros(2, 32), torch.zeros(2, 31).bfloat16(), torch.zeros(2, 32).bfloat16().to("meta")],
+)
+def test_input_that_does_not_fit(x: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match="takes bfloat16"):
+        multiply(x, _packed(_random(40, 32)), None, 40, 32)
+
+
+def test_a_layer_compiles_and_keeps_its_weight(tmp_path: Path) -> None:
+    linear = torch.nn.Linear(32, 40).bfloat16().eval()
+    embedding = torch.nn.Embedding(40, 32, _weight=linear.weight.detach())
+    packed = _packed(linear.weight)
+    layers = torch.nn.Sequential(PackedEmbedding(packed, embedding), PackedLinear(packed, linear))
+    ids = torch.tensor([[3, 39, 0]])
+    expected = linear(embedding(ids)).float()
+    torch.testing.assert_close(layers(ids).float(), expected, rtol=2e-2, atol=2e-2)
+    compiled = torch.compile(layers, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(ids), layers(ids))
+    assert layers[1].weight.dtype == torch.bfloat16
+    saved = layers.state_dict()
+    assert set(saved) == {"0.weight", "1.weight", "1.bias"}
+    for name in ("0.weight", "1.weight"):
+        assert torch.equal(saved[name], linear.weight)
