@@ -273,7 +273,7 @@ def probe_layers(model: PreTrainedModel, backend: AttentionBackend, num_layers: 
     AttentionInterface.register(_PROBE_NAME, probe)
     AttentionMaskInterface.register(_PROBE_NAME, probe.masks)
     model.set_attn_implementation(_PROBE_NAME)
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    vocab_size = num_embeddings(model)
     generator = torch.Generator().manual_seed(0)
     prompts, logits = [], []
     for count in _PROBE_TOKENS:
@@ -294,6 +294,14 @@ def probe_layers(model: PreTrainedModel, backend: AttentionBackend, num_layers: 
         prompts=tuple(prompts),
         logits=tuple(logits),
     )
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """How many token ids the model's input embeddings have."""
+    embeddings = model.get_input_embeddings()
+    # A packed weight is unpacked for whoever asks for it.
+    count: int = getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0]
+    return count
 
 
 def _eager_forward(model: PreTrainedModel, ids: torch.Tensor) -> Any:

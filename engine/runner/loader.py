@@ -1,7 +1,7 @@
 """From a model's path to a runner: read, verify, size the cache, wire.
 
-    path ─▶ config ─▶ check_config ─▶ weights ─▶ probe_layers ─▶ pack_model ─▶ self_check ─▶
-           └──────────────────────────── load_model ──────────────────────────────────┘
+    path ─▶ config ─▶ check_config ─▶ weights ─▶ pack_model ─▶ probe_layers, self_check ─▶
+           └──────────────────────────── load_model ───────────────────────────────┘
     plan_cache ─▶ ModelRunner
     └──── build_runner ─────┘
 
@@ -33,7 +33,7 @@ from engine.kv_cache.groups import LayerGroup
 from engine.runner.compile import compile_model, compile_options
 from engine.runner.cuda_graph import CudaGraphBackend, GraphBackend
 from engine.runner.forward import ModelForward
-from engine.runner.gate import ModelProbe, check_config, probe_layers, self_check
+from engine.runner.gate import ModelProbe, check_config, num_embeddings, probe_layers, self_check
 from engine.runner.kv_tensors import (
     KVTensors,
     allocate_caches,
@@ -158,8 +158,8 @@ def verify_model(
         path: its local directory.
         progress: gets a line for each stage.
         attention: see LoadConfig.
-        packing: how its weights are packed, if they are. The packed model must give the logits that
-            it gave before.
+        packing: how its weights are packed, if they are. Each layer is compared with what it was;
+            the gate then judges the packed model.
 
     Raises:
         ModelRefusedError: it would be run wrongly.
@@ -169,13 +169,12 @@ def verify_model(
     check_config(model.config, type(model))
     text_config = model.config.get_text_config()
     backend = choose_backend(model.device, model.dtype, attention)
-    probe = probe_layers(model, backend, text_config.num_hidden_layers)
-    embeddings = model.get_input_embeddings().weight.shape[0]
     if packing is not None:
         progress(str(pack_model(model, packing)))
+    probe = probe_layers(model, backend, text_config.num_hidden_layers)
     self_check(model, probe, backend, model.device)
     progress(f"verified: paged attention ({backend.name}) equals the model's own in every layer")
-    vocab_size = min(embeddings, probe.logits[0].shape[-1])
+    vocab_size = min(num_embeddings(model), probe.logits[0].shape[-1])
     return VerifiedModel(
         model=model,
         path=path,

@@ -189,16 +189,16 @@ def _pack_natively(model: torch.nn.Module, groups: list[_Group]) -> PackingRepor
         pack(weight, packed)
         outputs, inputs = weight.shape
         rows = torch.linspace(0, outputs - 1, min(outputs, _SAMPLED_ROWS)).long()
-        if not torch.equal(
-            read_rows(packed, rows, outputs, inputs).view(torch.int16),
-            weight[rows].view(torch.int16),
-        ):
+        if not torch.equal(_bits(read_rows(packed, rows, outputs, inputs)), _bits(weight[rows])):
             raise ModelRefusedError(f"{next(iter(group.linears))}: {_WRONG.format('weights')}")
         for name, linear in group.linears.items():
             _exchange(model, name, linear, PackedLinear(packed, linear))
         if group.is_ours:
             for name, embedding in group.embeddings.items():
-                model.set_submodule(name, PackedEmbedding(packed, embedding))
+                table = PackedEmbedding(packed, embedding)
+                if not torch.equal(_bits(table(rows)), _bits(weight[rows])):
+                    raise ModelRefusedError(f"{name}: {_WRONG.format('rows')}")
+                model.set_submodule(name, table)
         else:
             copied += weight.nbytes
         group.linears.clear()
@@ -249,6 +249,11 @@ def _exchange(
         raise ModelRefusedError(f"{name}: {_WRONG.format('results')}")
     packed.train(linear.training)
     model.set_submodule(name, packed)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Of bfloat16 numbers: NaN equals itself."""
+    return tensor.view(torch.int16)
 
 
 def _count(model: torch.nn.Module, kind: type[torch.nn.Module]) -> int:
