@@ -104,17 +104,21 @@ def pack_model(model: torch.nn.Module, how: Packing) -> PackingReport:
     """Exchange the model's linear layers.
 
     Args:
-        model: in evaluation mode, used by nobody meanwhile. Its modules are exchanged in place.
+        model: in evaluation mode, used by nobody meanwhile. Its modules are exchanged in place, and
+            its other parameters moved.
         how: see `choose_packing`.
 
     Raises:
         ModelRefusedError: a packed layer does not compute what the original does.
     """
     groups = list(_shared_weights(model))
-    with torch.inference_mode():
-        if how == "native":
-            return _pack_natively(model, groups)
-        return _pack_for_onednn(model, groups)
+    with torch.no_grad():
+        packer = _pack_natively if how == "native" else _pack_for_onednn
+        report = packer(model, groups)
+        # What is left may lie in a mapping of the checkpoint's file, all of which it would hold.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+    return report
 
 
 @dataclass(slots=True)
