@@ -57,7 +57,7 @@ def pad_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
     if bias is None:
         return None
     padded = torch.zeros(-(-len(bias) // PANEL) * PANEL)
-    padded[: len(bias)] = bias
+    padded[: len(bias)] = bias.detach()
     return padded
 
 

@@ -115,6 +115,7 @@ def test_compile_levels_do_not_contradict() -> None:
         ("device", "cpu:0"),
         ("threads", 0),
         ("threads", 1025),
+        ("pack_weights", 1),
     ],
 )
 def test_load_options_are_bounded(option: str, value: object) -> None:

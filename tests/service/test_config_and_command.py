@@ -184,13 +184,15 @@ def test_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, (_, batching, _, config, _) = run_serve(monkeypatch)
+    _, (_, batching, load, config, _) = run_serve(monkeypatch)
+    assert load.pack_weights is None
     assert batching.scheduler_type == config.scheduler
     assert batching.allow_block_sharing
     assert (batching.use_async_batching, batching.use_cuda_graph) == (None, None)
     assert (batching.cpu_offload_space, batching.default_compile_level) == (0.0, 0)
-    _, (_, batching, _, config, _) = run_serve(
+    _, (_, batching, load, config, _) = run_serve(
         monkeypatch,
+        "--no-pack-weights",
         "--scheduler",
         "prefill_first",
         "--no-prefix-cache",
@@ -209,6 +211,7 @@ def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (batching.use_async_batching, batching.use_cuda_graph) == (True, False)
     assert (batching.cpu_offload_space, batching.default_compile_level) == (1.5, 2)
     assert config.max_choices == 3
+    assert load.pack_weights is False
 
 
 def test_the_engine_has_a_process_of_its_own_unless_told_otherwise(
