@@ -1,7 +1,7 @@
 """The seam between the service and the engine: what the service speaks to, and nothing else of the
 engine.
 
-    service ── EngineClient ──▶ engine          submit, cancel, finish, stats, pause, …
+    service ── EngineClient ──▶ engine          submit, cancel, finish, hold, stats, pause, …
     service ◀── step sink ───── engine          one StepOutputs per engine step, on the service's
     event loop
 
@@ -116,6 +116,22 @@ class EngineClient(Protocol):
         What was generated beyond them is not billed. Harmless for a request that has ended already.
         The choice's `Finish` still arrives at the sink, and may carry another reason if it ended
         by itself first.
+        """
+        ...
+
+    async def hold(self, request_id: RequestId) -> None:
+        """Take no step for a request, with all its choices, until `unhold`: nobody reads what it
+        generates. A step that is under way still brings its tokens.
+
+        It takes no place in the batch. Its KV stays until others need the room, and it is preempted
+        before any request that runs. It ends as any other: it can be cancelled, and its time limit
+        goes on. Harmless for a request that has ended, or is held.
+        """
+        ...
+
+    async def unhold(self, request_id: RequestId) -> None:
+        """Let a held request go on where it was. Calls for one request take effect in their order.
+        Harmless for a request that has ended, or is not held.
         """
         ...
 

@@ -1,6 +1,6 @@
 """One step of the engine: schedule, launch, collect. Single-threaded, and free of torch.
 
-    commands (add, cancel, finish) ──▶ EngineCore ──schedule──▶ batch ──▶ Runner.launch ──▶ step
+    commands (add, cancel, …) ──▶ EngineCore ──schedule──▶ batch ──▶ Runner.launch ──▶ step
                                           ▲                                              │
                                           └── collect: append, fork, finish, free ◀──────┘
 
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.batch import ScheduledBatch
-from engine.endings import LiveRequest, LiveRequests, describe_end, new_error_id
+from engine.endings import LiveRequest, LiveRequests, describe_end, new_error_id, why_no_token
 from engine.outputs import (
     FinishReason,
     RequestFailure,
@@ -44,16 +44,6 @@ logger = logging.getLogger(__name__)
 
 MatcherFactory = Callable[[], TokenMatcher]
 """Makes a matcher at the beginning of a grammar, one for each choice."""
-
-_NO_TOKEN = "the model gave no finite logits for this request"
-_NO_TOKEN_LEFT = (
-    "no token can follow: allowed and banned ids and no_repeat_ngram_size leave none, or the model "
-    "gave no finite logits; relax these options"
-)
-_NO_TOKEN_FITS = (
-    "no token can follow: the form that was asked for allows none that the other options allow, "
-    "it became too complex to be followed, or the model gave no finite logits"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +103,10 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
-        return bool(self._live.by_id) or bool(self._live.outputs) or bool(self._in_flight)
+        """Whether a step would do anything. Not where all live requests are held: then see
+        `end_overdue`.
+        """
+        return self.scheduler.has_requests or bool(self._live.outputs) or bool(self._in_flight)
 
     @property
     def num_waiting(self) -> int:
@@ -176,6 +168,22 @@ class EngineCore:
         self._live.end(live, request, FinishReason.STOP)
         return True
 
+    def hold(self, request_id: RequestId) -> bool:
+        """Take no step for a request, with all its choices, until `unhold`; what was launched for
+        it brings its tokens all the same. It keeps its blocks until others need them. False: not
+        live, or held already.
+        """
+        return self._live.hold(request_id)
+
+    def unhold(self, request_id: RequestId) -> bool:
+        """Let a held request go on where it was. False: not live, or not held."""
+        return self._live.unhold(request_id)
+
+    def unhold_all(self) -> None:
+        """Let all held requests go on."""
+        for request_id in list(self._live.by_id):
+            self._live.unhold(request_id)
+
     def fail_all(self, message: str, *, retryable: bool) -> None:
         """End every live request with an error."""
         failure = RequestFailure(message=message, error_id=new_error_id(), retryable=retryable)
@@ -183,8 +191,8 @@ class EngineCore:
             self._live.fail(live, failure)
 
     def end_overdue(self) -> float | None:
-        """End the requests whose time limits have passed, as `step` does. Returns after how many
-        seconds the next one may; None: no live request has a limit.
+        """End the requests whose time limits have passed, as `step` does; for when no step is
+        taken. Returns after how many seconds the next one may; None: no live request has a limit.
         """
         now = self.clock()
         self._live.end_overdue(now)
@@ -250,6 +258,8 @@ class EngineCore:
             restores=kv_cache.restores,
             prefix_queries=kv_cache.prefix_queries,
             prefix_hits=kv_cache.prefix_hits,
+            held=self.scheduler.num_held,
+            holds=self._live.num_holds,
         )
 
     def _must_wait(self) -> bool:
@@ -364,7 +374,7 @@ class EngineCore:
     ) -> None:
         """Take the token that was sampled for a position of a live choice."""
         if token == INVALID_TOKEN:
-            self._live.fail_alone(live, _why_no_token(request))
+            self._live.fail_alone(live, why_no_token(request))
             return
         if position >= request.max_total_tokens:
             # Nothing may be generated: max_tokens is 0. The prompt was processed, the sampled token
@@ -452,6 +462,9 @@ class EngineCore:
         live.is_forked = True
         children = [request for request in live.choices.values() if request is not parent]
         self.scheduler.fork(parent, children)
+        if live.is_held:
+            for child in children:
+                self.scheduler.hold(child)
 
     def _end_hopeless(self, now: float) -> None:
         """End what the policy gives up. Choices that run already may go on to the limit."""
@@ -476,13 +489,3 @@ class EngineCore:
         if request is not None:
             live = self._live.by_id[request.request_id]
             self._live.fail_alone(live, "the request does not fit the KV cache")
-
-
-def _why_no_token(request: Request) -> str:
-    """What to tell of a choice for which no token could be chosen."""
-    if request.matcher is not None:
-        return _NO_TOKEN_FITS
-    sampling = request.spec.sampling
-    if sampling.allowed_token_ids or sampling.banned_token_ids or sampling.no_repeat_ngram_size:
-        return _NO_TOKEN_LEFT
-    return _NO_TOKEN

@@ -1,4 +1,4 @@
-"""How requests end: the record of those that live, and the description of an end.
+"""The record of the requests that live: which are held, how they end, and what is said of an end.
 
 Whatever the cause (a token, a command, a time limit, a failure), a choice ends in `close`, once,
 and with it goes all that the scheduler and the runner keep of it.
@@ -27,6 +27,16 @@ from engine.types import RequestId, TokenId
 
 logger = logging.getLogger(__name__)
 
+_NO_TOKEN = "the model gave no finite logits for this request"
+_NO_TOKEN_LEFT = (
+    "no token can follow: allowed and banned ids and no_repeat_ngram_size leave none, or the model "
+    "gave no finite logits; relax these options"
+)
+_NO_TOKEN_FITS = (
+    "no token can follow: the form that was asked for allows none that the other options allow, "
+    "it became too complex to be followed, or the model gave no finite logits"
+)
+
 STATUS_OF = {
     FinishReason.STOP: RequestStatus.FINISHED,
     FinishReason.LENGTH: RequestStatus.FINISHED,
@@ -47,12 +57,14 @@ class LiveRequest:
         is_forked: whether all choices have begun (or all end); until then, the first one computes
             the prompt.
         is_prompt_reported: whether an output has said that the prompt was processed.
+        is_held: whether no step takes its choices, those that have not begun included.
     """
 
     spec: GenerationRequest
     choices: dict[int, Request]
     is_forked: bool
     is_prompt_reported: bool = False
+    is_held: bool = False
 
 
 def describe_end(
@@ -97,6 +109,16 @@ def describe_failure(requests: Sequence[Request], now: float, failure: RequestFa
     return replace(first, usage=usage, failure=failure)
 
 
+def why_no_token(request: Request) -> str:
+    """What to tell of a choice for which no token could be chosen."""
+    if request.matcher is not None:
+        return _NO_TOKEN_FITS
+    sampling = request.spec.sampling
+    if sampling.allowed_token_ids or sampling.banned_token_ids or sampling.no_repeat_ngram_size:
+        return _NO_TOKEN_LEFT
+    return _NO_TOKEN
+
+
 def new_error_id() -> str:
     """A short random name under which a cause stands in the log."""
     return secrets.token_hex(6)
@@ -108,7 +130,7 @@ class LiveRequests:
     Attributes:
         by_id: the live requests.
         outputs: what is to be delivered next.
-        num_accepted, num_finished: since the start.
+        num_accepted, num_finished, num_holds: since the start.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float]) -> None:
@@ -117,6 +139,7 @@ class LiveRequests:
         self.outputs: list[RequestOutput] = []
         self.num_accepted = 0
         self.num_finished = 0
+        self.num_holds = 0
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
@@ -131,6 +154,29 @@ class LiveRequests:
             deadline = choices[0].arrival + spec.time_limit_s
             heapq.heappush(self._deadlines, (deadline, self.num_accepted, live))
         return live
+
+    def hold(self, request_id: RequestId) -> bool:
+        """Take a request, with all its choices, out of all steps. False: not live, or held
+        already.
+        """
+        live = self.by_id.get(request_id)
+        if live is None or live.is_held:
+            return False
+        live.is_held = True
+        self.num_holds += 1
+        for request in live.choices.values():
+            self._scheduler.hold(request)
+        return True
+
+    def unhold(self, request_id: RequestId) -> bool:
+        """End a hold. False: not live, or not held."""
+        live = self.by_id.get(request_id)
+        if live is None or not live.is_held:
+            return False
+        live.is_held = False
+        for request in live.choices.values():
+            self._scheduler.unhold(request)
+        return True
 
     def take_outputs(self) -> tuple[RequestOutput, ...]:
         """The outputs since the last call."""
@@ -160,15 +206,17 @@ class LiveRequests:
         )
 
     def end_overdue(self, now: float) -> None:
-        """End the requests whose time limits have passed. `now`: monotonic seconds."""
+        """End the requests whose time limits have passed, held ones too. `now`: monotonic
+        seconds.
+        """
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, live = heapq.heappop(self._deadlines)
             self.end_all(live, FinishReason.TIME_LIMIT)
 
     @property
     def next_deadline(self) -> float | None:
-        """When `end_overdue` may have something to do, in monotonic seconds; None: never yet."""
-        return self._deadlines[0][0] if self._deadlines else None
+        """When `end_overdue` may have something to do next, monotonic seconds; None: never."""
+        return self._deadlines[0][0] if self._deadlines and self.by_id else None
 
     def end_all(self, live: LiveRequest, reason: FinishReason) -> None:
         """End a request's live choices now, with an output each."""
@@ -206,6 +254,8 @@ class LiveRequests:
                 self._scheduler.add(successor)
             else:
                 self._scheduler.put_back(successor)
+            if live.is_held:
+                self._scheduler.hold(successor)
 
     def _tidy_deadlines(self) -> None:
         """Drop the deadlines of ended requests when they are the most. O(1), amortised."""

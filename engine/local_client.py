@@ -1,6 +1,6 @@
 """The engine in the service's own process: `EngineClient` over a loop and its thread.
 
-event loop ── submit, cancel, finish ──▶ EngineLoop (thread-safe)
+event loop ── submit, cancel, … ──▶ EngineLoop (thread-safe)
 event loop ◀── call_soon_threadsafe ───── engine thread, once a step
 
 torch and transformers are imported when the model is loaded, on the thread that loads it: the
@@ -122,6 +122,16 @@ class LocalEngineClient:
         """End a choice as of its first tokens; see the protocol."""
         if self._engine is not None:
             self._engine.finish_request(request_id, num_tokens, choice)
+
+    async def hold(self, request_id: RequestId) -> None:
+        """Take no step for a request; see the protocol."""
+        if self._engine is not None:
+            self._engine.hold_request(request_id)
+
+    async def unhold(self, request_id: RequestId) -> None:
+        """Let a held request go on; see the protocol."""
+        if self._engine is not None:
+            self._engine.unhold_request(request_id)
 
     async def stats(self) -> EngineStats:
         """The engine's figures now."""

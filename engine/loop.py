@@ -3,12 +3,13 @@ outputs to one sink.
 
     any thread                                   engine thread
     submit ──checks──▶ inbox ───────────────────▶ EngineCore ──step──▶ StepOutputs ──▶ sink
-    cancel_request, finish_request ─▶ inbox ────▶     │
+    cancel_request, … ──▶ inbox ────────────────▶     │
                                                        └─ between steps: commands are carried out,
                                                        in order; pauses are granted
 
 Two ways to stop computing for a while: `pause` is a window for the caller's own work on the model,
 in which nothing at all happens; `hold` only takes no further step, and commands are carried out.
+`hold_request` is for one request alone: the others go on.
 
 The sink is the service's delivery log (through `engine.client`), or the `ResultRouter` of the
 Python API (`engine.manager`).
@@ -23,7 +24,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -39,6 +39,7 @@ from engine.errors import (
     QueueFullError,
     UnsupportedFeatureError,
 )
+from engine.inbox import Inbox
 from engine.outputs import RequestFailure, RequestOutput, StepOutputs, end_of_lost
 from engine.pause import PauseGate
 from engine.request import GenerationRequest
@@ -90,8 +91,7 @@ class EngineLoop:
         self._compile_grammar = compile_grammar
         self._changed = threading.Condition()
         self._pause = PauseGate(self._changed)
-        self._inbox: deque[Callable[[], object]] = deque()
-        self._calls: set[Future[None]] = set()
+        self._inbox = Inbox()
         self._queued: set[RequestId] = set()  # accepted, their adds are still in the inbox
         self._live: set[RequestId] = set()
         self._ends = DrainRate(core.clock)
@@ -148,7 +148,7 @@ class EngineLoop:
         self, block: bool = True, timeout: float | None = None, *, hard_stop: bool = False
     ) -> None:
         """Stop the engine's thread: nothing new is accepted, live requests are finished first. Ends
-        a hold.
+        a hold, of the engine and of single requests.
 
         Args:
             block: whether to wait for the thread to end.
@@ -165,6 +165,8 @@ class EngineLoop:
             self._accepting = self._is_held = False
             self._stopping = True
             self._aborting = self._aborting or hard_stop
+            if self._is_running:
+                self._inbox.put(self._core.unhold_all)
             self._changed.notify_all()
         if block:
             self.join(timeout)
@@ -246,26 +248,9 @@ class EngineLoop:
 
     def _between_steps(self, action: Callable[[], None]) -> Future[None]:
         """Have something done on the engine's thread; called with the lock held."""
-        call: Future[None] = Future()
-        self._calls.add(call)
-        self._inbox.append(partial(self._answer, call, action))
+        call = self._inbox.call(action)
         self._changed.notify_all()
         return call
-
-    def _answer(self, call: Future[None], action: Callable[[], None]) -> None:
-        # Whoever asked may have stopped waiting, which cancels the call; it is done all the same.
-        is_awaited = call.set_running_or_notify_cancel()
-        try:
-            action()
-        except Exception as error:  # handed over, not hidden: the caller raises it
-            if not is_awaited:
-                raise
-            call.set_exception(error)
-        else:
-            if is_awaited:
-                call.set_result(None)
-        finally:
-            self._calls.discard(call)
 
     @property
     def warmed_up(self) -> bool:
@@ -359,7 +344,7 @@ class EngineLoop:
             self._live |= names
             self._queued |= names
             for request, make_matcher in requests:
-                self._inbox.append(partial(self._add, request, arrival, make_matcher))
+                self._inbox.put(partial(self._add, request, arrival, make_matcher))
             self._changed.notify_all()
             return Admission(queue_position=waiting, arrival=arrival)
 
@@ -392,6 +377,17 @@ class EngineLoop:
             RequestId(request_id), lambda name: self._core.finish(name, num_tokens, choice)
         )
 
+    def hold_request(self, request_id: str) -> bool:
+        """Take no step for a request until `unhold_request`; see EngineCore.hold. Its time limit
+        goes on. False: no live request has that id, or the engine is being stopped.
+        """
+        with self._changed:
+            return not self._stopping and self._command(RequestId(request_id), self._core.hold)
+
+    def unhold_request(self, request_id: str) -> bool:
+        """Let a held request go on. False: no live request has that id."""
+        return self._command(RequestId(request_id), self._core.unhold)
+
     def stats(self) -> EngineStats:
         """The engine's figures now (the counters of a step that is running may be missing)."""
         return self._core.stats()
@@ -400,7 +396,7 @@ class EngineLoop:
         with self._changed:
             if name not in self._live or not self._is_running:
                 return False
-            self._inbox.append(partial(command, name))
+            self._inbox.put(partial(command, name))
             self._changed.notify_all()
             return True
 
@@ -426,11 +422,7 @@ class EngineLoop:
     def _end(self) -> None:
         """The thread's last act, with the lock held."""
         self._is_running = self._accepting = False
-        self._inbox.clear()
-        for call in self._calls:
-            if call.set_running_or_notify_cancel():
-                call.set_exception(EngineUnavailableError("the engine ended before it came to it"))
-        self._calls.clear()
+        self._inbox.close(EngineUnavailableError("the engine ended before it came to it"))
         self._pause.closed()
         self._ended()
 
@@ -448,9 +440,9 @@ class EngineLoop:
                 continue
             if self._core.has_work and not self._is_held:
                 return True
-            # In a hold no step ends what is overdue.
-            until_overdue_s = self._core.end_overdue() if self._is_held else None
-            self._deliver(self._core.take_outputs())  # of a hold: ends alone
+            # No step ends what is overdue in a hold, or where all requests are held.
+            until_overdue_s = self._core.end_overdue()
+            self._deliver(self._core.take_outputs())  # ends alone
             with self._changed:
                 if self._inbox or self._aborting or self._pause.is_wanted:
                     continue
@@ -462,8 +454,7 @@ class EngineLoop:
 
     def _carry_out_commands(self) -> None:
         """Carry out what is in the inbox; then a hard stop, if one was asked for."""
-        for _ in range(len(self._inbox)):  # not what comes meanwhile: steps must not wait for it
-            self._inbox.popleft()()
+        self._inbox.carry_out()
         with self._changed:
             if self._inbox or not self._aborting:
                 return

@@ -29,6 +29,9 @@ class EngineStats:
         prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache, and
             found.
         last_step_s: duration of the last step, in seconds.
+        held: requests that are neither in the batch nor in the queue, because their results are not
+            read.
+        holds: how often a request was held.
     """
 
     running: int
@@ -49,3 +52,5 @@ class EngineStats:
     restores: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    held: int = 0
+    holds: int = 0

@@ -1,6 +1,6 @@
 """`EngineClient` over an engine in a process of its own.
 
-    event loop ── Submit, Cancel, Finish ──▶ socket ──▶ engine.process.worker
+    event loop ── Submit, Cancel, … ───▶ socket ──▶ engine.process.worker
     event loop ◀─ Step, replies ──────────── socket ◀──
 
 The process is started by exec, with one end of a private socket pair as its only channel. Its
@@ -107,7 +107,8 @@ class ProcessEngineClient:
         self._calls: dict[int, asyncio.Future[msgspec.Struct]] = {}
         self._numbers = itertools.count(1)
         self._live: dict[RequestId, float] = {}
-        self._admitted: set[RequestId] = set()  # of the live ones: only these make steps
+        self._admitted: set[RequestId] = set()  # of the live ones: only these make steps,
+        self._held: set[RequestId] = set()  # but for these of them
         self._durations: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._last_step = self._last_heard = 0.0
         self._failure: Exception | None = None
@@ -207,7 +208,7 @@ class ProcessEngineClient:
             self._forget(request.request_id)
             raise
         if request.request_id in self._live:  # else it has ended already
-            if not self._admitted:
+            if not self._makes_steps:
                 self._last_step = time.monotonic()
             self._admitted.add(request.request_id)
         return Admission(reply.queue_position, reply.arrival)
@@ -225,6 +226,20 @@ class ProcessEngineClient:
         """End a choice as of its first tokens; see the protocol."""
         if self._writer is not None and self._failure is None:
             self._writer.write(messages.Finish(request_id, num_tokens, choice))
+
+    async def hold(self, request_id: RequestId) -> None:
+        """Take no step for a request; see the protocol."""
+        if self._writer is not None and request_id in self._admitted:
+            self._held.add(request_id)
+            self._writer.write(messages.Hold(request_id))
+
+    async def unhold(self, request_id: RequestId) -> None:
+        """Let a held request go on; see the protocol."""
+        if self._writer is not None and request_id in self._held:
+            if not self._makes_steps:
+                self._last_step = time.monotonic()
+            self._held.discard(request_id)
+            self._writer.write(messages.Unhold(request_id))
 
     async def stats(self) -> EngineStats:
         """The engine's figures now."""
@@ -325,11 +340,17 @@ class ProcessEngineClient:
     def _forget(self, request_id: RequestId) -> None:
         self._live.pop(request_id, None)
         self._admitted.discard(request_id)
+        self._held.discard(request_id)
+
+    @property
+    def _makes_steps(self) -> bool:
+        """Whether there are requests that the engine has to compute."""
+        return len(self._admitted) > len(self._held)
 
     async def _watch(self) -> None:
         """End the process if it hangs: if it has taken requests in and makes no step of them, or
         says nothing at all. While nothing waits for a step (it is idle, or compiles forms, or is
-        paused), it is asked for something that it has at hand.
+        paused, or all its requests are held), it is asked for something that it has at hand.
 
         On a CPU a step of a large model and a long prompt may take minutes, and the first one comes
         before any was measured: there a process that computes does not hang, however long it takes.
@@ -346,7 +367,7 @@ class ProcessEngineClient:
             used, is_stopped = self._look()
             is_computing = used - used_before > _BUSY_SHARE * _WATCH_INTERVAL_S
             limit = max(self._hang_timeout_s, _HANG_FACTOR * max(self._durations, default=0.0))
-            waits_for_step = bool(self._admitted) and not self._is_paused
+            waits_for_step = self._makes_steps and not self._is_paused
             if self._is_loading:
                 if not is_stopped:
                     self._last_heard = time.monotonic()
@@ -405,6 +426,7 @@ class ProcessEngineClient:
         )
         self._live.clear()
         self._admitted.clear()
+        self._held.clear()
         if outputs and self._sink is not None:
             self._sink(StepOutputs(now, outputs))
 

@@ -64,6 +64,18 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     choice: int
 
 
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """Take no step for a request; not answered."""
+
+    request_id: RequestId
+
+
+class Unhold(msgspec.Struct, frozen=True, tag=True):
+    """Let a held request go on; not answered."""
+
+    request_id: RequestId
+
+
 class GetStats(msgspec.Struct, frozen=True, tag=True):
     """Asks for the figures; answered by Stats."""
 
@@ -96,7 +108,17 @@ class SetLogLevel(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = (
-    Start | Submit | Cancel | Finish | GetStats | Pause | Resume | ResetPrefixCache | SetLogLevel
+    Start
+    | Submit
+    | Cancel
+    | Finish
+    | Hold
+    | Unhold
+    | GetStats
+    | Pause
+    | Resume
+    | ResetPrefixCache
+    | SetLogLevel
 )
 
 

@@ -31,6 +31,7 @@ from engine.process.messages import (
     Done,
     Finish,
     GetStats,
+    Hold,
     Pause,
     Progress,
     Refused,
@@ -42,6 +43,7 @@ from engine.process.messages import (
     Stats,
     Step,
     Submit,
+    Unhold,
     batching_config,
     to_wire,
 )
@@ -106,13 +108,21 @@ class Worker:
                 await self._answer(command.call, self._stats(command))
             case Pause() | Resume() | ResetPrefixCache() | SetLogLevel():
                 await self._answer(command.call, self._control(command))
-            case Finish():
+            case Finish() | Hold() | Unhold():
                 if self._engine is not None:
-                    await self._engine.finish(
-                        command.request_id, command.num_tokens, command.choice
-                    )
+                    await self._tell(self._engine, command)
             case Start():
                 logger.error("told twice what to load; the second time is ignored")
+
+    async def _tell(self, engine: LocalEngineClient, command: Finish | Hold | Unhold) -> None:
+        """Carry out what is not answered."""
+        match command:
+            case Finish():
+                await engine.finish(command.request_id, command.num_tokens, command.choice)
+            case Hold():
+                await engine.hold(command.request_id)
+            case Unhold():
+                await engine.unhold(command.request_id)
 
     async def _answer(self, call: int, answer: Awaitable[msgspec.Struct]) -> None:
         """Send a call's answer, or why there is none."""

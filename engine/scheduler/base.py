@@ -9,6 +9,13 @@ output to compute again (or what the host did not keep), and all of them are the
                ▲                   │
                └─────preempt───────┘   gives up all blocks; no token is lost
 
+A request that is held, because nobody reads what it generates, is in neither: no step takes it, and
+it has no place in the batch. It keeps its blocks until they are needed, and is preempted before
+anybody that runs.
+
+    waiting, running ──hold──▶ held ──unhold──▶ waiting; running, where it still has its blocks and
+                                                there is a place for it
+
 A step: `schedule` decides it, `launched` records that its tokens are being computed, `computed`
 that they are. Between the two a further step may be scheduled.
 
@@ -66,6 +73,7 @@ class Scheduler(ABC):
         safety_margin: see ContinuousBatchingConfig.
         waiting: the queue, in the order of arrival; preempted requests at its head.
         running: the batch, in the order in which its requests were started.
+        held: the requests that are held, with their blocks or without.
         num_preemptions: since the start.
     """
 
@@ -85,6 +93,11 @@ class Scheduler(ABC):
         self.safety_margin = safety_margin
         self.waiting: OrderedDict[RequestKey, Request] = OrderedDict()
         self.running: dict[RequestKey, Request] = {}
+        self.held: dict[RequestKey, Request] = {}
+        # With blocks, and not running: of the held ones, those that were held first in front; and
+        # those that are held no more and go on with the next step.
+        self._parked: dict[RequestKey, Request] = {}
+        self._returning: dict[RequestKey, Request] = {}
         self.num_preemptions = 0
         self._may_preempt = True
 
@@ -145,9 +158,38 @@ class Scheduler(ABC):
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is, and give its blocks back. O(its blocks)."""
-        self.waiting.pop(request.key, None)
-        self.running.pop(request.key, None)
+        for place in (self.waiting, self.running, self.held, self._parked, self._returning):
+            place.pop(request.key, None)
         self.kv_cache.free(request.key)
+
+    def hold(self, request: Request) -> None:
+        """Leave a request out of all steps from the next one on. One whose step is still running
+        gets that step's token. Harmless for one that is in neither queue nor batch. O(1).
+        """
+        key = request.key
+        if key in self.running or key in self._returning:
+            self.running.pop(key, None)
+            self._returning.pop(key, None)
+            self.held[key] = self._parked[key] = request
+        elif key in self.waiting:
+            del self.waiting[key]
+            self.held[key] = request
+
+    def unhold(self, request: Request) -> None:
+        """Let a request go on with the next step; where it has lost its blocks, or there is no
+        place in the batch, from the head of the queue. Harmless for one that is not held. O(1).
+        """
+        if self.held.pop(request.key, None) is None:
+            return
+        if self._parked.pop(request.key, None) is not None:
+            self._returning[request.key] = request
+        else:
+            self.put_back(request)
+
+    @property
+    def num_held(self) -> int:
+        """Requests that are held, or go on with the next step."""
+        return len(self.held) + len(self._returning)
 
     def fork(self, parent: Request, children: Sequence[Request]) -> None:
         """Take in the other choices of a request whose prompt has just been computed: they share
@@ -171,8 +213,8 @@ class Scheduler(ABC):
 
     @property
     def has_requests(self) -> bool:
-        """Whether anything is waiting or running."""
-        return bool(self.running) or bool(self.waiting)
+        """Whether there is anything that a step may take."""
+        return bool(self.running) or bool(self.waiting) or bool(self._returning)
 
     def schedule(self, now: float, *, is_step_pending: bool = False) -> ScheduledBatch | None:
         """Choose the next step.
@@ -188,6 +230,7 @@ class Scheduler(ABC):
         plan = StepPlan(self.max_batch_tokens)
         self._may_preempt = not is_step_pending
         try:
+            self._take_back()
             self.choose(plan, now)
         except StepPendingError:
             return None
@@ -218,9 +261,10 @@ class Scheduler(ABC):
         lost: list[Request] = []
         for key in self.kv_cache.copies_failed(batch.copies):
             request = self.running.get(key) or self.waiting.get(key)
+            request = request or self.held.get(key) or self._returning.get(key)
             if request is not None:
                 self.kv_cache.free(key)
-                if key in self.running:
+                if key in self.running or key in self._parked or key in self._returning:
                     self._give_up(request)
                 request.num_computed_tokens = 0
                 lost.append(request)
@@ -287,6 +331,9 @@ class Scheduler(ABC):
         Returns:
             Whether that was done; False: the batch is full, or there are not enough blocks for all
             its tokens beside what the running requests may still need.
+
+        Raises:
+            StepPendingError: see `could_admit`.
         """
         if plan.budget < 1 or not self.could_admit(plan, request, ()):
             return False
@@ -303,7 +350,11 @@ class Scheduler(ABC):
 
     def could_admit(self, plan: StepPlan, request: Request, without: Sequence[Request]) -> bool:
         """Whether `admit` would find a place and blocks if some of the running requests were
-        preempted. Where they share blocks with others, it may find fewer than this thinks.
+        preempted. Where they share blocks with others, it may find fewer than this thinks. Held
+        requests give up their blocks as far as that helps.
+
+        Raises:
+            StepPendingError: held requests have blocks to give up, and a step is pending.
         """
         num_running = len(self.running) - len(without)
         if num_running >= self.max_requests_per_batch:
@@ -312,9 +363,13 @@ class Scheduler(ABC):
         for other in without:
             for index, table in enumerate(self.kv_cache.tables(other.key)):
                 spare[index] -= table.length - table.released
-        found = self.kv_cache.find_prefix(request)
-        num_tokens = min(request.num_tokens - found, plan.budget)
-        return self.kv_cache.can_start(request, found, num_tokens, spare)
+        while True:
+            found = self.kv_cache.find_prefix(request)
+            num_tokens = min(request.num_tokens - found, plan.budget)
+            if self.kv_cache.can_start(request, found, num_tokens, spare):
+                return True
+            if not self._take_from_held():
+                return False
 
     def preempt(self, plan: StepPlan, request: Request) -> None:
         """Take a running request out of the batch, and of the step if it is in it: it gives up its
@@ -329,24 +384,63 @@ class Scheduler(ABC):
         if part is not None:
             plan.budget += part.num_tokens
         plan.preempted.add(request.key)
-        num_kept = self.kv_cache.preempt(request)
-        request.num_computed_tokens = num_kept
+        request.num_computed_tokens = self.kv_cache.preempt(request)
         self._give_up(request)
 
     def _has_room(self, plan: StepPlan, request: Request) -> bool:
-        num_tokens = min(request.num_tokens_to_compute, max(plan.budget, 1))
-        if self.kv_cache.allocate(request.key, request.num_computed_tokens + num_tokens):
-            return True
+        num_tokens = request.num_computed_tokens
+        num_tokens += min(request.num_tokens_to_compute, max(plan.budget, 1))
+        while not self.kv_cache.allocate(request.key, num_tokens):
+            if not self._take_from_held():
+                if not self._may_preempt:
+                    raise StepPendingError
+                return False
+        return True
+
+    def _take_from_held(self) -> bool:
+        """Preempt the request that has been held longest of those that have blocks. False: none
+        has.
+
+        Raises:
+            StepPendingError: one has, and a step is pending.
+        """
+        if not self._parked:
+            return False
         if not self._may_preempt:
             raise StepPendingError
-        return False
+        request = next(iter(self._parked.values()))
+        request.num_computed_tokens = self.kv_cache.preempt(request)
+        self._give_up(request)
+        return True
+
+    def _take_back(self) -> None:
+        """Find a place for those that are held no more.
+
+        Raises:
+            StepPendingError: there is none, or a token must be on the host, and a step is pending.
+        """
+        while self._returning:
+            request = next(iter(self._returning.values()))
+            has_place = len(self.running) < self.max_requests_per_batch
+            needs_token = request.num_pending_tokens > 0 and request.needs_host_tokens
+            if not self._may_preempt and (needs_token or not has_place):
+                raise StepPendingError
+            if has_place:
+                self.running[request.key] = self._returning.pop(request.key)
+            else:
+                request.num_computed_tokens = self.kv_cache.preempt(request)
+                self._give_up(request)
 
     def _give_up(self, request: Request) -> None:
-        del self.running[request.key]
+        """Record that a request that had blocks has none any more. It waits, unless it is held."""
+        self.running.pop(request.key, None)
+        self._parked.pop(request.key, None)
+        self._returning.pop(request.key, None)
         request.status = RequestStatus.WAITING
         request.preemptions += 1
         self.num_preemptions += 1
-        self.put_back(request)
+        if request.key not in self.held:
+            self.put_back(request)
 
     def _spare_blocks(self, num_running: int) -> list[int]:
         """Blocks of each group to leave for the growth of the running requests, so that a newcomer

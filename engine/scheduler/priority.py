@@ -57,7 +57,11 @@ class PriorityScheduler(Scheduler):
     # ---- the queue -----------------------------------------------------------------------------
 
     def queued(self, request: Request) -> None:
-        """Enter it into the heaps."""
+        """Enter it into the heaps. One that was held while it waited is entered once more, so they
+        are tidied here too.
+        """
+        self._queue.tidy()
+        self._limits.tidy()
         self._queue.push(_rank(request), request)
         if request.spec.time_limit_s is not None:
             needed = self._times.at_least(request.num_tokens)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.outputs import FinishReason
+from engine.types import RequestId, RequestKey
 from tests.engine.fake_runner import VOCAB, Clock, make_core, make_request
 from tests.engine.ledger import Ledger, drain
 
@@ -68,6 +69,7 @@ class CoreMachine(RuleBasedStateMachine):
         )
         self.ledger = Ledger()
         self.count = 0
+        self.lengths: dict[RequestKey, int] = {}  # of the held choices, when they were held
 
     @rule(
         length=st.integers(1, 30),
@@ -171,6 +173,26 @@ class CoreMachine(RuleBasedStateMachine):
         assert end.reason is FinishReason.STOP
         assert end.usage.completion_tokens == max(0, min(kept, had))
 
+    @precondition(lambda self: self.ledger.live)
+    @rule(data=st.data(), settled=st.booleans())
+    def hold(self, data: st.DataObject, settled: bool) -> None:
+        name = data.draw(st.sampled_from(self.ledger.live))
+        if settled:
+            self.core.settle()
+            self.ledger.take(self.core.take_outputs())
+        live = self.core._live.by_id.get(name)
+        is_new = live is not None and not live.is_held
+        assert self.core.hold(name) is is_new
+        if live is not None and is_new:
+            self.lengths |= {one.key: one.num_tokens for one in live.choices.values()}
+
+    @rule(data=st.data())
+    def unhold(self, data: st.DataObject) -> None:
+        held = [name for name, live in self.core._live.by_id.items() if live.is_held]
+        name = data.draw(st.sampled_from(held or [RequestId("nobody")]))
+        assert self.core.unhold(name) is bool(held)
+        assert not self.core.unhold(name)
+
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0]))
     def step(self, seconds: float) -> None:
         self.clock.now += seconds
@@ -218,7 +240,15 @@ class CoreMachine(RuleBasedStateMachine):
         assert set(core._live.by_id) == set(self.ledger.live)
         assert stats.requests_accepted - stats.requests_finished == len(lives)
         in_scheduler = sum(len(live.choices) if live.is_forked else 1 for live in lives)
-        assert stats.running + stats.waiting == in_scheduler
+        assert stats.running + stats.waiting + stats.held == in_scheduler
+        for live in lives:
+            for one in live.choices.values():
+                places = [
+                    one.key in place for place in (core.scheduler.running, core.scheduler.waiting)
+                ]
+                if live.is_held:
+                    assert not any(places)
+                    assert one.num_tokens <= self.lengths[one.key], "a step took a held request"
         assert stats.running <= core.scheduler.max_requests_per_batch
         assert len(set(self.runner.released)) == len(self.runner.released), "released twice"
         assert stats.generated_tokens == sum(map(len, self.ledger.tokens.values()))

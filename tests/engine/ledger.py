@@ -122,7 +122,10 @@ class Ledger:
 
 
 def drain(core: EngineCore, ledger: Ledger) -> int:
-    """Step until everything has ended; how many steps it took. Raises if someone starves."""
+    """Step until everything has ended, held requests too; how many steps it took. Raises if
+    someone starves.
+    """
+    core.unhold_all()
     work = sum(
         spec.n * (len(spec.prompt) + spec.stop.max_tokens + 2) for spec in ledger.specs.values()
     )

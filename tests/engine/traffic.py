@@ -18,8 +18,8 @@ def traffic(
     *,
     first: int = 0,
 ) -> Ledger:
-    """Requests of all kinds through a core, with cancels, finishes and failing steps; at most 300
-    are live at a time.
+    """Requests of all kinds through a core, with cancels, finishes, holds and failing steps; at
+    most 300 are live at a time.
     """
     ledger = Ledger()
     added = steps = 0
@@ -42,11 +42,15 @@ def traffic(
             core.add(spec, core.clock())
         runner.fail = 1 if steps % 101 == 100 else 0
         runner.fail_results = 1 if steps % 101 == 50 else 0
-        if steps % 7 == 0:
+        if steps % 7 == 0 and core._live.by_id:
             core.cancel(chance.choice(list(core._live.by_id)))
         if steps % 11 == 0 and core.scheduler.running:
             request = chance.choice(list(core.scheduler.running.values()))
             core.finish(request.request_id, chance.randint(0, 3), request.choice)
+        if steps % 5 == 0 and core._live.by_id:
+            core.hold(chance.choice(list(core._live.by_id)))
+        if steps % 40 == 0 or added == count:
+            core.unhold_all()
         ledger.take(core.step())
         steps += 1
         assert steps < 20 * count

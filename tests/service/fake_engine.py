@@ -17,7 +17,8 @@ by step:
 
 Tokens are bytes: `byte_tokenizer()` has the ids 0 to 255 for the bytes, EOS and BOS, so that texts
 and tokens can be worked out by hand. Failures: `refuse_next` (an exception for the next submit),
-`fail(request_id)`, `die(error)`. While it is paused, steps bring ends alone.
+`fail(request_id)`, `die(error)`. While it is paused, steps bring ends alone; so they do to a
+request that is held.
 """
 
 from __future__ import annotations
@@ -153,6 +154,7 @@ class _Live:
     prompt_done: bool = False
     first_scheduled: float | None = None
     failure: RequestFailure | None = None
+    held: bool = False
 
     @property
     def left(self) -> list[_Choice]:
@@ -186,6 +188,7 @@ class FakeEngine:
     ended: int = 0
     closed: bool = False
     paused: bool = False
+    holds: int = 0
     resets: int = 0
     log_levels: list[str] = field(default_factory=list)
     stats_gate: asyncio.Event | None = None
@@ -258,15 +261,32 @@ class FakeEngine:
             live.choices[choice].finish_at = num_tokens
             self._work.set()
 
+    async def hold(self, request_id: RequestId) -> None:
+        """The request generates nothing until `unhold`."""
+        live = self._live.get(request_id)
+        if live is not None and not live.held:
+            live.held = True
+            self.holds += 1
+
+    async def unhold(self, request_id: RequestId) -> None:
+        """End a hold."""
+        live = self._live.get(request_id)
+        if live is not None:
+            live.held = False
+            self._work.set()
+
     async def stats(self) -> EngineStats:
         """The figures now."""
         if self.stats_gate is not None:
             await self.stats_gate.wait()
         self._running()
-        running = sum(live.running for live in self._live.values())
+        running = sum(live.running and not live.held for live in self._live.values())
+        held = sum(live.held for live in self._live.values())
         return EngineStats(
             running=running,
-            waiting=len(self._live) - running,
+            waiting=len(self._live) - running - held,
+            held=held,
+            holds=self.holds,
             blocks_total=0,
             blocks_used=0,
             steps=self.steps,
@@ -333,6 +353,11 @@ class FakeEngine:
     # For tests
 
     @property
+    def held(self) -> set[str]:
+        """The requests that are held."""
+        return {name for name, live in self._live.items() if live.held}
+
+    @property
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self._live)
@@ -395,7 +420,7 @@ class FakeEngine:
         return bool(going)
 
     def _admit(self) -> None:
-        running = sum(live.running for live in self._live.values())
+        running = sum(live.running and not live.held for live in self._live.values())
         while self._waiting and running < self.info.max_running_requests:
             live = max(self._waiting, key=lambda one: one.spec.priority)  # of equals, the first
             self._waiting.remove(live)
@@ -421,7 +446,7 @@ class FakeEngine:
         return [
             self._output(live, choice, now)
             for choice in live.left
-            if (live.running and not self.paused) or choice.end is not None
+            if (live.running and not self.paused and not live.held) or choice.end is not None
         ]
 
     def _output(self, live: _Live, choice: _Choice, now: float) -> RequestOutput:
