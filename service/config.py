@@ -14,6 +14,7 @@ from engine.errors import ConfigError
 from engine.sampling_params import MAX_CHOICES
 
 SCHEDULERS = ("fifo", "prefill_first", "priority")
+SLOW_READERS = ("pause", "end")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MIB = 1 << 20
 DAY_S = 86_400.0
@@ -68,6 +69,12 @@ class ServiceConfig:
         max_undelivered_bytes: about how many bytes of results may wait to be read, of all requests
             together, but for ended ones that are kept; beyond it new requests are refused. 0: any
             number; else 1 MiB to 1 TiB.
+        max_unread_tokens, max_unread_bytes: how many tokens of a request's output may wait to be
+            read, and about how many bytes; the first one counts. 1 to 1,000,000,000; 1 KiB to
+            1 GiB.
+        slow_reader: what then becomes of the request: "pause" holds it until it is read, "end" ends
+            it.
+        max_pause_s: how long a held request may wait before it is ended; 0.1 s to a day.
         unix_socket_mode: the permissions of Unix sockets.
         unix_socket_group: whose group they belong to, a name or a number; None: the process's.
         log_level: debug, info, warning or error.
@@ -102,6 +109,10 @@ class ServiceConfig:
     max_kept_results: int = 1000
     max_kept_bytes: int = 64 * MIB
     max_undelivered_bytes: int = 256 * MIB
+    max_unread_tokens: int = 1024
+    max_unread_bytes: int = MIB
+    slow_reader: str = "pause"
+    max_pause_s: float = 60.0
     unix_socket_mode: int = 0o660
     unix_socket_group: str | None = None
     log_level: str = "info"
@@ -157,6 +168,14 @@ class ServiceConfig:
         _within("max_kept_bytes", self.max_kept_bytes, 0, 64 << 30)
         if self.max_undelivered_bytes:
             _within("max_undelivered_bytes", self.max_undelivered_bytes, MIB, 1 << 40)
+        _within("max_unread_tokens", self.max_unread_tokens, 1, 1_000_000_000)
+        _within("max_unread_bytes", self.max_unread_bytes, 1 << 10, 1 << 30)
+        if self.slow_reader not in SLOW_READERS:
+            raise ConfigError(
+                "slow_reader",
+                f"is {self.slow_reader!r}; it must be one of {', '.join(SLOW_READERS)}",
+            )
+        _within("max_pause_s", self.max_pause_s, 0.1, DAY_S)
         _within("unix_socket_mode", self.unix_socket_mode, 0, 0o777)
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(

@@ -37,6 +37,7 @@ from engine.text import ChatTemplateUnavailableError
 from service.admission import LimitReachedError
 from service.auth import PermissionDeniedError, UnauthenticatedError
 from service.delivery.errors import (
+    OutputNotReadError,
     RequestFailedError,
     RequestMovedError,
     ResultGoneError,
@@ -205,6 +206,13 @@ def _not_read(error: ResultsNotReadError, _prefix: str) -> _Public:
     return _Public(grpc.StatusCode.RESOURCE_EXHAUSTED, "RESULTS_NOT_READ", str(error))
 
 
+def _output_not_read(error: OutputNotReadError, _prefix: str) -> _Public:
+    metadata = {"unread_tokens": str(error.unread_tokens)}
+    if error.max_pause_s is not None:
+        metadata["max_pause_s"] = f"{error.max_pause_s:g}"
+    return _Public(grpc.StatusCode.RESOURCE_EXHAUSTED, "RESULTS_NOT_READ", str(error), metadata)
+
+
 def _unavailable(error: EngineUnavailableError, _prefix: str) -> _Public:
     reason = error.reason if isinstance(error, NotReadyError) else "ENGINE_STOPPED"
     return _Public(grpc.StatusCode.UNAVAILABLE, reason, str(error), retry_after_s=_RESTART_DELAY_S)
@@ -255,6 +263,7 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
     (UnauthenticatedError, _unauthenticated),
     (PermissionDeniedError, _denied),
     (ResultsNotReadError, _not_read),
+    (OutputNotReadError, _output_not_read),
     (EngineUnavailableError, _unavailable),
     (ChatTemplateUnavailableError, _no_template),
     (PreconditionError, _precondition),

@@ -40,6 +40,12 @@ _SIZES: Final = tuple(float(2**power) for power in range(15))
 _GAUGES: Final[tuple[tuple[str, str, str, Callable[[EngineStats], int]], ...]] = (
     ("headrace.requests.running", "{request}", "In the batch.", lambda s: s.running),
     ("headrace.requests.waiting", "{request}", "In the queue.", lambda s: s.waiting),
+    (
+        "headrace.requests.held",
+        "{request}",
+        "Neither: their results are not read.",
+        lambda s: s.held,
+    ),
     ("headrace.kv_cache.blocks.limit", "{block}", "All there are.", lambda s: s.blocks_total),
     ("headrace.kv_cache.blocks.used", "{block}", "Held by requests.", lambda s: s.blocks_used),
     (
@@ -75,6 +81,12 @@ _COUNTERS: Final[tuple[tuple[str, str, str, Callable[[EngineStats], int]], ...]]
         "{token}",
         "Computed for prompts; again after a preemption.",
         lambda s: s.prompt_tokens,
+    ),
+    (
+        "headrace.holds",
+        "{hold}",
+        "How often a request was held, because its results were not read.",
+        lambda s: s.holds,
     ),
     ("headrace.tokens.generated", "{token}", "Generated.", lambda s: s.generated_tokens),
     (

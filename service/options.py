@@ -419,6 +419,38 @@ class RequestOptions:
             _REQUESTS,
         ),
     ] = 256 << 20
+    max_unread_tokens: Annotated[
+        int,
+        _option(
+            "max-unread-tokens",
+            "Tokens of a request's output that may wait to be read.",
+            _REQUESTS,
+        ),
+    ] = 1024
+    max_unread_bytes: Annotated[
+        int,
+        _option(
+            "max-unread-bytes",
+            "About how many bytes of it, where that is less.",
+            _REQUESTS,
+        ),
+    ] = 1 << 20
+    slow_reader: Annotated[
+        str,
+        _option(
+            "slow-reader",
+            "What then becomes of the request: pause (it waits to be read) or end.",
+            _REQUESTS,
+        ),
+    ] = "pause"
+    max_pause_s: Annotated[
+        float,
+        _option(
+            "max-pause",
+            "Seconds that a paused request waits to be read before it is ended.",
+            _REQUESTS,
+        ),
+    ] = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)

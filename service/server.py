@@ -53,7 +53,9 @@ from service.convert.inputs import InputEncoder
 from service.convert.model import model_card
 from service.convert.request import Converter, RequestLimits
 from service.convert.response import Responder
-from service.delivery.registry import Registry, Retention
+from service.delivery.flow import FlowOptions
+from service.delivery.kept import Retention
+from service.delivery.registry import Registry
 from service.health import HealthServicer
 from service.interceptors import Authentication, Readiness, Recovery
 from service.listening import bind, unlink_sockets
@@ -157,6 +159,12 @@ class HeadraceServer:
                     max_undelivered_bytes=config.max_undelivered_bytes or None,
                 ),
                 clock,
+            ),
+            FlowOptions(
+                max_unread_tokens=config.max_unread_tokens,
+                max_unread_bytes=config.max_unread_bytes,
+                ends=config.slow_reader == "end",
+                max_pause_s=config.max_pause_s,
             ),
         )
         self._pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="headrace-text")

@@ -218,6 +218,8 @@ def live_request(log: RequestLog, now: float) -> pb.LiveRequest:
         state = pb.REQUEST_STATE_CANCELLING
     elif log.accepted is None:
         state = pb.REQUEST_STATE_SUBMITTED
+    elif log.flow.is_held:
+        state = pb.REQUEST_STATE_HELD
     elif output_tokens == 0:
         state = pb.REQUEST_STATE_WAITING
     else:

@@ -19,13 +19,14 @@ from service.config import ServiceConfig
 from service.convert.response import sampling_message
 from service.convert.values import to_duration
 
-CONTRACT_REVISION = 2
+CONTRACT_REVISION = 3
 """Grows with every change to the contract."""
 _FEATURES = (
     "sessions",
     "attach",
     "lease",
     "choices",
+    "credits",
     "logprobs",
     "prompt_logprobs",
     "echo",
@@ -82,6 +83,8 @@ def model_card(
             max_running_requests=info.max_running_requests,
             max_lease=to_duration(config.max_lease_s),
             result_retention=to_duration(config.result_retention_s),
+            max_unread_tokens=config.max_unread_tokens,
+            max_pause=(to_duration(config.max_pause_s) if config.slow_reader == "pause" else None),
         ),
         features=sorted(features),
         instance_id=instance_id,

@@ -24,7 +24,7 @@ from service.convert.sampling import check_min_tokens, grammar_params, sampling_
 from service.convert.unsupported import refuse_unsupported
 from service.convert.values import check_enum, seconds
 from service.delivery.events import DeliveryOptions, prompt_size
-from service.delivery.registry import Submission
+from service.delivery.submission import Submission
 
 MAX_SALT_BYTES = 128
 MAX_PRIORITY = 100

@@ -238,7 +238,9 @@ class Responder:
         message = generation_pb2.Failed(
             usage=_usage(finish.usage), timings=_timings(finish, finish.timings.last_token)
         )
-        if finish.failure is not None:
+        if event.error is not None:
+            message.status.CopyFrom(to_status(event.error))
+        elif finish.failure is not None:
             message.status.CopyFrom(failure_status(finish.failure))
         return message
 

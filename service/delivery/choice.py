@@ -13,6 +13,7 @@ sees the choice had ended before that.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -52,6 +53,7 @@ class ChoiceLog:
         "_options",
         "_stop_time",
         "_text",
+        "_text_ends",
         "_text_stream",
         "_times",
         "arrival",
@@ -82,6 +84,7 @@ class ChoiceLog:
         self._ending_ids = ending_ids
         self._ids: list[TokenId] = []
         self._text: list[str] = []
+        self._text_ends: list[int] = []  # of each piece: how many of _ids there were behind it
         self._logprobs: list[TokenLogprobs] = []
         self._times: list[float] = []
         self._offset = 0  # tokens in deltas that were taken
@@ -92,6 +95,16 @@ class ChoiceLog:
     def num_tokens(self) -> int:
         """Tokens so far, taken and pending."""
         return self._offset + len(self._ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that were not taken yet."""
+        return len(self._ids)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it takes no more tokens: its end is there, or its stop string was found."""
+        return self.stop is not None or self.finished is not None
 
     @property
     def is_ready(self) -> bool:
@@ -118,22 +131,23 @@ class ChoiceLog:
         logprobs: tuple[TokenLogprobs, ...] | None,
         now: float,
     ) -> StopMatch | None:
-        """Take one step's tokens; returns the stop string if they completed one. The path of every
-        token: kept short.
+        """Take one step's tokens, of a choice that is not over; returns the stop string if they
+        completed one. The path of every token: kept short.
         """
-        if self.stop is not None or self.finished is not None:
-            return None
         found = None
+        text = ""
         if self._text_stream is not None:
             piece = self._text_stream.push(ids, ends_with_stop_token=ids[-1] in self._ending_ids)
-            if piece.text:
-                self._text.append(piece.text)
+            text = piece.text
             if piece.stop is not None:
                 ids = ids[: piece.num_tokens_kept]
                 logprobs = logprobs[: piece.num_tokens_kept] if logprobs is not None else None
                 self.stop = found = piece.stop
                 self._stop_time = now
         self._ids += ids
+        if text:
+            self._text.append(text)
+            self._text_ends.append(len(self._ids))
         if logprobs is not None:
             self._logprobs += logprobs
         if self._options.record_times:
@@ -150,6 +164,7 @@ class ChoiceLog:
         rest = self._text_stream.finish()
         if rest:
             self._text.append(rest)
+            self._text_ends.append(len(self._ids))
         if self.stop is None:
             self.stop = self._text_stream.stop
 
@@ -173,51 +188,63 @@ class ChoiceLog:
 
     # Taking
 
-    def take(self, number: Callable[[Delta | Finished], None], *, ending: bool) -> None:
+    def take(
+        self, number: Callable[[Delta | Finished], None], *, ending: bool, room: int | None = None
+    ) -> int:
         """Hand what is pending to `number`, as far as the delivery options let it go; all of it
-        where the choice has ended, or the request has (`ending`).
+        where the choice has ended, or the request has (`ending`). At most `room` tokens (None: any
+        number); the end comes behind the last token.
+
+        Returns:
+            How many tokens were taken.
         """
-        ids = self._ids
-        if len(ids) >= self._at_least or (
-            (ids or self._text) and (ending or self.finished is not None)
+        count = len(self._ids)
+        if count >= self._at_least or (
+            (count or self._text) and (ending or self.finished is not None)
         ):
-            text = "".join(self._text)
-            if len(ids) <= self._most:  # nearly always
-                number(self._delta(tuple(ids), text, 0, len(ids)))
+            if count <= self._most and (room is None or count <= room):  # nearly always
+                number(self._delta(count, "".join(self._text)))
+                self._ids = []
+                self._text = []
+                self._text_ends = []
+                if self._logprobs:
+                    self._logprobs = []
+                if self._times:
+                    self._times = []
             else:
-                self._take_in_parts(number, text)
-            self._ids = []
-            self._text = []
-            if self._logprobs:
-                self._logprobs = []
-            if self._times:
-                self._times = []
-        if self.finished is not None and not self._end_taken:
+                self._take_in_parts(number, count if room is None else min(count, room))
+        if self.finished is not None and not self._end_taken and not self._ids:
             self._end_taken = True
             number(self.finished)
+        return count - len(self._ids)
 
-    def _take_in_parts(self, number: Callable[[Delta | Finished], None], text: str) -> None:
-        """Several deltas, where one would be very large; the text comes with the last."""
-        ids, most = self._ids, self._most
-        for start in range(0, len(ids), most):
-            part_text = text if start + most >= len(ids) else ""
-            number(self._delta(tuple(ids[start : start + most]), part_text, start, start + most))
+    def _take_in_parts(self, number: Callable[[Delta | Finished], None], count: int) -> None:
+        """Some of the first tokens, in several deltas where one would be very large."""
+        while count > 0:
+            part = min(count, self._most)
+            pieces = bisect_right(self._text_ends, part)
+            number(self._delta(part, "".join(self._text[:pieces])))
+            del self._ids[:part], self._logprobs[:part], self._times[:part]
+            del self._text[:pieces], self._text_ends[:pieces]
+            self._text_ends = [end - part for end in self._text_ends]
+            count -= part
 
-    def _delta(self, ids: tuple[TokenId, ...], text: str, start: int, end: int) -> Delta:
-        """A delta of the pending tokens from `start` to `end`."""
+    def _delta(self, count: int, text: str) -> Delta:
+        """A delta of the first pending tokens."""
+        ids = tuple(self._ids[:count])
         times = None
         if self._times:
             arrival = self.arrival
-            times = tuple([max(moment - arrival, 0.0) for moment in self._times[start:end]])
+            times = tuple([max(moment - arrival, 0.0) for moment in self._times[:count]])
         delta = Delta(
             ids,
             text,
             self._offset,
             self._options.token_details,
-            tuple(self._logprobs[start:end]) if self._logprobs else None,
+            tuple(self._logprobs[:count]) if self._logprobs else None,
             times,
-            delta_size(text, len(ids), self._bytes_per_token),
+            delta_size(text, count, self._bytes_per_token),
             self.index,
         )
-        self._offset += len(ids)
+        self._offset += count
         return delta

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.errors import HeadraceError
 from engine.outputs import Finish, FinishReason, TokenLogprobs, Usage
 from engine.sampling_params import SamplingParams, StopParams
 from engine.types import TokenId
@@ -150,9 +151,12 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The end of the whole request by a failure; `finish.failure` says why."""
+    """The end of the whole request by a failure; `finish.failure` says why. `error`: where it was
+    not the engine that failed.
+    """
 
     finish: Finish
+    error: HeadraceError | None = None
 
     @property
     def size(self) -> int:
@@ -161,6 +165,11 @@ class Failed:
 
 
 Event = Accepted | PromptProcessed | Delta | Finished | Failed
+
+
+def num_tokens(event: Event) -> int:
+    """How many tokens of output an event has."""
+    return len(event.token_ids) if isinstance(event, Delta) else 0
 
 
 class NumberedEvent(NamedTuple):

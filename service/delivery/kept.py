@@ -8,10 +8,26 @@ out its own results, and nobody's who keeps less. With one identity, the oldest 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from service.delivery.log import RequestLog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """What is kept, and how much of it.
+
+    Attributes:
+        retention_s: how long results are kept after a request's end.
+        max_results, max_bytes: the most ended requests that are kept, and about how many bytes of
+            events in them.
+    """
+
+    retention_s: float
+    max_results: int
+    max_bytes: int
 
 
 class _Share:

@@ -19,6 +19,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from engine.errors import HeadraceError
 from engine.outputs import Finish, FinishReason, RequestFailure, RequestOutput, Timings, Usage
 from engine.text import TextStream
 from engine.types import RequestId, TokenId
@@ -32,10 +33,12 @@ from service.delivery.events import (
     NumberedEvent,
     PromptProcessed,
     at_most,
+    num_tokens,
     prompt_size,
 )
 
 if TYPE_CHECKING:
+    from service.delivery.flow import LogFlow
     from service.delivery.session import ResultStream
 
 
@@ -60,13 +63,20 @@ class RequestLog:
         watchers: who waits in `changed`.
         timer: the pending lease or retention timer. Set by Registry.
         size: about how many bytes its kept events take.
+        untaken: tokens of output that its stream (or, without one, GetResult) has not taken.
+        credit: how many tokens the stream may still take; None: any number. Below zero after an
+            event that was numbered before, since such a one is not cut. Set by ResultStream.
+        flow: what `flow.FlowControl` knows of it.
     """
 
     __slots__ = (
         "_arrival",
+        "_cached_tokens",
         "_choices",
         "_end_numbered",
+        "_first_token",
         "_kept",
+        "_last_token",
         "_next_seq",
         "_on_stop",
         "_options",
@@ -77,11 +87,13 @@ class RequestLog:
         "abandoned",
         "accepted",
         "cancel_wanted",
+        "credit",
         "cursor",
         "durable",
         "ended",
         "engine_id",
         "failure",
+        "flow",
         "identity",
         "keep",
         "priority",
@@ -92,6 +104,7 @@ class RequestLog:
         "stream",
         "time_limit_s",
         "timer",
+        "untaken",
         "watchers",
     )
 
@@ -107,6 +120,7 @@ class RequestLog:
         prompt: tuple[TokenId, ...],
         now: float,
         on_stop: Callable[[RequestLog, int, int], None],
+        flow: LogFlow,
     ) -> None:
         """An empty log.
 
@@ -119,6 +133,7 @@ class RequestLog:
             now: monotonic seconds, until the engine tells when the request arrived.
             on_stop: called with the log, the choice and its number of tokens when a stop string
                 was found.
+            flow: how much may be untaken.
         """
         self.identity = identity
         self.request_id = request_id
@@ -139,10 +154,16 @@ class RequestLog:
         self.reserved_tokens = 0
         self.time_limit_s: float | None = None
         self.watchers: list[asyncio.Future[None]] = []
+        self.untaken = 0
+        self.credit: int | None = None
+        self.flow = flow
         self._options = options
         self._prompt_tokens = len(prompt)
         self._prompt_ids = prompt if options.describe_prompt else ()
         self._arrival = now
+        self._cached_tokens = 0
+        self._first_token: float | None = None
+        self._last_token: float | None = None
         self._on_stop = on_stop
         # Pending: what came since the last number was given.
         self._choices = tuple(
@@ -221,10 +242,14 @@ class RequestLog:
             return
         if output.prompt_done is not None:
             self._prompt = self._processed(output.prompt_done, output)
+            self._first_token = now
         choice = self._choices[output.choice]
-        if output.token_ids:
+        if output.token_ids and not choice.is_over:
             stop = choice.push(output.token_ids, output.logprobs, now)
+            self.untaken += len(output.token_ids)
+            self._last_token = now
             if stop is not None:
+                self.untaken = self._untaken_from(self.cursor)  # what is behind it was dropped
                 self._on_stop(self, choice.index, stop.num_tokens)
         if output.finish is not None:
             self._finish(choice, output.finish)
@@ -237,6 +262,7 @@ class RequestLog:
 
     def _processed(self, cached_tokens: int, output: RequestOutput) -> PromptProcessed:
         ids, self._prompt_ids = self._prompt_ids, ()
+        self._cached_tokens = cached_tokens
         return PromptProcessed(
             self._prompt_tokens,
             cached_tokens,
@@ -271,19 +297,21 @@ class RequestLog:
                 f"{self.engine_id}: the engine ended the request, but not its choices {missing}"
             )
 
-    def fail(self, failure: RequestFailure, now: float) -> None:
-        """End the request here with a failure, where the front end itself could not go on with
-        it.
+    def fail(self, failure: RequestFailure, now: float, error: HeadraceError | None = None) -> None:
+        """End the request here with a failure, where the front end itself does not go on with it.
+        `error`: what the caller is told, where it is no error of ours.
         """
         if self.ended:
             return
+        first, last = self._first_token, self._last_token
         self.failure = Failed(
             Finish(
                 FinishReason.ERROR,
-                Usage(self._prompt_tokens, 0, self.output_tokens),
-                Timings(self._arrival, None, None, None, now, 0),
+                Usage(self._prompt_tokens, self._cached_tokens, self.output_tokens),
+                Timings(self._arrival, None, first, last, now, 0),
                 failure=failure,
-            )
+            ),
+            error,
         )
         self.ended = True
 
@@ -303,19 +331,25 @@ class RequestLog:
             return False
         return self._prompt is not None or bool(self._ready)
 
-    def _number_pending(self) -> None:
-        """Give numbers to what is pending, as far as the delivery options let it go."""
+    def _number_pending(self, room: int | None = None) -> None:
+        """Give numbers to what is pending, as far as the delivery options let it go, and to at most
+        `room` tokens of it; None: any number.
+        """
         if not self._can_number():
             return
         if self._prompt is not None:
             self._number(self._prompt)
             self._prompt = None
         ended = self.ended
-        for choice in self._choices if ended else self._ready:
-            choice.queued = False
-            choice.take(self._number, ending=ended)
-        self._ready.clear()
-        if ended:
+        choices, self._ready = self._choices if ended else self._ready, []
+        for choice in choices:
+            taken = choice.take(self._number, ending=ended, room=room)
+            choice.queued = room is not None and choice.is_ready
+            if choice.queued:
+                self._ready.append(choice)
+            if room is not None:
+                room -= taken
+        if ended and not any(choice.num_pending for choice in self._choices):
             if self.failure is not None:
                 self._number(self.failure)
             self._end_numbered = True
@@ -344,22 +378,72 @@ class RequestLog:
         start = seq - self._kept[0].seq
         return self._kept[start:] if start > 0 else list(self._kept)
 
+    @property
+    def is_takeable(self) -> bool:
+        """Whether the stream may take something now."""
+        credit = self.credit
+        if credit is None or credit > 0:
+            return self.has(self.cursor)
+        if self.cursor < self._next_seq:
+            return num_tokens(self._kept[self.cursor - self._kept[0].seq].event) == 0
+        # What has no tokens needs no credit.
+        if not self._can_number():
+            return False
+        if self._prompt is not None or (self.ended and not self.untaken):
+            return True
+        return any(choice.is_ready and not choice.num_pending for choice in self._choices)
+
     def take_for_stream(self, limit: int) -> list[NumberedEvent]:
-        """Take what the stream has not had yet, at least one event and about `limit` bytes at most;
-        forget what nobody may ask for again.
+        """Take what the stream has not had yet, about `limit` bytes at most but one event where
+        there is one that it may have, as far as its credit goes; forget what nobody may ask for
+        again.
         """
-        self._number_pending()
+        if self.credit is None:
+            self._number_pending()
+        else:
+            numbered = self.untaken - self._num_pending
+            self._number_pending(max(self.credit - numbered, 0))
         kept = self._kept
         if not kept:
             return []
         start = self.cursor - kept[0].seq
         events = kept[start:] if start else kept
+        if self.credit is not None:
+            events = self._affordable(events)
         if self.size > limit:
             events = at_most(events, limit)
+        tokens = sum([num_tokens(numbered.event) for numbered in events])
+        self.untaken -= tokens
+        if self.credit is not None:
+            self.credit -= tokens
         self.cursor += len(events)
         if not self.keep:
             self.drop_taken()
         return events
+
+    def _affordable(self, events: list[NumberedEvent]) -> list[NumberedEvent]:
+        """The first events, as far as the credit goes; none is cut."""
+        left = self.credit or 0
+        for index, numbered in enumerate(events):
+            cost = num_tokens(numbered.event)
+            if cost and left <= 0:
+                return events[:index]
+            left -= cost
+        return events
+
+    def move_to(self, seq: int) -> None:
+        """The events from `seq` on (which was checked) are the next to be taken."""
+        self.cursor = seq
+        self.untaken = self._untaken_from(seq)
+
+    @property
+    def _num_pending(self) -> int:
+        return sum([choice.num_pending for choice in self._choices])
+
+    def _untaken_from(self, seq: int) -> int:
+        """Tokens of output in the events from `seq` on, and pending."""
+        kept = [num_tokens(numbered.event) for numbered in self._kept if numbered.seq >= seq]
+        return sum(kept) + self._num_pending
 
     def drop_taken(self) -> None:
         """Forget the events that the stream took."""

@@ -7,7 +7,8 @@ A request enters by `start` and leaves
   (`service.delivery.kept`).
 
 A request whose stream is lost goes on for the stream's lease and is then cancelled; one that came
-by AddRequest depends on no stream. All methods run on one event loop.
+by AddRequest depends on no stream. One whose output is not read is held, or ended (`flow`). All
+methods run on one event loop.
 """
 
 from __future__ import annotations
@@ -17,46 +18,32 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.client import EngineClient
 from engine.errors import DuplicateRequestError, RequestNotFoundError
 from engine.outputs import RequestFailure, StepOutputs
-from engine.request import GenerationRequest
-from engine.text import TextStream
 from engine.types import RequestId
 from service.admission import AdmissionControl
+from service.delivery.calls import EngineCalls
+from service.delivery.errors import OutputNotReadError
 from service.delivery.events import (
     ALREADY_FINISHED,
     CANCELLED,
     NOT_FOUND,
     Accepted,
-    DeliveryOptions,
 )
-from service.delivery.kept import KeptResults
+from service.delivery.flow import FlowControl, FlowOptions
+from service.delivery.kept import KeptResults, Retention
 from service.delivery.log import RequestLog
 from service.delivery.session import ResultStream
+from service.delivery.submission import Submission
 
 logger = logging.getLogger(__name__)
 
 UNREAD_S = 300.0
 """How long a stream whose client reads nothing may hold requests that have ended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
-    """What is kept, and how much of it.
-
-    Attributes:
-        retention_s: how long results are kept after a request's end.
-        max_results, max_bytes: the most ended requests that are kept, and about how many bytes of
-            events in them; see `service.delivery.kept`.
-    """
-
-    retention_s: float
-    max_results: int
-    max_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,44 +64,31 @@ class RegistryStats:
     kept_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """A checked request, ready for the engine.
-
-    Attributes:
-        identity, request_id: whose it is, and its name there.
-        request: what the engine gets, under a name that `Registry.engine_id` made.
-        reserved_tokens: its prompt and the longest output of all its choices.
-        options: how its results are delivered.
-        make_text: makes a choice's text; called for each; None: no text is wanted.
-        stop_strings, include_stop: as asked for.
-    """
-
-    identity: str
-    request_id: str
-    request: GenerationRequest
-    reserved_tokens: int
-    options: DeliveryOptions
-    make_text: Callable[[], TextStream] | None
-    stop_strings: tuple[str, ...]
-    include_stop: bool
-
-
 class Registry:
     """The requests of this process."""
 
     def __init__(
-        self, client: EngineClient, retention: Retention, admission: AdmissionControl
+        self,
+        client: EngineClient,
+        retention: Retention,
+        admission: AdmissionControl,
+        flow: FlowOptions,
     ) -> None:
         self._client = client
         self._admission = admission
         self._retention = retention
+        self._engine = EngineCalls(client)
+        self.flow = FlowControl(
+            flow,
+            hold=lambda log: self._engine.hold(log.engine_id),
+            unhold=lambda log: self._engine.unhold(log.engine_id),
+            end=self._end_unread,
+        )
         self._logs: dict[tuple[str, str], RequestLog] = {}
         self._by_engine: dict[RequestId, RequestLog] = {}
         self._kept = KeptResults(retention.max_results, retention.max_bytes)
         self._numbers = itertools.count(1)
         self._serials = itertools.count(1)
-        self._tasks: set[asyncio.Task[None]] = set()
         self._admitting: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -201,6 +175,7 @@ class Registry:
             prompt=request.prompt,
             now=time.monotonic(),
             on_stop=self._on_stop,
+            flow=self.flow.of(submission.options, request.n, is_kept=durable),
         )
         log.priority = request.priority
         log.reserved_tokens = submission.reserved_tokens
@@ -212,7 +187,7 @@ class Registry:
         admitting = self._admit(log, submission, stream, command_id)
         if log.keep:
             key = log.identity, log.request_id
-            self._admitting[key] = task = self._spawn(admitting)
+            self._admitting[key] = task = self._engine.spawn(admitting)
             task.add_done_callback(lambda done: self._settle(key, done))
             await asyncio.shield(task)
         else:
@@ -229,7 +204,7 @@ class Registry:
             # Whether the engine has it is not known: end it there, and here once that is certain.
             log.keep = log.durable = False
             log.abandoned = True
-            self._spawn(self._abandon(log))
+            self._engine.spawn(self._abandon(log))
             raise
         except BaseException:
             self._forget(log)
@@ -251,7 +226,9 @@ class Registry:
         if stream is not None:
             stream.attach(log, 1)
         if log.cancel_wanted:
-            self._spawn(self._cancel(log))
+            self._engine.cancel(log.engine_id)
+        if log.untaken >= log.flow.bound:
+            self.flow.pushed(log)
         log.notify()
 
     def _settle(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
@@ -282,6 +259,7 @@ class Registry:
             log.timer.cancel()
             log.timer = None
         self._kept.discard(log)
+        self.flow.over(log)
         if self._by_engine.pop(log.engine_id, None) is not None:
             self._count_end(log)
 
@@ -309,23 +287,39 @@ class Registry:
                 log.push(output, now)
             except Exception as error:
                 self._fail(log, now, error)
-            stream = log.stream
-            if stream is not None and log.has(log.cursor):
-                stream.mark(log)
-            if log.watchers:
-                log.notify()
-            if log.ended:
-                self._on_end(log)
+            if log.untaken >= log.flow.bound:
+                self.flow.pushed(log)
+            self._tell(log)
+
+    def _tell(self, log: RequestLog) -> None:
+        """Something of a request has come: wake who waits for it."""
+        stream = log.stream
+        if stream is not None and log.is_takeable:
+            stream.mark(log)
+        if log.watchers:
+            log.notify()
+        if log.ended:
+            self._on_end(log)
+
+    def _end_unread(self, log: RequestLog) -> None:
+        """Nobody reads the request's output: it alone ends."""
+        options = self.flow.options
+        waited_s = options.max_pause_s if log.flow.is_held else None
+        error = OutputNotReadError(log.untaken, waited_s)
+        failure = RequestFailure(str(error), secrets.token_hex(8))
+        log.fail(failure, time.monotonic(), error)
+        self._engine.cancel(log.engine_id)
+        self._tell(log)
 
     def _fail(self, log: RequestLog, now: float, error: Exception) -> None:
         """The front end could not go on with this request: it alone ends."""
         error_id = secrets.token_hex(8)
         logger.error("delivery of a request failed [error_id=%s]", error_id, exc_info=error)
         log.fail(RequestFailure("the request's output could not be delivered", error_id), now)
-        self._spawn(self._cancel(log))
+        self._engine.cancel(log.engine_id)
 
     def _on_stop(self, log: RequestLog, choice: int, num_tokens: int) -> None:
-        self._spawn(self._finish(log, choice, num_tokens))
+        self._engine.finish(log.engine_id, num_tokens, choice)
 
     def _on_end(self, log: RequestLog) -> None:
         """The last terminal event is there."""
@@ -335,6 +329,7 @@ class Registry:
         if log.timer is not None:  # a lease that was running: from now on it is the retention's
             log.timer.cancel()
             log.timer = None
+        self.flow.over(log)
         if log.stream is not None:
             log.stream.expect_reader(self.unread_s)
         if log.keep:
@@ -378,7 +373,8 @@ class Registry:
         """A stream was lost with these requests on it."""
         loop = asyncio.get_running_loop()
         for log in logs:
-            log.stream = None
+            log.stream = log.credit = None
+            self.flow.moved(log)
             if log.ended:
                 if not log.keep:
                     self._forget(log)
@@ -414,6 +410,17 @@ class Registry:
                 log.drop_taken()
             log.keep = keep
 
+    def grant(self, identity: str, request_id: str, tokens: int, stream: ResultStream) -> None:
+        """Let so many more tokens of a request be sent on its stream. Harmless for one that is not
+        there (any more).
+        """
+        log = self._logs.get((identity, request_id))
+        if log is not None and log.stream is stream and log.credit is not None:
+            log.credit += tokens
+            if log.is_takeable:
+                stream.mark(log)
+            self.flow.moved(log)
+
     def find(self, identity: str, request_id: str) -> RequestLog:
         """The log of an accepted request.
 
@@ -424,6 +431,12 @@ class Registry:
         if log is None or log.accepted is None:
             raise RequestNotFoundError(request_id)
         return log
+
+    def read_by(self, log: RequestLog, seq: int) -> None:
+        """GetResult has read up to an event: where a request has no stream, that is its reader."""
+        if log.stream is None and log.cursor < seq:
+            log.move_to(seq)
+            self.flow.taken(log)
 
     # Ending
 
@@ -443,7 +456,7 @@ class Registry:
         """End a request: its terminal event follows within one step."""
         log.cancel_wanted = True
         if log.accepted is not None:  # else `start` does it
-            self._spawn(self._cancel(log))
+            self._engine.cancel(log.engine_id)
 
     def cancel_all(self) -> None:
         """End all requests."""
@@ -460,28 +473,7 @@ class Registry:
             self._forget(log)
         for task in self._admitting.values():
             task.cancel()
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    # Calls to the engine that nobody waits for
-
-    def _spawn(self, call: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(call)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _cancel(self, log: RequestLog) -> None:
-        try:
-            await self._client.cancel(log.engine_id)
-        except Exception:
-            logger.exception("cancelling %s in the engine failed", log.engine_id)
-
-    async def _finish(self, log: RequestLog, choice: int, num_tokens: int) -> None:
-        try:
-            await self._client.finish(log.engine_id, num_tokens, choice)
-        except Exception:
-            logger.exception("finishing %s in the engine failed", log.engine_id)
+        await self._engine.settle()
 
     async def _abandon(self, log: RequestLog) -> None:
         live = False

@@ -54,6 +54,8 @@ class ResultStream:
         busy: commands that are being carried out; the stream is not finished before they are.
         logs: the requests that are attached and not fully delivered.
         moved: the last request that another stream took over.
+        initial_credit: how many tokens of each of its requests may be sent before more are granted;
+            None: there are no credits.
         given_up: whether ended requests were let go, because the client read nothing for minutes.
     """
 
@@ -71,6 +73,7 @@ class ResultStream:
         self.moved: RequestLog | None = None
         self.given_up = False
         self.lease_s = 0.0
+        self.initial_credit: int | None = None
         self.closing = closing
         self.busy = 0
         registry.streams.add(self)
@@ -84,14 +87,17 @@ class ResultStream:
         if log.stream is not None and log.stream is not self:
             log.stream.detach(log)
         log.stream = self
-        log.cursor = from_seq
+        log.move_to(from_seq)
+        log.credit = self.initial_credit
         if log not in self.logs:
             self.logs.add(log)
             self._registry.on_attached(log)
-        if log.has(from_seq):
+        if log.is_takeable:
             self.mark(log)
         elif log.delivered:
             self._release(log)
+        if log.stream is self:
+            self._registry.flow.taken(log)
         if self._over:  # it was lost while the request was on its way
             self._drop(log)
             self._registry.on_lost(self, [log])
@@ -179,7 +185,10 @@ class ResultStream:
                     size += numbered.event.size
             if log.delivered:
                 self._release(log)
-            elif log.has(log.cursor):
+                continue
+            if log.flow.is_held or log.credit is not None:
+                self._registry.flow.taken(log)
+            if log.is_takeable:
                 self._dirty[log] = None  # it goes on in the next message
         if not replies and not events:
             return None

@@ -1,6 +1,6 @@
 """The commands of a session: read one after the other, carried out, answered in-band.
 
-    commands ──▶ open, cancel: at once ───────────────────────────▶ answers
+    commands ──▶ open, cancel, credit: at once ───────────────────▶ answers
              └─▶ add, attach: a task each, which may wait ────────▶ answers
 
 A refused command is answered by a CommandRejection and disturbs nothing else. An add may wait for
@@ -19,7 +19,6 @@ from typing import Any
 
 from headrace.v1 import generation_service_pb2
 
-from engine.errors import UnsupportedFeatureError
 from service.convert.request import check_request_id
 from service.convert.unknown import refuse_unknown
 from service.convert.values import seconds
@@ -124,11 +123,11 @@ class CommandReader:
             case "cancel":
                 self._cancel(command)
             case "credit":
-                raise UnsupportedFeatureError(
-                    "credit", "needs credits, which this server does not support yet"
-                )
+                self._credit(command)
             case _:
-                raise FieldError("command", "is missing; set one of open, add, attach, cancel")
+                raise FieldError(
+                    "command", "is missing; set one of open, add, attach, cancel, credit"
+                )
 
     def _reject(self, command: Command, error: Exception) -> None:
         prefix = "add.spec." if command.WhichOneof("command") == "add" else ""
@@ -137,12 +136,9 @@ class CommandReader:
     def _open(self, command: Command) -> None:
         if not self._first:
             raise PreconditionError("open: must be the session's first command")
-        if command.open.initial_credit != 0:
-            raise UnsupportedFeatureError(
-                "open.initial_credit", "is not supported by this server yet; leave it out"
-            )
         lease_s = seconds(command.open.lease, "open.lease")
         self._stream.lease_s = min(lease_s, self._front.max_lease_s)
+        self._stream.initial_credit = command.open.initial_credit or None
         self._stream.reply(Opened(command.command_id, self._stream.lease_s))
 
     async def _add(self, command: Command) -> None:
@@ -164,6 +160,16 @@ class CommandReader:
         request_id = command.cancel.request_id
         outcome = self._front.registry.cancel(self._identity, request_id)
         self._stream.reply(CancelAnswered(command.command_id, request_id, outcome))
+
+    def _credit(self, command: Command) -> None:
+        if self._stream.initial_credit is None:
+            raise PreconditionError("credit: needs a session that was opened with initial_credit")
+        request_id = command.credit.request_id
+        check_request_id(request_id, "credit.request_id")
+        if not command.credit.tokens:
+            raise FieldError("credit.tokens", "is 0; say how many more tokens may be sent")
+        tokens = command.credit.tokens
+        self._front.registry.grant(self._identity, request_id, tokens, self._stream)
 
 
 def _request_id(command: Command) -> str:

@@ -172,6 +172,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         log.check_from(from_seq)  # it may have been let go meanwhile
         events = at_most(log.take_from(from_seq), MAX_BATCH_BYTES)
         next_seq = events[-1].seq + 1 if events else from_seq
+        front.registry.read_by(log, next_seq)
         response = generation_service_pb2.GetResultResponse(
             next_seq=next_seq, done=log.ended and next_seq == log.next_seq
         )
@@ -203,5 +204,7 @@ def _raise_failure(log: RequestLog, stream: ResultStream) -> None:
     failed = log.failure
     if stream.moved is log:
         raise RequestMovedError(log.request_id)
+    if failed is not None and failed.error is not None:
+        raise failed.error
     if failed is not None and failed.finish.failure is not None:
         raise RequestFailedError(failed.finish.failure)

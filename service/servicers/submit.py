@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from headrace.v1 import generation_pb2, generation_service_pb2
 
-from service.delivery.registry import Submission
+from service.delivery.submission import Submission
 from service.errors import FieldError
 from service.state import FrontEnd
 

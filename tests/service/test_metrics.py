@@ -109,7 +109,7 @@ async def test_a_server_records_its_requests_and_the_engine_s_figures(
         running=1, waiting=2, blocks_total=3, blocks_used=4, steps=5, prompt_tokens=6,
         generated_tokens=7, requests_accepted=8, requests_finished=9, preemptions=10,
         last_step_s=0.5, blocks_cached=11, host_blocks_total=12, host_blocks_used=13,
-        offloads=14, restores=15, prefix_queries=16, prefix_hits=17,
+        offloads=14, restores=15, prefix_queries=16, prefix_hits=17, held=18, holds=19,
     )  # fmt: skip
 
     class Engine(FakeEngine):
@@ -128,13 +128,14 @@ async def test_a_server_records_its_requests_and_the_engine_s_figures(
                 "requests.accepted", "requests.finished", "preemptions", "kv_cache.blocks.cached",
                 "kv_cache.host_blocks.limit", "kv_cache.host_blocks.used", "kv_cache.offloads",
                 "kv_cache.restores", "prefix_cache.queries", "prefix_cache.hits",
+                "requests.held", "holds",
             )
         }  # fmt: skip
         duration = "gen_ai.server.request.duration"
         requests, _ = book.sum(duration, gen_ai__request__model="mine")
         steps, seconds = book.sum("headrace.step.duration")
         per_token, _ = book.sum("gen_ai.server.time_per_output_token")
-    assert list(found.values()) == list(range(1, 18))
+    assert list(found.values()) == list(range(1, 20))
     assert (requests, per_token) == (2, 3)
     assert steps == h.engine.steps
     assert seconds == 0.25 * steps

@@ -11,6 +11,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 
 from engine.types import RequestId
 from service.delivery.events import DeliveryOptions
+from service.delivery.flow import LogFlow
 from service.delivery.kept import KeptResults
 from service.delivery.log import RequestLog
 from tests.service.fake_engine import FakeEngine, says
@@ -179,6 +180,7 @@ def log_of(identity: str, name: str) -> RequestLog:
         prompt=(),
         now=0.0,
         on_stop=lambda *_: None,
+        flow=LogFlow(),
     )
 
 

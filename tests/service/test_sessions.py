@@ -181,7 +181,7 @@ async def test_rejections_disturb_nothing_else() -> None:
         2: (code.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID"),
         3: (code.UNIMPLEMENTED, "UNSUPPORTED_FIELD"),
         4: (code.INVALID_ARGUMENT, "INVALID_FIELD"),
-        5: (code.UNIMPLEMENTED, "UNSUPPORTED_FIELD"),
+        5: (code.FAILED_PRECONDITION, "FAILED_PRECONDITION"),
         6: (code.INVALID_ARGUMENT, "INVALID_FIELD"),
         7: (code.FAILED_PRECONDITION, "FAILED_PRECONDITION"),
         8: (code.INVALID_ARGUMENT, "INVALID_FIELD"),
@@ -336,7 +336,6 @@ async def test_an_expired_lease_cancels() -> None:
 async def test_open_is_checked() -> None:
     async with serving() as h:
         for command, reason in (
-            (rpc.OpenCommand(initial_credit=5), "UNSUPPORTED_FIELD"),
             (rpc.OpenCommand(lease={"seconds": -1}), "INVALID_FIELD"),
             (rpc.OpenCommand(lease={"seconds": 1, "nanos": -1}), "INVALID_FIELD"),
         ):

@@ -168,6 +168,8 @@ const (
 	RequestState_REQUEST_STATE_GENERATING RequestState = 3
 	// It was cancelled, and its end follows with the next step.
 	RequestState_REQUEST_STATE_CANCELLING RequestState = 4
+	// It is paused, because its results are not read.
+	RequestState_REQUEST_STATE_HELD RequestState = 5
 )
 
 // Enum value maps for RequestState.
@@ -178,6 +180,7 @@ var (
 		2: "REQUEST_STATE_WAITING",
 		3: "REQUEST_STATE_GENERATING",
 		4: "REQUEST_STATE_CANCELLING",
+		5: "REQUEST_STATE_HELD",
 	}
 	RequestState_value = map[string]int32{
 		"REQUEST_STATE_UNSPECIFIED": 0,
@@ -185,6 +188,7 @@ var (
 		"REQUEST_STATE_WAITING":     2,
 		"REQUEST_STATE_GENERATING":  3,
 		"REQUEST_STATE_CANCELLING":  4,
+		"REQUEST_STATE_HELD":        5,
 	}
 )
 
@@ -786,7 +790,11 @@ type EngineStatistics struct {
 	// Counter: tokens of prompts that were found there.
 	PrefixHits uint64 `protobuf:"varint,17,opt,name=prefix_hits,json=prefixHits,proto3" json:"prefix_hits,omitempty"`
 	// How long the last step took.
-	LastStep      *durationpb.Duration `protobuf:"bytes,18,opt,name=last_step,json=lastStep,proto3" json:"last_step,omitempty"`
+	LastStep *durationpb.Duration `protobuf:"bytes,18,opt,name=last_step,json=lastStep,proto3" json:"last_step,omitempty"`
+	// Choices of requests that are held now, because their results are not read: neither in the batch nor in the queue.
+	Held uint64 `protobuf:"varint,19,opt,name=held,proto3" json:"held,omitempty"`
+	// Counter: how often a request was held.
+	Holds         uint64 `protobuf:"varint,20,opt,name=holds,proto3" json:"holds,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -945,6 +953,20 @@ func (x *EngineStatistics) GetLastStep() *durationpb.Duration {
 		return x.LastStep
 	}
 	return nil
+}
+
+func (x *EngineStatistics) GetHeld() uint64 {
+	if x != nil {
+		return x.Held
+	}
+	return 0
+}
+
+func (x *EngineStatistics) GetHolds() uint64 {
+	if x != nil {
+		return x.Holds
+	}
+	return 0
 }
 
 // How fast the engine's counters grew, on average over a window of time.
@@ -2030,7 +2052,7 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\fopen_streams\x18\x02 \x01(\x04R\vopenStreams\x12+\n" +
 	"\x11streamed_requests\x18\x03 \x01(\x04R\x10streamedRequests\x12!\n" +
 	"\fkept_results\x18\x04 \x01(\x04R\vkeptResults\x12*\n" +
-	"\x11kept_result_bytes\x18\x05 \x01(\x04R\x0fkeptResultBytes\"\x9f\x05\n" +
+	"\x11kept_result_bytes\x18\x05 \x01(\x04R\x0fkeptResultBytes\"\xc9\x05\n" +
 	"\x10EngineStatistics\x12\x18\n" +
 	"\arunning\x18\x01 \x01(\x04R\arunning\x12\x18\n" +
 	"\awaiting\x18\x02 \x01(\x04R\awaiting\x12!\n" +
@@ -2052,7 +2074,9 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\x0eprefix_queries\x18\x10 \x01(\x04R\rprefixQueries\x12\x1f\n" +
 	"\vprefix_hits\x18\x11 \x01(\x04R\n" +
 	"prefixHits\x126\n" +
-	"\tlast_step\x18\x12 \x01(\v2\x19.google.protobuf.DurationR\blastStep\"\xa2\x02\n" +
+	"\tlast_step\x18\x12 \x01(\v2\x19.google.protobuf.DurationR\blastStep\x12\x12\n" +
+	"\x04held\x18\x13 \x01(\x04R\x04held\x12\x14\n" +
+	"\x05holds\x18\x14 \x01(\x04R\x05holds\"\xa2\x02\n" +
 	"\vEngineRates\x121\n" +
 	"\x06window\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x06window\x12\x14\n" +
 	"\x05steps\x18\x02 \x01(\x01R\x05steps\x12#\n" +
@@ -2132,13 +2156,14 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n" +
 	"\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n" +
 	"\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n" +
-	"\x0fLOG_LEVEL_ERROR\x10\x04*\xa1\x01\n" +
+	"\x0fLOG_LEVEL_ERROR\x10\x04*\xb9\x01\n" +
 	"\fRequestState\x12\x1d\n" +
 	"\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17REQUEST_STATE_SUBMITTED\x10\x01\x12\x19\n" +
 	"\x15REQUEST_STATE_WAITING\x10\x02\x12\x1c\n" +
 	"\x18REQUEST_STATE_GENERATING\x10\x03\x12\x1c\n" +
-	"\x18REQUEST_STATE_CANCELLING\x10\x042\xee\x05\n" +
+	"\x18REQUEST_STATE_CANCELLING\x10\x04\x12\x16\n" +
+	"\x12REQUEST_STATE_HELD\x10\x052\xee\x05\n" +
 	"\x0eControlService\x12V\n" +
 	"\rGetStatistics\x12!.headrace.v1.GetStatisticsRequest\x1a\".headrace.v1.GetStatisticsResponse\x12^\n" +
 	"\x0fWatchStatistics\x12#.headrace.v1.WatchStatisticsRequest\x1a$.headrace.v1.WatchStatisticsResponse0\x01\x12S\n" +

@@ -302,8 +302,12 @@ type Limits struct {
 	MaxLease *durationpb.Duration `protobuf:"bytes,13,opt,name=max_lease,json=maxLease,proto3" json:"max_lease,omitempty"`
 	// How long the results of an ended request are kept for GetResult and attach.
 	ResultRetention *durationpb.Duration `protobuf:"bytes,14,opt,name=result_retention,json=resultRetention,proto3" json:"result_retention,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// How many tokens of a request may wait to be read (fewer, where each is described at length), before it is paused.
+	MaxUnreadTokens uint32 `protobuf:"varint,15,opt,name=max_unread_tokens,json=maxUnreadTokens,proto3" json:"max_unread_tokens,omitempty"`
+	// How long a paused request waits to be read before it ends with RESULTS_NOT_READ. Absent: it is ended at once.
+	MaxPause      *durationpb.Duration `protobuf:"bytes,16,opt,name=max_pause,json=maxPause,proto3" json:"max_pause,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Limits) Reset() {
@@ -430,6 +434,20 @@ func (x *Limits) GetMaxLease() *durationpb.Duration {
 func (x *Limits) GetResultRetention() *durationpb.Duration {
 	if x != nil {
 		return x.ResultRetention
+	}
+	return nil
+}
+
+func (x *Limits) GetMaxUnreadTokens() uint32 {
+	if x != nil {
+		return x.MaxUnreadTokens
+	}
+	return 0
+}
+
+func (x *Limits) GetMaxPause() *durationpb.Duration {
+	if x != nil {
+		return x.MaxPause
 	}
 	return nil
 }
@@ -713,7 +731,7 @@ const file_headrace_v1_model_service_proto_rawDesc = "" +
 	"\vinstance_id\x18\f \x01(\tR\n" +
 	"instanceId\x12%\n" +
 	"\x0eserver_version\x18\r \x01(\tR\rserverVersion\x12+\n" +
-	"\x11contract_revision\x18\x0e \x01(\rR\x10contractRevision\"\x86\x05\n" +
+	"\x11contract_revision\x18\x0e \x01(\rR\x10contractRevision\"\xea\x05\n" +
 	"\x06Limits\x12,\n" +
 	"\x12max_context_tokens\x18\x01 \x01(\rR\x10maxContextTokens\x12*\n" +
 	"\x11max_prompt_tokens\x18\x02 \x01(\rR\x0fmaxPromptTokens\x12,\n" +
@@ -730,7 +748,9 @@ const file_headrace_v1_model_service_proto_rawDesc = "" +
 	"\x0emax_queue_size\x18\v \x01(\rR\fmaxQueueSize\x120\n" +
 	"\x14max_running_requests\x18\f \x01(\rR\x12maxRunningRequests\x126\n" +
 	"\tmax_lease\x18\r \x01(\v2\x19.google.protobuf.DurationR\bmaxLease\x12D\n" +
-	"\x10result_retention\x18\x0e \x01(\v2\x19.google.protobuf.DurationR\x0fresultRetention\"\x9b\x01\n" +
+	"\x10result_retention\x18\x0e \x01(\v2\x19.google.protobuf.DurationR\x0fresultRetention\x12*\n" +
+	"\x11max_unread_tokens\x18\x0f \x01(\rR\x0fmaxUnreadTokens\x126\n" +
+	"\tmax_pause\x18\x10 \x01(\v2\x19.google.protobuf.DurationR\bmaxPause\"\x9b\x01\n" +
 	"\x0fTokenizeRequest\x12,\n" +
 	"\x04text\x18\x01 \x01(\v2\x16.headrace.v1.TextInputH\x00R\x04text\x12,\n" +
 	"\x04chat\x18\x02 \x01(\v2\x16.headrace.v1.ChatInputH\x00R\x04chat\x12#\n" +
@@ -786,20 +806,21 @@ var file_headrace_v1_model_service_proto_depIdxs = []int32{
 	3,  // 2: headrace.v1.ModelCard.limits:type_name -> headrace.v1.Limits
 	9,  // 3: headrace.v1.Limits.max_lease:type_name -> google.protobuf.Duration
 	9,  // 4: headrace.v1.Limits.result_retention:type_name -> google.protobuf.Duration
-	10, // 5: headrace.v1.TokenizeRequest.text:type_name -> headrace.v1.TextInput
-	11, // 6: headrace.v1.TokenizeRequest.chat:type_name -> headrace.v1.ChatInput
-	12, // 7: headrace.v1.TokenizeResponse.tokens:type_name -> headrace.v1.TokenInfo
-	0,  // 8: headrace.v1.ModelService.GetModel:input_type -> headrace.v1.GetModelRequest
-	4,  // 9: headrace.v1.ModelService.Tokenize:input_type -> headrace.v1.TokenizeRequest
-	6,  // 10: headrace.v1.ModelService.Detokenize:input_type -> headrace.v1.DetokenizeRequest
-	1,  // 11: headrace.v1.ModelService.GetModel:output_type -> headrace.v1.GetModelResponse
-	5,  // 12: headrace.v1.ModelService.Tokenize:output_type -> headrace.v1.TokenizeResponse
-	7,  // 13: headrace.v1.ModelService.Detokenize:output_type -> headrace.v1.DetokenizeResponse
-	11, // [11:14] is the sub-list for method output_type
-	8,  // [8:11] is the sub-list for method input_type
-	8,  // [8:8] is the sub-list for extension type_name
-	8,  // [8:8] is the sub-list for extension extendee
-	0,  // [0:8] is the sub-list for field type_name
+	9,  // 5: headrace.v1.Limits.max_pause:type_name -> google.protobuf.Duration
+	10, // 6: headrace.v1.TokenizeRequest.text:type_name -> headrace.v1.TextInput
+	11, // 7: headrace.v1.TokenizeRequest.chat:type_name -> headrace.v1.ChatInput
+	12, // 8: headrace.v1.TokenizeResponse.tokens:type_name -> headrace.v1.TokenInfo
+	0,  // 9: headrace.v1.ModelService.GetModel:input_type -> headrace.v1.GetModelRequest
+	4,  // 10: headrace.v1.ModelService.Tokenize:input_type -> headrace.v1.TokenizeRequest
+	6,  // 11: headrace.v1.ModelService.Detokenize:input_type -> headrace.v1.DetokenizeRequest
+	1,  // 12: headrace.v1.ModelService.GetModel:output_type -> headrace.v1.GetModelResponse
+	5,  // 13: headrace.v1.ModelService.Tokenize:output_type -> headrace.v1.TokenizeResponse
+	7,  // 14: headrace.v1.ModelService.Detokenize:output_type -> headrace.v1.DetokenizeResponse
+	12, // [12:15] is the sub-list for method output_type
+	9,  // [9:12] is the sub-list for method input_type
+	9,  // [9:9] is the sub-list for extension type_name
+	9,  // [9:9] is the sub-list for extension extendee
+	0,  // [0:9] is the sub-list for field type_name
 }
 
 func init() { file_headrace_v1_model_service_proto_init() }

@@ -133,7 +133,8 @@ def picture(found: pb.Statistics, target: str) -> Group:
 
 def _engine_rows(table: Table, found: pb.Statistics) -> None:
     engine, rates = found.engine, found.rates
-    table.add_row("batch", f"{engine.running} running, {engine.waiting} waiting")
+    held = f", {engine.held} held (not read)" if engine.held else ""
+    table.add_row("batch", f"{engine.running} running, {engine.waiting} waiting{held}")
     table.add_row("KV cache", _bar(engine.blocks_used, engine.blocks_cached, engine.blocks_total))
     if engine.host_blocks_total:
         table.add_row("on the host", _bar(engine.host_blocks_used, 0, engine.host_blocks_total))

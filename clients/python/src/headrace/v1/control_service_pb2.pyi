@@ -110,6 +110,8 @@ class _RequestStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestS
     """Its prompt is computed and its output is being generated (or waits to be, after a preemption)."""
     REQUEST_STATE_CANCELLING: _RequestState.ValueType  # 4
     """It was cancelled, and its end follows with the next step."""
+    REQUEST_STATE_HELD: _RequestState.ValueType  # 5
+    """It is paused, because its results are not read."""
 
 class RequestState(_RequestState, metaclass=_RequestStateEnumTypeWrapper):
     """How far a live request is, as the front end knows it."""
@@ -124,6 +126,8 @@ REQUEST_STATE_GENERATING: RequestState.ValueType  # 3
 """Its prompt is computed and its output is being generated (or waits to be, after a preemption)."""
 REQUEST_STATE_CANCELLING: RequestState.ValueType  # 4
 """It was cancelled, and its end follows with the next step."""
+REQUEST_STATE_HELD: RequestState.ValueType  # 5
+"""It is paused, because its results are not read."""
 Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
 
 @_typing.final
@@ -429,6 +433,8 @@ class EngineStatistics(_message.Message):
     PREFIX_QUERIES_FIELD_NUMBER: _builtins.int
     PREFIX_HITS_FIELD_NUMBER: _builtins.int
     LAST_STEP_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    HOLDS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Choices of requests that are in the batch now (a request has `n` of them, and one until its prompt is computed)."""
     waiting: _builtins.int
@@ -463,6 +469,10 @@ class EngineStatistics(_message.Message):
     """Counter: tokens of prompts that were looked up in the prefix cache."""
     prefix_hits: _builtins.int
     """Counter: tokens of prompts that were found there."""
+    held: _builtins.int
+    """Choices of requests that are held now, because their results are not read: neither in the batch nor in the queue."""
+    holds: _builtins.int
+    """Counter: how often a request was held."""
     @_builtins.property
     def last_step(self) -> _duration_pb2.Duration:
         """How long the last step took."""
@@ -488,10 +498,12 @@ class EngineStatistics(_message.Message):
         prefix_queries: _builtins.int = ...,
         prefix_hits: _builtins.int = ...,
         last_step: _duration_pb2.Duration | None = ...,
+        held: _builtins.int = ...,
+        holds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_step", b"last_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "generated_tokens", b"generated_tokens", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "last_step", b"last_step", "offloads", b"offloads", "preemptions", b"preemptions", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "prompt_tokens", b"prompt_tokens", "requests_accepted", b"requests_accepted", "requests_finished", b"requests_finished", "restores", b"restores", "running", b"running", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "generated_tokens", b"generated_tokens", "held", b"held", "holds", b"holds", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "last_step", b"last_step", "offloads", b"offloads", "preemptions", b"preemptions", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "prompt_tokens", b"prompt_tokens", "requests_accepted", b"requests_accepted", "requests_finished", b"requests_finished", "restores", b"restores", "running", b"running", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

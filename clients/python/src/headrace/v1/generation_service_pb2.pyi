@@ -6,7 +6,7 @@ The RPCs of text generation, for the programs that use the model.
 Errors of RPCs are google.rpc.Status with ErrorInfo (domain "headrace"), and BadRequest, RetryInfo where they apply.
 The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field that this server does
 not do yet), ALREADY_EXISTS (a request of that id lives), NOT_FOUND, OUT_OF_RANGE (a seq that is no longer kept),
-FAILED_PRECONDITION, RESOURCE_EXHAUSTED (a queue or limit is full; RetryInfo), UNAVAILABLE (loading, draining or
+FAILED_PRECONDITION, RESOURCE_EXHAUSTED (a queue or limit is full; RetryInfo. Or RESULTS_NOT_READ), UNAVAILABLE (loading, draining or
 restarting), ABORTED (the request's results moved to another stream, by attach), INTERNAL (ErrorInfo carries an error_id that the operator finds in the server's log).
 """
 
@@ -122,8 +122,17 @@ class OpenCommand(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     INITIAL_CREDIT_FIELD_NUMBER: _builtins.int
     initial_credit: _builtins.int
-    """Turns on credits: how many tokens of each request the server may send before it gets more by `credit`. 0: no
-    credits, the stream's own flow control is all.
+    """Turns on credits: how many tokens of each request, all its choices together, the server may send on this session
+    before it gets more by `credit`; the same for a request that is added and for one that is attached. 0: no credits,
+    the stream's own flow control is all.
+
+    Deltas are cut to the credit that is left (also below min_tokens_per_delta), so that never more tokens come than
+    were allowed; but an event that has its number already (one that `attach` sends again, or that GetResult has read)
+    is never cut: it comes whole while there is any credit, and what it has too much is taken from the next. Events
+    without tokens (Accepted, PromptProcessed, Finished, Failed) need no credit; an end comes behind its last token.
+
+    Out of credit, a request is as one that is not read: see StreamResult. One that has ended and gets no credit for
+    Limits.max_pause is sent to its end without credit.
     """
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
@@ -221,8 +230,8 @@ Global___CancelCommand: _TypeAlias = CancelCommand  # noqa: Y015
 
 @_typing.final
 class CreditCommand(_message.Message):
-    """Allows the server to send more of a request's tokens. Refused unless `open` turned credits on; ignored for a request
-    that has ended.
+    """Allows the server to send more of a request's tokens. Not answered. Refused with FAILED_PRECONDITION unless `open`
+    turned credits on; without effect for a request that is not on this session, such as one that has just ended.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -232,7 +241,7 @@ class CreditCommand(_message.Message):
     request_id: _builtins.str
     """The request."""
     tokens: _builtins.int
-    """How many more tokens may be sent."""
+    """How many more tokens may be sent, added to what is left. Required, above zero."""
     def __init__(
         self,
         *,

@@ -85,6 +85,15 @@ class GenerationServiceServicer(object):
         half-close, call Cancel): cancelling the RPC is treated as a loss. A deadline on this RPC ends the whole session:
         prefer time_limit in each request.
 
+        A client that does not read (or gives no credit, where `open` turned credits on) holds up nobody. What it does not
+        read is merged; once Limits.max_unread_tokens tokens of a request wait (or that many bytes of them), the request is
+        paused, and goes on when they are read. If none is read for Limits.max_pause, the request ends with Failed:
+        RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ, behind what it has; a server may be set to end it at once instead. A
+        paused request's time_limit goes on. On a lease, a request without a stream is paused likewise, until the lease's
+        end. Requests of AddRequest, and those with DELIVERY_FINAL, are not paused: their own length bounds them. A stream
+        that takes nothing for minutes while ended requests wait on it lets these go, and ends with RESOURCE_EXHAUSTED,
+        RESULTS_NOT_READ.
+
         When the server drains, it refuses new requests with UNAVAILABLE, finishes the live ones, then ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -121,7 +130,8 @@ class GenerationServiceServicer(object):
 
     def GenerateStream(self, request, context):
         """Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. A request that
-        is refused is the RPC's status; one that fails later ends with a Failed event, followed by the same status.
+        is refused is the RPC's status; one that fails later ends with a Failed event, followed by the same status. A
+        client that does not read is treated as one of StreamResult.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -6,7 +6,7 @@ The RPCs of text generation, for the programs that use the model.
 Errors of RPCs are google.rpc.Status with ErrorInfo (domain "headrace"), and BadRequest, RetryInfo where they apply.
 The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field that this server does
 not do yet), ALREADY_EXISTS (a request of that id lives), NOT_FOUND, OUT_OF_RANGE (a seq that is no longer kept),
-FAILED_PRECONDITION, RESOURCE_EXHAUSTED (a queue or limit is full; RetryInfo), UNAVAILABLE (loading, draining or
+FAILED_PRECONDITION, RESOURCE_EXHAUSTED (a queue or limit is full; RetryInfo. Or RESULTS_NOT_READ), UNAVAILABLE (loading, draining or
 restarting), ABORTED (the request's results moved to another stream, by attach), INTERNAL (ErrorInfo carries an error_id that the operator finds in the server's log).
 """
 
@@ -54,6 +54,15 @@ class GenerationServiceStub:
     half-close, call Cancel): cancelling the RPC is treated as a loss. A deadline on this RPC ends the whole session:
     prefer time_limit in each request.
 
+    A client that does not read (or gives no credit, where `open` turned credits on) holds up nobody. What it does not
+    read is merged; once Limits.max_unread_tokens tokens of a request wait (or that many bytes of them), the request is
+    paused, and goes on when they are read. If none is read for Limits.max_pause, the request ends with Failed:
+    RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ, behind what it has; a server may be set to end it at once instead. A
+    paused request's time_limit goes on. On a lease, a request without a stream is paused likewise, until the lease's
+    end. Requests of AddRequest, and those with DELIVERY_FINAL, are not paused: their own length bounds them. A stream
+    that takes nothing for minutes while ended requests wait on it lets these go, and ends with RESOURCE_EXHAUSTED,
+    RESULTS_NOT_READ.
+
     When the server drains, it refuses new requests with UNAVAILABLE, finishes the live ones, then ends the stream.
     """
     AddRequest: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.AddRequestRequest, _generation_service_pb2.AddRequestResponse]
@@ -74,7 +83,8 @@ class GenerationServiceStub:
     """
     GenerateStream: _grpc.UnaryStreamMultiCallable[_generation_service_pb2.GenerateStreamRequest, _generation_service_pb2.GenerateStreamResponse]
     """Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. A request that
-    is refused is the RPC's status; one that fails later ends with a Failed event, followed by the same status.
+    is refused is the RPC's status; one that fails later ends with a Failed event, followed by the same status. A
+    client that does not read is treated as one of StreamResult.
     """
     GetResult: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.GetResultRequest, _generation_service_pb2.GetResultResponse]
     """Reads the results of a request that AddRequest started (or whose session was lost, during its lease), from a
@@ -101,6 +111,15 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     half-close, call Cancel): cancelling the RPC is treated as a loss. A deadline on this RPC ends the whole session:
     prefer time_limit in each request.
 
+    A client that does not read (or gives no credit, where `open` turned credits on) holds up nobody. What it does not
+    read is merged; once Limits.max_unread_tokens tokens of a request wait (or that many bytes of them), the request is
+    paused, and goes on when they are read. If none is read for Limits.max_pause, the request ends with Failed:
+    RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ, behind what it has; a server may be set to end it at once instead. A
+    paused request's time_limit goes on. On a lease, a request without a stream is paused likewise, until the lease's
+    end. Requests of AddRequest, and those with DELIVERY_FINAL, are not paused: their own length bounds them. A stream
+    that takes nothing for minutes while ended requests wait on it lets these go, and ends with RESOURCE_EXHAUSTED,
+    RESULTS_NOT_READ.
+
     When the server drains, it refuses new requests with UNAVAILABLE, finishes the live ones, then ends the stream.
     """
     AddRequest: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.AddRequestRequest, _generation_service_pb2.AddRequestResponse]  # type: ignore[assignment]
@@ -121,7 +140,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """
     GenerateStream: _aio.UnaryStreamMultiCallable[_generation_service_pb2.GenerateStreamRequest, _generation_service_pb2.GenerateStreamResponse]  # type: ignore[assignment]
     """Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. A request that
-    is refused is the RPC's status; one that fails later ends with a Failed event, followed by the same status.
+    is refused is the RPC's status; one that fails later ends with a Failed event, followed by the same status. A
+    client that does not read is treated as one of StreamResult.
     """
     GetResult: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GetResultRequest, _generation_service_pb2.GetResultResponse]  # type: ignore[assignment]
     """Reads the results of a request that AddRequest started (or whose session was lost, during its lease), from a
@@ -150,6 +170,15 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         lease that `open` asked for, zero by default, and then cancels them. To end a request, send `cancel` (or, after the
         half-close, call Cancel): cancelling the RPC is treated as a loss. A deadline on this RPC ends the whole session:
         prefer time_limit in each request.
+
+        A client that does not read (or gives no credit, where `open` turned credits on) holds up nobody. What it does not
+        read is merged; once Limits.max_unread_tokens tokens of a request wait (or that many bytes of them), the request is
+        paused, and goes on when they are read. If none is read for Limits.max_pause, the request ends with Failed:
+        RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ, behind what it has; a server may be set to end it at once instead. A
+        paused request's time_limit goes on. On a lease, a request without a stream is paused likewise, until the lease's
+        end. Requests of AddRequest, and those with DELIVERY_FINAL, are not paused: their own length bounds them. A stream
+        that takes nothing for minutes while ended requests wait on it lets these go, and ends with RESOURCE_EXHAUSTED,
+        RESULTS_NOT_READ.
 
         When the server drains, it refuses new requests with UNAVAILABLE, finishes the live ones, then ends the stream.
         """
@@ -195,7 +224,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_service_pb2.GenerateStreamResponse], _abc.AsyncIterator[_generation_service_pb2.GenerateStreamResponse]]:
         """Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. A request that
-        is refused is the RPC's status; one that fails later ends with a Failed event, followed by the same status.
+        is refused is the RPC's status; one that fails later ends with a Failed event, followed by the same status. A
+        client that does not read is treated as one of StreamResult.
         """
 
     @_abc_1.abstractmethod

@@ -165,6 +165,8 @@ class Limits(_message.Message):
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     MAX_LEASE_FIELD_NUMBER: _builtins.int
     RESULT_RETENTION_FIELD_NUMBER: _builtins.int
+    MAX_UNREAD_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_PAUSE_FIELD_NUMBER: _builtins.int
     max_context_tokens: _builtins.int
     """Prompt and output together, in tokens: the lesser of the model's context and the cache."""
     max_prompt_tokens: _builtins.int
@@ -189,6 +191,8 @@ class Limits(_message.Message):
     """How many requests may wait; more are refused with RESOURCE_EXHAUSTED."""
     max_running_requests: _builtins.int
     """How many requests run at the same time; more wait."""
+    max_unread_tokens: _builtins.int
+    """How many tokens of a request may wait to be read (fewer, where each is described at length), before it is paused."""
     @_builtins.property
     def max_lease(self) -> _duration_pb2.Duration:
         """The longest lease of a session."""
@@ -196,6 +200,10 @@ class Limits(_message.Message):
     @_builtins.property
     def result_retention(self) -> _duration_pb2.Duration:
         """How long the results of an ended request are kept for GetResult and attach."""
+
+    @_builtins.property
+    def max_pause(self) -> _duration_pb2.Duration:
+        """How long a paused request waits to be read before it ends with RESULTS_NOT_READ. Absent: it is ended at once."""
 
     def __init__(
         self,
@@ -214,10 +222,12 @@ class Limits(_message.Message):
         max_running_requests: _builtins.int = ...,
         max_lease: _duration_pb2.Duration | None = ...,
         result_retention: _duration_pb2.Duration | None = ...,
+        max_unread_tokens: _builtins.int = ...,
+        max_pause: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["max_lease", b"max_lease", "result_retention", b"result_retention"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max_lease", b"max_lease", "max_pause", b"max_pause", "result_retention", b"result_retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_max_tokens", b"default_max_tokens", "max_choices", b"max_choices", "max_context_tokens", b"max_context_tokens", "max_lease", b"max_lease", "max_logit_bias", b"max_logit_bias", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_prompt_tokens", b"max_prompt_tokens", "max_queue_size", b"max_queue_size", "max_running_requests", b"max_running_requests", "max_stop_string_bytes", b"max_stop_string_bytes", "max_stop_strings", b"max_stop_strings", "max_stop_token_ids", b"max_stop_token_ids", "result_retention", b"result_retention"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_max_tokens", b"default_max_tokens", "max_choices", b"max_choices", "max_context_tokens", b"max_context_tokens", "max_lease", b"max_lease", "max_logit_bias", b"max_logit_bias", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_pause", b"max_pause", "max_prompt_tokens", b"max_prompt_tokens", "max_queue_size", b"max_queue_size", "max_running_requests", b"max_running_requests", "max_stop_string_bytes", b"max_stop_string_bytes", "max_stop_strings", b"max_stop_strings", "max_stop_token_ids", b"max_stop_token_ids", "max_unread_tokens", b"max_unread_tokens", "result_retention", b"result_retention"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,33 @@
+"""A request as the servicers hand it to the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.request import GenerationRequest
+from engine.text import TextStream
+from service.delivery.events import DeliveryOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A checked request, ready for the engine.
+
+    Attributes:
+        identity, request_id: whose it is, and its name there.
+        request: what the engine gets, under a name that `Registry.engine_id` made.
+        reserved_tokens: its prompt and the longest output of all its choices.
+        options: how its results are delivered.
+        make_text: makes a choice's text; called for each; None: no text is wanted.
+        stop_strings, include_stop: as asked for.
+    """
+
+    identity: str
+    request_id: str
+    request: GenerationRequest
+    reserved_tokens: int
+    options: DeliveryOptions
+    make_text: Callable[[], TextStream] | None
+    stop_strings: tuple[str, ...]
+    include_stop: bool
