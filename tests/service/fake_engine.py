@@ -188,7 +188,7 @@ class FakeEngine:
     ended: int = 0
     closed: bool = False
     paused: bool = False
-    holds: int = 0
+    num_holds: int = 0
     resets: int = 0
     log_levels: list[str] = field(default_factory=list)
     stats_gate: asyncio.Event | None = None
@@ -266,7 +266,7 @@ class FakeEngine:
         live = self._live.get(request_id)
         if live is not None and not live.held:
             live.held = True
-            self.holds += 1
+            self.num_holds += 1
 
     async def unhold(self, request_id: RequestId) -> None:
         """End a hold."""
@@ -286,7 +286,7 @@ class FakeEngine:
             running=running,
             waiting=len(self._live) - running - held,
             held=held,
-            holds=self.holds,
+            holds=self.num_holds,
             blocks_total=0,
             blocks_used=0,
             steps=self.steps,

@@ -581,7 +581,7 @@ async def test_on_its_way_while_the_server_stops() -> None:
         await h.server.stop()
         await asyncio.gather(call, return_exceptions=True)
         assert not h.registry._logs
-        assert not h.registry._tasks
+        assert not h.registry._engine._tasks
         gate.set()
 
 

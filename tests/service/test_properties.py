@@ -33,7 +33,9 @@ from service.delivery.events import (
     Failed,
     Finished,
     NumberedEvent,
+    num_tokens,
 )
+from service.delivery.flow import LogFlow
 from service.delivery.log import RequestLog
 from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer
 from tests.service.helpers import (
@@ -73,6 +75,7 @@ def make_log(
         prompt=(TokenId(1),) * 3,
         now=0.0,
         on_stop=lambda _log, choice, tokens: stopped.update({choice: tokens}),
+        flow=LogFlow(),
     )
     log.accept(
         Accepted(
@@ -101,6 +104,7 @@ def make_log(
     at_least=st.integers(1, 5),
     final=st.booleans(),
     rewinds=st.lists(st.integers(1, 30), max_size=5),
+    credits=st.none() | st.lists(st.integers(0, 9), max_size=60),
 )
 def test_a_log_under_any_steps_and_takes(
     text: str,
@@ -111,14 +115,16 @@ def test_a_log_under_any_steps_and_takes(
     at_least: int,
     final: bool,
     rewinds: list[int],
+    credits: list[int] | None,
 ) -> None:
+    """`credits`: what is granted before each take; None: there are no credits."""
     ids = [TokenId(byte) for byte in text.encode()]
     stopped: dict[int, int] = {}
     log = make_log(stop, DeliveryOptions(final=final, min_tokens_per_delta=at_least), stopped)
     log.keep = keep
     taken: list[NumberedEvent] = []
     place = 0
-    choice = iter(takes)
+    choice, grants = iter(takes), iter(credits or ())
     for number, size in enumerate([*steps, len(ids) + 1]):
         part = tuple(ids[place : place + size])
         place += size
@@ -136,9 +142,20 @@ def test_a_log_under_any_steps_and_takes(
         )
         log.push(output, 1.0)
         if next(choice, False):
-            taken += log.take_for_stream(1 << 20)
+            if credits is not None:
+                log.credit = (log.credit or 0) + next(grants, 0)
+            allowed, is_takeable = log.credit, log.is_takeable
+            had = log.take_for_stream(1 << 20)
+            assert bool(had) is is_takeable
+            assert not log.is_takeable
+            if allowed is not None:
+                assert sum(num_tokens(event.event) for event in had) <= allowed
+            taken += had
+            in_events = sum(num_tokens(event.event) for event in taken)
+            assert log.untaken == log.output_tokens - in_events
         if over:
             break
+    log.credit = None
     log.push(
         RequestOutput(log.engine_id, token_ids=(TokenId(97),)), 2.0
     )  # too late: nothing happens
@@ -157,9 +174,10 @@ def test_a_log_under_any_steps_and_takes(
     assert end.reason is (FinishReason.STOP if found else FinishReason.LENGTH)
     assert end.usage.completion_tokens == want_tokens
     assert stopped in ({}, {0: want_tokens})
-    if final:
-        assert len(deltas) <= 1
-    assert all(len(delta.token_ids) >= at_least for delta in deltas[:-2])
+    if credits is None:
+        if final:
+            assert len(deltas) <= 1
+        assert all(len(delta.token_ids) >= at_least for delta in deltas[:-2])
     if keep:
         for seq in rewinds:
             if seq <= len(taken) + 1:
