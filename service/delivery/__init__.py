@@ -14,7 +14,8 @@ The journey of a result:
 Nothing here knows protobuf: events are the plain dataclasses of `events`; `service.convert` turns
 them into messages.
 
-Memory is bounded: what is pending of a request is bounded by the model's context and the number of
-its choices, the number of requests whose results are not delivered yet by `Registry` (they are
-refused beyond that), and what is kept of ended ones by count and bytes.
+Memory is bounded: what is pending of a request by `flow` (the request is held, then ended), or by
+its own length where its output is to be kept; the number of requests whose results are not
+delivered yet, and the bytes of all of them, by `service.admission` (new ones are refused beyond
+that); and what is kept of ended ones by `kept`, by count and bytes.
 """
