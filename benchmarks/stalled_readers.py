@@ -88,11 +88,27 @@ async def figures(channel: grpc.aio.Channel) -> Any:
     return answer.statistics
 
 
-async def until(channel: grpc.aio.Channel, condition: Callable[[Any], bool]) -> None:
+async def until(
+    channel: grpc.aio.Channel, condition: Callable[[Any], bool], *, every_s: float = 0.1
+) -> None:
     """Wait until the server's statistics fit."""
     async with asyncio.timeout(WAIT_S):
         while not condition(await figures(channel)):  # noqa: ASYNC110 - another process's figures
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(every_s)
+
+
+async def settled(channel: grpc.aio.Channel, stalled: int) -> None:
+    """Wait until all stalled requests are held for good: until the connections are full, a held one
+    goes on now and then.
+    """
+    generated = -1
+
+    def is_quiet(now: Any) -> bool:
+        nonlocal generated
+        before, generated = generated, now.engine.generated_tokens
+        return now.engine.held == stalled and generated == before
+
+    await until(channel, is_quiet, every_s=2.0)
 
 
 async def live_client(target: str, requests: int, tokens: int, number: int) -> list[float]:
@@ -162,7 +178,7 @@ async def run(arguments: argparse.Namespace, target: str, server: int) -> dict[s
             one = await measure_live(target, arguments)
             async with AsyncExitStack() as stack:
                 await stall(stack, target, arguments.stalled)
-                await until(channel, lambda now: now.engine.held == arguments.stalled)
+                await settled(channel, arguments.stalled)
                 during = resident_mib(server), resident_mib(engine)
                 other = await measure_live(target, arguments)
                 if (await figures(channel)).engine.held != arguments.stalled:
