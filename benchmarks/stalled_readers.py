@@ -180,8 +180,10 @@ async def run(arguments: argparse.Namespace, target: str, server: int) -> dict[s
                 await stall(stack, target, arguments.stalled)
                 await settled(channel, arguments.stalled)
                 during = resident_mib(server), resident_mib(engine)
+                holds = (await figures(channel)).engine.holds
                 other = await measure_live(target, arguments)
-                if (await figures(channel)).engine.held != arguments.stalled:
+                after = (await figures(channel)).engine
+                if (after.held, after.holds) != (arguments.stalled, holds):
                     raise RuntimeError("not all stalled requests stayed held")
             await until(channel, lambda now: now.front_end.live_requests == 0)
             print(
