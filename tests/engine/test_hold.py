@@ -94,6 +94,21 @@ def test_held_requests_are_preempted_first(policy: str, overlap: bool) -> None:
     assert [rig.preemptions(name) for name in ("also", "first", "last", "held")] == [0, 0, 0, 1]
 
 
+def test_of_held_requests_the_one_that_was_held_first_is_preempted() -> None:
+    rig = Rig(num_blocks=10, block_size=4, max_batch_tokens=32)
+    for name in ("later", "first"):
+        rig.add(name, length=11)
+    rig.steps(2)
+    rig.hold("first")
+    rig.hold("later")
+    rig.add("newcomer", length=16, max_tokens=2)
+    rig.steps(2)
+    rig.unhold("first")
+    rig.unhold("later")
+    rig.drain()
+    assert [rig.preemptions(name) for name in ("first", "later")] == [1, 0]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_who_waits_takes_the_place_and_the_blocks_of_held_ones(overlap: bool) -> None:
     rig = Rig(num_blocks=8, block_size=4, max_batch_tokens=64, max_requests=2, overlap=overlap)
