@@ -10,6 +10,7 @@ NATIVE := engine/native/libheadrace.so
 PROTOS_VENV := .venv-protos
 PROTOS_STAMP := $(PROTOS_VENV)/.headrace
 PROTOS := $(sort $(wildcard protos/headrace/v1/*.proto))
+CONTRACT := protos/contract.binpb
 LISTEN ?= 127.0.0.1:50051
 MODEL ?= models/demo
 ARGS ?=
@@ -79,13 +80,17 @@ $(PROTOS_STAMP): protos/requirements.txt
 	@touch $@
 
 .PHONY: protos
-protos: $(PROTOS_STAMP) $(STAMP) ## Generate the Python, Go and TypeScript stubs from protos/.
+protos: $(PROTOS_STAMP) $(STAMP) ## Generate the Python, Go and TypeScript stubs from protos/; refuses a breaking change.
+	set -o pipefail; $(BIN)/buf build -o - | $(BIN)/buf breaking - --against $(CONTRACT)
+	$(BIN)/buf build --exclude-source-info -o $(CONTRACT)
 	scripts/generate-python.sh $(PROTOS_VENV)
 	BUF=$(BIN)/buf scripts/generate-go.sh
 	BUF=$(BIN)/buf scripts/generate-typescript.sh
 
 .PHONY: protos-check
-protos-check: $(PROTOS_STAMP) $(STAMP) ## Check that the committed stubs are those of protos/ (Go, TypeScript: where installed).
+protos-check: $(PROTOS_STAMP) $(STAMP) ## Check that protos/ breaks nothing and the committed stubs are its own (Go, TypeScript: where installed).
+	set -o pipefail; $(BIN)/buf build -o - | $(BIN)/buf breaking - --against $(CONTRACT)
+	@$(BIN)/buf build --exclude-source-info -o - | cmp -s - $(CONTRACT) || { echo "$(CONTRACT) is not that of protos/: run make protos"; exit 1; }
 	scripts/generate-python.sh $(PROTOS_VENV) --check
 	@if command -v go >/dev/null; then BUF=$(BIN)/buf scripts/generate-go.sh --check; else echo "Go stubs not checked: go is not installed"; fi
 	@if command -v npm >/dev/null; then BUF=$(BIN)/buf scripts/generate-typescript.sh --check; else echo "TypeScript stubs not checked: npm is not installed"; fi
