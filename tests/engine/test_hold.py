@@ -284,12 +284,18 @@ def test_cost_of_a_step_does_not_depend_on_how_many_are_held(policy: str) -> Non
 def test_the_loop_sleeps_while_all_are_held_and_wakes_for_a_time_limit() -> None:
     sink = Sink()
     rig = LoopRig(sink=sink)
-    begun = threading.Semaphore(0)
-    rig.runner.hook = lambda batch: begun.release()
+    begun, commanded = threading.Event(), threading.Event()
+
+    def wait_in_the_first_step(batch: object) -> None:
+        begun.set()
+        assert commanded.wait(WAIT)
+
+    rig.runner.hook = wait_in_the_first_step
     rig.loop.start()
     rig.loop.submit(make_request("a", [1, 2], 200, time_limit_s=1.0))
-    assert begun.acquire(timeout=WAIT)
+    assert begun.wait(WAIT)
     assert rig.loop.hold_request("a")
+    commanded.set()
     assert sink.done.wait(WAIT)
     end = sink.steps[-1].outputs[-1].finish
     assert end is not None
