@@ -158,6 +158,9 @@ class Caller:
                 self.call = self.stub.GetResult(
                     rpc.GetResultRequest(request_id=NAME, until_done=True, wait={"seconds": 60})
                 )
+                # A server that drains takes no call that is still on its way.
+                log = self.h.registry.find("anonymous", NAME)
+                await until(lambda: log.watchers)
         await until(lambda: self.h.engine.holds(NAME))  # type: ignore[attr-defined]
 
     async def outcome(self, *, half_close: bool = False) -> Outcome:

@@ -124,7 +124,8 @@ async def test_a_request_that_is_not_read_in_time_ends_with_the_reason() -> None
         info = details(failed.status)["ErrorInfo"]
         assert (failed.status.code, info.reason) == (8, "RESULTS_NOT_READ")
         assert info.metadata["max_pause_s"] == "0.2"
-        assert int(info.metadata["unread_tokens"]) >= 20
+        # A message that was under way when it was held may have gone out since.
+        assert 10 <= int(info.metadata["unread_tokens"]) <= 30
         await until(lambda: len(h.engine.cancelled) == 1)
         await step(h)
         assert h.engine.num_live == 0  # the engine is told; the neighbour finished

@@ -38,7 +38,7 @@ from tests.service.helpers import (
 from tests.service.test_auth import CALLERS, bearer, entry, replace
 
 TOKEN = "mallory's secret"
-MAX_BYTES = 1 << 16
+MAX_BYTES = 4 << 20
 NEIGHBOURS = 6
 SERVICES = [
     file.DESCRIPTOR.services_by_name[name]
@@ -202,7 +202,7 @@ async def test_bytes_of_any_kind(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 async def test_messages_that_are_too_large(tmp_path: Path) -> None:
     async with place(tmp_path) as h:
-        for size in (MAX_BYTES + 1, 4 << 20):
+        for size in (MAX_BYTES + 1, 2 * MAX_BYTES):
             for method in METHODS:
                 error = await send(h, method, bytes(size))
                 assert error is not None
