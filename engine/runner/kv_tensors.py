@@ -4,6 +4,9 @@ host, for the blocks of preempted requests.
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -105,6 +108,8 @@ def _allocate(
 
     def zeros(layer: int, dim: int) -> torch.Tensor:
         size = (slots[group_of[layer]], shapes[layer].num_kv_heads, dim)
+        if device.type == "cpu" and not pin_memory:
+            return _zeros_on_demand(size, dtype)
         return torch.zeros(size, dtype=dtype, device=device, pin_memory=pin_memory)
 
     return tuple(
@@ -115,3 +120,18 @@ def _allocate(
         )
         for layer, shape in enumerate(shapes)
     )
+
+
+def _zeros_on_demand(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in memory that the kernel provides when it is first touched, in large pages if it can.
+
+    `torch.zeros` would touch all of it: many seconds for a cache of gigabytes, and memory that a
+    server with few requests never needs. It would also leave this thread with OpenMP workers, which
+    slow down those of the engine's own thread (see `engine.threads`).
+    """
+    count = math.prod(size)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=flags)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(*size)
