@@ -323,7 +323,8 @@ async def loading(place: Place) -> list[Victim]:
     engine.lines.clear()
     engine.strike(signal.SIGKILL)
     await until(lambda: state.phase.value == "restarting")
-    mark = place.source.choice(["starting", "importing", "importing", "loading", "warming"])
+    # Not the warm-up: it is over before it can be struck for certain.
+    mark = place.source.choice(["starting", "importing", "importing", "loading"])
     async with asyncio.timeout(LOAD_S):
         while not any(line.startswith(mark) for line in list(engine.lines)):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
