@@ -236,7 +236,7 @@ def _describe(
         name=model.rstrip("/").split("/")[-1],
         path=str(verified.path),
         architecture=type(verified.model).__name__,
-        parameters=verified.model.num_parameters(),
+        parameters=verified.parameters,
         dtype=str(verified.model.dtype).removeprefix("torch."),
         device=str(verified.device),
         vocab_size=verified.vocab_size,

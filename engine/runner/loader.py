@@ -68,6 +68,7 @@ class VerifiedModel:
         device, backend, probe: where it runs, and what the gate learnt.
         context_length: the longest request that the model allows, in tokens.
         vocab_size: token ids that embedding and logits both have.
+        parameters: how many it has, packed or not.
         eos_token_ids: the model's own.
         default_sampling: what `model.generate` would use.
     """
@@ -79,6 +80,7 @@ class VerifiedModel:
     probe: ModelProbe
     context_length: int
     vocab_size: int
+    parameters: int
     eos_token_ids: tuple[TokenId, ...]
     default_sampling: SamplingParams
 
@@ -169,6 +171,7 @@ def verify_model(
     check_config(model.config, type(model))
     text_config = model.config.get_text_config()
     backend = choose_backend(model.device, model.dtype, attention)
+    parameters = model.num_parameters()  # packed weights are none any more
     if packing is not None:
         progress(str(pack_model(model, packing)))
     probe = probe_layers(model, backend, text_config.num_hidden_layers)
@@ -183,6 +186,7 @@ def verify_model(
         probe=probe,
         context_length=_context_length(text_config),
         vocab_size=vocab_size,
+        parameters=parameters,
         eos_token_ids=eos_token_ids(model.generation_config, model.config, vocab_size),
         default_sampling=default_sampling(model.generation_config),
     )

@@ -91,10 +91,12 @@ def test_the_checkpoint_is_let_go_of(tmp_path: Path) -> None:
 
     plain = load_model(str(tmp_path), LoadConfig(threads=1, pack_weights=False), lambda line: None)
     was_mapped = is_mapped()
+    parameters = plain.model.num_parameters()
     del plain
     gc.collect()
     assert not is_mapped()
     packed = load_model(str(tmp_path), LoadConfig(threads=1), lambda line: None)
+    assert packed.parameters == parameters
     gc.collect()
     assert not is_mapped()
     assert packed.model.device.type == "cpu"
