@@ -534,10 +534,10 @@ def check_log(records: list[logging.LogRecord], situation: Situation) -> None:
 def check_nothing_is_left(h: Harness, engine: Engine, before: Holdings) -> None:
     """Sixteen moments later: had each left something, it would show."""
     registry = h.registry
-    assert registry.live == registry.attached == registry._kept_bytes == 0
+    assert registry.live == registry.attached == registry._kept.count == registry._kept.size == 0
     left = [
-        registry.streams, registry._by_engine, registry._kept, registry._admitting, registry._tasks,
-        registry._live_of, registry._attached_of, engine._live, engine._admitted, engine._calls,
+        registry.streams, registry._by_engine, registry._admitting, registry._engine._tasks,
+        engine._live, engine._admitted, engine._calls,
     ]  # fmt: skip
     assert not any(left), left
     assert [child.pid for child in psutil.Process().children(recursive=True)] == [engine.pid]
