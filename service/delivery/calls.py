@@ -1,5 +1,5 @@
 """Calls to the engine that nobody waits for: each in a task, begun in the order of the calls. What
-one of them raises is logged: the engine's death, if that was it, ends the requests by itself.
+one of them raises is logged, but for the engine's death, which ends the requests by itself.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import logging
 from collections.abc import Coroutine
 
 from engine.client import EngineClient
+from engine.errors import EngineUnavailableError
 from engine.types import RequestId
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ class EngineCalls:
     ) -> None:
         try:
             await call
+        except EngineUnavailableError as error:
+            logger.info("%s %s in the engine: %s", what, request_id, error)
         except Exception:
             logger.exception("%s %s in the engine failed", what, request_id)
 
