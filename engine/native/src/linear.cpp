@@ -1,14 +1,17 @@
 // Linear layers over weights that were packed when the model was loaded: y = x . W^T + bias, of
 // bfloat16, summed in float32.
 //
-//   packed: [panels][pairs][VL] pairs of bfloat16. A panel is VL outputs; a pair, two inputs side by
-//   side. So one vector of 32-bit numbers is two inputs of VL outputs, and weights are read as they
-//   lie, from the first to the last, once for all rows where these are few.
+//   packed: [groups][pairs][NR][VL] pairs of bfloat16. A panel is VL outputs, a group NR panels (the
+//   last one may be narrower), a pair two inputs side by side. So one vector of 32-bit numbers is
+//   two inputs of VL outputs, and weights are read as they lie, from the first to the last, once for
+//   all rows where these are few: processors bring near by themselves what is read in one sequence,
+//   and only that at the full speed of the memory. Weights of whole groups that lie one behind the
+//   other are those of one layer with all their outputs.
 //
 // An item of work is a few rows against C panels. A tile keeps R rows x C panels of sums in
 // registers, and takes the inputs in their order: what a row yields depends neither on the rows
-// beside it nor on the threads. While one item is computed, the weights of the next one are brought
-// near.
+// beside it nor on the threads. Where an item is several tiles, which read the same weights, each of
+// them brings a part of the next item's near.
 #include <omp.h>
 
 #include <algorithm>
@@ -32,6 +35,17 @@ int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 int64_t num_pairs(const LinearWeight& weight) { return divide_up(weight.inputs, 2); }
 int64_t num_panels(const LinearWeight& weight) { return divide_up(weight.outputs, VL); }
 
+// Where a panel's numbers begin, and how far apart those of two pairs are.
+struct Panel {
+  int64_t start, stride;
+
+  Panel(const LinearWeight& weight, int64_t panel) {
+    const int64_t first = panel / NR * NR;
+    start = first * num_pairs(weight) * VL + (panel - first) * VL;
+    stride = std::min<int64_t>(NR, num_panels(weight) - first) * VL;
+  }
+};
+
 typedef uint32_t unaligned_pair __attribute__((aligned(2), may_alias));
 
 // Two inputs of a row, in every lane.
@@ -53,12 +67,13 @@ template <int R, int C>
 void tile(const LinearWeight& weight, int64_t panel, const bf16* x, int64_t x_stride, bf16* y,
           const char* ahead, int lines) {
   const int64_t pairs = num_pairs(weight), whole = weight.inputs / 2;
-  const uint32_t* from = static_cast<const uint32_t*>(weight.packed) + panel * pairs * VL;
+  const Panel place(weight, panel);
+  const uint32_t* from = static_cast<const uint32_t*>(weight.packed) + place.start;
   vf sums[R][C] = {};
   const auto add = [&](int64_t k, const auto& left) {
     vu right[C];
     for (int c = 0; c < C; ++c)
-      right[c] = *reinterpret_cast<const vu*>(from + (c * pairs + k) * VL);
+      right[c] = *reinterpret_cast<const vu*>(from + k * place.stride + c * VL);
     for (int r = 0; r < R; ++r) {
       const vu pair = left(r, k);
       for (int c = 0; c < C; ++c) sums[r][c] = multiply_pair(sums[r][c], pair, right[c]);
@@ -96,15 +111,16 @@ void tile_of_rows(int rows, const LinearWeight& weight, int64_t panel, const bf1
     tile_of_rows<C, R - 1>(rows, weight, panel, x, x_stride, y, ahead, lines);
 }
 
-// `rows` rows against C panels, in tiles of about the same height. Each tile brings its part of the
-// next C panels near.
+// `rows` rows against C panels, in tiles of about the same height.
 template <int C>
 void item(const LinearWeight& weight, int64_t panel, const bf16* x, int64_t x_stride, bf16* y,
           int64_t rows) {
-  const int64_t tiles = divide_up(rows, ROWS), pairs = num_pairs(weight);
+  const int64_t tiles = divide_up(rows, ROWS), pairs = num_pairs(weight), steps = pairs / STEP;
   const int64_t size = C * pairs * VL * 4, end = num_panels(weight) * pairs * VL * 4;
   const char* all = static_cast<const char*>(weight.packed);
-  const int64_t steps = pairs / STEP, lines = steps ? divide_up(size, 64 * steps * tiles) : 0;
+  // A single tile reads weights once and as fast as they come: nothing is left to be brought near.
+  const bool looks_ahead = C == NR && tiles > 1 && steps;
+  const int64_t lines = looks_ahead ? divide_up(size, 64 * steps * tiles) : 0;
   int64_t ahead = panel * pairs * VL * 4 + size;
   const int64_t stop = std::min(ahead + size, end) - steps * lines * 64;
   for (int64_t t = 0, row = 0; t < tiles; ++t, ahead += steps * lines * 64) {
@@ -150,7 +166,8 @@ void linear_pack(const LinearWeight& weight, const uint16_t* rows, int64_t strid
                  uint32_t* packed, int threads) {
   const int64_t pairs = num_pairs(weight), panels = num_panels(weight);
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t p = 0; p < panels; ++p)
+  for (int64_t p = 0; p < panels; ++p) {
+    const Panel place(weight, p);
     for (int64_t k = 0; k < pairs; ++k)
       for (int64_t lane = 0; lane < VL; ++lane) {
         const int64_t output = p * VL + lane;
@@ -159,8 +176,9 @@ void linear_pack(const LinearWeight& weight, const uint16_t* rows, int64_t strid
           pair = rows[output * stride + 2 * k];
           if (2 * k + 1 < weight.inputs) pair |= uint32_t(rows[output * stride + 2 * k + 1]) << 16;
         }
-        packed[(p * pairs + k) * VL + lane] = pair;
+        packed[place.start + k * place.stride + lane] = pair;
       }
+  }
 }
 
 // The weights of some outputs as they were before: [count][inputs]. False: one of these outputs does
@@ -172,11 +190,13 @@ int linear_rows(const LinearWeight& weight, const int64_t* wanted, int64_t count
   const int64_t pairs = num_pairs(weight);
 #pragma omp parallel for num_threads(threads) schedule(static) if (count > 1)
   for (int64_t i = 0; i < count; ++i) {
-    const uint32_t* from = static_cast<const uint32_t*>(weight.packed) +
-                           wanted[i] / VL * pairs * VL + wanted[i] % VL;
+    const Panel place(weight, wanted[i] / VL);
+    const uint32_t* from =
+        static_cast<const uint32_t*>(weight.packed) + place.start + wanted[i] % VL;
     uint16_t* row = rows + i * weight.inputs;
-    for (int64_t k = 0; k < weight.inputs / 2; ++k) std::memcpy(row + 2 * k, from + k * VL, 4);
-    if (weight.inputs % 2) row[weight.inputs - 1] = uint16_t(from[(pairs - 1) * VL]);
+    for (int64_t k = 0; k < weight.inputs / 2; ++k)
+      std::memcpy(row + 2 * k, from + k * place.stride, 4);
+    if (weight.inputs % 2) row[weight.inputs - 1] = uint16_t(from[(pairs - 1) * place.stride]);
   }
   return 1;
 }
