@@ -1,5 +1,12 @@
 // One token of a request against a part of its context, all heads.
+//
+// A context is read once, at the speed of the memory, if it is asked for early, evenly, and in the
+// order in which it lies: all heads of one token after another. So a tile of keys is scored token by
+// token, all heads, then its values are added; all the while the next tile is brought near, a few
+// lines at a time.
 #pragma once
+
+#include <type_traits>
 
 #include "attention_plan.h"
 
@@ -28,67 +35,184 @@ struct Products<bf16> {
 };
 #endif
 
+// What the next tile reads, brought near a few lines at a time: first the rows of keys, then those of
+// values.
+struct Ahead {
+  const char* rows[2 * TILE];
+  int64_t bytes[2];  // of a row of keys, and of one of values
+  int keys = 0, count = 0, row = 0;
+  int64_t done = 0;  // bytes of `row`
+  int lines = 0;     // in a step
+
+  void step() {
+    for (int i = 0; i < lines && row < count; ++i) {
+      __builtin_prefetch(rows[row] + done, 0, 2);
+      done += 64;
+      if (done >= bytes[row >= keys]) ++row, done = 0;
+    }
+  }
+};
+
 // out[g][0 .. 4) = q[G][D] . k[4][D], for G query heads and four keys.
 template <int G, class T>
-void dots(const typename Products<T>::Query* q, int64_t q_stride, const T* const* k, int64_t dim,
-          float* out) {
+void dots(const typename Products<T>::Query* q, const T* const* k, int64_t dim, float* out) {
   using P = Products<T>;
   vf sums[G][4] = {};
   int64_t d = 0;
   for (; d + P::WIDTH <= dim; d += P::WIDTH)
     for (int t = 0; t < 4; ++t) {
       const typename P::Key key = P::load_key(k[t] + d);
-      for (int g = 0; g < G; ++g) sums[g][t] = P::multiply(sums[g][t], q + g * q_stride + d, key);
+      for (int g = 0; g < G; ++g) sums[g][t] = P::multiply(sums[g][t], q + g * dim + d, key);
     }
   for (int g = 0; g < G; ++g) {
     float* row = out + g * TILE;
     store_sums(sums[g][0], sums[g][1], sums[g][2], sums[g][3], row);
     for (int64_t rest = d; rest < dim; ++rest)
-      for (int t = 0; t < 4; ++t)
-        row[t] += to_float(q[g * q_stride + rest]) * to_float(k[t][rest]);
+      for (int t = 0; t < 4; ++t) row[t] += to_float(q[g * dim + rest]) * to_float(k[t][rest]);
   }
 }
 
-// acc[G][Dv] = acc * scale[G] + weights[G][count] . values[count][Dv]
+// acc[G][from .. Dv) = acc * scale[G] + weights[G][count] . values[count][from .. Dv)
 template <int G, class T>
-void add_values(float* acc, int64_t acc_stride, const float* scale, const float* weights,
-                const T* const* values, int count, int64_t dim) {
+void add_values(float* acc, int64_t stride, const float* scale, const float* weights,
+                const T* const* values, int count, int64_t from, int64_t dim, Ahead& ahead) {
   constexpr int WIDE = G > 2 ? 2 : 4;
-  int64_t d = 0;
+  int64_t d = from;
   for (; d + WIDE * VL <= dim; d += WIDE * VL) {
     vf sums[G][WIDE];
     for (int g = 0; g < G; ++g)
-      for (int w = 0; w < WIDE; ++w) sums[g][w] = load(acc + g * acc_stride + d + w * VL) * scale[g];
+      for (int w = 0; w < WIDE; ++w) sums[g][w] = load(acc + g * stride + d + w * VL) * scale[g];
     for (int t = 0; t < count; ++t) {
+      if (t % 4 == 0) ahead.step();
       vf value[WIDE];
       for (int w = 0; w < WIDE; ++w) value[w] = load(values[t] + d + w * VL);
       for (int g = 0; g < G; ++g)
         for (int w = 0; w < WIDE; ++w) sums[g][w] += value[w] * weights[g * TILE + t];
     }
     for (int g = 0; g < G; ++g)
-      for (int w = 0; w < WIDE; ++w) store(acc + g * acc_stride + d + w * VL, sums[g][w]);
+      for (int w = 0; w < WIDE; ++w) store(acc + g * stride + d + w * VL, sums[g][w]);
   }
   for (; d < dim; ++d)
     for (int g = 0; g < G; ++g) {
-      float sum = acc[g * acc_stride + d] * scale[g];
+      float sum = acc[g * stride + d] * scale[g];
       for (int t = 0; t < count; ++t) sum += to_float(values[t][d]) * weights[g * TILE + t];
-      acc[g * acc_stride + d] = sum;
+      acc[g * stride + d] = sum;
     }
 }
 
-// One tile of keys for G query heads of one key/value head: scores, running softmax, values.
-// most, sum: [G]; acc: [G][Dv]. `keys` is filled up to a multiple of four.
-template <int G, class T>
-void decode_tile(const AttentionCall& call, const typename Products<T>::Query* q,
-                 const T* const* keys, const T* const* values, int count, float* most, float* sum,
-                 float* acc) {
-  alignas(64) float scores[G * TILE];
-  const int64_t value_stride = round_up(call.value_dim, VL);
-  for (int t = 0; t < count; t += 4)
-    dots<G, T>(q, call.key_dim, keys + t, call.key_dim, scores + t);
-  float scale[G];
-  for (int g = 0; g < G; ++g) {
-    float* row = scores + g * TILE;
+// How the values of a tile are added to what a query head has of them so far.
+template <class T>
+struct Values {
+  template <int G>
+  static void add(float* acc, int64_t stride, const float* scale, const float* weights,
+                  const T* const* values, int count, int64_t dim, Ahead& ahead) {
+    add_values<G>(acc, stride, scale, weights, values, count, 0, dim, ahead);
+  }
+
+  static void put_in_order(float*, int64_t) {}
+};
+
+#if defined(__AVX512BF16__)
+// In pairs of tokens. Two rows are interleaved within 128 bits, so that the numbers of 2 * VL dimensions
+// lie in another order until the last tile is added.
+template <>
+struct Values<bf16> {
+  static constexpr int BOTH = 2 * VL;
+
+  template <int G>
+  static void add(float* acc, int64_t stride, const float* scale, const float* weights,
+                  const bf16* const* values, int count, int64_t dim, Ahead& ahead) {
+    constexpr int WIDE = G > 2 ? 2 : 4;  // of BOTH
+    alignas(64) bf16 rounded[G * TILE];
+    for (int i = 0; i < G * TILE; i += VL) store(rounded + i, load(weights + i));
+    int64_t d = 0;
+    for (; d + WIDE * BOTH <= dim; d += WIDE * BOTH)
+      add_pairs<G, WIDE>(acc + d, stride, scale, rounded, values, d, count, ahead);
+    for (; d + BOTH <= dim; d += BOTH)
+      add_pairs<G, 1>(acc + d, stride, scale, rounded, values, d, count, ahead);
+    add_values<G>(acc, stride, scale, weights, values, count, d, dim, ahead);
+  }
+
+  // acc: of Dv numbers.
+  static void put_in_order(float* acc, int64_t dim) {
+    for (int64_t d = 0; d + BOTH <= dim; d += BOTH) {
+      const __m512i low = (__m512i)load(acc + d), high = (__m512i)load(acc + d + VL);
+      const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+      const __m512i second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+      store(acc + d, (vf)_mm512_permutex2var_epi64(low, first, high));
+      store(acc + d + VL, (vf)_mm512_permutex2var_epi64(low, second, high));
+    }
+  }
+
+ private:
+  template <int G, int WIDE>
+  static void add_pairs(float* acc, int64_t stride, const float* scale, const bf16* weights,
+                        const bf16* const* values, int64_t d, int count, Ahead& ahead) {
+    vf sums[G][2 * WIDE];
+    for (int g = 0; g < G; ++g)
+      for (int w = 0; w < 2 * WIDE; ++w) sums[g][w] = load(acc + g * stride + w * VL) * scale[g];
+    for (int t = 0; t < count; t += 2) {
+      if (t % 4 == 0) ahead.step();
+      // A last one without a second: its weight is zero.
+      const bf16* first = values[t] + d;
+      const bf16* second = values[t + 1 < count ? t + 1 : t] + d;
+      vu pair[G];
+      for (int g = 0; g < G; ++g) {
+        uint32_t bits;
+        std::memcpy(&bits, weights + g * TILE + t, 4);
+        pair[g] = bits - vu{};
+      }
+      for (int w = 0; w < WIDE; ++w) {
+        const __m512i a = _mm512_loadu_si512(first + w * BOTH);
+        const __m512i b = _mm512_loadu_si512(second + w * BOTH);
+        const vu low = (vu)_mm512_unpacklo_epi16(a, b), high = (vu)_mm512_unpackhi_epi16(a, b);
+        for (int g = 0; g < G; ++g) {
+          sums[g][2 * w] = dot_pairs(sums[g][2 * w], pair[g], low);
+          sums[g][2 * w + 1] = dot_pairs(sums[g][2 * w + 1], pair[g], high);
+        }
+      }
+    }
+    for (int g = 0; g < G; ++g)
+      for (int w = 0; w < 2 * WIDE; ++w) store(acc + g * stride + w * VL, sums[g][w]);
+  }
+};
+#endif
+
+// A decode item's state: most, sum [Hq] and acc [Hq][Dv] are where its result goes.
+template <class T>
+struct Decoding {
+  const AttentionCall& call;
+  typename Products<T>::Query* query;  // [Hq][D]
+  float* scores;                       // [Hq][TILE]
+  float* most;
+  float* sum;
+  float* acc;
+  int64_t acc_stride;
+  Ahead ahead{};
+
+  // Scores of four keys, rows of all heads, for G query heads from `head` on.
+  template <int G>
+  void score(int64_t head, int64_t kv_head, const T* const* keys, int t) {
+    const T* four[4];
+    for (int i = 0; i < 4; ++i) four[i] = keys[t + i] + kv_head * call.key_dim;
+    ahead.step();
+    dots<G, T>(query + head * call.key_dim, four, call.key_dim, scores + head * TILE + t);
+  }
+
+  // Running softmax over the tile's scores, and its values, for G query heads from `head` on.
+  template <int G>
+  void add(int64_t head, int64_t kv_head, const T* const* values, int count) {
+    float scale[G];
+    for (int g = 0; g < G; ++g) scale[g] = soften(head + g, count);
+    const T* rows[TILE];
+    for (int t = 0; t < count; ++t) rows[t] = values[t] + kv_head * call.value_dim;
+    Values<T>::template add<G>(acc + head * acc_stride, acc_stride, scale, scores + head * TILE,
+                               rows, count, call.value_dim, ahead);
+  }
+
+  // Scores of one head become weights. By how much what it has so far is to be scaled.
+  float soften(int64_t head, int count) {
+    float* row = scores + head * TILE;
     for (int t = count; t < TILE; ++t) row[t] = LOWEST;
     vf highest = splat(LOWEST);
     for (int t = 0; t < TILE; t += VL) {
@@ -99,36 +223,41 @@ void decode_tile(const AttentionCall& call, const typename Products<T>::Query* q
       store(row + t, score);
       highest = max(highest, score);
     }
-    const float next = std::max(most[g], max_of(highest));
+    const float before = most[head], next = std::max(before, max_of(highest));
     vf total = {};
     for (int t = 0; t < TILE; t += VL) {
       const vf weight = exp(load(row + t) - next);
       store(row + t, weight);
       total += weight;
     }
-    scale[g] = most[g] == LOWEST ? 0.0f : std::exp(most[g] - next);
-    sum[g] = sum[g] * scale[g] + sum_of(total);
-    most[g] = next;
+    const float scale = before == LOWEST ? 0.0f : std::exp(before - next);
+    sum[head] = sum[head] * scale + sum_of(total);
+    most[head] = next;
+    return scale;
   }
-  add_values<G>(acc, value_stride, scale, scores, values, count, call.value_dim);
-}
 
-template <class T>
-void decode_groups(const AttentionCall& call, int64_t groups,
-                   const typename Products<T>::Query* q, const T* const* keys,
-                   const T* const* values, int count, float* most, float* sum, float* acc) {
-  const int64_t key_stride = call.key_dim, value_stride = round_up(call.value_dim, VL);
-  int64_t g = 0;
-  for (; g + 4 <= groups; g += 4)
-    decode_tile<4>(call, q + g * key_stride, keys, values, count, most + g, sum + g,
-                   acc + g * value_stride);
-  for (; g + 2 <= groups; g += 2)
-    decode_tile<2>(call, q + g * key_stride, keys, values, count, most + g, sum + g,
-                   acc + g * value_stride);
-  for (; g < groups; ++g)
-    decode_tile<1>(call, q + g * key_stride, keys, values, count, most + g, sum + g,
-                   acc + g * value_stride);
-}
+  // work.template operator()<G>(head, kv_head) for all query heads, G of them at a time.
+  template <class Work>
+  void for_heads(const Work& work) {
+    const int64_t groups = call.num_heads / call.num_kv_heads;
+    for (int64_t kv_head = 0, head = 0; kv_head < call.num_kv_heads; ++kv_head) {
+      const int64_t end = head + groups;
+      for (; head + 4 <= end; head += 4) work(std::integral_constant<int, 4>(), head, kv_head);
+      for (; head + 2 <= end; head += 2) work(std::integral_constant<int, 2>(), head, kv_head);
+      for (; head < end; ++head) work(std::integral_constant<int, 1>(), head, kv_head);
+    }
+  }
+
+  void tile(const T* const* keys, const T* const* values, int count) {
+    for (int t = 0; t < count; t += 4)
+      for_heads([&](auto many, int64_t head, int64_t kv_head) {
+        score<decltype(many)::value>(head, kv_head, keys, t);
+      });
+    for_heads([&](auto many, int64_t head, int64_t kv_head) {
+      add<decltype(many)::value>(head, kv_head, values, count);
+    });
+  }
+};
 
 template <class T>
 void write_row(const AttentionCall& call, int64_t token, int64_t head, float most, float sum,
@@ -146,60 +275,74 @@ int64_t part_floats(const AttentionCall& call) {
   return call.num_heads * (2 + round_up(call.value_dim, VL));
 }
 
-// Floats that a thread needs for a decode item: the query and a part.
+// Floats that a thread needs for a decode item: the query, a tile's scores and a part.
 int64_t decode_floats(const AttentionCall& call) {
-  return call.num_heads * call.key_dim + part_floats(call);
+  return call.num_heads * (call.key_dim + TILE) + part_floats(call);
+}
+
+// The rows of some positions, all heads; keys are filled up to a multiple of four.
+template <class T>
+void rows_of(const AttentionCall& call, int64_t request, int64_t from, int count, const T** keys,
+             const T** values) {
+  for (int t = 0; t < count; ++t) {
+    const int64_t slot = slot_of(call, request, from + t) * call.num_kv_heads;
+    keys[t] = static_cast<const T*>(call.keys) + slot * call.key_dim;
+    values[t] = static_cast<const T*>(call.values) + slot * call.value_dim;
+  }
+  for (int t = count; t % 4; ++t) keys[t] = keys[0];  // somewhere; the score is not used
+}
+
+// Lines that are to be brought near at each of a tile's steps, so that they come evenly.
+template <class T>
+void spread(const AttentionCall& call, Ahead& ahead, const T* const* keys, const T* const* values,
+            int count) {
+  ahead = {};
+  ahead.bytes[0] = call.num_kv_heads * call.key_dim * int64_t(sizeof(T));
+  ahead.bytes[1] = call.num_kv_heads * call.value_dim * int64_t(sizeof(T));
+  ahead.keys = count, ahead.count = 2 * count;
+  for (int t = 0; t < count; ++t) {
+    ahead.rows[t] = reinterpret_cast<const char*>(keys[t]);
+    ahead.rows[count + t] = reinterpret_cast<const char*>(values[t]);
+  }
+  // One step for four keys, and one for four tokens of each piece of a value.
+  const int64_t pieces = 1 + std::max<int64_t>(1, call.value_dim / (8 * VL));
+  const int64_t lines = TILE * (ahead.bytes[0] + ahead.bytes[1]) / 64;
+  ahead.lines = int(lines / (TILE / 4 * call.num_kv_heads * pieces) + 1);
 }
 
 template <class T>
 void decode(const AttentionCall& call, const Item& item, int64_t token, float* parts, float* own) {
-  using Query = typename Products<T>::Query;
-  const int64_t key_stride = call.key_dim, value_stride = round_up(call.value_dim, VL);
-  const int64_t groups = call.num_heads / call.num_kv_heads;
-  Query* q = reinterpret_cast<Query*>(own);
-  float* most = item.part < 0 ? own + call.num_heads * key_stride
-                              : parts + item.part * part_floats(call);
+  float* query = own;
+  float* scores = own + call.num_heads * call.key_dim;
+  float* most =
+      item.part < 0 ? scores + call.num_heads * TILE : parts + item.part * part_floats(call);
   float* sum = most + call.num_heads;
   float* acc = sum + call.num_heads;
-  const T* query = static_cast<const T*>(call.query) + token * call.query_token_stride;
+  Decoding<T> state{call, reinterpret_cast<typename Products<T>::Query*>(query), scores, most, sum,
+                    acc, round_up(call.value_dim, VL)};
+  const T* from_query = static_cast<const T*>(call.query) + token * call.query_token_stride;
   for (int64_t h = 0; h < call.num_heads; ++h) {
     most[h] = LOWEST;
     sum[h] = 0.0f;
-    convert(query + h * call.query_head_stride, call.key_dim, q + h * key_stride);
+    convert(from_query + h * call.query_head_stride, call.key_dim, state.query + h * call.key_dim);
   }
-  std::fill(acc, acc + call.num_heads * value_stride, 0.0f);
-  const int64_t key_row = call.num_kv_heads * call.key_dim;
-  const int64_t value_row = call.num_kv_heads * call.value_dim;
-  int64_t slots[TILE], next_slots[TILE];
-  int count = int(std::min<int64_t>(TILE, item.end - item.begin));
-  slots_of(call, item.request, item.begin, count, slots);
+  std::fill(acc, acc + call.num_heads * state.acc_stride, 0.0f);
+  const T* keys[2][TILE];
+  const T* values[2][TILE];
+  int count = int(std::min<int64_t>(TILE, item.end - item.begin)), now = 0;
+  rows_of(call, item.request, item.begin, count, keys[now], values[now]);
   for (int64_t from = item.begin; from < item.end; from += TILE) {
-    // While one tile is computed, the next one is brought near, row by row.
-    const int next_count = int(std::clamp<int64_t>(item.end - from - TILE, 0, TILE));
-    slots_of(call, item.request, from + TILE, next_count, next_slots);
-    for (int64_t h = 0; h < call.num_kv_heads; ++h) {
-      const T* keys[TILE];
-      const T* values[TILE];
-      for (int t = 0; t < count; ++t) {
-        keys[t] = static_cast<const T*>(call.keys) + slots[t] * key_row + h * call.key_dim;
-        values[t] = static_cast<const T*>(call.values) + slots[t] * value_row + h * call.value_dim;
-      }
-      for (int t = count; t % 4; ++t) keys[t] = keys[0];  // somewhere; the score is not used
-      for (int t = 0; t < next_count; ++t) {
-        prefetch(static_cast<const T*>(call.keys) + next_slots[t] * key_row + h * call.key_dim,
-                 call.key_dim * int64_t(sizeof(T)));
-        prefetch(static_cast<const T*>(call.values) + next_slots[t] * value_row + h * call.value_dim,
-                 call.value_dim * int64_t(sizeof(T)));
-      }
-      decode_groups<T>(call, groups, q + h * groups * key_stride, keys, values, count,
-                       most + h * groups, sum + h * groups, acc + h * groups * value_stride);
-    }
-    std::copy(next_slots, next_slots + next_count, slots);
-    count = next_count;
+    const int next = int(std::clamp<int64_t>(item.end - from - TILE, 0, TILE));
+    rows_of(call, item.request, from + TILE, next, keys[1 - now], values[1 - now]);
+    spread(call, state.ahead, keys[1 - now], values[1 - now], next);
+    state.tile(keys[now], values[now], count);
+    now = 1 - now, count = next;
   }
+  for (int64_t h = 0; h < call.num_heads; ++h)
+    Values<T>::put_in_order(acc + h * state.acc_stride, call.value_dim);
   if (item.part < 0)
     for (int64_t h = 0; h < call.num_heads; ++h)
-      write_row<T>(call, token, h, most[h], sum[h], acc + h * value_stride);
+      write_row<T>(call, token, h, most[h], sum[h], acc + h * state.acc_stride);
 }
 
 template <class T>

@@ -108,11 +108,6 @@ float inverse_sum(const AttentionCall& call, int64_t head, float most, float sum
   return 1.0f / sum;
 }
 
-void prefetch(const void* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64)
-    __builtin_prefetch(static_cast<const char*>(p) + i, 0, 2);
-}
-
 // A row of numbers as float32.
 template <class T>
 void convert(const T* from, int64_t count, float* to) {
