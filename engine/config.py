@@ -201,6 +201,11 @@ class LoadConfig:
             in which its kernel reads them. Numbers stay what they are, and so does the memory.
             True: packed, or refused where they cannot be; None: where it pays, which a line in the
             log says. Only models that are loaded from disk are packed.
+        fuse_layers: whether what stands between a model's matrix products (norms, gated layers) is
+            computed, in bfloat16 on a CPU, by one kernel each. Results differ by the order of sums
+            alone. True: fused, or refused where it cannot be; None: where it pays. Only what is
+            proved, at load, to compute the same is exchanged, and a line in the log says what; only
+            models that are loaded from disk are changed.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -208,6 +213,7 @@ class LoadConfig:
     threads: int | None = None
     attention: AttentionName = "auto"
     pack_weights: bool | None = None
+    fuse_layers: bool | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -219,10 +225,10 @@ class LoadConfig:
             raise ConfigError(
                 "attention", f"is {self.attention!r}; it must be one of {', '.join(ATTENTIONS)}"
             )
-        if not isinstance(self.pack_weights, bool | None):
-            raise ConfigError(
-                "pack_weights", f"is {self.pack_weights!r}; it must be True, False or None"
-            )
+        for option in ("pack_weights", "fuse_layers"):
+            value = getattr(self, option)
+            if not isinstance(value, bool | None):
+                raise ConfigError(option, f"is {value!r}; it must be True, False or None")
 
 
 def _bounded(option: str, value: object, low: int, high: int) -> None:

@@ -137,6 +137,7 @@ def _engine_client(
         threads=engine.threads,
         attention=engine.attention,  # type: ignore[arg-type]
         pack_weights=engine.pack_weights,
+        fuse_layers=engine.fuse_layers,
     )
     model = engine.model or default_model()
     if process.in_process:

@@ -224,6 +224,15 @@ class EngineOptions:
             show_default="where it pays",
         ),
     ] = None
+    fuse_layers: Annotated[
+        bool | None,
+        _option(
+            "fuse-layers/--no-fuse-layers",
+            "On a CPU, compute bfloat16 norms and gated layers by one kernel each.",
+            _MODEL,
+            show_default="where it pays",
+        ),
+    ] = None
     block_size: Annotated[
         int, _option("block-size", "Tokens in a block of the KV cache.", _MODEL)
     ] = 32

@@ -10,13 +10,21 @@ from typing import Any
 from engine.native.build import LIBRARY, fingerprint
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_LINEAR = {
+_FUNCTIONS = {
     "headrace_linear_size": (_INT, _INT),
     "headrace_linear_pack": (_POINTER, _INT, _INT, _INT, _POINTER, ctypes.c_int),
     "headrace_linear_rows": (_POINTER, _INT, _INT, _POINTER, _INT, _POINTER, ctypes.c_int),
     "headrace_linear": (
         *(_POINTER, _POINTER, _INT, _INT),
         *(_POINTER, _INT, _POINTER, _INT, ctypes.c_int),
+    ),
+    "headrace_rms_norm": (
+        *(_POINTER, _INT, ctypes.c_float, ctypes.c_int),
+        *(_POINTER, _POINTER, _INT, ctypes.c_int),
+    ),
+    "headrace_gate": (
+        *(ctypes.c_int, _POINTER, _POINTER, _INT),
+        *(_POINTER, _INT, _INT, _INT, ctypes.c_int),
     ),
 }
 _REBUILD = "run `make setup`, or `python -m engine.native.build`"
@@ -54,6 +62,35 @@ class AttentionCall(ctypes.Structure):
     )
 
 
+FROM_ONE, ROUNDED_FIRST = 1, 2
+"""How a norm's weight is applied: it is a distance from 1; the input is rounded before it."""
+SILU, GELU_TANH = 0, 1
+"""What gates."""
+
+
+class HeadsCall(ctypes.Structure):
+    """Queries and keys of one layer: normed, then turned, in place. Field by field src/calls.h.
+
+    Attributes:
+        query, key: bfloat16 [T, Hq * D] and [T, Hkv * D], whose rows are so many numbers apart as
+            the strides say. Of each head the first rotary_dim numbers are turned.
+        cos, sin: bfloat16 [T, rotary_dim].
+        query_weight, key_weight: of the norms, bfloat16 [D]; null: there is none.
+        form: of both norms: 0, FROM_ONE or ROUNDED_FIRST.
+    """
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("query", "key")),
+        *((name, _INT) for name in ("query_stride", "key_stride")),
+        *((name, _POINTER) for name in ("cos", "sin")),
+        *((name, _INT) for name in ("tokens", "num_heads", "num_kv_heads")),
+        *((name, _INT) for name in ("head_dim", "rotary_dim")),
+        *((name, _POINTER) for name in ("query_weight", "key_weight")),
+        *((name, ctypes.c_float) for name in ("query_eps", "key_eps")),
+        ("form", _INT),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
     """The kernels, loaded.
@@ -64,6 +101,8 @@ class NativeLibrary:
             needed; then nothing was done.
         linear_size, linear_pack, linear_rows, linear: of packed linear layers; see the last lines
             of src/library.cpp, and `engine.runner.packed`, which calls them.
+        rms_norm, gate, heads: what stands between a model's matrix products; see
+            src/elementwise.cpp, and `engine.runner.fused`, which calls them.
     """
 
     isa: str
@@ -72,6 +111,9 @@ class NativeLibrary:
     linear_pack: Any
     linear_rows: Any
     linear: Any
+    rms_norm: Any
+    gate: Any
+    heads: Any
 
 
 class NativeUnavailableError(Exception):
@@ -105,8 +147,9 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
     attention = library.headrace_attention
     attention.argtypes = (ctypes.POINTER(AttentionCall),)
     attention.restype = ctypes.c_int64
-    for name, arguments in _LINEAR.items():
+    for name, arguments in _FUNCTIONS.items():
         getattr(library, name).argtypes = arguments
+    library.headrace_heads.argtypes = (ctypes.POINTER(HeadsCall), ctypes.c_int)
     library.headrace_linear_size.restype = ctypes.c_int64
     return NativeLibrary(
         isa=isa.decode(),
@@ -115,4 +158,7 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
         linear_pack=library.headrace_linear_pack,
         linear_rows=library.headrace_linear_rows,
         linear=library.headrace_linear,
+        rms_norm=library.headrace_rms_norm,
+        gate=library.headrace_gate,
+        heads=library.headrace_heads,
     )

@@ -1,9 +1,9 @@
 """From a model's path to a runner: read, verify, size the cache, wire.
 
-    path ─▶ config ─▶ check_config ─▶ weights ─▶ pack_model ─▶ probe_layers, self_check ─▶
-           └──────────────────────────── load_model ───────────────────────────────┘
-    plan_cache ─▶ ModelRunner
-    └──── build_runner ─────┘
+    path ─▶ config ─▶ check_config ─▶ weights ─▶ pack_model, fuse_model ─▶ probe_layers, self_check
+           └────────────────────────────────── load_model ──────────────────────────────────┘
+    ─▶ plan_cache ─▶ ModelRunner
+       └──── build_runner ─────┘
 
 Only safetensors are read and no code of the model's directory is run.
 """
@@ -33,6 +33,7 @@ from engine.kv_cache.groups import LayerGroup
 from engine.runner.compile import compile_model, compile_options
 from engine.runner.cuda_graph import CudaGraphBackend, GraphBackend
 from engine.runner.forward import ModelForward
+from engine.runner.fusing import choose_fusing, fuse_model
 from engine.runner.gate import ModelProbe, check_config, num_embeddings, probe_layers, self_check
 from engine.runner.kv_tensors import (
     KVTensors,
@@ -143,7 +144,8 @@ def load_model(
     size = loaded.num_parameters() / 1e6
     progress(f"loaded {size:.1f} M parameters ({loaded.dtype}) in {seconds:.1f} s")
     packing = choose_packing(loaded.device, loaded.dtype, load_config.pack_weights)
-    return verify_model(loaded, path, progress, load_config.attention, packing)
+    fuse = choose_fusing(loaded.device, loaded.dtype, load_config.fuse_layers)
+    return verify_model(loaded, path, progress, load_config.attention, packing, fuse=fuse)
 
 
 def verify_model(
@@ -152,6 +154,8 @@ def verify_model(
     progress: Callable[[str], None],
     attention: AttentionName = "auto",
     packing: Packing | None = None,
+    *,
+    fuse: bool = False,
 ) -> VerifiedModel:
     """Put a model that is in memory through the load gate, and give it our attention.
 
@@ -162,6 +166,7 @@ def verify_model(
         attention: see LoadConfig.
         packing: how its weights are packed, if they are. Each layer is compared with what it was;
             the gate then judges the packed model.
+        fuse: whether what stands between its matrix products is fused, too.
 
     Raises:
         ModelRefusedError: it would be run wrongly.
@@ -174,6 +179,8 @@ def verify_model(
     parameters = model.num_parameters()  # packed weights are none any more
     if packing is not None:
         progress(str(pack_model(model, packing)))
+    if fuse:
+        progress(str(fuse_model(model)))
     probe = probe_layers(model, backend, text_config.num_hidden_layers)
     self_check(model, probe, backend, model.device)
     progress(f"verified: paged attention ({backend.name}) equals the model's own in every layer")

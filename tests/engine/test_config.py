@@ -116,6 +116,7 @@ def test_compile_levels_do_not_contradict() -> None:
         ("threads", 0),
         ("threads", 1025),
         ("pack_weights", 1),
+        ("fuse_layers", "yes"),
     ],
 )
 def test_load_options_are_bounded(option: str, value: object) -> None:

@@ -186,6 +186,7 @@ def test_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _, (_, batching, load, config, _) = run_serve(monkeypatch)
     assert load.pack_weights is None
+    assert load.fuse_layers is None
     assert batching.scheduler_type == config.scheduler
     assert batching.allow_block_sharing
     assert (batching.use_async_batching, batching.use_cuda_graph) == (None, None)
@@ -193,6 +194,7 @@ def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _, (_, batching, load, config, _) = run_serve(
         monkeypatch,
         "--no-pack-weights",
+        "--fuse-layers",
         "--scheduler",
         "prefill_first",
         "--no-prefix-cache",
@@ -212,6 +214,7 @@ def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (batching.cpu_offload_space, batching.default_compile_level) == (1.5, 2)
     assert config.max_choices == 3
     assert load.pack_weights is False
+    assert load.fuse_layers is True
 
 
 def test_the_engine_has_a_process_of_its_own_unless_told_otherwise(

@@ -37,4 +37,32 @@ struct LinearWeight {
   int64_t outputs, inputs;
 };
 
+// How a norm's weight is applied.
+enum NormForm : int {
+  FROM_ONE = 1,       // its numbers are distances from 1
+  ROUNDED_FIRST = 2,  // x is rounded to bfloat16 before it is multiplied
+};
+
+// A root-mean-square norm; see elementwise.cpp.
+struct NormWeight {
+  const void* weight;  // bfloat16 [width]
+  int64_t width;
+  float eps;
+  int form;
+};
+
+// Queries and keys of one layer; see ../library.py for what each field means.
+struct HeadsCall {
+  void* query;
+  void* key;
+  int64_t query_stride, key_stride;
+  const void* cos;
+  const void* sin;
+  int64_t tokens, num_heads, num_kv_heads, head_dim, rotary_dim;
+  const void* query_weight;
+  const void* key_weight;
+  float query_eps, key_eps;
+  int64_t form;
+};
+
 }  // extern "C"

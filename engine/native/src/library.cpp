@@ -13,6 +13,9 @@ struct Variant {
   void (*linear_pack)(const LinearWeight&, const uint16_t*, int64_t, uint32_t*, int);
   int (*linear_rows)(const LinearWeight&, const int64_t*, int64_t, uint16_t*, int);
   void (*linear)(const LinearWeight&, const void*, int64_t, void*, int64_t, int);
+  void (*rms_norm)(const NormWeight&, const void*, void*, int64_t, int);
+  void (*gate)(int, const void*, const void*, int64_t, void*, int64_t, int64_t, int64_t, int);
+  void (*heads)(const HeadsCall&, int);
 };
 
 }  // namespace
@@ -27,7 +30,12 @@ struct Variant {
                   uint16_t* rows, int threads);                                                  \
   void linear(const LinearWeight& weight, const void* x, int64_t x_stride, void* y, int64_t rows, \
               int threads);                                                                      \
-  const Variant VARIANT = {#isa, attention, linear_size, linear_pack, linear_rows, linear};      \
+  void rms_norm(const NormWeight& norm, const void* x, void* y, int64_t rows, int threads);      \
+  void gate(int activation, const void* gate, const void* up, int64_t stride, void* y,           \
+            int64_t y_stride, int64_t rows, int64_t width, int threads);                         \
+  void heads(const HeadsCall& call, int threads);                                                \
+  const Variant VARIANT = {#isa,   attention, linear_size, linear_pack, linear_rows,             \
+                           linear, rms_norm,  gate,        heads};                               \
   }
 
 #if defined(__x86_64__)
@@ -107,4 +115,22 @@ HEADRACE_ENTRY void headrace_linear(const void* packed, const float* bias, int64
                                     int64_t inputs, const void* x, int64_t x_stride, void* y,
                                     int64_t rows, int threads) {
   variant.linear({packed, bias, outputs, inputs}, x, x_stride, y, rows, threads);
+}
+
+// See `rms_norm` in elementwise.cpp.
+HEADRACE_ENTRY void headrace_rms_norm(const void* weight, int64_t width, float eps, int form,
+                                      const void* x, void* y, int64_t rows, int threads) {
+  variant.rms_norm({weight, width, eps, form}, x, y, rows, threads);
+}
+
+// See `gate` in elementwise.cpp.
+HEADRACE_ENTRY void headrace_gate(int activation, const void* gate, const void* up, int64_t stride,
+                                  void* y, int64_t y_stride, int64_t rows, int64_t width,
+                                  int threads) {
+  variant.gate(activation, gate, up, stride, y, y_stride, rows, width, threads);
+}
+
+// See `heads` in elementwise.cpp.
+HEADRACE_ENTRY void headrace_heads(const HeadsCall* call, int threads) {
+  variant.heads(*call, threads);
 }

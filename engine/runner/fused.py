@@ -1,0 +1,221 @@
+"""What stands between a model's matrix products, in one kernel each: forwards for a model's own
+modules.
+
+A module that is exchanged stays: its parameters, its name, its class, its hooks, and whatever else
+of it others read. Only its `forward` is replaced, on that one instance, by a function of this file,
+which finds what it needs to know in the module's attribute PLAN. Numbers are rounded to bfloat16
+where the module's own forward rounds them.
+
+Whatever a kernel is not for (other types, other devices, a cache of transformers' own, training,
+tracing by torch.compile, which fuses by itself) goes to the class's own forward. These forwards
+compute and do not learn: no gradient comes back through them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+
+from engine.runner.packed import PANEL, PackedLinear, multiply, native_library
+
+PLAN = "_headrace_plan"
+"""The attribute of an exchanged module that tells its forward what to do."""
+
+_is_compiling = torch.compiler.is_compiling
+
+
+@dataclass(frozen=True, slots=True)
+class NormPlan:
+    """Of a root-mean-square norm.
+
+    Attributes:
+        width: numbers that are normed together.
+        eps: added to their mean square.
+        form: how the weight is applied: 0, FROM_ONE or ROUNDED_FIRST.
+    """
+
+    width: int
+    eps: float
+    form: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Packed linear layers of the same input whose weights lie side by side: they are one.
+
+    Attributes:
+        packed: int32, the weights of all; a view.
+        bias: see `pad_bias`.
+        outputs, inputs: N of all together, and K.
+    """
+
+    packed: torch.Tensor
+    bias: torch.Tensor | None
+    outputs: int
+    inputs: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] → [..., N], the first layer's outputs first."""
+        return multiply(x, self.packed, self.bias, self.outputs, self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class GatePlan:
+    """Of a gated layer: down_proj(activation(gate_proj(x)) * up_proj(x)).
+
+    Attributes:
+        activation: SILU or GELU_TANH.
+        joined: gate_proj and up_proj; None: they are two.
+    """
+
+    activation: int
+    joined: Joined | None
+
+
+def exchange(module: torch.nn.Module, forward: Any, plan: object) -> None:
+    """Give a module another forward.
+
+    Args:
+        module: it.
+        forward: one of this file's, called as a method of the module.
+        plan: what that forward needs to know.
+    """
+    setattr(module, PLAN, plan)
+    # Bound to the module, so that a copy of the module gets one of its own.
+    module.forward = MethodType(forward, module)
+
+
+def is_exchanged(module: torch.nn.Module) -> bool:
+    """Whether a module's forward is not its class's."""
+    return "forward" in module.__dict__
+
+
+def restore(module: torch.nn.Module) -> None:
+    """Give a module that was exchanged its class's forward back."""
+    del module.__dict__["forward"], module.__dict__[PLAN]
+
+
+def join(layers: Sequence[torch.nn.Module]) -> Joined | None:
+    """Packed linear layers as one; None: they are not packed, or do not lie side by side.
+
+    Args:
+        layers: which are given the same input.
+    """
+    packed = [layer for layer in layers if type(layer) is PackedLinear]
+    if len(packed) < len(layers):
+        return None
+    for left, right in itertools.pairwise(packed):
+        storages = (one.packed.untyped_storage().data_ptr() for one in (left, right))
+        if (
+            left.packed.data_ptr() + left.packed.nbytes != right.packed.data_ptr()
+            or len(set(storages)) > 1
+            or left.in_features != right.in_features
+            or left.out_features % PANEL  # so many outputs are whole panels of any kernel
+        ):
+            return None
+    sizes = [layer.packed.numel() for layer in packed]
+    bias = None
+    if any(layer.padded_bias is not None for layer in packed):
+        bias = torch.cat([_bias(layer) for layer in packed])
+    return Joined(
+        packed[0].packed.as_strided((sum(sizes),), (1,)),
+        bias,
+        sum(layer.out_features for layer in packed),
+        packed[0].in_features,
+    )
+
+
+def _bias(layer: PackedLinear) -> torch.Tensor:
+    if layer.padded_bias is None:
+        return torch.zeros(-(-layer.out_features // PANEL) * PANEL)
+    return layer.padded_bias
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, plan: NormPlan) -> torch.Tensor:
+    """x over the root of its mean square, times the weight.
+
+    Args:
+        x: bfloat16 [..., width], in one piece.
+        weight: bfloat16 [width].
+        plan: see NormPlan.
+    """
+    y = torch.empty_like(x)
+    width = plan.width
+    native_library().rms_norm(
+        weight.data_ptr(),
+        width,
+        plan.eps,
+        plan.form,
+        x.data_ptr(),
+        y.data_ptr(),
+        x.numel() // width,
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def norm_forward(
+    self: torch.nn.Module, x: torch.Tensor | None = None, **named: torch.Tensor
+) -> torch.Tensor:
+    """Of a root-mean-square norm: [..., width] → [..., width]. The class's own name of x may be
+    used, too.
+    """
+    if x is None:
+        (x,) = named.values()
+    plan: NormPlan = self.__dict__[PLAN]
+    if (
+        _is_compiling()
+        or x.dtype is not torch.bfloat16
+        or not x.is_cpu
+        or x.shape[-1] != plan.width
+        or not x.is_contiguous()
+    ):
+        return type(self).forward(self, x)  # type: ignore[no-any-return]
+    return rms_norm(x, self._parameters["weight"], plan)  # type: ignore[arg-type]  # it has one
+
+
+def apply_gate(gate: torch.Tensor, up: torch.Tensor, stride: int, activation: int) -> None:
+    """gate becomes activation(gate) * up.
+
+    Args:
+        gate, up: bfloat16 [..., N], each row in one piece.
+        stride: numbers from one row to the next, in both.
+        activation: SILU or GELU_TANH.
+    """
+    width = gate.shape[-1]
+    native_library().gate(
+        activation,
+        gate.data_ptr(),
+        up.data_ptr(),
+        stride,
+        gate.data_ptr(),
+        stride,
+        gate.numel() // width,
+        width,
+        torch.get_num_threads(),
+    )
+
+
+def gate_forward(
+    self: torch.nn.Module, x: torch.Tensor | None = None, **named: torch.Tensor
+) -> torch.Tensor:
+    """Of a gated layer: [..., K] → [..., K]. The class's own name of x may be used, too."""
+    if x is None:
+        (x,) = named.values()
+    plan: GatePlan = self.__dict__[PLAN]
+    layers: dict[str, Any] = self._modules
+    if _is_compiling() or x.dtype is not torch.bfloat16 or not x.is_cpu:
+        return type(self).forward(self, x)  # type: ignore[no-any-return]
+    if plan.joined is None:
+        gate, up = layers["gate_proj"](x).contiguous(), layers["up_proj"](x).contiguous()
+        apply_gate(gate, up, gate.shape[-1], plan.activation)
+    else:
+        both = plan.joined(x)
+        gate, up = both.chunk(2, -1)
+        apply_gate(gate, up, both.shape[-1], plan.activation)
+    return layers["down_proj"](gate)  # type: ignore[no-any-return]

@@ -1,0 +1,253 @@
+"""Finds the modules of a model whose forward one of ours can take the place of, and exchanges them.
+
+    choose_fusing ─▶ whether
+    fuse_model    ─▶ norms, then gated layers: watch, compare, exchange
+
+A name tells nothing for certain, so a module's own forward is run on random input: which tensor
+operations it makes is watched (one more than we know of, and it stays as it is), and ours must
+yield the same numbers, but for a few that are rounded the other way. What is not exchanged works as
+before: a wrong exchange is far worse than a missed one.
+Only models that Headrace has loaded itself are changed: others belong to their owners.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.errors import ConfigError
+from engine.native.library import (
+    FROM_ONE,
+    GELU_TANH,
+    ROUNDED_FIRST,
+    SILU,
+    NativeUnavailableError,
+)
+from engine.runner.fused import (
+    GatePlan,
+    NormPlan,
+    apply_gate,
+    exchange,
+    gate_forward,
+    is_exchanged,
+    join,
+    norm_forward,
+    restore,
+    rms_norm,
+)
+from engine.runner.likeness import (
+    FLOAT32,
+    MAGNITUDES,
+    VIEWS,
+    Operations,
+    agree,
+    has_hooks,
+    random_numbers,
+    takes_one_argument,
+)
+from engine.runner.packed import PackedLinear, native_library
+from engine.runner.packed_onednn import OneDnnLinear
+
+_EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
+_MOST_DISTANT = 1e-2
+"""Results may be of each other, relative, behind a matrix product of numbers that agree."""
+_LINEARS = (torch.nn.Linear, PackedLinear, OneDnnLinear)
+_NORM_OPERATIONS = VIEWS | {
+    *("_to_copy", "pow", "square", "mul", "mean", "add", "add_", "rsqrt", "sqrt", "div"),
+    *("reciprocal", "rms_norm", "_fused_rms_norm"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FusingReport:
+    """What was exchanged.
+
+    Attributes:
+        norms, gates: how many.
+        left: classes of which some stayed as they are, although they look alike.
+    """
+
+    norms: int
+    gates: int
+    left: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """A line for the log."""
+        text = f"fused: {self.norms} norms, {self.gates} gated layers"
+        return f"{text}; left as they are: {', '.join(self.left)}" if self.left else text
+
+
+def choose_fusing(device: torch.device, dtype: torch.dtype, wanted: bool | None) -> bool:
+    """Whether what stands between a model's matrix products is fused, for a device and dtype.
+
+    Args:
+        device, dtype: the model's.
+        wanted: True: fused or refused; None: where it was measured to pay.
+
+    Raises:
+        ConfigError: they are to be fused, and cannot be.
+    """
+    if wanted is False:
+        return False
+    reason = None
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        reason = f"only bfloat16 on a CPU is fused, and this is {dtype} on {device}"
+    else:
+        try:
+            if native_library().isa == "portable" and not wanted:
+                reason = "it was not measured on this kind of processor"
+        except NativeUnavailableError as error:
+            reason = str(error)
+    if reason and wanted:
+        raise ConfigError("fuse_layers", f"is True, but {reason}")
+    return reason is None
+
+
+def fuse_model(model: torch.nn.Module) -> FusingReport:
+    """Exchange what can be. What was exchanged before stays.
+
+    Args:
+        model: in evaluation mode, its linear layers packed, used by nobody meanwhile.
+    """
+    left: set[str] = set()
+    with torch.no_grad():
+        for module in model.modules():
+            if is_exchanged(module) or not _looks_like_a_norm(module):
+                continue
+            if not _fuse_norm(module):
+                left.add(type(module).__name__)
+        for module in model.modules():
+            if is_exchanged(module) or not _looks_gated(module):
+                continue
+            if not _fuse_gate(module):
+                left.add(type(module).__name__)
+    return FusingReport(
+        norms=_count(model, norm_forward),
+        gates=_count(model, gate_forward),
+        left=tuple(sorted(left)),
+    )
+
+
+def _count(model: torch.nn.Module, forward: object) -> int:
+    return sum(
+        is_exchanged(module) and getattr(module.forward, "__func__", None) is forward
+        for module in model.modules()
+    )
+
+
+def _eps(module: torch.nn.Module) -> float | None:
+    found = [getattr(module, name) for name in _EPS_NAMES if hasattr(module, name)]
+    return found[0] if len(found) == 1 and isinstance(found[0], float) else None
+
+
+def _looks_like_a_norm(module: torch.nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 1 and _eps(module) is not None
+
+
+def _fuse_norm(module: torch.nn.Module) -> bool:
+    """Exchange a norm's forward if ours does what it does. Returns whether."""
+    weight, eps = module._parameters["weight"], _eps(module)
+    if (
+        weight is None
+        or eps is None
+        or len(module._parameters) != 1
+        or module._buffers
+        or module._modules
+        or weight.dtype != torch.bfloat16
+        or weight.device.type != "cpu"
+        or not weight.is_contiguous()
+        or not takes_one_argument(module)
+    ):
+        return False
+    # A checkpoint's weights may be all 1, and then not tell how they are applied.
+    other = copy.deepcopy(module)
+    other.weight = torch.nn.Parameter(random_numbers(*weight.shape, seed=1).bfloat16())
+    for form in (ROUNDED_FIRST, 0, FROM_ONE):
+        plan = NormPlan(len(weight), eps, form)
+        if _is_norm(other, plan) and _is_norm(module, plan):
+            exchange(module, norm_forward, plan)
+            return True
+    return False
+
+
+def _is_norm(module: torch.nn.Module, plan: NormPlan) -> bool:
+    for magnitude in MAGNITUDES:
+        for shape in ((1, 5), (2, 1, 3)):
+            x = (random_numbers(*shape, plan.width) * magnitude).bfloat16()
+            with Operations() as operations:
+                expected = type(module).forward(module, x)
+            if not operations.seen.keys() <= _NORM_OPERATIONS:
+                return False
+            if not agree(rms_norm(x, module._parameters["weight"], plan), expected):  # type: ignore[arg-type]
+                return False
+    return True
+
+
+def _looks_gated(module: torch.nn.Module) -> bool:
+    return {"gate_proj", "up_proj", "down_proj"} <= module._modules.keys()
+
+
+def _fuse_gate(module: torch.nn.Module) -> bool:
+    """Exchange a gated layer's forward if ours does what it does. Returns whether."""
+    layers: dict[str, Any] = dict(module._modules)
+    gate, up, down = (layers.pop(f"{name}_proj") for name in ("gate", "up", "down"))
+    if (
+        len(layers) != 1
+        or module._parameters
+        or module._buffers
+        or any(type(one) not in _LINEARS for one in (gate, up, down))
+        or any(has_hooks(one) for one in module.children())
+        or not takes_one_argument(module)
+        or not gate.in_features == up.in_features == down.out_features
+        or not gate.out_features == up.out_features == down.in_features
+    ):
+        return False
+    activation = _activation(next(iter(layers.values())))
+    if activation is None:
+        return False
+    exchange(module, gate_forward, GatePlan(activation, join((gate, up))))
+    for magnitude in MAGNITUDES:
+        for shape in ((1, 5), (2, 1)):
+            x = (random_numbers(*shape, gate.in_features) * magnitude).bfloat16()
+            if not _is_gate(module, x):
+                restore(module)
+                return False
+    return True
+
+
+def _is_gate(module: torch.nn.Module, x: torch.Tensor) -> bool:
+    """Whether a gated layer, its forward exchanged, does what its class's own does."""
+    gated: list[torch.Tensor] = []
+    hook = module.get_submodule("down_proj").register_forward_pre_hook(
+        lambda _, arguments: gated.append(arguments[0].clone())
+    )
+    try:
+        with Operations() as operations, operations.without(list(module.children())):
+            expected = type(module).forward(module, x)
+        actual = module.forward(x)
+    finally:
+        hook.remove()
+    return (
+        operations.computing == {"mul": 1}
+        and len(gated) == 2
+        and agree(gated[1], gated[0])
+        and bool((actual - expected).norm() <= _MOST_DISTANT * expected.norm())
+    )
+
+
+def _activation(module: torch.nn.Module) -> int | None:
+    """Which of the kernel's activations a module is, for every bfloat16 number; None: none."""
+    if module._parameters or module._buffers or module._modules:
+        return None
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).view(64, 1024)
+    expected, ones = module(x), torch.ones_like(x)
+    for activation in (SILU, GELU_TANH):
+        actual = x.clone()
+        apply_gate(actual, ones, 1024, activation)
+        if agree(actual, expected, x.float().abs() * FLOAT32):
+            return activation
+    return None

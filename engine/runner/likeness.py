@@ -1,0 +1,118 @@
+"""Whether one of our forwards does what a module's own does: what both are judged by.
+
+`Operations` tells which tensor operations a module's own forward makes: a clamp that random input
+does not reach, or a factor that is 1 at most positions, is an operation too many. `agree` compares
+the numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MAGNITUDES = (1e-3, 1.0, 100.0)
+"""Of random input: so small that a norm's eps counts, ordinary, and beyond what models clamp to."""
+_MOST_DIFFERENT = 0.01
+"""Of the numbers may be rounded the other way: sums are made in another order."""
+FLOAT32 = 2.0**-22
+"""Of float32 numbers, relative: a difference that may come of their rounding."""
+
+VIEWS = frozenset(
+    (
+        *("alias", "detach", "view", "_unsafe_view", "reshape", "clone", "contiguous", "unsqueeze"),
+        *("squeeze", "transpose", "permute", "slice", "select", "split", "split_with_sizes"),
+        "expand",
+    )
+)
+"""Operations that compute nothing."""
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the tensor operations that are made, but for those of modules that are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: Counter[str] = Counter()
+        self._paused = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if not self._paused:
+            self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def without(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """While this lasts, what these modules do is not counted."""
+
+        def pause(*_: object) -> None:
+            self._paused += 1
+
+        def resume(*_: object) -> None:
+            self._paused -= 1
+
+        hooks = [module.register_forward_pre_hook(pause) for module in modules]
+        hooks += [module.register_forward_hook(resume) for module in modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @property
+    def computing(self) -> Counter[str]:
+        """Those that compute something."""
+        return Counter({name: count for name, count in self.seen.items() if name not in VIEWS})
+
+
+def agree(
+    actual: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor | None = None
+) -> bool:
+    """Whether numbers are equal, but for a few that are rounded to a neighbour.
+
+    Args:
+        actual, expected: bfloat16.
+        allowed: differences that do not count, of the shape of both; None: those of float32
+            beside the largest number.
+    """
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return False
+    difference = (actual.float() - expected.float()).abs()
+    if allowed is None:
+        allowed = (expected.float().abs().max() * FLOAT32).expand_as(difference)
+    same = (difference <= allowed) | (actual.isnan() & expected.isnan()) | (actual == expected)
+    near = (_in_order(actual) - _in_order(expected)).abs() <= 2
+    wrong = int((~same).sum())
+    return bool((same | near).all()) and wrong <= max(2, _MOST_DIFFERENT * actual.numel())
+
+
+def _in_order(numbers: torch.Tensor) -> torch.Tensor:
+    """Of bfloat16 numbers: neighbours differ by 1."""
+    bits = numbers.contiguous().view(torch.int16).int()
+    return torch.where(bits < 0, -0x8000 - bits, bits)
+
+
+def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    # Not about 0: a mean that is taken away would not show.
+    return torch.randn(shape, generator=generator).add_(0.5)
+
+
+def takes_one_argument(module: torch.nn.Module) -> bool:
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return [one.kind for one in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -1,0 +1,397 @@
+"""Exchanging a model's modules: what is, what it yields, and what is left alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from engine.config import LoadConfig
+from engine.errors import ConfigError
+from engine.native.library import NativeUnavailableError
+from engine.offline import from_model, load
+from engine.runner import fused, fusing
+from engine.runner.fused import is_exchanged
+from engine.runner.fusing import FusingReport, choose_fusing, fuse_model
+from engine.runner.loader import load_model, verify_model
+from engine.runner.packing import pack_model
+from tests.model_recipes import RECIPES
+from tests.tiny_models import FAMILIES, make_model
+
+# Family: norms and gated layers that are exchanged, of 3 layers (gemma3: 6).
+FUSED = {
+    "arcee": (7, 0),
+    "cohere": (0, 3),
+    "gemma": (7, 3),
+    "gemma2": (13, 3),
+    "gemma3": (37, 6),
+    "gpt_oss": (7, 0),
+    "granite": (7, 3),
+    "llama": (7, 3),
+    "mistral": (7, 3),
+    "nanochat": (0, 0),
+    "olmo2": (13, 3),
+    "phi3": (7, 0),
+    "qwen2": (7, 3),
+    "qwen3": (13, 3),
+    "smollm3": (9, 4),
+}
+
+
+def _model(family: str = "qwen3", seed: int = 0, **settings: object) -> PreTrainedModel:
+    model = make_model(FAMILIES[family](**settings), seed).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 and "norm" in name:  # all 1, or 0, where nothing was learnt
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def _logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=torch.arange(3, 40).unsqueeze(0)).logits
+    return logits.float()
+
+
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", sorted(FUSED))
+def test_a_model_yields_what_it_did(family: str, packed: bool) -> None:
+    if not RECIPES[family].is_known:
+        pytest.skip("this version of transformers does not know it")
+    model = _model(family)
+    if packed:
+        pack_model(model, "native")
+    expected, state = _logits(model), copy.deepcopy(model.state_dict())
+    names = [name for name, _ in model.named_parameters()]
+    report = fuse_model(model)
+    assert (report.norms, report.gates) == FUSED[family]
+    assert _difference(_logits(model), expected) < 1e-2
+    assert model.dtype == torch.bfloat16
+    assert [name for name, _ in model.named_parameters()] == names
+    fused_state = model.state_dict()
+    assert set(fused_state) == set(state)
+    assert all(torch.equal(fused_state[name], state[name]) for name in state)
+    assert fuse_model(model) == report, "a second time, nothing changes"
+
+
+@pytest.mark.parametrize("family", sorted(RECIPES))
+def test_every_family_passes_the_gate_fused(family: str) -> None:
+    if not RECIPES[family].is_known:
+        pytest.skip("this version of transformers does not know it")
+    # In bfloat16, random weights may bring a router so near a tie that another expert is taken.
+    seed = 3 if family == "gemma4 with experts" else 0
+    model = make_model(FAMILIES[family](), seed).to(torch.bfloat16)
+    lines: list[str] = []
+    verify_model(model, Path(), lines.append, packing="native", fuse=True)
+    assert any(line.startswith("fused: ") for line in lines)
+
+
+def test_the_two_halves_of_a_gated_layer_are_one() -> None:
+    model = _model(intermediate_size=128)
+    pack_model(model, "native")
+    expected = _logits(model)
+    fuse_model(model)
+    plans = [vars(one)[fused.PLAN] for one in model.modules() if hasattr(one, "gate_proj")]
+    assert [plan.joined.outputs for plan in plans] == [256] * 3
+    assert _difference(_logits(model), expected) < 1e-2
+
+
+class _Norm(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def test_a_norm_of_any_name_is_exchanged() -> None:
+    models = nn.ModuleList([_Norm(), nn.RMSNorm(64, eps=1e-5)]).bfloat16()
+    assert fuse_model(models) == FusingReport(2, 0, ())
+    x = torch.randn(5, 64).bfloat16()
+    for one in models:
+        assert torch.equal(one(x), type(one).forward(one, x))
+    assert torch.equal(models[0](x=x), models[0](x)), "the class's own name of its argument"
+
+
+class _MeanTaken(_Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class _Clamped(_Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clamp(-1e9, 1e9)
+
+
+class _OtherEps(_Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-4)
+        return self.weight * wide.to(x.dtype)
+
+
+class _Gated(_Norm):
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        result = super().forward(x)
+        return result if gate is None else result * gate
+
+
+class _Buffered(_Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+
+class _InHalves(_Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        halves = x.unflatten(-1, (2, -1)).float()
+        halves = halves * torch.rsqrt(halves.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * halves.flatten(-2).to(x.dtype)
+
+
+class _TwiceFromOne(_Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + self.weight)
+
+
+@pytest.mark.parametrize(
+    "kind", [_MeanTaken, _Clamped, _OtherEps, _Gated, _Buffered, _InHalves, _TwiceFromOne]
+)
+def test_norms_that_are_left_alone(kind: Callable[[], nn.Module]) -> None:
+    model = nn.ModuleList([kind()]).bfloat16()
+    assert fuse_model(model) == FusingReport(0, 0, (type(model[0]).__name__,))
+    assert not is_exchanged(model[0])
+
+
+def test_a_norm_of_another_type_is_left_alone() -> None:
+    assert fuse_model(nn.ModuleList([_Norm()])).norms == 0
+
+
+class _Mlp(nn.Module):
+    def __init__(self, activation: str = "silu", bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(32, 64, bias=bias)
+        self.up_proj = nn.Linear(32, 64, bias=bias)
+        self.down_proj = nn.Linear(64, 32, bias=bias)
+        self.act_fn = ACT2FN[activation]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Limited(_Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate_proj(x).clamp(max=1e9)
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
+
+
+class _Scaled(_Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 1.0
+
+
+class _Crossed(_Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+class _Dropping(_Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+
+class _Added(_Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x))
+
+
+class _OwnLinear(nn.Linear):
+    pass
+
+
+def _of_own_linears() -> nn.Module:
+    model = _Mlp()
+    model.up_proj = _OwnLinear(32, 64)
+    return model
+
+
+def _hooked() -> nn.Module:
+    model = _Mlp()
+    model.gate_proj.register_forward_hook(lambda *arguments: None)
+    return model
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_gated_layers(activation: str, bias: bool, pack: bool) -> None:
+    model = nn.ModuleList([_Mlp(activation, bias)]).bfloat16()
+    if pack:
+        pack_model(model, "native")
+    assert fuse_model(model) == FusingReport(0, 1, ())
+    (layer,) = model
+    assert (vars(layer)[fused.PLAN].joined is not None) == pack
+    with torch.no_grad():
+        for shape in ((32,), (1, 32), (0, 32), (2, 3, 32)):
+            x = torch.randn(shape).bfloat16()
+            expected = type(layer).forward(layer, x)
+            torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=2e-3)
+        assert torch.equal(layer(x=x), layer(x))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_Limited, _Scaled, _Crossed, _Dropping, _Added, _of_own_linears, _hooked]
+    + [
+        lambda name=name: _Mlp(name) for name in ("gelu", "relu2", "gelu_new", "quick_gelu", "mish")
+    ],
+)
+@pytest.mark.parametrize("pack", [False, True])
+def test_gated_layers_that_are_left_alone(make: Callable[[], nn.Module], pack: bool) -> None:
+    model = nn.ModuleList([make()]).eval().bfloat16()
+    if pack:
+        pack_model(model, "native")
+    assert fuse_model(model) == FusingReport(0, 0, (type(model[0]).__name__,))
+    assert not is_exchanged(model[0])
+    assert fused.PLAN not in vars(model[0])
+
+
+def test_hooks_and_classes_stay() -> None:
+    model = _model()
+    norm = model.get_submodule("model.norm")
+    seen: list[torch.Tensor] = []
+    norm.register_forward_hook(lambda module, arguments, result: seen.append(result))
+    kinds = [type(module) for module in model.modules()]
+    fuse_model(model)
+    _logits(model)
+    assert [type(module) for module in model.modules()] == kinds
+    assert len(seen) == 1
+
+
+def test_a_copy_of_a_model_is_its_own() -> None:
+    model = _model()
+    pack_model(model, "native")
+    fuse_model(model)
+    expected = _logits(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for module in other.modules():
+            if is_exchanged(module) and "weight" in module._parameters:
+                module._parameters["weight"].zero_()
+    assert _logits(other).abs().max() == 0
+    assert torch.equal(_logits(model), expected)
+
+
+def test_other_types_and_strides_take_the_models_own_way() -> None:
+    model = nn.ModuleList([_Norm(), _Mlp()]).bfloat16()
+    fuse_model(model)
+    swapped = torch.randn(64, 5).bfloat16().T
+    assert torch.equal(model[0](swapped), _Norm.forward(model[0], swapped))
+    assert model[0](torch.randn(3, 64)).dtype == torch.float32
+    model.float()
+    x = torch.randn(3, 32)
+    assert torch.equal(model[1](x), _Mlp.forward(model[1], x))
+    with pytest.raises(RuntimeError, match="size"):
+        model[0](torch.randn(3, 60).bfloat16())
+
+
+def test_a_compiled_model_yields_the_same() -> None:
+    model = _model(num_hidden_layers=1)
+    pack_model(model, "native")
+    fuse_model(model)
+    expected = _logits(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert _difference(_logits(compiled), expected) < 1e-2
+
+
+def test_a_model_from_disk_is_fused_and_generates(tmp_path: Path) -> None:
+    _model().save_pretrained(tmp_path)
+    lines: list[str] = []
+    load_model(str(tmp_path), LoadConfig(threads=1), lines.append)
+    assert "fused: 13 norms, 3 gated layers" in lines
+    lines.clear()
+    load_model(str(tmp_path), LoadConfig(threads=1, fuse_layers=False), lines.append)
+    assert not any("fused" in line for line in lines)
+    prompt = [5, 6, 7]
+    plain = load(str(tmp_path), threads=1, fuse_layers=False)
+    whole = load(str(tmp_path), threads=1, fuse_layers=True)
+    outputs = [
+        one.generate_batch([prompt], max_new_tokens=6, progress_bar=False)["req_0"].generated_tokens
+        for one in (plain, whole)
+    ]
+    assert outputs[0] == outputs[1]
+    model = whole.model
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([prompt])
+    own = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, 3:].tolist()
+    assert own == outputs[1]
+
+
+def test_a_users_model_is_left_alone() -> None:
+    model = _model()
+    from_model(model).generate_batch([[5, 6]], max_new_tokens=2, progress_bar=False)
+    assert not any(is_exchanged(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("kernel", ["rms_norm", "apply_gate"])
+def test_a_wrong_kernel_is_found(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it would have taken the place of stays."""
+    right = getattr(fused, kernel)
+
+    def wrong(x: torch.Tensor, *arguments: object) -> torch.Tensor | None:
+        result = right(x, *arguments)
+        (x if result is None else result)[..., -1] *= 1.05
+        return result
+
+    for module in (fused, fusing):
+        monkeypatch.setattr(module, kernel, wrong)
+    model = _model("llama")
+    report = fuse_model(model)
+    kind = "LlamaRMSNorm" if kernel == "rms_norm" else "LlamaMLP"
+    assert report.left == (kind,)
+    assert not any(is_exchanged(one) for one in model.modules() if type(one).__name__ == kind)
+
+
+def test_the_report() -> None:
+    assert str(FusingReport(3, 1, ())) == "fused: 3 norms, 1 gated layers"
+    assert (
+        str(FusingReport(3, 0, ("A", "B")))
+        == "fused: 3 norms, 0 gated layers; left as they are: A, B"
+    )
+
+
+def test_choosing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert choose_fusing(cpu, torch.bfloat16, None)
+    assert choose_fusing(cpu, torch.bfloat16, True)
+    assert not choose_fusing(cpu, torch.bfloat16, False)
+    for device, dtype in ((cpu, torch.float32), (cuda, torch.bfloat16)):
+        assert not choose_fusing(device, dtype, None)
+        with pytest.raises(ConfigError, match="fuse_layers: is True, but only bfloat16 on a CPU"):
+            choose_fusing(device, dtype, True)
+
+    def unavailable() -> None:
+        raise NativeUnavailableError("they were not built")
+
+    monkeypatch.setattr(fusing, "native_library", unavailable)
+    assert not choose_fusing(cpu, torch.bfloat16, None)
+    with pytest.raises(ConfigError, match="not built"):
+        choose_fusing(cpu, torch.bfloat16, True)
