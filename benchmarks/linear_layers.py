@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from engine.runner.packed import PackedLinear, pack, packed_size
+from engine.runner.packed import PackedLinear, new_scales, pack, packed_size
 from engine.runner.packed_onednn import OneDnnLinear
 
 _LAYERS = 28
@@ -26,9 +26,16 @@ _MOST_ROWS_OF_HEAD = 64
 
 
 def _packed(linear: torch.nn.Linear) -> PackedLinear:
-    packed = torch.empty(packed_size(*linear.weight.shape), dtype=torch.int32)
+    packed = torch.empty(packed_size(*linear.weight.shape), dtype=torch.uint8)
     pack(linear.weight, packed)
     return PackedLinear(packed, linear)
+
+
+def _int8(linear: torch.nn.Linear) -> PackedLinear:
+    packed = torch.empty(packed_size(*linear.weight.shape, int8=True), dtype=torch.uint8)
+    scales = new_scales(linear.out_features)
+    pack(linear.weight, packed, scales)
+    return PackedLinear(packed, linear, scales)
 
 
 def _measure(layers: dict[str, list[torch.nn.Module]], rows: int, seconds: float) -> None:
@@ -66,6 +73,7 @@ def main() -> None:
             "torch": list(plain),
             "oneDNN": [OneDnnLinear(linear) for linear in plain],
             "ours": [_packed(linear) for linear in plain],
+            "int8": [_int8(linear) for linear in plain],
         }
         for rows in map(int, options.rows.split(",")):
             used = layers

@@ -18,6 +18,8 @@ DEFAULT_BLOCK_SIZE = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 AttentionName = Literal["auto", "torch", "native"]
 ATTENTIONS = ("auto", "torch", "native")
+Quantization = Literal["none", "int8"]
+QUANTIZATIONS = ("none", "int8")
 
 _BOUNDS = {
     "block_size": (1, 4096),
@@ -197,6 +199,11 @@ class LoadConfig:
         attention: what computes attention. "torch": plain torch, the reference, on any device;
             "native": the C++ kernels for CPUs, refused where they were not built; "auto": the
             fastest that there is, and a line in the log that says which.
+        quantization: "int8": the weights of bfloat16 linear layers are kept, on a CPU, as whole
+            numbers from -127 to 127 with a scale for each output: half the memory, and up to twice
+            the speed of a single request, for results that differ a little
+            (docs/performance.md). Refused where it cannot be done. "none": as the checkpoint has
+            them.
         pack_weights: whether the weights of bfloat16 linear layers are put, on a CPU, in the order
             in which its kernel reads them. Numbers stay what they are, and so does the memory.
             True: packed, or refused where they cannot be; None: where it pays, which a line in the
@@ -212,6 +219,7 @@ class LoadConfig:
     device: str = "auto"
     threads: int | None = None
     attention: AttentionName = "auto"
+    quantization: Quantization = "none"
     pack_weights: bool | None = None
     fuse_layers: bool | None = None
 
@@ -224,6 +232,11 @@ class LoadConfig:
         if self.attention not in ATTENTIONS:
             raise ConfigError(
                 "attention", f"is {self.attention!r}; it must be one of {', '.join(ATTENTIONS)}"
+            )
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(
+                "quantization",
+                f"is {self.quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}",
             )
         for option in ("pack_weights", "fuse_layers"):
             value = getattr(self, option)

@@ -136,6 +136,7 @@ def _engine_client(
         device=engine.device,
         threads=engine.threads,
         attention=engine.attention,  # type: ignore[arg-type]
+        quantization=engine.quantization,  # type: ignore[arg-type]
         pack_weights=engine.pack_weights,
         fuse_layers=engine.fuse_layers,
     )

@@ -215,6 +215,15 @@ class EngineOptions:
             _MODEL,
         ),
     ] = "auto"
+    quantization: Annotated[
+        str,
+        _option(
+            "quantization",
+            "int8: on a CPU, keep the bfloat16 weights of linear layers in half the memory, for "
+            "results that differ a little; or none.",
+            _MODEL,
+        ),
+    ] = "none"
     pack_weights: Annotated[
         bool | None,
         _option(

@@ -11,11 +11,17 @@ from engine.native.build import LIBRARY, fingerprint
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _FUNCTIONS = {
-    "headrace_linear_size": (_INT, _INT),
-    "headrace_linear_pack": (_POINTER, _INT, _INT, _INT, _POINTER, ctypes.c_int),
-    "headrace_linear_rows": (_POINTER, _INT, _INT, _POINTER, _INT, _POINTER, ctypes.c_int),
-    "headrace_linear": (
+    "headrace_linear_size": (_INT, _INT, _INT),
+    "headrace_linear_pack": (
+        *(_POINTER, _INT, _INT, _INT),
+        *(_POINTER, _POINTER, ctypes.c_int),
+    ),
+    "headrace_linear_rows": (
         *(_POINTER, _POINTER, _INT, _INT),
+        *(_POINTER, _INT, _POINTER, ctypes.c_int),
+    ),
+    "headrace_linear": (
+        *(_POINTER, _POINTER, _POINTER, _INT, _INT),
         *(_POINTER, _INT, _POINTER, _INT, ctypes.c_int),
     ),
     "headrace_rms_norm": (

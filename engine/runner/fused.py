@@ -49,19 +49,21 @@ class Joined:
     """Packed linear layers of the same input whose weights lie side by side: they are one.
 
     Attributes:
-        packed: int32, the weights of all; a view.
+        packed: uint8, the weights of all; a view.
+        scales: of int8.
         bias: see `pad_bias`.
         outputs, inputs: N of all together, and K.
     """
 
     packed: torch.Tensor
+    scales: torch.Tensor | None
     bias: torch.Tensor | None
     outputs: int
     inputs: int
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] → [..., N], the first layer's outputs first."""
-        return multiply(x, self.packed, self.bias, self.outputs, self.inputs)
+        return multiply(x, self.packed, self.scales, self.bias, self.outputs, self.inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ def join(layers: Sequence[torch.nn.Module]) -> Joined | None:
             or len(set(storages)) > 1
             or left.in_features != right.in_features
             or left.out_features % PANEL  # so many outputs are whole panels of any kernel
+            or (left.scales is None) != (right.scales is None)
         ):
             return None
     sizes = [layer.packed.numel() for layer in packed]
@@ -124,6 +127,7 @@ def join(layers: Sequence[torch.nn.Module]) -> Joined | None:
         bias = torch.cat([_bias(layer) for layer in packed])
     return Joined(
         packed[0].packed.as_strided((sum(sizes),), (1,)),
+        None if packed[0].scales is None else torch.cat([layer.scales for layer in packed]),  # type: ignore[misc]  # all or none
         bias,
         sum(layer.out_features for layer in packed),
         packed[0].in_features,

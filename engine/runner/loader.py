@@ -143,7 +143,9 @@ def load_model(
     seconds = time.monotonic() - started
     size = loaded.num_parameters() / 1e6
     progress(f"loaded {size:.1f} M parameters ({loaded.dtype}) in {seconds:.1f} s")
-    packing = choose_packing(loaded.device, loaded.dtype, load_config.pack_weights)
+    packing = choose_packing(
+        loaded.device, loaded.dtype, load_config.pack_weights, load_config.quantization
+    )
     fuse = choose_fusing(loaded.device, loaded.dtype, load_config.fuse_layers)
     return verify_model(loaded, path, progress, load_config.attention, packing, fuse=fuse)
 

@@ -1,7 +1,8 @@
 """Linear layers and embeddings whose weights lie as the native kernel reads them.
 
-Packing moves numbers and changes none: a layer's weights can be read back exactly, and are, by
-whoever asks for `weight`. These layers compute and do not learn: they have no gradients.
+Packing moves numbers and changes none, unless they are to be int8: a layer's weights can be read
+back, and are, by whoever asks for `weight`. As int8 they are multiples of a scale of their row,
+which is its largest number / 127. These layers compute and do not learn: they have no gradients.
 """
 
 from __future__ import annotations
@@ -28,18 +29,24 @@ def native_library() -> NativeLibrary:
     return load_library()
 
 
-def packed_size(outputs: int, inputs: int) -> int:
-    """How many 32-bit numbers a packed weight is."""
-    size: int = native_library().linear_size(outputs, inputs)
+def packed_size(outputs: int, inputs: int, *, int8: bool = False) -> int:
+    """How many bytes a packed weight is."""
+    size: int = native_library().linear_size(outputs, inputs, 1 if int8 else 2)
     return size
 
 
-def pack(weight: torch.Tensor, packed: torch.Tensor) -> None:
+def new_scales(outputs: int) -> torch.Tensor:
+    """Room for the scales of a weight's rows, float32."""
+    return torch.zeros(-(-outputs // PANEL) * PANEL)
+
+
+def pack(weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None = None) -> None:
     """Pack a weight.
 
     Args:
         weight: bfloat16 [N, K], the numbers of a row side by side.
-        packed: int32 [packed_size(N, K)], where to.
+        packed: uint8 [packed_size(N, K)], where to.
+        scales: see `new_scales`: where those of its rows go; it is then packed as int8.
     """
     outputs, inputs = weight.shape
     native_library().linear_pack(
@@ -48,6 +55,7 @@ def pack(weight: torch.Tensor, packed: torch.Tensor) -> None:
         outputs,
         inputs,
         packed.data_ptr(),
+        None if scales is None else scales.data_ptr(),
         torch.get_num_threads(),
     )
 
@@ -61,11 +69,18 @@ def pad_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
     return padded
 
 
-def read_rows(packed: torch.Tensor, rows: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
-    """Rows of a packed weight, as they were.
+def read_rows(
+    packed: torch.Tensor,
+    scales: torch.Tensor | None,
+    rows: torch.Tensor,
+    outputs: int,
+    inputs: int,
+) -> torch.Tensor:
+    """Rows of a packed weight, as they were, or as near as int8 is.
 
     Args:
-        packed: int32.
+        packed: uint8.
+        scales: of int8.
         rows: int64 or int32, of any shape.
         outputs, inputs: N and K of the weight.
 
@@ -79,6 +94,7 @@ def read_rows(packed: torch.Tensor, rows: torch.Tensor, outputs: int, inputs: in
     result = torch.empty((*rows.shape, inputs), dtype=torch.bfloat16)
     if not native_library().linear_rows(
         packed.data_ptr(),
+        None if scales is None else scales.data_ptr(),
         outputs,
         inputs,
         wanted.data_ptr(),
@@ -91,13 +107,19 @@ def read_rows(packed: torch.Tensor, rows: torch.Tensor, outputs: int, inputs: in
 
 
 def multiply(
-    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int, inputs: int
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    outputs: int,
+    inputs: int,
 ) -> torch.Tensor:
     """x · Wᵀ + bias.
 
     Args:
         x: bfloat16 [..., K].
-        packed: int32, W [N, K] packed.
+        packed: uint8, W [N, K] packed.
+        scales: of int8.
         bias: see `pad_bias`.
         outputs, inputs: N and K.
 
@@ -123,6 +145,7 @@ def multiply(
     native_library().linear(
         packed.data_ptr(),
         None if bias is None else bias.data_ptr(),
+        None if scales is None else scales.data_ptr(),
         outputs,
         inputs,
         x.data_ptr(),
@@ -137,17 +160,29 @@ def multiply(
 @torch.library.custom_op(
     "headrace::packed_linear",
     mutates_args=(),
-    schema="(Tensor x, Tensor packed, Tensor? bias, int outputs, int inputs) -> Tensor",
+    schema=(
+        "(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int outputs, int inputs) -> Tensor"
+    ),
 )
 def _multiply_opaquely(
-    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int, inputs: int
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    outputs: int,
+    inputs: int,
 ) -> torch.Tensor:
-    return multiply(x, packed, bias, outputs, inputs)
+    return multiply(x, packed, scales, bias, outputs, inputs)
 
 
 @_multiply_opaquely.register_fake
 def _shape_of_product(
-    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int, inputs: int
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    outputs: int,
+    inputs: int,
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], outputs))
 
@@ -155,17 +190,25 @@ def _shape_of_product(
 @torch.library.custom_op(
     "headrace::packed_rows",
     mutates_args=(),
-    schema="(Tensor packed, Tensor rows, int outputs, int inputs) -> Tensor",
+    schema="(Tensor packed, Tensor? scales, Tensor rows, int outputs, int inputs) -> Tensor",
 )
 def _read_rows_opaquely(
-    packed: torch.Tensor, rows: torch.Tensor, outputs: int, inputs: int
+    packed: torch.Tensor,
+    scales: torch.Tensor | None,
+    rows: torch.Tensor,
+    outputs: int,
+    inputs: int,
 ) -> torch.Tensor:
-    return read_rows(packed, rows, outputs, inputs)
+    return read_rows(packed, scales, rows, outputs, inputs)
 
 
 @_read_rows_opaquely.register_fake
 def _shape_of_rows(
-    packed: torch.Tensor, rows: torch.Tensor, outputs: int, inputs: int
+    packed: torch.Tensor,
+    scales: torch.Tensor | None,
+    rows: torch.Tensor,
+    outputs: int,
+    inputs: int,
 ) -> torch.Tensor:
     return packed.new_empty((*rows.shape, inputs), dtype=torch.bfloat16)
 
@@ -174,11 +217,15 @@ class _Packed(torch.nn.Module):
     """What both have: the packed weight, [N, K]."""
 
     packed: torch.Tensor
+    scales: torch.Tensor | None
 
-    def __init__(self, packed: torch.Tensor, outputs: int, inputs: int) -> None:
+    def __init__(
+        self, packed: torch.Tensor, scales: torch.Tensor | None, outputs: int, inputs: int
+    ) -> None:
         super().__init__()
         self._outputs, self._inputs = outputs, inputs
         self.register_buffer("packed", packed, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
         # Of no size: a model's dtype and device are those of its first parameter.
         nothing = torch.empty(0, dtype=torch.bfloat16)
         self.register_parameter("_dtype", torch.nn.Parameter(nothing, requires_grad=False))
@@ -186,7 +233,8 @@ class _Packed(torch.nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """bfloat16 [N, K]: a copy, made when it is asked for."""
-        return read_rows(self.packed, torch.arange(self._outputs), self._outputs, self._inputs)
+        rows = torch.arange(self._outputs)
+        return read_rows(self.packed, self.scales, rows, self._outputs, self._inputs)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -201,14 +249,17 @@ class PackedLinear(_Packed):
 
     padded_bias: torch.Tensor | None
 
-    def __init__(self, packed: torch.Tensor, linear: torch.nn.Linear) -> None:
+    def __init__(
+        self, packed: torch.Tensor, linear: torch.nn.Linear, scales: torch.Tensor | None = None
+    ) -> None:
         """A layer that computes what `linear` does.
 
         Args:
             packed: its weight, packed.
             linear: its weight is not kept.
+            scales: of int8.
         """
-        super().__init__(packed, linear.out_features, linear.in_features)
+        super().__init__(packed, scales, linear.out_features, linear.in_features)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_parameter("bias", linear.bias)
         self.register_buffer("padded_bias", pad_bias(linear.bias), persistent=False)
@@ -216,24 +267,32 @@ class PackedLinear(_Packed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] → [..., N]."""
         run = _multiply_opaquely if torch.compiler.is_compiling() else multiply
-        return run(x, self.packed, self.padded_bias, self.out_features, self.in_features)
+        sizes = (self.out_features, self.in_features)
+        return run(x, self.packed, self.scales, self.padded_bias, *sizes)
 
     def extra_repr(self) -> str:
         """What str() shows of it."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, packed"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, {_form(self)}"
 
 
 class PackedEmbedding(_Packed):
     """Stands for a torch.nn.Embedding of bfloat16 that shares its weight with a linear layer."""
 
-    def __init__(self, packed: torch.Tensor, embedding: torch.nn.Embedding) -> None:
+    def __init__(
+        self,
+        packed: torch.Tensor,
+        embedding: torch.nn.Embedding,
+        scales: torch.Tensor | None = None,
+    ) -> None:
         """A table that reads what `embedding` does.
 
         Args:
             packed: its weight, packed; the linear layer's.
             embedding: its weight is not kept.
+            scales: of int8.
         """
-        super().__init__(packed, embedding.num_embeddings, embedding.embedding_dim)
+        super().__init__(packed, scales, embedding.num_embeddings, embedding.embedding_dim)
         self.num_embeddings = embedding.num_embeddings
         self.embedding_dim = embedding.embedding_dim
         self.padding_idx = embedding.padding_idx
@@ -241,8 +300,13 @@ class PackedEmbedding(_Packed):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[...] → [..., K]."""
         run = _read_rows_opaquely if torch.compiler.is_compiling() else read_rows
-        return run(self.packed, token_ids, self.num_embeddings, self.embedding_dim)
+        sizes = (self.num_embeddings, self.embedding_dim)
+        return run(self.packed, self.scales, token_ids, *sizes)
 
     def extra_repr(self) -> str:
         """What str() shows of it."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, packed"
+        return f"{self.num_embeddings}, {self.embedding_dim}, {_form(self)}"
+
+
+def _form(packed: _Packed) -> str:
+    return "packed" if packed.scales is None else "packed as int8"

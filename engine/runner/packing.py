@@ -1,6 +1,6 @@
 """Exchanges a model's linear layers for packed ones, in place.
 
-    choose_packing ─▶ how: our kernel, oneDNN's, or not at all
+    choose_packing ─▶ how: our kernel (as bfloat16 or as int8), oneDNN's, or not at all
     pack_model     ─▶ one weight after the other: pack, compare, exchange, let go of the original
 
 Only what is plainly a torch.nn.Linear of bfloat16 on the CPU is exchanged. A weight that an
@@ -17,19 +17,21 @@ from typing import Literal
 import torch
 from torch.nn.functional import linear as torch_linear
 
+from engine.config import Quantization
 from engine.errors import ConfigError, ModelRefusedError
 from engine.native.library import NativeUnavailableError
 from engine.runner.packed import (
     PackedEmbedding,
     PackedLinear,
     native_library,
+    new_scales,
     pack,
     packed_size,
     read_rows,
 )
 from engine.runner.packed_onednn import OneDnnLinear
 
-Packing = Literal["native", "onednn"]
+Packing = Literal["native", "onednn", "int8"]
 
 _SMALLEST = 16
 """Inputs and outputs of the smallest layer that is packed."""
@@ -66,16 +68,24 @@ class PackingReport:
         return text
 
 
-def choose_packing(device: torch.device, dtype: torch.dtype, wanted: bool | None) -> Packing | None:
+def choose_packing(
+    device: torch.device,
+    dtype: torch.dtype,
+    wanted: bool | None,
+    quantization: Quantization = "none",
+) -> Packing | None:
     """How linear layers are packed for a device and dtype; None: they are not.
 
     Args:
         device, dtype: the model's.
         wanted: True: packed or refused; None: where it was measured to pay.
+        quantization: see LoadConfig.
 
     Raises:
-        ConfigError: they are to be packed, and cannot be.
+        ConfigError: they are to be packed, or int8, and cannot be.
     """
+    if quantization == "int8":
+        return _int8(device, dtype, wanted)
     if wanted is False:
         return None
     if device.type != "cpu" or dtype != torch.bfloat16:
@@ -92,6 +102,22 @@ def choose_packing(device: torch.device, dtype: torch.dtype, wanted: bool | None
     if isa == "portable":
         return _not_packed("there is no kernel for this kind of processor", wanted)
     return "native"
+
+
+def _int8(device: torch.device, dtype: torch.dtype, wanted: bool | None) -> Packing:
+    reason = None
+    if wanted is False:
+        reason = "pack_weights is False: weights are int8 only where they are packed"
+    elif device.type != "cpu" or dtype != torch.bfloat16:
+        reason = f"it is for bfloat16 on a CPU, and this is {dtype} on {device}"
+    else:
+        try:
+            native_library()
+        except NativeUnavailableError as error:
+            reason = str(error)
+    if reason:
+        raise ConfigError("quantization", f"is int8, but {reason}")
+    return "int8"
 
 
 def _not_packed(reason: str, wanted: bool | None) -> Packing | None:
@@ -113,8 +139,10 @@ def pack_model(model: torch.nn.Module, how: Packing) -> PackingReport:
     """
     groups = list(_shared_weights(model))
     with torch.no_grad():
-        packer = _pack_natively if how == "native" else _pack_for_onednn
-        report = packer(model, groups)
+        if how == "onednn":
+            report = _pack_for_onednn(model, groups)
+        else:
+            report = _pack_natively(model, groups, int8=how == "int8")
         # What is left may lie in a mapping of the checkpoint's file, all of which it would hold.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
@@ -181,26 +209,27 @@ def _is_plain_embedding(module: torch.nn.Embedding) -> bool:
     )
 
 
-def _pack_natively(model: torch.nn.Module, groups: list[_Group]) -> PackingReport:
-    sizes = [packed_size(*group.weight.shape) for group in groups]
+def _pack_natively(model: torch.nn.Module, groups: list[_Group], *, int8: bool) -> PackingReport:
+    sizes = [packed_size(*group.weight.shape, int8=int8) for group in groups]
     # One piece for all: pages come as it is filled, while the originals go, and may be large ones.
-    memory = torch.empty(sum(sizes), dtype=torch.int32)
+    memory = torch.empty(sum(sizes), dtype=torch.uint8)
     copied = start = 0
     for group, size in zip(groups, sizes, strict=True):
         weight = group.weight
         packed = memory[start : start + size]
+        scales = new_scales(len(weight)) if int8 else None
         start += size
-        pack(weight, packed)
-        outputs, inputs = weight.shape
-        rows = torch.linspace(0, outputs - 1, min(outputs, _SAMPLED_ROWS)).long()
-        if not torch.equal(_bits(read_rows(packed, rows, outputs, inputs)), _bits(weight[rows])):
+        pack(weight, packed, scales)
+        rows = torch.linspace(0, len(weight) - 1, min(len(weight), _SAMPLED_ROWS)).long()
+        if not _holds(packed, scales, weight, rows):
             raise ModelRefusedError(f"{next(iter(group.linears))}: {_WRONG.format('weights')}")
         for name, linear in group.linears.items():
-            _exchange(model, name, linear, PackedLinear(packed, linear))
+            _exchange(model, name, linear, PackedLinear(packed, linear, scales))
         if group.is_ours:
             for name, embedding in group.embeddings.items():
-                table = PackedEmbedding(packed, embedding)
-                if not torch.equal(_bits(table(rows)), _bits(weight[rows])):
+                table = PackedEmbedding(packed, embedding, scales)
+                expected = read_rows(packed, scales, rows, *weight.shape)
+                if not torch.equal(_bits(table(rows)), _bits(expected)):
                     raise ModelRefusedError(f"{name}: {_WRONG.format('rows')}")
                 model.set_submodule(name, table)
         else:
@@ -210,9 +239,21 @@ def _pack_natively(model: torch.nn.Module, groups: list[_Group]) -> PackingRepor
     return PackingReport(
         linears=_count(model, PackedLinear),
         embeddings=_count(model, PackedEmbedding),
-        how=native_library().isa,
+        how=f"{native_library().isa}, as int8" if int8 else native_library().isa,
         copied_bytes=copied,
     )
+
+
+def _holds(
+    packed: torch.Tensor, scales: torch.Tensor | None, weight: torch.Tensor, rows: torch.Tensor
+) -> bool:
+    """Whether rows of a packed weight are the original's, or as near as int8 is."""
+    original, actual = weight[rows], read_rows(packed, scales, rows, *weight.shape)
+    if scales is None:
+        return torch.equal(_bits(actual), _bits(original))
+    # To the next multiple of the scale, which is then rounded to bfloat16.
+    bound = scales[rows, None] * 0.5 + original.float().abs() * 2**-7
+    return bool(((actual.float() - original.float()).abs() <= bound).all())
 
 
 def _pack_for_onednn(model: torch.nn.Module, groups: list[_Group]) -> PackingReport:
@@ -239,12 +280,15 @@ def _exchange(
     model: torch.nn.Module,
     name: str,
     linear: torch.nn.Linear,
-    packed: torch.nn.Module,
+    packed: PackedLinear | OneDnnLinear,
 ) -> None:
     """Exchange one layer for another that computes the same on random input."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((_PROBE_ROWS, linear.in_features), generator=generator).bfloat16()
-    expected = torch_linear(x, linear.weight, linear.bias).float()
+    weight = linear.weight
+    if isinstance(packed, PackedLinear) and packed.scales is not None:
+        weight = packed.weight  # as int8 has it
+    expected = torch_linear(x, weight, linear.bias).float()
     actual = packed(x).float()
     scale = expected.abs().max().item()
     if not torch.allclose(

@@ -33,7 +33,8 @@ struct AttentionCall {
 // A packed linear layer; see linear.cpp.
 struct LinearWeight {
   const void* packed;
-  const float* bias;  // for whole panels; or null
+  const float* bias;    // for whole panels; or null
+  const float* scales;  // for whole panels: weights are int8, times these; or null: bfloat16
   int64_t outputs, inputs;
 };
 

@@ -10,7 +10,7 @@ struct Variant {
   const char* name;
   int64_t (*attention)(const AttentionCall&);
   int64_t (*linear_size)(const LinearWeight&);
-  void (*linear_pack)(const LinearWeight&, const uint16_t*, int64_t, uint32_t*, int);
+  void (*linear_pack)(const LinearWeight&, const uint16_t*, int64_t, void*, float*, int);
   int (*linear_rows)(const LinearWeight&, const int64_t*, int64_t, uint16_t*, int);
   void (*linear)(const LinearWeight&, const void*, int64_t, void*, int64_t, int);
   void (*rms_norm)(const NormWeight&, const void*, void*, int64_t, int);
@@ -25,7 +25,7 @@ struct Variant {
   int64_t attention(const AttentionCall& call);                                                  \
   int64_t linear_size(const LinearWeight& weight);                                               \
   void linear_pack(const LinearWeight& weight, const uint16_t* rows, int64_t stride,             \
-                   uint32_t* packed, int threads);                                               \
+                   void* packed, float* scales, int threads);                                    \
   int linear_rows(const LinearWeight& weight, const int64_t* wanted, int64_t count,              \
                   uint16_t* rows, int threads);                                                  \
   void linear(const LinearWeight& weight, const void* x, int64_t x_stride, void* y, int64_t rows, \
@@ -92,29 +92,32 @@ HEADRACE_ENTRY int64_t headrace_attention(const AttentionCall* call) {
   return variant.attention(*call);
 }
 
-// Packs a linear layer's weights, into `packed`; see `linear_pack` in linear.cpp.
+// Packs a linear layer's weights, into `packed` and, if they are to be int8, `scales`; see
+// `linear_pack` in linear.cpp.
 HEADRACE_ENTRY void headrace_linear_pack(const uint16_t* rows, int64_t stride, int64_t outputs,
-                                         int64_t inputs, uint32_t* packed, int threads) {
-  variant.linear_pack({packed, nullptr, outputs, inputs}, rows, stride, packed, threads);
+                                         int64_t inputs, void* packed, float* scales, int threads) {
+  variant.linear_pack({packed, nullptr, scales, outputs, inputs}, rows, stride, packed, scales,
+                      threads);
 }
 
-// How many 32-bit numbers packed weights are.
-HEADRACE_ENTRY int64_t headrace_linear_size(int64_t outputs, int64_t inputs) {
-  return variant.linear_size({nullptr, nullptr, outputs, inputs});
+// How many bytes packed weights are, of one byte or of two each.
+HEADRACE_ENTRY int64_t headrace_linear_size(int64_t outputs, int64_t inputs, int64_t width) {
+  return variant.linear_size({nullptr, nullptr, nullptr, outputs, inputs}) * width;
 }
 
 // See `linear_rows` in linear.cpp.
-HEADRACE_ENTRY int headrace_linear_rows(const void* packed, int64_t outputs, int64_t inputs,
-                                        const int64_t* wanted, int64_t count, uint16_t* rows,
-                                        int threads) {
-  return variant.linear_rows({packed, nullptr, outputs, inputs}, wanted, count, rows, threads);
+HEADRACE_ENTRY int headrace_linear_rows(const void* packed, const float* scales, int64_t outputs,
+                                        int64_t inputs, const int64_t* wanted, int64_t count,
+                                        uint16_t* rows, int threads) {
+  return variant.linear_rows({packed, nullptr, scales, outputs, inputs}, wanted, count, rows,
+                             threads);
 }
 
 // See `linear` in linear.cpp.
-HEADRACE_ENTRY void headrace_linear(const void* packed, const float* bias, int64_t outputs,
-                                    int64_t inputs, const void* x, int64_t x_stride, void* y,
-                                    int64_t rows, int threads) {
-  variant.linear({packed, bias, outputs, inputs}, x, x_stride, y, rows, threads);
+HEADRACE_ENTRY void headrace_linear(const void* packed, const float* bias, const float* scales,
+                                    int64_t outputs, int64_t inputs, const void* x,
+                                    int64_t x_stride, void* y, int64_t rows, int threads) {
+  variant.linear({packed, bias, scales, outputs, inputs}, x, x_stride, y, rows, threads);
 }
 
 // See `rms_norm` in elementwise.cpp.

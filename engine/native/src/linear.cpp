@@ -1,5 +1,5 @@
 // Linear layers over weights that were packed when the model was loaded: y = x . W^T + bias, of
-// bfloat16, summed in float32.
+// bfloat16, summed in float32. Weights are bfloat16, too, or int8 with a scale for each output.
 //
 //   packed: [groups][pairs][NR][VL] pairs of bfloat16. A panel is VL outputs, a group NR panels (the
 //   last one may be narrower), a pair two inputs side by side. So one vector of 32-bit numbers is
@@ -7,6 +7,9 @@
 //   all rows where these are few: processors bring near by themselves what is read in one sequence,
 //   and only that at the full speed of the memory. Weights of whole groups that lie one behind the
 //   other are those of one layer with all their outputs.
+//   Of int8: the same, and an input of an output is one byte. A number from -127 to 127 is a bfloat16
+//   exactly, so that sums are as exact as those of bfloat16 weights, and are scaled at the end. One
+//   tile turns them into bfloat16 as it reads them; for several tiles an item's are turned once.
 //
 // An item of work is a few rows against C panels. A tile keeps R rows x C panels of sums in
 // registers, and takes the inputs in their order: what a row yields depends neither on the rows
@@ -15,6 +18,8 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
+#include <vector>
 
 #include "calls.h"
 #include "vec.h"
@@ -48,6 +53,15 @@ struct Panel {
 
 typedef uint32_t unaligned_pair __attribute__((aligned(2), may_alias));
 
+// Two inputs of VL outputs, as bfloat16.
+vu load_weights(const uint32_t* p) { return *reinterpret_cast<const vu*>(p); }
+vu load_weights(const uint16_t* p) {
+  const vu pairs = __builtin_convertvector(*reinterpret_cast<const vh*>(p), vu);
+  const vi low = (vi)(pairs << 24) >> 24, high = (vi)(pairs << 16) >> 24;
+  const vu first = (vu)__builtin_convertvector(low, vf), second = (vu)__builtin_convertvector(high, vf);
+  return first >> 16 | second;  // the lower halves are zero: 8 bits are enough for them
+}
+
 // Two inputs of a row, in every lane.
 vu load_pair(const bf16* x) { return *reinterpret_cast<const unaligned_pair*>(x) - vu{}; }
 
@@ -61,19 +75,24 @@ vf multiply_pair(vf sums, vu pair, vu weights) {
 #endif
 }
 
+// Weights of C panels: pairs are `stride` numbers apart. W: uint32_t, two bfloat16, or uint16_t, two int8.
+template <class W>
+struct Weights {
+  const W* from;
+  int64_t stride;
+};
+
 // R rows from x on against C panels; see the top. `lines` cache lines from `ahead` on are brought near
 // for every STEP pairs.
-template <int R, int C>
-void tile(const LinearWeight& weight, int64_t panel, const bf16* x, int64_t x_stride, bf16* y,
-          const char* ahead, int lines) {
+template <int R, int C, class W>
+void tile(const LinearWeight& weight, Weights<W> weights, int64_t panel, const bf16* x,
+          int64_t x_stride, bf16* y, const char* ahead, int lines) {
   const int64_t pairs = num_pairs(weight), whole = weight.inputs / 2;
-  const Panel place(weight, panel);
-  const uint32_t* from = static_cast<const uint32_t*>(weight.packed) + place.start;
   vf sums[R][C] = {};
   const auto add = [&](int64_t k, const auto& left) {
     vu right[C];
     for (int c = 0; c < C; ++c)
-      right[c] = *reinterpret_cast<const vu*>(from + k * place.stride + c * VL);
+      right[c] = load_weights(weights.from + k * weights.stride + c * VL);
     for (int r = 0; r < R; ++r) {
       const vu pair = left(r, k);
       for (int c = 0; c < C; ++c) sums[r][c] = multiply_pair(sums[r][c], pair, right[c]);
@@ -90,10 +109,10 @@ void tile(const LinearWeight& weight, int64_t panel, const bf16* x, int64_t x_st
     add(k, [=](int r, int64_t last) { return x[r * x_stride + 2 * last].bits - vu{}; });
   for (int c = 0; c < C; ++c) {
     const int64_t first = (panel + c) * VL, count = std::min<int64_t>(VL, weight.outputs - first);
-    vf bias = {};
-    if (weight.bias) bias = load(weight.bias + first);
+    const vf scale = weight.scales ? load(weight.scales + first) : splat(1.0f);
+    const vf bias = weight.bias ? load(weight.bias + first) : vf{};
     for (int r = 0; r < R; ++r) {
-      const vf result = sums[r][c] + bias;
+      const vf result = sums[r][c] * scale + bias;
       bf16* out = y + r * weight.outputs + first;
       if (count == VL)
         store(out, result);
@@ -103,32 +122,53 @@ void tile(const LinearWeight& weight, int64_t panel, const bf16* x, int64_t x_st
   }
 }
 
-template <int C, int R = ROWS>
-void tile_of_rows(int rows, const LinearWeight& weight, int64_t panel, const bf16* x,
-                  int64_t x_stride, bf16* y, const char* ahead, int lines) {
-  if (rows == R) return tile<R, C>(weight, panel, x, x_stride, y, ahead, lines);
+template <int C, class W, int R = ROWS>
+void tile_of_rows(int rows, const LinearWeight& weight, Weights<W> weights, int64_t panel,
+                  const bf16* x, int64_t x_stride, bf16* y, const char* ahead, int lines) {
+  if (rows == R) return tile<R, C>(weight, weights, panel, x, x_stride, y, ahead, lines);
   if constexpr (R > 1)
-    tile_of_rows<C, R - 1>(rows, weight, panel, x, x_stride, y, ahead, lines);
+    tile_of_rows<C, W, R - 1>(rows, weight, weights, panel, x, x_stride, y, ahead, lines);
 }
 
-// `rows` rows against C panels, in tiles of about the same height.
-template <int C>
-void item(const LinearWeight& weight, int64_t panel, const bf16* x, int64_t x_stride, bf16* y,
-          int64_t rows) {
-  const int64_t tiles = divide_up(rows, ROWS), pairs = num_pairs(weight), steps = pairs / STEP;
-  const int64_t size = C * pairs * VL * 4, end = num_panels(weight) * pairs * VL * 4;
-  const char* all = static_cast<const char*>(weight.packed);
-  // A single tile reads weights once and as fast as they come: nothing is left to be brought near.
-  const bool looks_ahead = C == NR && tiles > 1 && steps;
-  const int64_t lines = looks_ahead ? divide_up(size, 64 * steps * tiles) : 0;
-  int64_t ahead = panel * pairs * VL * 4 + size;
-  const int64_t stop = std::min(ahead + size, end) - steps * lines * 64;
-  for (int64_t t = 0, row = 0; t < tiles; ++t, ahead += steps * lines * 64) {
-    const int64_t next = rows * (t + 1) / tiles;
-    tile_of_rows<C>(int(next - row), weight, panel, x + row * x_stride, x_stride,
-                    y + row * weight.outputs, all + ahead, ahead <= stop ? int(lines) : 0);
+// `rows` rows against C panels, in tiles of about the same height. From `ahead` on lie `bytes` that are to
+// be brought near meanwhile.
+template <int C, class W>
+void tiles(const LinearWeight& weight, Weights<W> weights, int64_t panel, const bf16* x,
+           int64_t x_stride, bf16* y, int64_t rows, const char* ahead, int64_t bytes) {
+  const int64_t count = divide_up(rows, ROWS), steps = num_pairs(weight) / STEP;
+  const int64_t lines = steps ? divide_up(bytes, 64 * steps * count) : 0;
+  const char* end = ahead + bytes;
+  for (int64_t t = 0, row = 0; t < count; ++t, ahead += steps * lines * 64) {
+    const int64_t next = rows * (t + 1) / count;
+    tile_of_rows<C>(int(next - row), weight, weights, panel, x + row * x_stride, x_stride,
+                    y + row * weight.outputs, ahead, ahead < end ? int(lines) : 0);
     row = next;
   }
+}
+
+// `rows` rows against C panels. `space`: of a thread's own, for C panels of bfloat16.
+template <int C>
+void item(const LinearWeight& weight, int64_t panel, const bf16* x, int64_t x_stride, bf16* y,
+          int64_t rows, uint32_t* space) {
+  const int64_t pairs = num_pairs(weight), pair = weight.scales ? 2 : 4;  // bytes
+  const Panel place(weight, panel);
+  const char* from = static_cast<const char*>(weight.packed) + place.start * pair;
+  // What the next item reads. A single tile reads weights once and as fast as they come: nothing is
+  // left to be brought near.
+  int64_t size = C == NR && rows > ROWS ? C * pairs * VL * pair : 0;
+  const char* ahead = from + size;
+  size = std::min(size, (num_panels(weight) * pairs * VL - place.start) * pair - size);
+  if (!weight.scales) {
+    const Weights<uint32_t> weights = {reinterpret_cast<const uint32_t*>(from), place.stride};
+    return tiles<C>(weight, weights, panel, x, x_stride, y, rows, ahead, size);
+  }
+  const Weights<uint16_t> weights = {reinterpret_cast<const uint16_t*>(from), place.stride};
+  if (rows <= ROWS) return tiles<C>(weight, weights, panel, x, x_stride, y, rows, ahead, size);
+  for (int64_t k = 0; k < pairs; ++k)
+    for (int c = 0; c < C; ++c)
+      *reinterpret_cast<vu*>(space + (k * C + c) * VL) =
+          load_weights(weights.from + k * weights.stride + c * VL);
+  tiles<C>(weight, Weights<uint32_t>{space, C * VL}, panel, x, x_stride, y, rows, ahead, size);
 }
 
 template <int C>
@@ -138,65 +178,97 @@ void multiply(const LinearWeight& weight, const bf16* x, int64_t x_stride, bf16*
   const int64_t blocks = divide_up(rows, ITEM_ROWS);
 #pragma omp parallel num_threads(threads)
   {
+    std::vector<uint32_t> space(weight.scales && rows > ROWS ? C * num_pairs(weight) * VL : 0);
 #pragma omp for schedule(static) collapse(2) nowait
     for (int64_t g = 0; g < groups; ++g)
       for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t row = rows * b / blocks, end = rows * (b + 1) / blocks;
+        const int64_t row = rows * b / blocks, count = rows * (b + 1) / blocks - row;
         const int64_t last = std::min(panels, g * C + C);
+        const bf16* from = x + row * x_stride;
+        bf16* to = y + row * weight.outputs;
         int64_t panel = g * C;
         if (panel + C <= last) {
-          item<C>(weight, panel, x + row * x_stride, x_stride, y + row * weight.outputs, end - row);
+          item<C>(weight, panel, from, x_stride, to, count, space.data());
           continue;
         }
         for (; panel < last; ++panel)
-          item<1>(weight, panel, x + row * x_stride, x_stride, y + row * weight.outputs, end - row);
+          item<1>(weight, panel, from, x_stride, to, count, space.data());
       }
   }
+}
+
+// The weights of a panel, packed. number(output, input): as it is packed.
+template <class T, class Number>
+void pack_panel(const LinearWeight& weight, int64_t panel, const Number& number, T* packed) {
+  const Panel place(weight, panel);
+  for (int64_t k = 0; k < num_pairs(weight); ++k)
+    for (int64_t lane = 0; lane < VL; ++lane) {
+      const int64_t output = panel * VL + lane;
+      T* pair = packed + 2 * (place.start + k * place.stride + lane);
+      pair[0] = pair[1] = 0;
+      if (output >= weight.outputs) continue;
+      pair[0] = number(output, 2 * k);
+      if (2 * k + 1 < weight.inputs) pair[1] = number(output, 2 * k + 1);
+    }
 }
 
 }  // namespace
 
-// How many 32-bit numbers the packed weights are.
+// How many numbers the packed weights are.
 int64_t linear_size(const LinearWeight& weight) {
-  return num_panels(weight) * num_pairs(weight) * VL;
+  return num_panels(weight) * num_pairs(weight) * VL * 2;
 }
 
-// packed from [outputs][inputs], whose rows are `stride` numbers apart.
-void linear_pack(const LinearWeight& weight, const uint16_t* rows, int64_t stride,
-                 uint32_t* packed, int threads) {
-  const int64_t pairs = num_pairs(weight), panels = num_panels(weight);
+// packed from [outputs][inputs], whose rows are `stride` numbers apart. With scales, of whole panels:
+// as int8, by the largest number of each output.
+void linear_pack(const LinearWeight& weight, const uint16_t* rows, int64_t stride, void* packed,
+                 float* scales, int threads) {
+  const bf16* numbers = reinterpret_cast<const bf16*>(rows);
+  const int64_t panels = num_panels(weight);
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t p = 0; p < panels; ++p) {
-    const Panel place(weight, p);
-    for (int64_t k = 0; k < pairs; ++k)
-      for (int64_t lane = 0; lane < VL; ++lane) {
-        const int64_t output = p * VL + lane;
-        uint32_t pair = 0;
-        if (output < weight.outputs) {
-          pair = rows[output * stride + 2 * k];
-          if (2 * k + 1 < weight.inputs) pair |= uint32_t(rows[output * stride + 2 * k + 1]) << 16;
-        }
-        packed[place.start + k * place.stride + lane] = pair;
-      }
+    if (!scales) {
+      const auto number = [=](int64_t output, int64_t k) { return rows[output * stride + k]; };
+      pack_panel(weight, p, number, static_cast<uint16_t*>(packed));
+      continue;
+    }
+    float inverse[VL] = {};
+    for (int64_t lane = 0; lane < VL; ++lane) {
+      const int64_t output = p * VL + lane;
+      float most = 0;
+      for (int64_t k = 0; output < weight.outputs && k < weight.inputs; ++k)
+        most = std::max(most, std::abs(to_float(numbers[output * stride + k])));
+      scales[output] = most / 127;
+      inverse[lane] = most > 0 ? 127 / most : 0;
+    }
+    const auto number = [=](int64_t output, int64_t k) {
+      const float x = to_float(numbers[output * stride + k]) * inverse[output % VL];
+      return int8_t(std::lrint(std::clamp(x, -127.0f, 127.0f)));
+    };
+    pack_panel(weight, p, number, static_cast<int8_t*>(packed));
   }
 }
 
-// The weights of some outputs as they were before: [count][inputs]. False: one of these outputs does
-// not exist; then nothing was read.
+// The weights of some outputs as they were before, or, of int8, as they are now: [count][inputs].
+// False: one of these outputs does not exist; then nothing was read.
 int linear_rows(const LinearWeight& weight, const int64_t* wanted, int64_t count, uint16_t* rows,
                 int threads) {
   for (int64_t i = 0; i < count; ++i)
     if (wanted[i] < 0 || wanted[i] >= weight.outputs) return 0;
-  const int64_t pairs = num_pairs(weight);
 #pragma omp parallel for num_threads(threads) schedule(static) if (count > 1)
   for (int64_t i = 0; i < count; ++i) {
     const Panel place(weight, wanted[i] / VL);
-    const uint32_t* from =
-        static_cast<const uint32_t*>(weight.packed) + place.start + wanted[i] % VL;
-    uint16_t* row = rows + i * weight.inputs;
-    for (int64_t k = 0; k < weight.inputs / 2; ++k)
-      std::memcpy(row + 2 * k, from + k * place.stride, 4);
-    if (weight.inputs % 2) row[weight.inputs - 1] = uint16_t(from[(pairs - 1) * place.stride]);
+    const int64_t start = 2 * (place.start + wanted[i] % VL);
+    const uint16_t* numbers = static_cast<const uint16_t*>(weight.packed) + start;
+    const int8_t* bytes = static_cast<const int8_t*>(weight.packed) + start;
+    bf16* row = reinterpret_cast<bf16*>(rows) + i * weight.inputs;
+    for (int64_t k = 0; k < weight.inputs; ++k) {
+      const int64_t at = k / 2 * 2 * place.stride + k % 2;
+      if (weight.scales)
+        from_float(bytes[at] * weight.scales[wanted[i]], row + k);
+      else
+        row[k].bits = numbers[at];
+    }
   }
   return 1;
 }

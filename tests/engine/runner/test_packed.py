@@ -15,6 +15,7 @@ from engine.runner.packed import (
     PackedEmbedding,
     PackedLinear,
     multiply,
+    new_scales,
     native_library,
     pack,
     packed_size,
@@ -38,21 +39,40 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     assert handle.headrace_use(best.encode())
 
 
-def _packed(weight: torch.Tensor) -> torch.Tensor:
-    packed = torch.empty(packed_size(*weight.shape), dtype=torch.int32)
-    pack(weight, packed)
-    return packed
+@pytest.fixture(params=[False, True], ids=["bfloat16", "int8"])
+def int8(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def _packed(
+    weight: torch.Tensor, *, int8: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    packed = torch.empty(packed_size(*weight.shape, int8=int8), dtype=torch.uint8)
+    scales = new_scales(len(weight)) if int8 else None
+    pack(weight, packed, scales)
+    return packed, scales
+
+
+def _as_int8(weight: torch.Tensor) -> torch.Tensor:
+    """What int8 makes of a weight, float64."""
+    most = weight.float().abs().amax(1, keepdim=True)
+    inverse = torch.where(most > 0, torch.full_like(most, 127) / most, 0.0)
+    numbers = (weight.float() * inverse).round()
+    return numbers.double() * (most / 127).double()
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _check(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, int8: bool = False
+) -> torch.Tensor:
     outputs, inputs = weight.shape
-    actual = multiply(x, _packed(weight), pad_bias(bias), outputs, inputs)
-    exact = x.double() @ weight.double().T
-    size = x.double().abs() @ weight.double().abs().T
+    actual = multiply(x, *_packed(weight, int8=int8), pad_bias(bias), outputs, inputs)
+    numbers = _as_int8(weight) if int8 else weight.double()
+    exact = x.double() @ numbers.T
+    size = x.double().abs() @ numbers.abs().T
     if bias is not None:
         exact, size = exact + bias.double(), size + bias.double().abs()
     assert actual.dtype == torch.bfloat16
@@ -66,27 +86,28 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     ("outputs", "inputs"),
     [(1, 1), (5, 2), (16, 16), (17, 7), (63, 33), (64, 64), (65, 130), (200, 1023), (1000, 96)],
 )
-def test_every_shape(isa: str, outputs: int, inputs: int) -> None:
+def test_every_shape(isa: str, int8: bool, outputs: int, inputs: int) -> None:
     weight, bias = _random(outputs, inputs), _random(outputs, seed=1)
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 16, 31, 70, 97, 200):
-        _check(_random(rows, inputs, seed=rows), weight, bias if rows % 2 else None)
+        x = _random(rows, inputs, seed=rows)
+        _check(x, weight, bias if rows % 2 else None, int8=int8)
 
 
 @pytest.mark.parametrize("rows", range(1, 71))
-def test_every_number_of_rows(isa: str, rows: int) -> None:
-    _check(_random(rows, 48, seed=rows), _random(80, 48), None)
+def test_every_number_of_rows(isa: str, int8: bool, rows: int) -> None:
+    _check(_random(rows, 48, seed=rows), _random(80, 48), None, int8=int8)
 
 
-def test_a_row_is_the_same_among_any_others_and_for_any_threads(isa: str) -> None:
+def test_a_row_is_the_same_among_any_others_and_for_any_threads(isa: str, int8: bool) -> None:
     weight = _random(300, 256)
-    x, packed = _random(150, 256, seed=3), _packed(weight)
-    all_rows = multiply(x, packed, None, 300, 256)
+    x, packed = _random(150, 256, seed=3), _packed(weight, int8=int8)
+    all_rows = multiply(x, *packed, None, 300, 256)
     before = torch.get_num_threads()
     try:
         for threads, rows in itertools.product((1, 2, 7, 40), (1, 2, 5, 6, 17, 100)):
             torch.set_num_threads(threads)
             torch.testing.assert_close(
-                multiply(x[:rows], packed, None, 300, 256), all_rows[:rows], rtol=0, atol=0
+                multiply(x[:rows], *packed, None, 300, 256), all_rows[:rows], rtol=0, atol=0
             )
     finally:
         torch.set_num_threads(before)
@@ -111,14 +132,22 @@ def test_packing_changes_no_number(isa: str) -> None:
     for weight in (bits.view(256, 256), bits[:63175].view(95, 665)):
         packed = _packed(weight.view(torch.bfloat16))
         rows = torch.randperm(len(weight))[:95].view(5, 19)
-        actual = read_rows(packed, rows, *weight.shape)
+        actual = read_rows(*packed, rows, *weight.shape)
         assert torch.equal(actual.view(torch.int16), weight[rows])
+
+
+def test_int8_is_the_nearest_there_is(isa: str) -> None:
+    weight = _random(95, 133)
+    weight[3], weight[4, 7:] = 0, 0
+    rows = torch.randperm(95)
+    actual = read_rows(*_packed(weight, int8=True), rows, 95, 133)
+    assert torch.equal(actual, _as_int8(weight).float().bfloat16()[rows])
 
 
 def test_what_is_not_a_number_stays_none(isa: str) -> None:
     x, weight = _random(2, 32), _random(40, 32)
     weight[3, 5], weight[7, 0] = float("inf"), float("nan")
-    actual = multiply(x, _packed(weight), None, 40, 32)
+    actual = multiply(x, *_packed(weight), None, 40, 32)
     expected = x.float() @ weight.float().T
     assert torch.equal(actual.isnan(), expected.isnan())
     assert torch.equal(actual.isinf(), expected.isinf())
@@ -127,7 +156,7 @@ def test_what_is_not_a_number_stays_none(isa: str) -> None:
 @pytest.mark.parametrize("row", [-1, 40, 2**40])
 def test_a_row_that_does_not_exist(row: int) -> None:
     with pytest.raises(IndexError, match="between 0 and 39"):
-        read_rows(_packed(_random(40, 32)), torch.tensor([0, row]), 40, 32)
+        read_rows(*_packed(_random(40, 32)), torch.tensor([0, row]), 40, 32)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +165,13 @@ def test_a_row_that_does_not_exist(row: int) -> None:
 )
 def test_input_that_does_not_fit(x: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match="takes bfloat16"):
-        multiply(x, _packed(_random(40, 32)), None, 40, 32)
+        multiply(x, *_packed(_random(40, 32)), None, 40, 32)
 
 
 def test_a_layer_compiles_and_keeps_its_weight(tmp_path: Path) -> None:
     linear = torch.nn.Linear(32, 40).bfloat16().eval()
     embedding = torch.nn.Embedding(40, 32, _weight=linear.weight.detach())
-    packed = _packed(linear.weight)
+    packed, _ = _packed(linear.weight)
     layers = torch.nn.Sequential(PackedEmbedding(packed, embedding), PackedLinear(packed, linear))
     ids = torch.tensor([[3, 39, 0]])
     expected = linear(embedding(ids)).float()

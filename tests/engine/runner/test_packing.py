@@ -198,13 +198,14 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_packing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = packing.pack
 
-    def wrong(weight: torch.Tensor, packed: torch.Tensor) -> None:
-        right(weight, packed)
-        packed[0] ^= 1
+    def wrong(weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None) -> None:
+        right(weight, packed, scales)
+        packed[0] ^= 16
 
     monkeypatch.setattr(packing, "pack", wrong)
-    with pytest.raises(ModelRefusedError, match="packed weights are not those"):
-        pack_model(_model(), "native")
+    for how in ("native", "int8"):
+        with pytest.raises(ModelRefusedError, match="packed weights are not those"):
+            pack_model(_model(), how)
 
 
 def test_a_wrong_table_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
