@@ -14,13 +14,15 @@ compute and do not learn: no gradient comes back through them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from engine.native.library import HeadsCall
 from engine.runner.packed import PANEL, PackedLinear, multiply, native_library
 
 PLAN = "_headrace_plan"
@@ -64,6 +66,32 @@ class Joined:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] → [..., N], the first layer's outputs first."""
         return multiply(x, self.packed, self.scales, self.bias, self.outputs, self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Of an attention layer: q_proj, k_proj and v_proj; norms of each head and rotary embeddings of
+    its halves, if there are any; the attention function; o_proj.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: Hq, Hkv, D; values have D numbers, too.
+        rotary_dim: how many of a head's numbers are turned; 0: none.
+        joined: q_proj, k_proj and v_proj; None: they are three.
+        form: of the norms of queries and keys; see NormPlan. None: there are none.
+        eps: of both.
+        options: what the layer itself tells the attention function: scaling, window, ….
+        eager: the attention function of the layer's file.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    joined: Joined | None
+    form: int | None
+    eps: tuple[float, float]
+    options: dict[str, Any]
+    eager: Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,3 +251,128 @@ def gate_forward(
         gate, up = both.chunk(2, -1)
         apply_gate(gate, up, both.shape[-1], plan.activation)
     return layers["down_proj"](gate)  # type: ignore[no-any-return]
+
+
+def attention_forward(
+    self: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    past_key_values: object | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Of an attention layer.
+
+    Args:
+        hidden_states: [B, T, K].
+        position_embeddings: cosines and sines, [B, T, rotary_dim] each.
+        attention_mask: handed on.
+        past_key_values: a cache of transformers' own.
+        kwargs: handed on.
+
+    Returns:
+        [B, T, K], and the weights, where the attention function gives them.
+    """
+    plan: AttentionPlan = self.__dict__[PLAN]
+    if (
+        _is_compiling()
+        or past_key_values is not None
+        or self.training
+        or hidden_states.dtype is not torch.bfloat16
+        or not hidden_states.is_cpu
+        or not _fit(position_embeddings, hidden_states, plan)
+    ):
+        return type(self).forward(  # type: ignore[no-any-return]
+            self,
+            hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+    query, key, value = _project(self._modules, hidden_states, position_embeddings, plan)
+    config: Any = self.config
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, plan.eager)
+    output, weights = attend(self, query, key, value, attention_mask, **plan.options, **kwargs)
+    output = output.reshape(*hidden_states.shape[:-1], -1)
+    return self._modules["o_proj"](output), weights  # type: ignore[misc]  # it has one
+
+
+def _fit(
+    embeddings: tuple[torch.Tensor, torch.Tensor] | None,
+    hidden_states: torch.Tensor,
+    plan: AttentionPlan,
+) -> bool:
+    """Whether there are cosines and sines for each token, as the kernel reads them."""
+    if not plan.rotary_dim:
+        return True
+    if embeddings is None:
+        return False
+    shape = (*hidden_states.shape[:-1], plan.rotary_dim)
+    return all(
+        one.dtype is torch.bfloat16 and one.is_contiguous() and one.shape == shape
+        for one in embeddings
+    )
+
+
+def _project(
+    layers: dict[str, Any],
+    x: torch.Tensor,
+    embeddings: tuple[torch.Tensor, torch.Tensor] | None,
+    plan: AttentionPlan,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [B, Hq, T, D], keys and values [B, Hkv, T, D], normed and turned."""
+    heads, kv_heads, width = plan.num_heads, plan.num_kv_heads, plan.head_dim
+    batch, tokens, _ = x.shape
+    if plan.joined is None:
+        parts = [layers[name](x).contiguous() for name in ("q_proj", "k_proj", "v_proj")]
+        query, key, value = (one.view(batch, tokens, -1, width).transpose(1, 2) for one in parts)
+        strides = (heads * width, kv_heads * width)
+        addresses = (parts[0].data_ptr(), parts[1].data_ptr())
+    else:
+        whole = plan.joined(x)
+        together = whole.view(batch, tokens, -1, width).transpose(1, 2)
+        query, key, value = together.split_with_sizes((heads, kv_heads, kv_heads), 1)
+        address = whole.data_ptr()
+        addresses = (address, address + heads * width * 2)
+        strides = (plan.joined.outputs, plan.joined.outputs)
+    if plan.rotary_dim or plan.form is not None:
+        norms = None
+        if plan.form is not None:
+            norms = tuple(layers[f"{name}_norm"]._parameters["weight"] for name in "qk")
+        turn_heads(addresses, strides, batch * tokens, embeddings, norms, plan)
+    return query, key, value
+
+
+def turn_heads(
+    addresses: tuple[int, int],
+    strides: tuple[int, int],
+    tokens: int,
+    embeddings: tuple[torch.Tensor, torch.Tensor] | None,
+    norms: tuple[torch.Tensor, ...] | None,
+    plan: AttentionPlan,
+) -> None:
+    """Norm the heads of queries and keys, and turn them, in place.
+
+    Args:
+        addresses: of queries and of keys, bfloat16 [tokens, H * D].
+        strides: numbers from one token to the next, in both.
+        tokens: how many.
+        embeddings: cosines and sines, bfloat16 [tokens, rotary_dim] each, if they are turned.
+        norms: the weights of both, bfloat16 [D]; None: there are no norms.
+        plan: see AttentionPlan.
+    """
+    call = HeadsCall(
+        *addresses,
+        *strides,
+        *((None, None) if embeddings is None else [one.data_ptr() for one in embeddings]),
+        tokens,
+        plan.num_heads,
+        plan.num_kv_heads,
+        plan.head_dim,
+        plan.rotary_dim,
+        *((None, None) if norms is None else [one.data_ptr() for one in norms]),
+        *plan.eps,
+        plan.form or 0,
+    )
+    native_library().heads(call, torch.get_num_threads())

@@ -1,7 +1,7 @@
 """Finds the modules of a model whose forward one of ours can take the place of, and exchanges them.
 
     choose_fusing ─▶ whether
-    fuse_model    ─▶ norms, then gated layers: watch, compare, exchange
+    fuse_model    ─▶ norms, attention layers, gated layers: watch, compare, exchange
 
 A name tells nothing for certain, so a module's own forward is run on random input: which tensor
 operations it makes is watched (one more than we know of, and it stays as it is), and ours must
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from engine.errors import ConfigError
 from engine.native.library import (
@@ -38,8 +39,10 @@ from engine.runner.fused import (
     restore,
     rms_norm,
 )
+from engine.runner.fusing_attention import fuse_attention
 from engine.runner.likeness import (
     FLOAT32,
+    LINEARS,
     MAGNITUDES,
     VIEWS,
     Operations,
@@ -48,13 +51,11 @@ from engine.runner.likeness import (
     random_numbers,
     takes_one_argument,
 )
-from engine.runner.packed import PackedLinear, native_library
-from engine.runner.packed_onednn import OneDnnLinear
+from engine.runner.packed import native_library
 
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 _MOST_DISTANT = 1e-2
 """Results may be of each other, relative, behind a matrix product of numbers that agree."""
-_LINEARS = (torch.nn.Linear, PackedLinear, OneDnnLinear)
 _NORM_OPERATIONS = VIEWS | {
     *("_to_copy", "pow", "square", "mul", "mean", "add", "add_", "rsqrt", "sqrt", "div"),
     *("reciprocal", "rms_norm", "_fused_rms_norm"),
@@ -66,17 +67,18 @@ class FusingReport:
     """What was exchanged.
 
     Attributes:
-        norms, gates: how many.
+        norms, gates, attentions: how many.
         left: classes of which some stayed as they are, although they look alike.
     """
 
     norms: int
     gates: int
+    attentions: int
     left: tuple[str, ...]
 
     def __str__(self) -> str:
         """A line for the log."""
-        text = f"fused: {self.norms} norms, {self.gates} gated layers"
+        text = f"fused: {self.norms} norms, {self.gates} gated layers, {self.attentions} attentions"
         return f"{text}; left as they are: {', '.join(self.left)}" if self.left else text
 
 
@@ -106,7 +108,7 @@ def choose_fusing(device: torch.device, dtype: torch.dtype, wanted: bool | None)
     return reason is None
 
 
-def fuse_model(model: torch.nn.Module) -> FusingReport:
+def fuse_model(model: PreTrainedModel) -> FusingReport:
     """Exchange what can be. What was exchanged before stays.
 
     Args:
@@ -119,6 +121,8 @@ def fuse_model(model: torch.nn.Module) -> FusingReport:
                 continue
             if not _fuse_norm(module):
                 left.add(type(module).__name__)
+        attentions, others = fuse_attention(model)
+        left |= others
         for module in model.modules():
             if is_exchanged(module) or not _looks_gated(module):
                 continue
@@ -127,6 +131,7 @@ def fuse_model(model: torch.nn.Module) -> FusingReport:
     return FusingReport(
         norms=_count(model, norm_forward),
         gates=_count(model, gate_forward),
+        attentions=attentions,
         left=tuple(sorted(left)),
     )
 
@@ -199,7 +204,7 @@ def _fuse_gate(module: torch.nn.Module) -> bool:
         len(layers) != 1
         or module._parameters
         or module._buffers
-        or any(type(one) not in _LINEARS for one in (gate, up, down))
+        or any(type(one) not in LINEARS for one in (gate, up, down))
         or any(has_hooks(one) for one in module.children())
         or not takes_one_argument(module)
         or not gate.in_features == up.in_features == down.out_features
