@@ -27,6 +27,7 @@ from engine.runner.fused import (
     restore,
 )
 from engine.runner.likeness import (
+    FAILURES,
     LINEARS,
     MAGNITUDES,
     Operations,
@@ -46,7 +47,6 @@ _PARAMETERS = ["hidden_states", "position_embeddings", "attention_mask", "past_k
 _ROTARY = {"mul": 4, "neg": 2, "cat": 2, "add": 2}
 _PARTLY_ROTARY = {**_ROTARY, "cat": 4}
 """Operations that turn queries and keys by halves: all of a head, or the first part of it."""
-_FAILURES = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
 
 
 @dataclass(slots=True)
@@ -100,18 +100,23 @@ def fuse_attention(model: PreTrainedModel) -> tuple[int, set[str]]:
         how many are exchanged, and classes of which some stay as they are.
     """
     layers = [one for one in model.modules() if set(_PROJECTIONS[:3]) <= one._modules.keys()]
+    candidates = [one for one in layers if not is_exchanged(one) and _is_plain(one)]
+    if candidates:
+        _exchange(model, candidates)
+    left = {type(one).__name__ for one in layers if not is_exchanged(one)}
+    return sum(is_exchanged(one) for one in layers), left
+
+
+def _exchange(model: PreTrainedModel, candidates: list[torch.nn.Module]) -> None:
     attention = _Attention()
     AttentionInterface.register(_NAME, attention)
     before = model.config._attn_implementation
     model.set_attn_implementation(_NAME)
     try:
-        candidates = [one for one in layers if not is_exchanged(one) and _is_plain(one)]
         for layer, given in _watch(model, candidates).items():
             _fuse(layer, given, attention)
     finally:
         model.set_attn_implementation(before)
-    left = {type(one).__name__ for one in layers if not is_exchanged(one)}
-    return sum(is_exchanged(one) for one in layers), left
 
 
 def _is_plain(layer: torch.nn.Module) -> bool:
@@ -175,7 +180,7 @@ def _watch(model: PreTrainedModel, layers: list[torch.nn.Module]) -> dict[torch.
     positions = torch.linspace(0, context - 1, _TOKENS).long().unsqueeze(0)
     try:
         model(input_ids=ids, position_ids=positions, use_cache=False)
-    except _FAILURES:
+    except FAILURES:
         return {}  # if it is the model's fault, the load gate says so
     finally:
         for hook in hooks:
@@ -189,7 +194,7 @@ def _fuse(layer: torch.nn.Module, given: _Given, attention: _Attention) -> None:
         for tokens in (_TOKENS, 1):
             try:
                 is_equal = _compare(layer, given, attention, tokens, magnitude)
-            except _FAILURES:
+            except FAILURES:
                 is_equal = False
             if not is_equal:
                 if is_exchanged(layer):

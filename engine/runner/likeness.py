@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.runner.packed import PackedLinear
 from engine.runner.packed_onednn import OneDnnLinear
 
+FAILURES = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
+"""What a module may raise on input that it is not for: then it stays as it is."""
 LINEARS = (torch.nn.Linear, PackedLinear, OneDnnLinear)
 """Layers that are known to compute a product and nothing else."""
 MAGNITUDES = (1e-3, 1.0, 100.0)

@@ -12,7 +12,7 @@ from torch.nn.functional import gelu, silu
 
 from engine.native import library
 from engine.native.library import FROM_ONE, GELU_TANH, ROUNDED_FIRST, SILU
-from engine.runner.fused import NormPlan, apply_gate, join, rms_norm
+from engine.runner.fused import AttentionPlan, NormPlan, apply_gate, join, rms_norm, turn_heads
 from engine.runner.likeness import agree
 from engine.runner.packed import PackedLinear, native_library
 from engine.runner.packing import pack_model
@@ -112,6 +112,59 @@ def test_gates_of_every_number(activation: int) -> None:
     expected = _gated(x, ones, activation)
     assert torch.equal(actual.isnan(), expected.isnan())
     assert agree(actual, expected, x.float().abs() * 2.0**-22)
+
+
+def _turned(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, weight: torch.Tensor | None, form: int
+) -> torch.Tensor:
+    """As the models' own code has it: x [T, H, D], cos and sin [T, R]."""
+    if weight is not None:
+        x = _norm(x, weight, NormPlan(x.shape[-1], 1e-6, form))
+    width = cos.shape[-1]
+    turned, rest = x[..., :width], x[..., width:]
+    left, right = turned.chunk(2, -1)
+    half_turned = torch.cat((-right, left), -1)
+    turned = turned * cos[:, None] + half_turned * sin[:, None]
+    return torch.cat((turned, rest), -1)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 130])
+@pytest.mark.parametrize("form", [None, 0, FROM_ONE, ROUNDED_FIRST])
+@pytest.mark.parametrize(
+    ("width", "rotary"), [(2, 2), (16, 16), (34, 34), (64, 64), (80, 20), (96, 0), (128, 128)]
+)
+def test_heads(width: int, rotary: int, form: int | None, tokens: int) -> None:
+    plan = AttentionPlan(
+        num_heads=3,
+        num_kv_heads=2,
+        head_dim=width,
+        rotary_dim=rotary,
+        joined=None,
+        form=form,
+        eps=(1e-6, 1e-6),
+        options={},
+        eager=lambda: None,
+    )
+    cos, sin = _random(tokens, rotary, seed=4), _random(tokens, rotary, seed=5)
+    weights = None if form is None else (_random(width, seed=1), _random(width, seed=2))
+    # Queries, keys and values side by side, then a gap.
+    whole = _random(tokens, 7 * width + 5)
+    query, key = whole[:, : 3 * width], whole[:, 3 * width : 5 * width]
+    rest = whole[:, 5 * width :].clone()
+    expected = [
+        _turned(x.reshape(tokens, -1, width), cos, sin, weight, form or 0).flatten(1)
+        for x, weight in zip((query, key), weights or (None, None), strict=True)
+    ]
+    stride = 7 * width + 5
+    addresses = (query.data_ptr(), key.data_ptr())
+    turn_heads(addresses, (stride, stride), tokens, (cos, sin), weights, plan)
+    if form is None:
+        assert torch.equal(query, expected[0])
+        assert torch.equal(key, expected[1])
+    else:
+        assert agree(query, expected[0], mixed=True)
+        assert agree(key, expected[1], mixed=True)
+    assert torch.equal(whole[:, 5 * width :], rest)
 
 
 def test_a_row_is_the_same_among_any_others_and_for_any_threads() -> None:

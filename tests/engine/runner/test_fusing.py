@@ -5,12 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
 from engine.config import LoadConfig
 from engine.errors import ConfigError
@@ -24,23 +31,28 @@ from engine.runner.packing import pack_model
 from tests.model_recipes import RECIPES
 from tests.tiny_models import FAMILIES, make_model
 
-# Family: norms and gated layers that are exchanged, of 3 layers (gemma3: 6).
+# Family: norms, gated layers and attentions that are exchanged, of 3 layers (gemma3: 6).
 FUSED = {
-    "arcee": (7, 0),
-    "cohere": (0, 3),
-    "gemma": (7, 3),
-    "gemma2": (13, 3),
-    "gemma3": (37, 6),
-    "gpt_oss": (7, 0),
-    "granite": (7, 3),
-    "llama": (7, 3),
-    "mistral": (7, 3),
-    "nanochat": (0, 0),
-    "olmo2": (13, 3),
-    "phi3": (7, 0),
-    "qwen2": (7, 3),
-    "qwen3": (13, 3),
-    "smollm3": (9, 4),
+    "arcee": (7, 0, 3),
+    "cohere": (0, 3, 0),
+    "cohere2": (0, 3, 1),
+    "exaone4": (13, 3, 3),
+    "gemma": (7, 3, 3),
+    "gemma2": (13, 3, 3),
+    "gemma3": (37, 6, 6),
+    "glm4_moe": (7, 3, 3),
+    "gpt_oss": (7, 0, 0),
+    "granite": (7, 3, 3),
+    "llama": (7, 3, 3),
+    "mistral": (7, 3, 3),
+    "nanochat": (0, 0, 0),
+    "olmo2": (13, 3, 0),
+    "ministral3": (7, 3, 0),
+    "phi3": (7, 0, 0),
+    "phimoe": (0, 0, 3),
+    "qwen2": (7, 3, 3),
+    "qwen3": (13, 3, 3),
+    "smollm3": (9, 4, 4),
 }
 
 
@@ -74,7 +86,7 @@ def test_a_model_yields_what_it_did(family: str, packed: bool) -> None:
     expected, state = _logits(model), copy.deepcopy(model.state_dict())
     names = [name for name, _ in model.named_parameters()]
     report = fuse_model(model)
-    assert (report.norms, report.gates) == FUSED[family]
+    assert (report.norms, report.gates, report.attentions) == FUSED[family]
     assert _difference(_logits(model), expected) < 1e-2
     assert model.dtype == torch.bfloat16
     assert [name for name, _ in model.named_parameters()] == names
@@ -120,7 +132,7 @@ class _Norm(nn.Module):
 
 def test_a_norm_of_any_name_is_exchanged() -> None:
     models = nn.ModuleList([_Norm(), nn.RMSNorm(64, eps=1e-5)]).bfloat16()
-    assert fuse_model(models) == FusingReport(2, 0, ())
+    assert fuse_model(models) == FusingReport(2, 0, 0, ())
     x = torch.randn(5, 64).bfloat16()
     for one in models:
         assert torch.equal(one(x), type(one).forward(one, x))
@@ -153,6 +165,11 @@ class _Gated(_Norm):
         return result if gate is None else result * gate
 
 
+class _Failing(_Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("not for such input")
+
+
 class _Buffered(_Norm):
     def __init__(self) -> None:
         super().__init__()
@@ -172,11 +189,11 @@ class _TwiceFromOne(_Norm):
 
 
 @pytest.mark.parametrize(
-    "kind", [_MeanTaken, _Clamped, _OtherEps, _Gated, _Buffered, _InHalves, _TwiceFromOne]
+    "kind", [_MeanTaken, _Clamped, _OtherEps, _Gated, _Failing, _Buffered, _InHalves, _TwiceFromOne]
 )
 def test_norms_that_are_left_alone(kind: Callable[[], nn.Module]) -> None:
     model = nn.ModuleList([kind()]).bfloat16()
-    assert fuse_model(model) == FusingReport(0, 0, (type(model[0]).__name__,))
+    assert fuse_model(model) == FusingReport(0, 0, 0, (type(model[0]).__name__,))
     assert not is_exchanged(model[0])
 
 
@@ -246,7 +263,7 @@ def test_gated_layers(activation: str, bias: bool, pack: bool) -> None:
     model = nn.ModuleList([_Mlp(activation, bias)]).bfloat16()
     if pack:
         pack_model(model, "native")
-    assert fuse_model(model) == FusingReport(0, 1, ())
+    assert fuse_model(model) == FusingReport(0, 1, 0, ())
     (layer,) = model
     assert (vars(layer)[fused.PLAN].joined is not None) == pack
     with torch.no_grad():
@@ -269,9 +286,251 @@ def test_gated_layers_that_are_left_alone(make: Callable[[], nn.Module], pack: b
     model = nn.ModuleList([make()]).eval().bfloat16()
     if pack:
         pack_model(model, "native")
-    assert fuse_model(model) == FusingReport(0, 0, (type(model[0]).__name__,))
+    assert fuse_model(model) == FusingReport(0, 0, 0, (type(model[0]).__name__,))
     assert not is_exchanged(model[0])
     assert fused.PLAN not in vars(model[0])
+
+
+class _Attention(LlamaAttention):
+    """Llama's, in parts. Exchanged as it is."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: object | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (
+            layer(hidden_states).view(shape).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key, value = self.prepare(query, key, value, *position_embeddings)
+        output, weights = self.attend(query, key, value, attention_mask, **kwargs)
+        return self.finish(output.reshape(*shape[:-2], -1)), weights
+
+    def prepare(self, query: Any, key: Any, value: Any, cos: Any, sin: Any) -> Any:
+        return *apply_rotary_pos_emb(query, key, cos, sin), value
+
+    def attend(self, *arguments: Any, **options: Any) -> Any:
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        return attend(self, *arguments, dropout=0.0, scaling=self.scaling, **options)
+
+    def finish(self, output: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(output)
+
+
+class _ByPosition(_Attention):
+    def prepare(self, query: Any, key: Any, value: Any, cos: Any, sin: Any) -> Any:
+        query, key, value = super().prepare(query, key, value, cos, sin)
+        return query * torch.ones(query.shape[2], 1).bfloat16(), key, value
+
+
+class _ClippedQuery(_Attention):
+    def prepare(self, query: Any, key: Any, value: Any, cos: Any, sin: Any) -> Any:
+        query, key, value = super().prepare(query, key, value, cos, sin)
+        return query.clamp(-1e9, 1e9), key, value
+
+
+class _KeysNotTurned(_Attention):
+    def prepare(self, query: Any, key: Any, value: Any, cos: Any, sin: Any) -> Any:
+        return super().prepare(query, key, value, cos, sin)[0], key, value
+
+
+class _Turned(_Attention):
+    def prepare(self, query: Any, key: Any, value: Any, cos: Any, sin: Any) -> Any:
+        return super().prepare(query, key, value, sin, cos)
+
+
+class _TurnedInFloat32(_Attention):
+    def prepare(self, query: Any, key: Any, value: Any, cos: Any, sin: Any) -> Any:
+        wide = super().prepare(*(one.float() for one in (query, key, value, cos, sin)))
+        return tuple(one.bfloat16() for one in wide)
+
+
+class _TurnedByPairs(_Attention):
+    def prepare(self, query: Any, key: Any, value: Any, cos: Any, sin: Any) -> Any:
+        query, key = (
+            one.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for one in (query, key)
+        )
+        return super().prepare(query, key, value, cos, sin)
+
+
+class _ValuesDoubled(_Attention):
+    def prepare(self, query: Any, key: Any, value: Any, cos: Any, sin: Any) -> Any:
+        return *super().prepare(query, key, value, cos, sin)[:2], value + value
+
+
+class _KeysAsValues(_Attention):
+    def prepare(self, query: Any, key: Any, value: Any, cos: Any, sin: Any) -> Any:
+        return *super().prepare(query, key, value, cos, sin)[:2], key
+
+
+class _ScaledByLength(_Attention):
+    def attend(self, query: Any, *arguments: Any, **options: Any) -> Any:
+        options["softcap"] = float(query.shape[2])
+        return super().attend(query, *arguments, **options)
+
+
+class _Computing(_Attention):
+    def attend(self, *arguments: Any, **options: Any) -> Any:
+        return super().attend(*arguments, **options, s_aux=torch.ones(4))
+
+
+class _NotHandingOn(_Attention):
+    def attend(self, *arguments: Any, **options: Any) -> Any:
+        return super().attend(*arguments)
+
+
+class _OwnMask(_Attention):
+    def attend(self, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        return super().attend(query, key, value, None, **options)
+
+
+class _Twice(_Attention):
+    def attend(self, *arguments: Any, **options: Any) -> Any:
+        super().attend(*arguments, **options)
+        return super().attend(*arguments, **options)
+
+
+class _OutputScaled(_Attention):
+    def finish(self, output: torch.Tensor) -> torch.Tensor:
+        return super().finish(output) * 2
+
+
+class _OutputGated(_Attention):
+    def finish(self, output: torch.Tensor) -> torch.Tensor:
+        return super().finish(output.sigmoid())
+
+
+class _MoreArguments(_Attention):
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: object | None = None,
+        position_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        return super().forward(
+            hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
+
+
+def _with_attention(kind: type[_Attention]) -> PreTrainedModel:
+    model = _model("llama")
+    model.get_submodule("model.layers.1.self_attn").__class__ = kind
+    return model
+
+
+def test_attention_of_any_name_is_exchanged() -> None:
+    model = _with_attention(_Attention)
+    expected = _logits(model)
+    assert fuse_model(model).attentions == 3
+    assert torch.equal(_logits(model), expected)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(_ByPosition, _ClippedQuery, _KeysNotTurned, _Turned, _TurnedInFloat32, _TurnedByPairs),
+        *(_ValuesDoubled, _KeysAsValues, _ScaledByLength, _Computing, _NotHandingOn, _OwnMask),
+        *(_Twice, _OutputScaled, _OutputGated, _MoreArguments),
+    ],
+)
+def test_attention_that_is_left_alone(kind: type[_Attention]) -> None:
+    model = _with_attention(kind)
+    report = fuse_model(model)
+    assert report.attentions == 2, "its neighbours are exchanged"
+    assert report.left == (kind.__name__,)
+    layer = model.get_submodule("model.layers.1.self_attn")
+    assert not is_exchanged(layer)
+    assert fused.PLAN not in vars(layer)
+    assert model.config._attn_implementation == "eager"
+
+
+def _add_child(layer: Any) -> None:
+    layer.g_proj = nn.Linear(64, 64)
+
+
+def _add_buffer(layer: Any) -> None:
+    layer.register_buffer("scale", torch.ones(()))
+
+
+def _hook(layer: Any) -> None:
+    layer.v_proj.register_forward_pre_hook(lambda *arguments: None)
+
+
+def _own_norm(layer: Any) -> None:
+    layer.q_norm.__class__ = _Clamped
+    layer.q_norm.eps = vars(layer.q_norm).pop("variance_epsilon")
+
+
+def _in_training(layer: Any) -> None:
+    layer.train()
+
+
+@pytest.mark.parametrize("change", [_add_child, _add_buffer, _hook, _own_norm, _in_training])
+def test_attention_with_anything_else_is_left_alone(change: Callable[[Any], None]) -> None:
+    model = _model("qwen3")
+    layer = model.get_submodule("model.layers.1.self_attn")
+    change(layer)
+    assert fuse_model(model).attentions == 2
+    assert not is_exchanged(layer)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3", {"head_dim": 32}),
+        ("qwen2", {"hidden_size": 128}),
+        ("gemma3", {"head_dim": 32}),
+        ("glm4_moe", {"head_dim": 32}),
+        ("smollm3", {"hidden_size": 128}),
+    ],
+)
+def test_queries_keys_and_values_are_one(family: str, settings: dict[str, int]) -> None:
+    model = _model(family, **settings)
+    pack_model(model, "native")
+    ids = torch.randint(3, 100, (2, 40))
+    with torch.inference_mode():
+        expected = model(input_ids=ids).logits.float()
+        report = fuse_model(model)
+        actual = model(input_ids=ids).logits.float()
+    plans = [vars(one)[fused.PLAN] for one in model.modules() if hasattr(one, "q_proj")]
+    assert report.attentions == len(plans) > 0
+    assert all(plan.joined is not None for plan in plans)
+    assert _difference(actual, expected) < 1e-2
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "qwen2 with windows", "granite", "mistral"])
+def test_attention_is_told_what_it_was(family: str) -> None:
+    """Layer by layer, to the last keyword."""
+    model = _model(family)
+    told: list[tuple[int, dict[str, object]]] = []
+
+    def note(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        told.append((module.layer_idx, options))
+        return query.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("noted", note)
+    model.set_attn_implementation("noted")
+    _logits(model)
+    expected, told = told, []
+    report = fuse_model(model)
+    assert report.attentions == len(expected)
+    assert model.config._attn_implementation == "noted"
+    _logits(model)
+    for (layer, actual), (other, options) in zip(told, expected, strict=True):
+        assert layer == other
+        assert actual.keys() == options.keys()
+        for name, value in options.items():
+            assert isinstance(value, torch.Tensor) or actual[name] == value
 
 
 def test_hooks_and_classes_stay() -> None:
@@ -281,6 +540,7 @@ def test_hooks_and_classes_stay() -> None:
     norm.register_forward_hook(lambda module, arguments, result: seen.append(result))
     kinds = [type(module) for module in model.modules()]
     fuse_model(model)
+    seen.clear()
     _logits(model)
     assert [type(module) for module in model.modules()] == kinds
     assert len(seen) == 1
@@ -326,7 +586,7 @@ def test_a_model_from_disk_is_fused_and_generates(tmp_path: Path) -> None:
     _model().save_pretrained(tmp_path)
     lines: list[str] = []
     load_model(str(tmp_path), LoadConfig(threads=1), lines.append)
-    assert "fused: 13 norms, 3 gated layers" in lines
+    assert "fused: 13 norms, 3 gated layers, 3 attentions" in lines
     lines.clear()
     load_model(str(tmp_path), LoadConfig(threads=1, fuse_layers=False), lines.append)
     assert not any("fused" in line for line in lines)
@@ -371,11 +631,9 @@ def test_a_wrong_kernel_is_found(kernel: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_report() -> None:
-    assert str(FusingReport(3, 1, ())) == "fused: 3 norms, 1 gated layers"
-    assert (
-        str(FusingReport(3, 0, ("A", "B")))
-        == "fused: 3 norms, 0 gated layers; left as they are: A, B"
-    )
+    line = "fused: 3 norms, 1 gated layers, 2 attentions"
+    assert str(FusingReport(3, 1, 2, ())) == line
+    assert str(FusingReport(3, 1, 2, ("A", "B"))) == f"{line}; left as they are: A, B"
 
 
 def test_choosing(monkeypatch: pytest.MonkeyPatch) -> None:
