@@ -47,7 +47,7 @@ class NativeAttentionBackend(AttentionBackend):
     def __init__(self, library: NativeLibrary) -> None:
         self.name = f"native, {library.isa}"
         self._attention = library.attention
-        self._scratch = torch.empty(0)
+        self.scratch = torch.empty(0)
 
     def prepare(
         self, layout: BatchLayout, window: int | None, like: torch.Tensor
@@ -100,12 +100,16 @@ class NativeAttentionBackend(AttentionBackend):
         return output
 
     def _run(self, call: AttentionCall) -> None:
-        call.scratch, call.scratch_floats = self._scratch.data_ptr(), self._scratch.numel()
+        call.scratch, call.scratch_floats = self.scratch.data_ptr(), self.scratch.numel()
         needed = self._attention(ctypes.byref(call))
         if needed:
-            self._scratch = torch.empty(needed + needed // 2)
-            call.scratch, call.scratch_floats = self._scratch.data_ptr(), self._scratch.numel()
+            self.grow_scratch(needed)
+            call.scratch, call.scratch_floats = self.scratch.data_ptr(), self.scratch.numel()
             self._attention(ctypes.byref(call))
+
+    def grow_scratch(self, needed: int) -> None:
+        """Have room for so many floats, and for some more."""
+        self.scratch = torch.empty(needed + needed // 2)
 
 
 def _rows_in_one_piece(tensor: torch.Tensor) -> torch.Tensor:

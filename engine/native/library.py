@@ -97,6 +97,54 @@ class HeadsCall(ctypes.Structure):
     )
 
 
+class NormWeight(ctypes.Structure):
+    """A root-mean-square norm: bfloat16 [width]. Field by field src/calls.h."""
+
+    _fields_ = (
+        ("weight", _POINTER),
+        ("width", _INT),
+        ("eps", ctypes.c_float),
+        ("form", ctypes.c_int),
+    )
+
+
+class LinearWeight(ctypes.Structure):
+    """A packed linear layer: [outputs, inputs]. Field by field src/calls.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("packed", "bias", "scales")),
+        *((name, _INT) for name in ("outputs", "inputs")),
+    )
+
+
+class LayerCall(ctypes.Structure):
+    """A whole decoder layer. Field by field src/calls.h.
+
+    Attributes:
+        first_norm, second_norm: in front of attention and of the gated layer.
+        projection, output, gate_up, down: q_proj, k_proj and v_proj as one; o_proj; gate_proj and
+            up_proj as one; down_proj.
+        heads: without its queries, keys and tokens.
+        attention: what is known of the step's attention before a layer is.
+        x, y: bfloat16 [tokens, K].
+        keys, values: the layer's cache.
+        scratch: bfloat16, as much as layer_scratch says.
+        attention_scratch: float32 [attention_floats].
+        activation: SILU or GELU_TANH.
+        scaling, softcap: of attention; see AttentionCall.
+    """
+
+    _fields_ = (
+        *((name, NormWeight) for name in ("first_norm", "second_norm")),
+        *((name, LinearWeight) for name in ("projection", "output", "gate_up", "down")),
+        ("heads", HeadsCall),
+        *((name, _POINTER) for name in ("attention", "x", "y", "keys", "values")),
+        *((name, _POINTER) for name in ("scratch", "attention_scratch")),
+        *((name, _INT) for name in ("attention_floats", "tokens", "activation")),
+        *((name, ctypes.c_float) for name in ("scaling", "softcap")),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
     """The kernels, loaded.
@@ -109,6 +157,8 @@ class NativeLibrary:
             of src/library.cpp, and `engine.runner.packed`, which calls them.
         rms_norm, gate, heads: what stands between a model's matrix products; see
             src/elementwise.cpp, and `engine.runner.fused`, which calls them.
+        layer_scratch, layer: take a LayerCall by reference. How many numbers of scratch it needs;
+            and 0, or how many floats of scratch its attention needs, when it was not computed.
     """
 
     isa: str
@@ -120,6 +170,8 @@ class NativeLibrary:
     rms_norm: Any
     gate: Any
     heads: Any
+    layer_scratch: Any
+    layer: Any
 
 
 class NativeUnavailableError(Exception):
@@ -157,6 +209,9 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
         getattr(library, name).argtypes = arguments
     library.headrace_heads.argtypes = (ctypes.POINTER(HeadsCall), ctypes.c_int)
     library.headrace_linear_size.restype = ctypes.c_int64
+    for function in (library.headrace_layer_scratch, library.headrace_layer):
+        function.argtypes = (ctypes.POINTER(LayerCall),)
+        function.restype = ctypes.c_int64
     return NativeLibrary(
         isa=isa.decode(),
         attention=attention,
@@ -167,4 +222,6 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
         rms_norm=library.headrace_rms_norm,
         gate=library.headrace_gate,
         heads=library.headrace_heads,
+        layer_scratch=library.headrace_layer_scratch,
+        layer=library.headrace_layer,
     )

@@ -1,7 +1,7 @@
 """Finds the modules of a model whose forward one of ours can take the place of, and exchanges them.
 
     choose_fusing ─▶ whether
-    fuse_model    ─▶ norms, attention layers, gated layers: watch, compare, exchange
+    fuse_model    ─▶ norms, attention layers, gated layers, whole layers: watch, compare, exchange
 
 A name tells nothing for certain, so a module's own forward is run on random input: which tensor
 operations it makes is watched (one more than we know of, and it stays as it is), and ours must
@@ -40,6 +40,7 @@ from engine.runner.fused import (
     rms_norm,
 )
 from engine.runner.fusing_attention import fuse_attention
+from engine.runner.fusing_layers import fuse_layers
 from engine.runner.likeness import (
     FAILURES,
     FLOAT32,
@@ -69,17 +70,21 @@ class FusingReport:
 
     Attributes:
         norms, gates, attentions: how many.
+        layers: how many whole layers, of such parts.
         left: classes of which some stayed as they are, although they look alike.
     """
 
     norms: int
     gates: int
     attentions: int
+    layers: int
     left: tuple[str, ...]
 
     def __str__(self) -> str:
         """A line for the log."""
         text = f"fused: {self.norms} norms, {self.gates} gated layers, {self.attentions} attentions"
+        if self.layers:
+            text += f", {self.layers} whole layers"
         return f"{text}; left as they are: {', '.join(self.left)}" if self.left else text
 
 
@@ -130,10 +135,12 @@ def fuse_model(model: PreTrainedModel) -> FusingReport:
                 continue
             if not _fuse_gate(module):
                 left.add(type(module).__name__)
+        layers = fuse_layers(model)
     return FusingReport(
         norms=_count(model, norm_forward),
         gates=_count(model, gate_forward),
         attentions=attentions,
+        layers=layers,
         left=tuple(sorted(left)),
     )
 

@@ -66,4 +66,21 @@ struct HeadsCall {
   int64_t form;
 };
 
+// A whole decoder layer; see layer.cpp, and ../library.py for what each field means.
+struct LayerCall {
+  NormWeight first_norm, second_norm;
+  LinearWeight projection, output, gate_up, down;
+  HeadsCall heads;
+  const AttentionCall* attention;
+  const void* x;
+  void* y;
+  void* keys;
+  void* values;
+  void* scratch;
+  float* attention_scratch;
+  int64_t attention_floats;
+  int64_t tokens, activation;
+  float scaling, softcap;
+};
+
 }  // extern "C"

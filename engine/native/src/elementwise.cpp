@@ -184,4 +184,16 @@ void heads(const HeadsCall& call, int threads) {
   }
 }
 
+// sum: x + y, of so many numbers.
+void add(const void* x, const void* y, void* sum, int64_t numbers, int threads) {
+  const bf16* first = static_cast<const bf16*>(x);
+  const bf16* second = static_cast<const bf16*>(y);
+  bf16* to = static_cast<bf16*>(sum);
+#pragma omp parallel for schedule(static) num_threads(team(numbers, threads))
+  for (int64_t i = 0; i < numbers; i += VL) {
+    const int64_t left = numbers - i;
+    store_some(to + i, load_some(first + i, left) + load_some(second + i, left), left);
+  }
+}
+
 }  // namespace HEADRACE_ISA

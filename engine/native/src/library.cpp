@@ -16,6 +16,8 @@ struct Variant {
   void (*rms_norm)(const NormWeight&, const void*, void*, int64_t, int);
   void (*gate)(int, const void*, const void*, int64_t, void*, int64_t, int64_t, int64_t, int);
   void (*heads)(const HeadsCall&, int);
+  int64_t (*layer_scratch)(const LayerCall&);
+  int64_t (*layer)(const LayerCall&);
 };
 
 }  // namespace
@@ -34,8 +36,10 @@ struct Variant {
   void gate(int activation, const void* gate, const void* up, int64_t stride, void* y,           \
             int64_t y_stride, int64_t rows, int64_t width, int threads);                         \
   void heads(const HeadsCall& call, int threads);                                                \
-  const Variant VARIANT = {#isa,   attention, linear_size, linear_pack, linear_rows,             \
-                           linear, rms_norm,  gate,        heads};                               \
+  int64_t layer_scratch(const LayerCall& call);                                                  \
+  int64_t layer(const LayerCall& call);                                                          \
+  const Variant VARIANT = {#isa,   attention, linear_size, linear_pack,   linear_rows, linear,   \
+                           rms_norm, gate,    heads,       layer_scratch, layer};                \
   }
 
 #if defined(__x86_64__)
@@ -137,3 +141,11 @@ HEADRACE_ENTRY void headrace_gate(int activation, const void* gate, const void* 
 HEADRACE_ENTRY void headrace_heads(const HeadsCall* call, int threads) {
   variant.heads(*call, threads);
 }
+
+// See `layer_scratch` in layer.cpp.
+HEADRACE_ENTRY int64_t headrace_layer_scratch(const LayerCall* call) {
+  return variant.layer_scratch(*call);
+}
+
+// See `layer` in layer.cpp.
+HEADRACE_ENTRY int64_t headrace_layer(const LayerCall* call) { return variant.layer(*call); }

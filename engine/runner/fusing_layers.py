@@ -1,0 +1,228 @@
+"""Exchanges the forward of whole decoder layers all of whose parts are ours already.
+
+The layer's own forward is run, with the engine's attention over a small cache: which operations it
+makes beside its modules' is watched (two sums, and nothing else), and ours must give the same
+numbers, bit by bit, and write the same into the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention.base import AttentionContext, BatchLayout, LayerCache
+from engine.attention.native_backend import NativeAttentionBackend
+from engine.attention.registry import ATTENTION_NAME, CONTEXT_KEYWORD, register
+from engine.native.library import HeadsCall, LayerCall, LinearWeight, NormWeight
+from engine.runner.fused import (
+    PLAN,
+    AttentionPlan,
+    GatePlan,
+    Joined,
+    NormPlan,
+    exchange,
+    is_exchanged,
+    restore,
+)
+from engine.runner.fused_layer import LayerPlan, LayerScratch, layer_forward
+from engine.runner.likeness import FAILURES, MAGNITUDES, Operations, has_hooks, random_numbers
+from engine.runner.packed import PackedLinear, native_library
+
+_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_BLOCK_SIZE = 4
+_STARTS, _COUNTS = (5, 0, 3), (1, 6, 2)
+"""Of requests that decode, begin and go on."""
+_OPTIONS = {"dropout", "scaling", "sliding_window", "softcap"}
+"""What a layer may tell the attention function. The window is in the metadata."""
+
+
+def fuse_layers(model: PreTrainedModel) -> int:
+    """Exchange the forward of layers where ours does what it does.
+
+    Args:
+        model: its smaller modules exchanged before.
+
+    Returns:
+        how many are exchanged.
+    """
+    scratch = LayerScratch()
+    layers = [one for one in model.modules() if one._modules.keys() == _PARTS]
+    plans = [(one, _plan(one, scratch)) for one in layers if not is_exchanged(one)]
+    if any(plan is not None for _, plan in plans):
+        register()
+        before = model.config._attn_implementation
+        model.set_attn_implementation(ATTENTION_NAME)
+        try:
+            for layer, plan in plans:
+                if plan is not None:
+                    _fuse(layer, plan)
+        finally:
+            model.set_attn_implementation(before)
+    return sum(is_exchanged(layer) for layer in layers)
+
+
+def _plan(layer: torch.nn.Module, scratch: LayerScratch) -> LayerPlan | None:
+    """What our forward would have to do; None: it cannot."""
+    if layer._parameters or layer._buffers or any(has_hooks(one) for one in layer.modules()):
+        return None
+    parts: dict[str, Any] = dict(layer._modules)
+    first, second, attention, mlp = (
+        vars(parts[name]).get(PLAN)
+        for name in ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp")
+    )
+    if not (
+        isinstance(first, NormPlan)
+        and isinstance(second, NormPlan)
+        and isinstance(attention, AttentionPlan)
+        and isinstance(mlp, GatePlan)
+        and attention.joined is not None
+        and mlp.joined is not None
+        and attention.options.keys() <= _OPTIONS
+        and isinstance(getattr(parts["self_attn"], "layer_idx", None), int)
+    ):
+        return None
+    output, down = parts["self_attn"].o_proj, parts["mlp"].down_proj
+    width = attention.joined.inputs
+    heads_width = attention.num_heads * attention.head_dim
+    if (
+        type(output) is not PackedLinear
+        or type(down) is not PackedLinear
+        or {width} != {first.width, second.width, mlp.joined.inputs, output.out_features}
+        or down.out_features != width
+        or output.in_features != heads_width
+        or 2 * down.in_features != mlp.joined.outputs
+        or attention.joined.outputs != heads_width + 2 * attention.num_kv_heads * attention.head_dim
+    ):
+        return None
+    norms = [
+        _weight(parts["self_attn"]._modules[name])
+        for name in ("q_norm", "k_norm")
+        if attention.form is not None
+    ]
+    call = LayerCall(
+        first_norm=_norm(parts["input_layernorm"], first),
+        second_norm=_norm(parts["post_attention_layernorm"], second),
+        projection=_linear(attention.joined),
+        output=_linear(output),
+        gate_up=_linear(mlp.joined),
+        down=_linear(down),
+        heads=HeadsCall(
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            rotary_dim=attention.rotary_dim,
+            query_weight=norms[0].data_ptr() if norms else None,
+            key_weight=norms[1].data_ptr() if norms else None,
+            query_eps=attention.eps[0],
+            key_eps=attention.eps[1],
+            form=attention.form or 0,
+        ),
+        activation=mlp.activation,
+        scaling=attention.options.get("scaling") or attention.head_dim**-0.5,
+        softcap=attention.options.get("softcap") or 0.0,
+    )
+    return LayerPlan(
+        call=call,
+        held=(
+            attention,
+            mlp,
+            output,
+            down,
+            *norms,
+            *(_weight(parts[n]) for n in _PARTS if "norm" in n),
+        ),
+        index=parts["self_attn"].layer_idx,
+        width=width,
+        rotary_dim=attention.rotary_dim,
+        scratch=scratch,
+    )
+
+
+def _weight(norm: Any) -> torch.Tensor:
+    weight: torch.Tensor = norm._parameters["weight"]
+    return weight
+
+
+def _norm(module: torch.nn.Module, plan: NormPlan) -> NormWeight:
+    return NormWeight(_weight(module).data_ptr(), plan.width, plan.eps, plan.form)
+
+
+def _linear(layer: Joined | PackedLinear) -> LinearWeight:
+    if isinstance(layer, PackedLinear):
+        bias, outputs, inputs = layer.padded_bias, layer.out_features, layer.in_features
+    else:
+        bias, outputs, inputs = layer.bias, layer.outputs, layer.inputs
+    return LinearWeight(
+        layer.packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        None if layer.scales is None else layer.scales.data_ptr(),
+        outputs,
+        inputs,
+    )
+
+
+def _fuse(layer: torch.nn.Module, plan: LayerPlan) -> None:
+    """Exchange one layer's forward if ours does what it does."""
+    exchange(layer, layer_forward, plan)
+    try:
+        is_equal = all(_compare(layer, plan, magnitude) for magnitude in MAGNITUDES)
+    except FAILURES:
+        is_equal = False
+    if not is_equal:
+        restore(layer)
+
+
+def _compare(layer: torch.nn.Module, plan: LayerPlan, magnitude: float) -> bool:
+    """Whether ours does what a layer's own forward does, for one random step."""
+    tokens, rotary = sum(_COUNTS), plan.rotary_dim
+    x = (random_numbers(1, tokens, plan.width) * magnitude).bfloat16()
+    angles = random_numbers(1, tokens, rotary, seed=3)
+    named = {
+        "attention_mask": None,
+        "position_ids": torch.zeros(1, tokens, dtype=torch.long),
+        "position_embeddings": (angles.cos().bfloat16(), angles.sin().bfloat16()),
+        "past_key_values": None,
+        "use_cache": False,
+    }
+    theirs, ours = _context(plan), _context(plan)
+    with Operations() as operations, operations.without(list(layer.children())):
+        expected = type(layer).forward(layer, x, **named, **{CONTEXT_KEYWORD: theirs})
+    actual = layer.forward(x, **named, **{CONTEXT_KEYWORD: ours})
+    caches = [
+        (one.caches[plan.index].keys, one.caches[plan.index].values) for one in (theirs, ours)
+    ]
+    return (
+        operations.computing == {"add": 2}
+        and isinstance(expected, torch.Tensor)
+        and torch.equal(_bits(actual), _bits(expected))
+        and all(torch.equal(_bits(a), _bits(b)) for a, b in zip(*caches, strict=True))
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16)
+
+
+def _context(plan: LayerPlan) -> AttentionContext:
+    """A step of a few requests, over a cache of random numbers."""
+    ends = [start + count for start, count in zip(_STARTS, _COUNTS, strict=True)]
+    width = -(-max(ends) // _BLOCK_SIZE)
+    tables = 1 + np.arange(len(ends) * width, dtype=np.int32).reshape(len(ends), width)
+    layout = BatchLayout(
+        starts=np.array(_STARTS, dtype=np.int64),
+        counts=np.array(_COUNTS, dtype=np.int64),
+        num_decodes=1,
+        positions=np.concatenate([np.arange(*pair) for pair in zip(_STARTS, ends, strict=True)]),
+        tables=tables,
+        block_size=_BLOCK_SIZE,
+    )
+    heads = plan.call.heads
+    slots = (1 + tables.size) * _BLOCK_SIZE
+    keys, values = random_numbers(2, slots, heads.num_kv_heads, heads.head_dim).bfloat16()
+    cache = LayerCache(keys=keys.clone(), values=values.clone(), group=0)
+    backend = NativeAttentionBackend(native_library())
+    metadata = backend.prepare(layout, None, cache.keys)
+    return AttentionContext(backend, {plan.index: cache}, [metadata])  # type: ignore[arg-type]  # by index
