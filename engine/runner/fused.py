@@ -248,8 +248,9 @@ def gate_forward(
         apply_gate(gate, up, gate.shape[-1], plan.activation)
     else:
         both = plan.joined(x)
-        gate, up = both.chunk(2, -1)
-        apply_gate(gate, up, both.shape[-1], plan.activation)
+        width = both.shape[-1] // 2
+        gate, up = both.narrow(-1, 0, width), both.narrow(-1, width, width)
+        apply_gate(gate, up, 2 * width, plan.activation)
     return layers["down_proj"](gate)  # type: ignore[no-any-return]
 
 
