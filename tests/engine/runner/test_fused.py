@@ -15,7 +15,7 @@ from engine.native.library import FROM_ONE, GELU_TANH, ROUNDED_FIRST, SILU
 from engine.runner.fused import AttentionPlan, NormPlan, apply_gate, join, rms_norm, turn_heads
 from engine.runner.likeness import agree
 from engine.runner.packed import PackedLinear, native_library
-from engine.runner.packing import pack_model
+from engine.runner.packing import Packing, pack_model
 
 WIDTHS = (1, 5, 8, 15, 16, 17, 31, 64, 80, 100, 129, 1000, 1024, 4099)
 MAGNITUDES = (1e-4, 1.0, 1e3)
@@ -185,19 +185,22 @@ def test_a_row_is_the_same_among_any_others_and_for_any_threads() -> None:
         torch.set_num_threads(before)
 
 
-def _packed(*sizes: tuple[int, int, bool]) -> list[PackedLinear]:
+def _packed(*sizes: tuple[int, int, bool], how: Packing = "native") -> list[PackedLinear]:
     """Packed layers of (outputs, inputs, bias), one behind the other."""
     model = torch.nn.Sequential(
         *(torch.nn.Linear(inputs, outputs, bias=bias) for outputs, inputs, bias in sizes)
     ).bfloat16()
-    pack_model(model, "native")
+    pack_model(model, how)
     return list(model)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("how", ["native", "int8"])
 @pytest.mark.parametrize("biases", [(False, False, False), (True, True, True), (False, True, True)])
-def test_layers_that_lie_side_by_side_are_one(biases: tuple[bool, bool, bool]) -> None:
+def test_layers_that_lie_side_by_side_are_one(
+    biases: tuple[bool, bool, bool], how: Packing
+) -> None:
     sizes = zip((128, 64, 40), (72, 72, 72), biases, strict=True)
-    layers = _packed(*sizes)
+    layers = _packed(*sizes, how=how)
     joined = join(layers)
     assert joined is not None
     assert joined.outputs == 232
