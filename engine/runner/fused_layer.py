@@ -48,18 +48,21 @@ class LayerPlan:
 
     Attributes:
         call: all that is known before a step is.
-        held: what it points to: kept alive.
+        held: what it points to: kept alive. A copy of the layer points to nothing, and has no plan.
         index: of the layer's cache.
         width, rotary_dim: K, and how many numbers of a head are turned.
         scratch: shared.
     """
 
     call: LayerCall
-    held: tuple[object, ...]
+    held: tuple[torch.Tensor, ...]
     index: int
     width: int
     rotary_dim: int
     scratch: LayerScratch
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
 
 
 def layer_forward(
@@ -77,11 +80,12 @@ def layer_forward(
         position_embeddings: cosines and sines, bfloat16 [1, T, rotary_dim] each.
         kwargs: the step's context among them, and what the engine's steps do not need.
     """
-    plan: LayerPlan = self.__dict__[PLAN]
+    plan: LayerPlan | None = self.__dict__[PLAN]
     context = kwargs.get(CONTEXT_KEYWORD)
     config: Any = self._modules["self_attn"].config  # type: ignore[union-attr]  # it has one
     if (
-        type(context) is not AttentionContext
+        plan is None
+        or type(context) is not AttentionContext
         or type(context.backend) is not NativeAttentionBackend
         or arguments
         or _is_compiling()

@@ -7,6 +7,7 @@ numbers, bit by bit, and write the same into the cache.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -64,13 +65,28 @@ def fuse_layers(model: PreTrainedModel) -> int:
     return sum(is_exchanged(layer) for layer in layers)
 
 
-def _plan(layer: torch.nn.Module, scratch: LayerScratch) -> LayerPlan | None:
-    """What our forward would have to do; None: it cannot."""
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A layer's modules, and what is known of them."""
+
+    modules: dict[str, Any]
+    first: NormPlan
+    second: NormPlan
+    attention: AttentionPlan
+    mlp: GatePlan
+    projection: Joined
+    gate_up: Joined
+    output: PackedLinear
+    down: PackedLinear
+
+
+def _parts(layer: torch.nn.Module) -> _Parts | None:
+    """Those of a layer all of whose parts are ours; None: they are not."""
     if layer._parameters or layer._buffers or any(has_hooks(one) for one in layer.modules()):
         return None
-    parts: dict[str, Any] = dict(layer._modules)
+    modules: dict[str, Any] = dict(layer._modules)
     first, second, attention, mlp = (
-        vars(parts[name]).get(PLAN)
+        vars(modules[name]).get(PLAN)
         for name in ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp")
     )
     if not (
@@ -81,86 +97,94 @@ def _plan(layer: torch.nn.Module, scratch: LayerScratch) -> LayerPlan | None:
         and attention.joined is not None
         and mlp.joined is not None
         and attention.options.keys() <= _OPTIONS
-        and isinstance(getattr(parts["self_attn"], "layer_idx", None), int)
+        and isinstance(getattr(modules["self_attn"], "layer_idx", None), int)
     ):
         return None
-    output, down = parts["self_attn"].o_proj, parts["mlp"].down_proj
+    output, down = modules["self_attn"].o_proj, modules["mlp"].down_proj
     width = attention.joined.inputs
-    heads_width = attention.num_heads * attention.head_dim
+    heads = attention.num_heads * attention.head_dim
+    kv_heads = attention.num_kv_heads * attention.head_dim
     if (
         type(output) is not PackedLinear
         or type(down) is not PackedLinear
         or {width} != {first.width, second.width, mlp.joined.inputs, output.out_features}
         or down.out_features != width
-        or output.in_features != heads_width
+        or output.in_features != heads
         or 2 * down.in_features != mlp.joined.outputs
-        or attention.joined.outputs != heads_width + 2 * attention.num_kv_heads * attention.head_dim
+        or attention.joined.outputs != heads + 2 * kv_heads
     ):
         return None
-    norms = [
-        _weight(parts["self_attn"]._modules[name])
-        for name in ("q_norm", "k_norm")
-        if attention.form is not None
-    ]
+    return _Parts(
+        modules, first, second, attention, mlp, attention.joined, mlp.joined, output, down
+    )
+
+
+class _Held:
+    """Tensors whose addresses were taken: whatever becomes of a module's own, these stay."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def address(self, tensor: torch.Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        self.tensors.append(tensor.detach())
+        return tensor.data_ptr()
+
+    def norm(self, module: Any, plan: NormPlan) -> NormWeight:
+        return NormWeight(
+            self.address(module._parameters["weight"]), plan.width, plan.eps, plan.form
+        )
+
+    def linear(self, layer: Joined | PackedLinear) -> LinearWeight:
+        if isinstance(layer, PackedLinear):
+            bias, outputs, inputs = layer.padded_bias, layer.out_features, layer.in_features
+        else:
+            bias, outputs, inputs = layer.bias, layer.outputs, layer.inputs
+        addresses = [self.address(one) for one in (layer.packed, bias, layer.scales)]
+        return LinearWeight(*addresses, outputs, inputs)
+
+
+def _plan(layer: torch.nn.Module, scratch: LayerScratch) -> LayerPlan | None:
+    """What our forward would have to do; None: it cannot."""
+    parts = _parts(layer)
+    if parts is None:
+        return None
+    attention, held = parts.attention, _Held()
+    own = parts.modules["self_attn"]
+    weights: list[int | None] = [None, None]
+    if attention.form is not None:
+        weights = [held.address(own._modules[f"{one}_norm"]._parameters["weight"]) for one in "qk"]
+    scaling = attention.options.get("scaling")
     call = LayerCall(
-        first_norm=_norm(parts["input_layernorm"], first),
-        second_norm=_norm(parts["post_attention_layernorm"], second),
-        projection=_linear(attention.joined),
-        output=_linear(output),
-        gate_up=_linear(mlp.joined),
-        down=_linear(down),
+        first_norm=held.norm(parts.modules["input_layernorm"], parts.first),
+        second_norm=held.norm(parts.modules["post_attention_layernorm"], parts.second),
+        projection=held.linear(parts.projection),
+        output=held.linear(parts.output),
+        gate_up=held.linear(parts.gate_up),
+        down=held.linear(parts.down),
         heads=HeadsCall(
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
             rotary_dim=attention.rotary_dim,
-            query_weight=norms[0].data_ptr() if norms else None,
-            key_weight=norms[1].data_ptr() if norms else None,
+            query_weight=weights[0],
+            key_weight=weights[1],
             query_eps=attention.eps[0],
             key_eps=attention.eps[1],
             form=attention.form or 0,
         ),
-        activation=mlp.activation,
-        scaling=attention.options.get("scaling") or attention.head_dim**-0.5,
+        activation=parts.mlp.activation,
+        scaling=attention.head_dim**-0.5 if scaling is None else scaling,
         softcap=attention.options.get("softcap") or 0.0,
     )
     return LayerPlan(
         call=call,
-        held=(
-            attention,
-            mlp,
-            output,
-            down,
-            *norms,
-            *(_weight(parts[n]) for n in _PARTS if "norm" in n),
-        ),
-        index=parts["self_attn"].layer_idx,
-        width=width,
+        held=tuple(held.tensors),
+        index=own.layer_idx,
+        width=parts.projection.inputs,
         rotary_dim=attention.rotary_dim,
         scratch=scratch,
-    )
-
-
-def _weight(norm: Any) -> torch.Tensor:
-    weight: torch.Tensor = norm._parameters["weight"]
-    return weight
-
-
-def _norm(module: torch.nn.Module, plan: NormPlan) -> NormWeight:
-    return NormWeight(_weight(module).data_ptr(), plan.width, plan.eps, plan.form)
-
-
-def _linear(layer: Joined | PackedLinear) -> LinearWeight:
-    if isinstance(layer, PackedLinear):
-        bias, outputs, inputs = layer.padded_bias, layer.out_features, layer.in_features
-    else:
-        bias, outputs, inputs = layer.bias, layer.outputs, layer.inputs
-    return LinearWeight(
-        layer.packed.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        None if layer.scales is None else layer.scales.data_ptr(),
-        outputs,
-        inputs,
     )
 
 

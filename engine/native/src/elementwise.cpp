@@ -227,15 +227,16 @@ void heads(const HeadsCall& call, int threads) {
   }
 }
 
-// sum: x + y, of so many numbers.
-void add(const void* x, const void* y, void* sum, int64_t numbers, int threads) {
-  const bf16* first = static_cast<const bf16*>(x);
-  const bf16* second = static_cast<const bf16*>(y);
-  bf16* to = static_cast<bf16*>(sum);
-#pragma omp parallel for schedule(static) num_threads(team(numbers, threads))
-  for (int64_t i = 0; i < numbers; i += VL) {
-    const int64_t left = numbers - i;
-    store_some(to + i, load_some(first + i, left) + load_some(second + i, left), left);
+// sum: x + y, [rows][width].
+void add(const void* x, const void* y, void* sum, int64_t rows, int64_t width, int threads) {
+#pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
+  for (int64_t r = 0; r < rows; ++r) {
+    const bf16* first = static_cast<const bf16*>(x) + r * width;
+    const bf16* second = static_cast<const bf16*>(y) + r * width;
+    bf16* to = static_cast<bf16*>(sum) + r * width;
+    over(width, [&](int64_t i, auto size) {
+      put(to + i, get(first + i, size) + get(second + i, size), size);
+    });
   }
 }
 

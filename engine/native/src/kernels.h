@@ -12,6 +12,6 @@ void rms_norm(const NormWeight& norm, const void* x, void* y, int64_t rows, int 
 void gate(int activation, const void* gate, const void* up, int64_t stride, void* y,
           int64_t y_stride, int64_t rows, int64_t width, int threads);
 void heads(const HeadsCall& call, int threads);
-void add(const void* x, const void* y, void* sum, int64_t numbers, int threads);
+void add(const void* x, const void* y, void* sum, int64_t rows, int64_t width, int threads);
 
 }  // namespace HEADRACE_ISA

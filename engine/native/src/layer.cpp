@@ -79,13 +79,13 @@ int64_t layer(const LayerCall& call) {
   }
   if (const int64_t needed = attend(call, space, query, keys)) return needed;
   linear(call.output, space.attended, query, space.normed, tokens, threads);
-  add(call.x, space.normed, space.residual, tokens * width, threads);
+  add(call.x, space.normed, space.residual, tokens, width, threads);
   rms_norm(call.second_norm, space.residual, space.normed, tokens, threads);
   linear(call.gate_up, space.normed, width, space.gated, tokens, threads);
   gate(int(call.activation), space.gated, space.gated + inner, 2 * inner, space.gated, 2 * inner,
        tokens, inner, threads);
   linear(call.down, space.gated, 2 * inner, space.normed, tokens, threads);
-  add(space.residual, space.normed, call.y, tokens * width, threads);
+  add(space.residual, space.normed, call.y, tokens, width, threads);
   return 0;
 }
 

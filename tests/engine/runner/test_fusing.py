@@ -132,7 +132,7 @@ class _Norm(nn.Module):
 
 def test_a_norm_of_any_name_is_exchanged() -> None:
     models = nn.ModuleList([_Norm(), nn.RMSNorm(64, eps=1e-5)]).bfloat16()
-    assert fuse_model(models) == FusingReport(2, 0, 0, ())
+    assert fuse_model(models) == FusingReport(2, 0, 0, 0, ())
     x = torch.randn(5, 64).bfloat16()
     for one in models:
         assert torch.equal(one(x), type(one).forward(one, x))
@@ -193,7 +193,7 @@ class _TwiceFromOne(_Norm):
 )
 def test_norms_that_are_left_alone(kind: Callable[[], nn.Module]) -> None:
     model = nn.ModuleList([kind()]).bfloat16()
-    assert fuse_model(model) == FusingReport(0, 0, 0, (type(model[0]).__name__,))
+    assert fuse_model(model) == FusingReport(0, 0, 0, 0, (type(model[0]).__name__,))
     assert not is_exchanged(model[0])
 
 
@@ -263,7 +263,7 @@ def test_gated_layers(activation: str, bias: bool, pack: bool) -> None:
     model = nn.ModuleList([_Mlp(activation, bias)]).bfloat16()
     if pack:
         pack_model(model, "native")
-    assert fuse_model(model) == FusingReport(0, 1, 0, ())
+    assert fuse_model(model) == FusingReport(0, 1, 0, 0, ())
     (layer,) = model
     assert (vars(layer)[fused.PLAN].joined is not None) == pack
     with torch.no_grad():
@@ -286,7 +286,7 @@ def test_gated_layers_that_are_left_alone(make: Callable[[], nn.Module], pack: b
     model = nn.ModuleList([make()]).eval().bfloat16()
     if pack:
         pack_model(model, "native")
-    assert fuse_model(model) == FusingReport(0, 0, 0, (type(model[0]).__name__,))
+    assert fuse_model(model) == FusingReport(0, 0, 0, 0, (type(model[0]).__name__,))
     assert not is_exchanged(model[0])
     assert fused.PLAN not in vars(model[0])
 
@@ -632,8 +632,8 @@ def test_a_wrong_kernel_is_found(kernel: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_report() -> None:
     line = "fused: 3 norms, 1 gated layers, 2 attentions"
-    assert str(FusingReport(3, 1, 2, ())) == line
-    assert str(FusingReport(3, 1, 2, ("A", "B"))) == f"{line}; left as they are: A, B"
+    assert str(FusingReport(3, 1, 2, 0, ())) == line
+    assert str(FusingReport(3, 1, 2, 0, ("A", "B"))) == f"{line}; left as they are: A, B"
 
 
 def test_choosing(monkeypatch: pytest.MonkeyPatch) -> None:
