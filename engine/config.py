@@ -208,11 +208,11 @@ class LoadConfig:
             in which its kernel reads them. Numbers stay what they are, and so does the memory.
             True: packed, or refused where they cannot be; None: where it pays, which a line in the
             log says. Only models that are loaded from disk are packed.
-        fuse_layers: whether what stands between a model's matrix products (norms, gated layers) is
-            computed, in bfloat16 on a CPU, by one kernel each. Results differ by the order of sums
-            alone. True: fused, or refused where it cannot be; None: where it pays. Only what is
-            proved, at load, to compute the same is exchanged, and a line in the log says what; only
-            models that are loaded from disk are changed.
+        fuse_layers: whether what stands between a model's matrix products (norms, gates, rotary
+            embeddings) is computed, in bfloat16 on a CPU, by one kernel each. Results differ by the
+            order of sums and the last bits of e^x. True: fused, or refused where it cannot be;
+            None: where it pays. Only what is shown, at load, to compute the same is exchanged, and
+            a line in the log says what; only models that are loaded from disk are changed.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

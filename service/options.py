@@ -237,7 +237,7 @@ class EngineOptions:
         bool | None,
         _option(
             "fuse-layers/--no-fuse-layers",
-            "On a CPU, compute bfloat16 norms and gated layers by one kernel each.",
+            "On a CPU, compute bfloat16 norms, gates and rotary embeddings by one kernel each.",
             _MODEL,
             show_default="where it pays",
         ),
