@@ -45,7 +45,7 @@ from engine.runner.likeness import (
     FAILURES,
     FLOAT32,
     LINEARS,
-    MAGNITUDES,
+    PROBES,
     VIEWS,
     Operations,
     agree,
@@ -190,18 +190,18 @@ def _fuse_norm(module: torch.nn.Module) -> bool:
 
 def _is_norm(module: torch.nn.Module, plan: NormPlan) -> bool:
     """Whether a norm does what ours does."""
-    for magnitude in MAGNITUDES:
-        for shape in ((1, 5), (2, 1, 3)):
-            x = (random_numbers(*shape, plan.width) * magnitude).bfloat16()
-            try:
-                with Operations() as operations:
-                    expected = type(module).forward(module, x)
-            except FAILURES:
-                return False
-            if not operations.seen.keys() <= _NORM_OPERATIONS:
-                return False
-            if not agree(rms_norm(x, module._parameters["weight"], plan), expected):  # type: ignore[arg-type]
-                return False
+    for magnitude, alone in PROBES:
+        shape = (1, 1) if alone else (2, 1, 3)
+        x = (random_numbers(*shape, plan.width) * magnitude).bfloat16()
+        try:
+            with Operations() as operations:
+                expected = type(module).forward(module, x)
+        except FAILURES:
+            return False
+        if not operations.seen.keys() <= _NORM_OPERATIONS:
+            return False
+        if not agree(rms_norm(x, module._parameters["weight"], plan), expected):  # type: ignore[arg-type]
+            return False
     return True
 
 
@@ -228,12 +228,12 @@ def _fuse_gate(module: torch.nn.Module) -> bool:
     if activation is None:
         return False
     exchange(module, gate_forward, GatePlan(activation, join((gate, up))))
-    for magnitude in MAGNITUDES:
-        for shape in ((1, 5), (2, 1)):
-            x = (random_numbers(*shape, gate.in_features) * magnitude).bfloat16()
-            if not _is_gate(module, x):
-                restore(module)
-                return False
+    for magnitude, alone in PROBES:
+        shape = (1, 1) if alone else (2, 3)
+        x = (random_numbers(*shape, gate.in_features) * magnitude).bfloat16()
+        if not _is_gate(module, x):
+            restore(module)
+            return False
     return True
 
 

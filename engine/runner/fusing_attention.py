@@ -29,7 +29,7 @@ from engine.runner.fused import (
 from engine.runner.likeness import (
     FAILURES,
     LINEARS,
-    MAGNITUDES,
+    PROBES,
     Operations,
     agree,
     has_hooks,
@@ -190,16 +190,15 @@ def _watch(model: PreTrainedModel, layers: list[torch.nn.Module]) -> dict[torch.
 
 def _fuse(layer: torch.nn.Module, given: _Given, attention: _Attention) -> None:
     """Exchange one layer's forward if ours does what it does."""
-    for magnitude in MAGNITUDES:
-        for tokens in (_TOKENS, 1):
-            try:
-                is_equal = _compare(layer, given, attention, tokens, magnitude)
-            except FAILURES:
-                is_equal = False
-            if not is_equal:
-                if is_exchanged(layer):
-                    restore(layer)
-                return
+    for magnitude, alone in PROBES:
+        try:
+            is_equal = _compare(layer, given, attention, 1 if alone else _TOKENS, magnitude)
+        except FAILURES:
+            is_equal = False
+        if not is_equal:
+            if is_exchanged(layer):
+                restore(layer)
+            return
 
 
 def _compare(

@@ -23,8 +23,10 @@ FAILURES = (AttributeError, IndexError, KeyError, TypeError, ValueError, Runtime
 """What a module may raise on input that it is not for: then it stays as it is."""
 LINEARS = (torch.nn.Linear, PackedLinear, OneDnnLinear)
 """Layers that are known to compute a product and nothing else."""
-MAGNITUDES = (1e-3, 1.0, 100.0)
-"""Of random input: so small that a norm's eps counts, ordinary, and beyond what models clamp to."""
+PROBES = ((1e-3, False), (1.0, False), (1.0, True), (100.0, False))
+"""Magnitudes of random input: so small that a norm's eps counts, ordinary, and beyond what models
+clamp to; and whether it is one token's, as in a decode step of one request.
+"""
 _MOST_DIFFERENT = 0.01
 """Of the numbers may be rounded the other way: sums are made in another order."""
 _NEIGHBOUR = 2.0**-7
