@@ -29,10 +29,12 @@ from engine.runner.fused import (
     restore,
 )
 from engine.runner.fused_layer import LayerPlan, LayerScratch, layer_forward
-from engine.runner.likeness import FAILURES, MAGNITUDES, Operations, has_hooks, random_numbers
+from engine.runner.likeness import FAILURES, Operations, has_hooks, random_numbers
 from engine.runner.packed import PackedLinear, native_library
 
 _PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_MAGNITUDES = (1.0, 100.0)
+"""Of random input: ordinary, and beyond what models clamp to."""
 _BLOCK_SIZE = 4
 _STARTS, _COUNTS = (5, 0, 3), (1, 6, 2)
 """Of requests that decode, begin and go on."""
@@ -192,7 +194,7 @@ def _fuse(layer: torch.nn.Module, plan: LayerPlan) -> None:
     """Exchange one layer's forward if ours does what it does."""
     exchange(layer, layer_forward, plan)
     try:
-        is_equal = all(_compare(layer, plan, magnitude) for magnitude in MAGNITUDES)
+        is_equal = all(_compare(layer, plan, magnitude) for magnitude in _MAGNITUDES)
     except FAILURES:
         is_equal = False
     if not is_equal:

@@ -56,10 +56,17 @@ typedef uint32_t unaligned_pair __attribute__((aligned(2), may_alias));
 // Two inputs of VL outputs, as bfloat16.
 vu load_weights(const uint32_t* p) { return *reinterpret_cast<const vu*>(p); }
 vu load_weights(const uint16_t* p) {
+#if defined(__AVX512BF16__)
+  const __m128i* halves = reinterpret_cast<const __m128i*>(p);
+  const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(halves)));
+  const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(halves + 1)));
+  return (vu)_mm512_cvtne2ps_pbh(second, first);
+#else
   const vu pairs = __builtin_convertvector(*reinterpret_cast<const vh*>(p), vu);
-  const vi low = (vi)(pairs << 24) >> 24, high = (vi)(pairs << 16) >> 24;
-  const vu first = (vu)__builtin_convertvector(low, vf), second = (vu)__builtin_convertvector(high, vf);
-  return first >> 16 | second;  // the lower halves are zero: 8 bits are enough for them
+  const vf low = __builtin_convertvector((vi)(pairs << 24) >> 24, vf);
+  const vf high = __builtin_convertvector((vi)(pairs << 16) >> 24, vf);
+  return (vu)low >> 16 | (vu)high;  // the lower halves are zero: 8 bits are enough for them
+#endif
 }
 
 // Two inputs of a row, in every lane.
