@@ -120,6 +120,15 @@ def fuse_model(model: PreTrainedModel) -> FusingReport:
     Args:
         model: in evaluation mode, its linear layers packed, used by nobody meanwhile.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for so little each, others' CPUs would be waited for, and not used
+    try:
+        return _fuse(model)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _fuse(model: PreTrainedModel) -> FusingReport:
     left: set[str] = set()
     # Not in inference mode, in which operations are seen before they are taken apart.
     with torch.inference_mode(False), torch.no_grad():
