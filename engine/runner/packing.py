@@ -10,6 +10,7 @@ Only models that Headrace has loaded itself are packed: others belong to their o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -30,6 +31,7 @@ from engine.runner.packed import (
     read_rows,
 )
 from engine.runner.packed_onednn import OneDnnLinear
+from engine.runner.pages import Pages
 
 Packing = Literal["native", "onednn", "int8"]
 
@@ -213,6 +215,7 @@ def _pack_natively(model: torch.nn.Module, groups: list[_Group], *, int8: bool) 
     sizes = [packed_size(*group.weight.shape, int8=int8) for group in groups]
     # One piece for all: pages come as it is filled, while the originals go, and may be large ones.
     memory = torch.empty(sum(sizes), dtype=torch.uint8)
+    pages = Pages(itertools.chain(model.parameters(), model.buffers()))
     copied = start = 0
     for group, size in zip(groups, sizes, strict=True):
         weight = group.weight
@@ -232,6 +235,7 @@ def _pack_natively(model: torch.nn.Module, groups: list[_Group], *, int8: bool) 
                 if not torch.equal(_bits(table(rows)), _bits(expected)):
                     raise ModelRefusedError(f"{name}: {_WRONG.format('rows')}")
                 model.set_submodule(name, table)
+            pages.give_back(weight)
         else:
             copied += weight.nbytes
         group.linears.clear()
