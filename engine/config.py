@@ -16,8 +16,8 @@ from engine.errors import ConfigError
 
 DEFAULT_BLOCK_SIZE = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-AttentionName = Literal["auto", "torch", "native"]
-ATTENTIONS = ("auto", "torch", "native")
+AttentionName = Literal["auto", "torch", "native", "triton"]
+ATTENTIONS = ("auto", "torch", "native", "triton")
 Quantization = Literal["none", "int8"]
 QUANTIZATIONS = ("none", "int8")
 
@@ -197,8 +197,9 @@ class LoadConfig:
         threads: CPU threads for the model. None: the CPUs that this process may use: its affinity,
             and the quota of its container.
         attention: what computes attention. "torch": plain torch, the reference, on any device;
-            "native": the C++ kernels for CPUs, refused where they were not built; "auto": the
-            fastest that there is, and a line in the log that says which.
+            "native": the C++ kernels for CPUs, refused where they were not built; "triton": the
+            kernels for CUDA devices, refused where Triton does not work; "auto": the fastest that
+            there is, and a line in the log that says which.
         quantization: "int8": the weights of bfloat16 linear layers are kept, on a CPU, as whole
             numbers from -127 to 127 with a scale for each output: half the memory, and up to twice
             the speed of a single request, for results that differ a little

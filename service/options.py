@@ -210,8 +210,8 @@ class EngineOptions:
         str,
         _option(
             "attention",
-            "What computes attention: torch, native (the C++ kernels for CPUs), or auto: the "
-            "fastest that there is.",
+            "What computes attention: torch, native (the C++ kernels for CPUs), triton (the "
+            "kernels for CUDA devices), or auto: the fastest that there is.",
             _MODEL,
         ),
     ] = "auto"

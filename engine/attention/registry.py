@@ -20,12 +20,14 @@ from engine.attention.opaque import attend_by_number
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.config import AttentionName
 from engine.errors import ConfigError
-from engine.native.library import NativeLibrary, NativeUnavailableError, load_library
+from engine.native.library import NativeUnavailableError, load_library
 
 logger = logging.getLogger(__name__)
 
 ATTENTION_NAME = "headrace_paged"
 CONTEXT_KEYWORD = "headrace_context"
+_LEAST_CAPABILITY = (8, 0)
+"""Of a CUDA device: the first with bfloat16, and what Triton itself asks for."""
 
 
 def paged_attention(
@@ -79,23 +81,60 @@ def choose_backend(
     """The attention that is wanted; with "auto", the fastest that there is for a device and dtype.
 
     Raises:
-        ConfigError: "native" is wanted, and cannot be had.
+        ConfigError: "native" or "triton" is wanted, and cannot be had.
     """
-    if wanted == "torch" or (wanted == "auto" and device.type != "cpu"):
+    own = {"cpu": _native, "cuda": _triton}
+    make = {"native": _native, "triton": _triton, "auto": own.get(device.type)}.get(wanted)
+    if make is None:
         return TorchAttentionBackend()
     try:
-        return NativeAttentionBackend(_native_library(device, dtype))
-    except NativeUnavailableError as error:
-        if wanted == "native":
-            raise ConfigError("attention", f"is native, but {error}") from error
+        return make(device, dtype)
+    except (NativeUnavailableError, TritonUnavailableError) as error:
+        if wanted != "auto":
+            raise ConfigError("attention", f"is {wanted}, but {error}") from error
         logger.warning("attention runs in torch, more slowly than it could: %s", error)
         return TorchAttentionBackend()
 
 
-def _native_library(device: torch.device, dtype: torch.dtype) -> NativeLibrary:
+def _native(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     """Raises NativeUnavailableError."""
     if device.type != "cpu":
         raise NativeUnavailableError(f"the native kernels are for CPUs, and the device is {device}")
     if dtype not in DTYPES:
         raise NativeUnavailableError(f"the native kernels do not compute in {dtype}")
-    return load_library()
+    return NativeAttentionBackend(load_library())
+
+
+class TritonUnavailableError(Exception):
+    """The Triton kernels cannot be used here; the message says why."""
+
+
+def _triton(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """Raises TritonUnavailableError."""
+    if device.type != "cuda":
+        raise TritonUnavailableError(
+            f"the Triton kernels are for CUDA devices, and the device is {device}"
+        )
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        raise TritonUnavailableError("torch finds no CUDA device of NVIDIA's here")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        raise TritonUnavailableError(
+            "the Triton kernels need a device of compute capability 8.0 or more, and this one has "
+            f"{capability[0]}.{capability[1]}"
+        )
+    try:
+        # Triton takes its time to import, and is not there where torch is built for CPUs.
+        from engine.attention import triton_backend, triton_launch
+    except ImportError as error:
+        raise TritonUnavailableError(f"Triton cannot be imported ({error})") from error
+    if dtype not in triton_backend.DTYPES:
+        raise TritonUnavailableError(f"the Triton kernels do not compute in {dtype}")
+    try:
+        triton_launch.try_out(device)
+    except Exception as error:  # compilers raise anything
+        cause = str(error).strip().partition("\n")[0]
+        raise TritonUnavailableError(
+            f"Triton does not work here ({type(error).__name__}: {cause}); it needs a C compiler"
+        ) from error
+    return triton_backend.TritonAttentionBackend()

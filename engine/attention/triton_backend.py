@@ -1,0 +1,200 @@
+"""Paged attention on a CUDA device by the kernels of `triton_kernels`.
+
+A step's metadata are a few int64 arrays, copied to the device in one piece; the kernels find all
+else there. A captured step has them at fixed places, and otherwise differs in nothing:
+
+as it comes   decode over the first requests, which have one token, prefill over the others
+captured      decode steps: decode over all; varying lengths: both over all, and each request is
+              taken by one of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionParams,
+    BatchLayout,
+    LayerCache,
+    StaticShape,
+)
+from engine.attention.torch_layout import slots_of
+from engine.attention.triton_launch import triton_attention
+
+_Arrays = Mapping[str, npt.NDArray[np.int64]]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the kernels compute with. Sums are float32 for all."""
+_MAX_TABLES = 1 << 20
+"""Entries of block tables that a captured step may have: 8 MiB that are copied at each replay."""
+
+
+@dataclass(frozen=True, slots=True)
+class TritonMetadata(AttentionMetadata):
+    """One group's metadata.
+
+    Attributes:
+        slots, begins, starts, counts, table_begins, blocks: see `triton_kernels`.
+        block_size: tokens in a block.
+        window: 0: none.
+        decode_rows, prefill_row, prefill_rows, longest: see `triton_launch.triton_attention`.
+    """
+
+    slots: torch.Tensor
+    begins: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    table_begins: torch.Tensor
+    blocks: torch.Tensor
+    block_size: int
+    window: int
+    decode_rows: int
+    prefill_row: int
+    prefill_rows: int
+    longest: int
+
+
+class TritonAttentionBackend(AttentionBackend):
+    """See the module."""
+
+    name = "triton"
+
+    def prepare(
+        self, layout: BatchLayout, window: int | None, like: torch.Tensor
+    ) -> TritonMetadata:
+        """See the base class."""
+        rows, width = layout.tables.shape
+        sizes = {
+            "slots": len(layout.positions) + layout.num_padding,
+            "begins": rows + 1,
+            "starts": rows,
+            "counts": rows,
+            "table_begins": rows,
+            "blocks": rows * width,
+        }
+        host = np.zeros(sum(sizes.values()), dtype=np.int64)
+        ends = np.cumsum(list(sizes.values())).tolist()
+        places = {name: slice(end - sizes[name], end) for name, end in zip(sizes, ends, strict=True)}
+        arrays = {name: host[place] for name, place in places.items()}
+        _fill_requests(layout, arrays)
+        arrays["table_begins"][:] = np.arange(rows) * width
+        arrays["blocks"][:] = layout.tables.reshape(-1)
+        device = torch.from_numpy(host).to(like.device)
+        return TritonMetadata(
+            **{name: device[place] for name, place in places.items()},
+            block_size=layout.block_size,
+            window=window or 0,
+            decode_rows=layout.num_decodes,
+            prefill_row=layout.num_decodes,
+            prefill_rows=rows - layout.num_decodes,
+            longest=int(layout.starts[: layout.num_decodes].max(initial=0)) + 1,
+        )
+
+    def fits_static(self, shape: StaticShape) -> bool:
+        """See the base class."""
+        return _table_entries(shape) <= _MAX_TABLES
+
+    def static_fields(self, shape: StaticShape, window: int | None) -> Mapping[str, int]:
+        """See the base class."""
+        return {
+            "slots": shape.tokens,
+            "begins": shape.requests + 1,
+            "starts": shape.requests,
+            "counts": shape.requests,
+            "table_begins": shape.requests,
+            "blocks": _table_entries(shape),
+        }
+
+    def fill_static(
+        self, layout: BatchLayout, window: int | None, shape: StaticShape, fields: _Arrays
+    ) -> None:
+        """See the base class. Rows of blocks stand one behind the other, as long as each is."""
+        _fill_requests(layout, fields)
+        lengths = -(-(layout.starts + layout.counts) // layout.block_size)
+        ends = np.cumsum(lengths)
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        columns = np.arange(len(rows)) - np.repeat(ends - lengths, lengths)
+        fields["table_begins"][: len(ends)] = ends - lengths
+        fields["table_begins"][len(ends) :] = 0
+        fields["blocks"][: len(rows)] = layout.tables[rows, columns]
+        fields["blocks"][len(rows) :] = 0
+
+    def static_metadata(
+        self,
+        shape: StaticShape,
+        window: int | None,
+        fields: Mapping[str, torch.Tensor],
+        like: torch.Tensor,
+    ) -> TritonMetadata:
+        """See the base class."""
+        return TritonMetadata(
+            **fields,
+            block_size=shape.block_size,
+            window=window or 0,
+            decode_rows=min(shape.requests, shape.tokens),
+            prefill_row=0,
+            prefill_rows=0 if shape.is_decode else shape.requests,
+            longest=shape.context,
+        )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """Attend; see the base class."""
+        if not isinstance(metadata, TritonMetadata):
+            raise TypeError(f"metadata of another backend: {type(metadata).__name__}")
+        return triton_attention(
+            query,
+            key,
+            value,
+            cache.keys,
+            cache.values,
+            metadata.slots,
+            metadata.begins,
+            metadata.starts,
+            metadata.counts,
+            metadata.table_begins,
+            metadata.blocks,
+            params.sinks,
+            metadata.block_size,
+            metadata.window,
+            metadata.decode_rows,
+            metadata.prefill_row,
+            metadata.prefill_rows,
+            metadata.longest,
+            params.scaling,
+            params.softcap,
+        )
+
+
+def _table_entries(shape: StaticShape) -> int:
+    """Most blocks that a step's tables have together."""
+    blocks = shape.context // shape.block_size
+    return shape.tokens * blocks if shape.is_decode else blocks + shape.requests
+
+
+def _fill_requests(layout: BatchLayout, arrays: _Arrays) -> None:
+    """All but the tables. What is behind the last request has no tokens."""
+    rows, tokens = len(layout.counts), len(layout.positions)
+    row_of_token = np.repeat(np.arange(rows), layout.counts)
+    arrays["slots"][:tokens] = slots_of(layout, row_of_token, layout.positions)
+    arrays["slots"][tokens:] = 0
+    arrays["begins"][0] = 0
+    arrays["begins"][1 : rows + 1] = np.cumsum(layout.counts)
+    arrays["begins"][rows + 1 :] = tokens
+    for name, values in (("starts", layout.starts), ("counts", layout.counts)):
+        arrays[name][:rows] = values
+        arrays[name][rows:] = 0

@@ -1,0 +1,310 @@
+"""Launches the Triton kernels of one layer, as one operation.
+
+It is one operation of torch (`headrace::triton_attention`), so that whatever looks at a step sees
+one call and what that call writes: a compiler, or a stand-in for CUDA graphs.
+
+How large tiles are is looked up, not searched for: a search at serving time would stall requests,
+and could give a request other rounding in another run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+
+from engine.attention.triton_kernels import (
+    CUT,
+    decode_kernel,
+    merge_kernel,
+    prefill_kernel,
+    write_kernel,
+)
+
+_LOG2E = 1.4426950408889634
+_PROGRAMS_PER_PROCESSOR = 4
+"""Programs of a decode step for each of the device's multiprocessors, if it can be had."""
+_FEWEST_CUTS, _MOST_CUTS = 16, 128
+_PARTIALS = 256
+"""Cuts of one request times key/value heads: enough to fill a device with one long request."""
+_SHARED_SLACK = 8 << 10
+"""Bytes of shared memory that the compiler may want beside the tiles."""
+_SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, "
+    "Tensor begins, Tensor starts, Tensor counts, Tensor table_begins, Tensor blocks, "
+    "Tensor? sinks, int block_size, int window, int decode_rows, int prefill_row, "
+    "int prefill_rows, int longest, float scaling, float? softcap) -> Tensor"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSize:
+    """What a launch fits itself to.
+
+    Attributes:
+        processors: multiprocessors.
+        shared_memory: bytes that one program can have.
+    """
+
+    processors: int
+    shared_memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The constants of a launch.
+
+    Attributes:
+        rows: BLOCK_M, query rows of a program: tokens times the query heads of a key/value head.
+        keys: BLOCK_N, keys that are read at once.
+        warps: how many compute a program.
+        depth: tiles of keys and values that are under way while one is computed with.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    depth: int
+
+    @property
+    def stages(self) -> int:
+        """What the compiler is told. A tile's address is itself loaded, from the block table: the
+        compiler has to spread its stages over two loads, one behind the other.
+        """
+        return 2 * self.depth + 1
+
+
+HOPPER = DeviceSize(processors=132, shared_memory=227 << 10)
+
+
+def choose_tiles(
+    *, groups: int, dim: int, value_dim: int, itemsize: int, is_decode: bool, size: DeviceSize
+) -> Tiles:
+    """The tiles for a layer.
+
+    Args:
+        groups: query heads of a key/value head.
+        dim, value_dim: head sizes, padded to powers of two.
+        itemsize: bytes of a number.
+        is_decode: for requests with one token.
+        size: the device.
+    """
+    widest = max(dim, value_dim)
+    fewest = max(16, triton.next_power_of_2(groups))
+    if itemsize == 4:
+        # Products without tensor cores are written out one by one: small tiles.
+        rows, keys, depth = (16 if is_decode or widest > 128 else 32), 32, 1
+        keys = 32 if widest <= 128 else 16
+    elif is_decode:
+        rows, keys, depth = 16, (64 if widest <= 128 else 32), 2
+    else:
+        rows, keys, depth = (128, 64, 2) if widest <= 128 else (64, 32, 2)
+    rows = max(rows, fewest)
+
+    def shared() -> int:
+        # Tensor cores may read a tile while the next one comes in: one more than is under way.
+        tiles = (depth if is_decode else depth + 1) * keys * (dim + value_dim)
+        return itemsize * (rows * dim + rows * keys + tiles) + _SHARED_SLACK
+
+    while shared() > size.shared_memory:
+        if depth > 1:
+            depth -= 1
+        elif rows > max(fewest, 64):
+            rows //= 2
+        elif keys > 16:
+            keys //= 2
+        elif depth > 0:
+            depth = 0
+        else:
+            break  # the compiler says what it lacks
+    warps = 4 if is_decode and rows <= 32 and itemsize < 4 else 8
+    return Tiles(rows, keys, warps, depth)
+
+
+def most_cuts(num_kv_heads: int) -> int:
+    """MAX_CUTS of a layer. It does not depend on the step."""
+    return max(_FEWEST_CUTS, min(_MOST_CUTS, _PARTIALS // triton.next_power_of_2(num_kv_heads)))
+
+
+def cut_places(longest: int, window: int, limit: int) -> int:
+    """Most cuts that a request of a step can have, whose contexts are no longer than `longest`."""
+    length = int(CUT)
+    cuts = -(-longest // length)
+    if window:
+        cuts = min(cuts, -(-window // length) + 1)
+    return max(1, min(cuts, limit))
+
+
+@cache
+def device_size(device: torch.device) -> DeviceSize:
+    """What a device has. The interpreter runs on a CPU, and is given what an H100 has."""
+    if device.type != "cuda":
+        return HOPPER
+    found = torch.cuda.get_device_properties(device)
+    return DeviceSize(found.multi_processor_count, found.shared_memory_per_block_optin)
+
+
+@torch.library.custom_op(
+    "headrace::triton_attention", mutates_args=("keys", "values"), schema=_SCHEMA
+)
+def triton_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    begins: torch.Tensor,
+    starts: torch.Tensor,
+    counts: torch.Tensor,
+    table_begins: torch.Tensor,
+    blocks: torch.Tensor,
+    sinks: torch.Tensor | None,
+    block_size: int,
+    window: int,
+    decode_rows: int,
+    prefill_row: int,
+    prefill_rows: int,
+    longest: int,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Write the step's keys and values, and attend: → [T, Hq, Dv].
+
+    Args:
+        query: [Hq, T, D]. key: [Hkv, T, D]. value: [Hkv, T, Dv]. Of one dtype with the cache.
+        keys, values: the layer's cache, [num_slots, Hkv, D] and [num_slots, Hkv, Dv].
+        slots, begins, starts, counts, table_begins, blocks: see `triton_kernels`.
+        sinks: [Hq].
+        block_size: tokens in a block.
+        window: 0: none.
+        decode_rows: the first so many requests are looked at for those with one token.
+        prefill_row, prefill_rows: from which on, and how many, for those with more.
+        longest: no request has a longer context, in tokens.
+        scaling, softcap: see AttentionParams.
+    """
+    query, key, value = (_rows_in_one_piece(tensor) for tensor in (query, key, value))
+    heads, tokens, dim = query.shape
+    kv_heads, value_dim = key.shape[0], value.shape[-1]
+    output = query.new_empty((tokens, heads, value_dim))
+    if tokens == 0:
+        return output
+    block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
+    shape = {
+        "BLOCK_SIZE": block_size,
+        "KV_HEADS": kv_heads,
+        "DIM": dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_D": block_d,
+        "BLOCK_V": block_v,
+    }
+    write_kernel[(tokens,)](
+        *(key, value, keys, values, output, slots),
+        *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
+        HEADS=heads,
+        BLOCK_H=triton.next_power_of_2(kv_heads),
+        **shape,
+    )
+    step = (begins, starts, counts, table_begins, blocks)
+    groups = heads // kv_heads
+    # Scores come in units of log 2; a softcap is applied before.
+    scales = (scaling * _LOG2E, 1.0) if softcap is None else (scaling / softcap, softcap * _LOG2E)
+    options = {
+        **shape,
+        "GROUPS": groups,
+        "WINDOW": window,
+        "SOFTCAP": softcap is not None,
+        "SINKS": sinks is not None,
+    }
+    strides = (query.stride(0), query.stride(1))
+    size = device_size(query.device)
+
+    def tiles(*, is_decode: bool) -> Tiles:
+        return choose_tiles(
+            groups=groups,
+            dim=block_d,
+            value_dim=block_v,
+            itemsize=query.itemsize,
+            is_decode=is_decode,
+            size=size,
+        )
+
+    if decode_rows:
+        limit = most_cuts(kv_heads)
+        places = cut_places(longest, window, limit)
+        splits = _PROGRAMS_PER_PROCESSOR * size.processors // (decode_rows * kv_heads)
+        splits = max(1, min(splits, places))
+        parts = (decode_rows, kv_heads, places, groups)
+        partials = query.new_empty((*parts, value_dim), dtype=torch.float32)
+        highests, totals = query.new_empty((2, *parts), dtype=torch.float32).unbind(0)
+        tile = tiles(is_decode=True)
+        decode_kernel[(decode_rows, kv_heads, splits)](
+            *(query, keys, values, output, partials, highests, totals, sinks),
+            *(*step, splits, places, *scales, *strides),
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.keys,
+            MAX_CUTS=limit,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **options,
+        )
+        if places > 1:
+            merge_kernel[(decode_rows, heads)](
+                *(output, partials, highests, totals, sinks, begins, starts, counts, places),
+                WINDOW=window,
+                SINKS=sinks is not None,
+                HEADS=heads,
+                GROUPS=groups,
+                VALUE_DIM=value_dim,
+                BLOCK_V=block_v,
+                MAX_CUTS=limit,
+            )
+    if prefill_rows:
+        tile = tiles(is_decode=False)
+        block_q = tile.rows // groups
+        prefill_kernel[(tokens // block_q + prefill_rows, kv_heads)](
+            *(query, keys, values, output, sinks),
+            *(*step, prefill_row, prefill_rows, *scales, *strides),
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.keys,
+            BLOCK_Q=block_q,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **options,
+        )
+    return output
+
+
+@triton_attention.register_fake
+def _shape_of_result(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: object
+) -> torch.Tensor:
+    return query.new_empty((query.shape[1], query.shape[0], value.shape[-1]))
+
+
+def try_out(device: torch.device) -> None:
+    """Compile and launch the smallest kernel, so that what is missing is found before a model runs.
+
+    Raises whatever Triton and its compilers raise.
+    """
+    step = torch.zeros((1, 1, 16), device=device)
+    cache, output = torch.zeros((2, 1, 16), device=device).unbind(0)
+    slots = torch.zeros(1, dtype=torch.int64, device=device)
+    strides = (16, 16, 16, 16)
+    sizes = {"KV_HEADS": 1, "DIM": 16, "VALUE_DIM": 16, "BLOCK_D": 16, "BLOCK_V": 16}
+    write_kernel[(1,)](
+        *(step, step, cache, cache, output, slots, *strides),
+        BLOCK_SIZE=1,
+        HEADS=1,
+        BLOCK_H=1,
+        **sizes,
+    )
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _rows_in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
+    """Itself, or a copy if the numbers of one head and token do not lie side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,64 @@
+"""Where these tests run: on a CUDA device; or on a CPU, by Triton's interpreter, where the process
+was started with TRITON_INTERPRET=1. Else they are skipped.
+
+Whether kernels are compiled or interpreted is settled when triton is imported, so one process cannot
+do both: `tests/engine/attention/test_triton.py` starts a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> bool:
+    """Whether the interpreter runs: it takes milliseconds for each program."""
+    return INTERPRETED
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run."""
+    if not INTERPRETED and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device here, and the process has no TRITON_INTERPRET=1")
+    return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.fixture(scope="session")
+def cuda(device: torch.device) -> torch.device:
+    """A device that is a GPU."""
+    if device.type != "cuda":
+        pytest.skip("there is no CUDA device here")
+    return device
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _products_of_bfloat16() -> Iterator[None]:
+    """The interpreter keeps bfloat16 as 16-bit integers, and multiplies these."""
+    if not INTERPRETED:
+        yield
+        return
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def widen(handle: TensorHandle) -> TensorHandle:
+        if handle.dtype.scalar is not tl.bfloat16:
+            return handle
+        wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return TensorHandle(wide, tl.float32)
+
+    original = InterpreterBuilder.create_dot
+
+    def create_dot(self: object, a: TensorHandle, b: TensorHandle, *others: object) -> object:
+        return original(self, widen(a), widen(b), *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+        yield

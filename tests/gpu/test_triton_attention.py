@@ -1,0 +1,236 @@
+"""The Triton kernels: equal to plain attention in float64, for every shape that a model may have."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from engine.attention import triton_launch
+from engine.attention.base import BatchLayout
+from tests.gpu.attention_cases import TOLERANCES, Case, Layer, make_layout, shape_for
+from tests.gpu.conftest import INTERPRETED
+
+pytestmark = pytest.mark.gpu
+
+EXAMPLES = 40 if INTERPRETED else 300
+LONGEST, MOST = (400, 60) if INTERPRETED else (3000, 400)
+DTYPES = list(TOLERANCES)
+
+parts = st.lists(
+    st.tuples(st.integers(0, LONGEST), st.one_of(st.just(1), st.integers(2, MOST))),
+    min_size=1,
+    max_size=3 if INTERPRETED else 8,
+)
+layers = st.builds(
+    lambda groups, kv_heads, dims, **options: Layer(groups * kv_heads, kv_heads, *dims, **options),
+    groups=st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8]),
+    kv_heads=st.sampled_from([1, 2, 3]),
+    dims=st.one_of(
+        st.sampled_from([8, 64, 80, 96, 128, 256]).map(lambda dim: (dim, dim)),
+        st.sampled_from([(192, 128), (24, 16), (40, 72)]),
+    ),
+    window=st.sampled_from([None, 1, 7, 100, 300]),
+    softcap=st.sampled_from([None, 5.0]),
+    has_sinks=st.booleans(),
+)
+sizes = st.sampled_from([1, 4, 16, 24, 32, 256])
+
+
+def check(case: Case, output: torch.Tensor) -> None:
+    count = int(case.layout.counts.sum())
+    tolerance = TOLERANCES[case.dtype]
+    torch.testing.assert_close(
+        output[:count].double(), case.reference(), rtol=tolerance, atol=tolerance
+    )
+    assert not output[count:].any(), "padding is zero"
+
+
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    parts=parts,
+    layer=layers,
+    dtype=st.sampled_from(DTYPES),
+    size=sizes,
+    padding=st.sampled_from([0, 3]),
+)
+def test_equals_plain_attention(
+    parts: list[tuple[int, int]],
+    layer: Layer,
+    dtype: torch.dtype,
+    size: int,
+    padding: int,
+    device: torch.device,
+) -> None:
+    """Decode, prefill, chunks and mixtures. Everything that nobody may see is NaN."""
+    layout = make_layout(parts, size, padding=padding, window=layer.window, seed=len(parts))
+    case = Case(layout, layer, dtype, fill=float("nan"))
+    cache = case.cache(device)
+    check(case, case.run(device, cache))
+    begin = 0
+    for row, count in enumerate(layout.counts.tolist()):
+        slots = case.slots(row)[-count:]
+        own = slice(begin, begin + count)
+        begin += count
+        for tensor, written in ((cache.keys, case.key), (cache.values, case.value)):
+            assert torch.equal(tensor.cpu()[slots].double(), written[:, own].transpose(0, 1))
+
+
+@pytest.mark.parametrize("groups", [16, 70])
+def test_many_heads_to_a_key_head(groups: int, device: torch.device) -> None:
+    layout = make_layout([(90, 1), (20, 9)], 16)
+    case = Case(layout, Layer(groups * 2, 2, 16, 16), torch.float32)
+    check(case, case.run(device))
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+@pytest.mark.parametrize("window", [None, 700])
+def test_long_contexts_are_cut(
+    limit: int | None, window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More cuts than are merged at once; and fewer cuts than the shortest would make."""
+    if limit is not None:
+        monkeypatch.setattr(triton_launch, "most_cuts", lambda heads: limit)
+    layer = Layer(4, 2, 16, 16, window=window, has_sinks=True)
+    layout = make_layout([(0, 1), (255, 1), (256, 1), (4400, 1)], 256, window=window)
+    case = Case(layout, layer, torch.float32, fill=float("nan"))
+    check(case, case.run(device))
+    monkeypatch.setattr(triton_launch, "_PROGRAMS_PER_PROCESSOR", 0)
+    one_split = case.run(device)
+    monkeypatch.setattr(triton_launch, "_PROGRAMS_PER_PROCESSOR", 10**6)
+    assert torch.equal(case.run(device), one_split), "who computes a cut does not matter"
+
+
+@settings(
+    max_examples=EXAMPLES // 2,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    parts=st.one_of(
+        parts, st.lists(st.tuples(st.integers(0, 600), st.just(1)), min_size=1, max_size=4)
+    ),
+    window=st.sampled_from([None, 1, 24]),
+    size=sizes,
+    more=st.integers(0, 5),
+    blocks=st.integers(0, 40),
+)
+def test_fixed_places_equal_the_step_as_it_comes(
+    parts: list[tuple[int, int]],
+    window: int | None,
+    size: int,
+    more: int,
+    blocks: int,
+    device: torch.device,
+) -> None:
+    """To the last bit, in the cache too; padding is zero."""
+    layout = make_layout(parts, size, window=window)
+    case = Case(layout, Layer(4, 2, 16, 8, window=window), torch.float16, fill=float("nan"))
+    expected_cache, cache = case.cache(device), case.cache(device)
+    expected = case.run(device, expected_cache)
+    output = case.run(device, cache, shape_for(layout, more, blocks))
+    check(case, output)
+    assert torch.equal(output[: len(expected)], expected)
+    for one, other in (
+        (cache.keys, expected_cache.keys),
+        (cache.values, expected_cache.values),
+    ):
+        assert torch.equal(one[size:].nan_to_num(), other[size:].nan_to_num())
+
+
+@pytest.mark.parametrize("count", [1, 70])
+def test_a_request_is_the_same_among_any_neighbours(count: int, device: torch.device) -> None:
+    """To the last bit, though the step's other contexts are longer and there are more of them."""
+    layer = Layer(6, 2, 32, 32)
+    alone = Case(make_layout([(700, count)], 16), layer, torch.float16)
+    expected = alone.run(device)
+    own = alone.layout
+    others = [(900, 1), (650, 1), (3, 1), (0, 40), (10, 90)]
+    rows = sorted([*others, (700, count)], key=lambda part: part[1] > 1)
+    width = -(-max(start + tokens for start, tokens in rows) // 16)
+    place = rows.index((700, count))
+    tables = 1 + own.tables.max() + np.arange(len(rows) * width, dtype=np.int32).reshape(-1, width)
+    tables[place, : own.tables.shape[1]] = own.tables[0]
+    counts = np.array([tokens for _, tokens in rows], dtype=np.int64)
+    layout = BatchLayout(
+        starts=np.array([start for start, _ in rows], dtype=np.int64),
+        counts=counts,
+        num_decodes=int((counts == 1).sum()),
+        positions=np.concatenate([np.arange(s, s + c) for s, c in rows]),
+        tables=tables,
+        block_size=16,
+    )
+    among = Case(layout, layer, torch.float16)
+    begin = int(counts[:place].sum())
+    for name in ("query", "key", "value"):
+        getattr(among, name)[:, begin : begin + count] = getattr(alone, name)
+    for name in ("keys", "values"):
+        getattr(among, name)[: len(alone.keys)] = getattr(alone, name)
+    assert torch.equal(among.run(device)[begin : begin + count], expected)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_where_a_prompt_is_cut_in_chunks_does_not_matter(
+    window: int | None, device: torch.device
+) -> None:
+    """To the last bit, chunks of one token aside: those are decoded."""
+    layer = Layer(4, 2, 32, 32, window=window)
+    whole = Case(make_layout([(0, 150)], 16), layer, torch.float16)
+    expected = whole.run(device)
+    cache = whole.cache(device)
+    for begin, end in ((0, 7), (7, 90), (90, 150)):
+        chunk = Case(make_layout([(begin, end - begin)], 16), layer, torch.float16)
+        chunk.layout.tables[:] = whole.layout.tables[:, : chunk.layout.tables.shape[1]]
+        for name in ("query", "key", "value"):
+            setattr(chunk, name, getattr(whole, name)[:, begin:end])
+        assert torch.equal(chunk.run(device, cache), expected[begin:end])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_request_that_is_not_a_number_stays_alone(device: torch.device) -> None:
+    for counts in ((1, 1, 1), (1, 5, 40)):
+        layout = make_layout([(300 + i, count) for i, count in enumerate(counts)], 16)
+        case = Case(layout, Layer(4, 2, 16, 16), torch.float32)
+        expected = case.run(device)
+        case.keys[case.slots(0)[:5]] = float("nan")
+        output = case.run(device)
+        assert torch.isnan(output[0]).all(), "it shows in its own output"
+        assert torch.equal(output[1:], expected[1:])
+
+
+def test_strides_are_taken_as_they_are(device: torch.device) -> None:
+    """Parts of one packed projection, and heads that lie in no order that a model uses today."""
+    case = Case(make_layout([(20, 1), (5, 9)], 16), Layer(4, 2, 16, 16), torch.float32)
+    expected = case.run(device)
+    packed = torch.cat([case.query, case.key, case.value]).transpose(0, 1).contiguous()
+    query, key, value = packed.transpose(0, 1).split([4, 2, 2])
+    case.query, case.key, case.value = query, key, value
+    assert torch.equal(case.run(device), expected)
+    case.query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(case.run(device), expected)
+
+
+def test_the_operation_is_what_torch_is_told(device: torch.device) -> None:
+    """Its schema, what it writes, and its stand-in for tracing."""
+    case = Case(make_layout([(20, 1), (5, 9)], 16), Layer(4, 2, 16, 16), torch.float32)
+    cache = case.cache(device)
+    backend = triton_launch.triton_attention
+    seen: list[tuple[object, ...]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "engine.attention.triton_backend.triton_attention",
+            lambda *args: seen.append(args) or backend(*args),
+        )
+        case.run(device, cache)
+    arguments = tuple(
+        argument.clone() if isinstance(argument, torch.Tensor) else argument for argument in seen[0]
+    )
+    torch.library.opcheck(backend, arguments)
