@@ -81,7 +81,9 @@ class TritonAttentionBackend(AttentionBackend):
         }
         host = np.zeros(sum(sizes.values()), dtype=np.int64)
         ends = np.cumsum(list(sizes.values())).tolist()
-        places = {name: slice(end - sizes[name], end) for name, end in zip(sizes, ends, strict=True)}
+        places = {
+            name: slice(end - sizes[name], end) for name, end in zip(sizes, ends, strict=True)
+        }
         arrays = {name: host[place] for name, place in places.items()}
         _fill_requests(layout, arrays)
         arrays["table_begins"][:] = np.arange(rows) * width
@@ -156,7 +158,7 @@ class TritonAttentionBackend(AttentionBackend):
         """Attend; see the base class."""
         if not isinstance(metadata, TritonMetadata):
             raise TypeError(f"metadata of another backend: {type(metadata).__name__}")
-        return triton_attention(
+        output: torch.Tensor = triton_attention(
             query,
             key,
             value,
@@ -178,6 +180,7 @@ class TritonAttentionBackend(AttentionBackend):
             params.scaling,
             params.softcap,
         )
+        return output
 
 
 def _table_entries(shape: StaticShape) -> int:

@@ -15,9 +15,9 @@ the step that it is in.
 
 Lengths are read on the device, so that a launch can be captured and replayed: a grid is an upper
 bound, and programs that find nothing to do end at once. Where a context is cut depends on the
-request's own position alone (`_cuts`), how many splits there are changes who computes a cut and not
-what comes out, and tiles of keys begin at multiples of BLOCK_N: a request's result is the same among
-any neighbours.
+request's own position alone (`_cuts`), how many splits there are changes who computes a cut and
+not what comes out, and tiles of keys begin at multiples of BLOCK_N: a request's result is the same
+among any neighbours.
 
 Scores, softmax and sums are float32. Scores are kept in units of log 2: 2^x is what the hardware
 has. What is beyond a context or before a window is never read: it may be NaN.
@@ -207,7 +207,9 @@ def _attend(
     seen_begin = begin
     if WINDOW > 0:
         low = tl.maximum(lowest - WINDOW + 1, 0)
-        seen_begin = tl.maximum(tl.cdiv(tl.maximum(newest - WINDOW + 1, 0), BLOCK_N) * BLOCK_N, begin)
+        seen_begin = tl.maximum(
+            tl.cdiv(tl.maximum(newest - WINDOW + 1, 0), BLOCK_N) * BLOCK_N, begin
+        )
         acc, highest, total = _attend_tiles(
             acc, highest, total, query, positions, keys, values, table,
             begin, tl.minimum(seen_begin, end), low, inner_scale, outer_scale,
@@ -371,7 +373,9 @@ def merge_kernel(
         weight = tl.exp2(tl.load(highests + place, mask=there, other=float("-inf")) - highest)
         total += tl.sum(weight * tl.load(totals + place, mask=there, other=0.0), 0)
         inside = there[:, None] & (dims < VALUE_DIM)[None, :]
-        part = tl.load(partials + place[:, None] * VALUE_DIM + dims[None, :], mask=inside, other=0.0)
+        part = tl.load(
+            partials + place[:, None] * VALUE_DIM + dims[None, :], mask=inside, other=0.0
+        )
         acc += tl.sum(weight[:, None] * part, 0)[None, :]
     if SINKS:
         acc, total = _add_sink(acc, highest, total, tl.load(sinks + head + tl.arange(0, 1)))

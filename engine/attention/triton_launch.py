@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton
 
 from engine.attention.triton_kernels import (
     CUT,
@@ -92,7 +91,7 @@ def choose_tiles(
         size: the device.
     """
     widest = max(dim, value_dim)
-    fewest = max(16, triton.next_power_of_2(groups))
+    fewest = max(16, _padded(groups))
     if itemsize == 4:
         # Products without tensor cores are written out one by one: small tiles.
         rows, keys, depth = (16 if is_decode or widest > 128 else 32), 32, 1
@@ -123,14 +122,19 @@ def choose_tiles(
     return Tiles(rows, keys, warps, depth)
 
 
+def _padded(size: int) -> int:
+    """The next power of two: what a tile's sides are."""
+    return 1 << (size - 1).bit_length()
+
+
 def most_cuts(num_kv_heads: int) -> int:
     """MAX_CUTS of a layer. It does not depend on the step."""
-    return max(_FEWEST_CUTS, min(_MOST_CUTS, _PARTIALS // triton.next_power_of_2(num_kv_heads)))
+    return max(_FEWEST_CUTS, min(_MOST_CUTS, _PARTIALS // _padded(num_kv_heads)))
 
 
 def cut_places(longest: int, window: int, limit: int) -> int:
     """Most cuts that a request of a step can have, whose contexts are no longer than `longest`."""
-    length = int(CUT)
+    length: int = CUT.value
     cuts = -(-longest // length)
     if window:
         cuts = min(cuts, -(-window // length) + 1)
@@ -143,7 +147,8 @@ def device_size(device: torch.device) -> DeviceSize:
     if device.type != "cuda":
         return HOPPER
     found = torch.cuda.get_device_properties(device)
-    return DeviceSize(found.multi_processor_count, found.shared_memory_per_block_optin)
+    shared = found.shared_memory_per_block_optin  # type: ignore[attr-defined]  # no stub has it
+    return DeviceSize(found.multi_processor_count, shared)
 
 
 @torch.library.custom_op(
@@ -191,7 +196,7 @@ def triton_attention(
     output = query.new_empty((tokens, heads, value_dim))
     if tokens == 0:
         return output
-    block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
+    block_d, block_v = (max(16, _padded(size)) for size in (dim, value_dim))
     shape = {
         "BLOCK_SIZE": block_size,
         "KV_HEADS": kv_heads,
@@ -204,7 +209,7 @@ def triton_attention(
         *(key, value, keys, values, output, slots),
         *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
         HEADS=heads,
-        BLOCK_H=triton.next_power_of_2(kv_heads),
+        BLOCK_H=_padded(kv_heads),
         **shape,
     )
     step = (begins, starts, counts, table_begins, blocks)

@@ -1,8 +1,8 @@
 """Where these tests run: on a CUDA device; or on a CPU, by Triton's interpreter, where the process
 was started with TRITON_INTERPRET=1. Else they are skipped.
 
-Whether kernels are compiled or interpreted is settled when triton is imported, so one process cannot
-do both: `tests/engine/attention/test_triton.py` starts a process of its own.
+Whether kernels are compiled or interpreted is settled when triton is imported, so one process
+cannot do both: `tests/engine/attention/test_triton.py` starts a process of its own.
 """
 
 from __future__ import annotations
