@@ -9,6 +9,8 @@ and could give a request other rounding in another run.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 
@@ -194,92 +196,125 @@ def triton_attention(
     heads, tokens, dim = query.shape
     kv_heads, value_dim = key.shape[0], value.shape[-1]
     output = query.new_empty((tokens, heads, value_dim))
-    if tokens == 0:
-        return output
-    block_d, block_v = (max(16, _padded(size)) for size in (dim, value_dim))
-    shape = {
+    sizes = {
         "BLOCK_SIZE": block_size,
         "KV_HEADS": kv_heads,
         "DIM": dim,
         "VALUE_DIM": value_dim,
-        "BLOCK_D": block_d,
-        "BLOCK_V": block_v,
+        "BLOCK_D": max(16, _padded(dim)),
+        "BLOCK_V": max(16, _padded(value_dim)),
     }
-    write_kernel[(tokens,)](
-        *(key, value, keys, values, output, slots),
-        *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
-        HEADS=heads,
-        BLOCK_H=_padded(kv_heads),
-        **shape,
-    )
-    step = (begins, starts, counts, table_begins, blocks)
-    groups = heads // kv_heads
-    # Scores come in units of log 2; a softcap is applied before.
-    scales = (scaling * _LOG2E, 1.0) if softcap is None else (scaling / softcap, softcap * _LOG2E)
-    options = {
-        **shape,
-        "GROUPS": groups,
+    layer = {
+        **sizes,
+        "GROUPS": heads // kv_heads,
         "WINDOW": window,
         "SOFTCAP": softcap is not None,
         "SINKS": sinks is not None,
     }
-    strides = (query.stride(0), query.stride(1))
-    size = device_size(query.device)
-
-    def tiles(*, is_decode: bool) -> Tiles:
-        return choose_tiles(
-            groups=groups,
-            dim=block_d,
-            value_dim=block_v,
-            itemsize=query.itemsize,
-            is_decode=is_decode,
-            size=size,
+    # Scores come in units of log 2; a softcap is applied before.
+    scales = (scaling * _LOG2E, 1.0) if softcap is None else (scaling / softcap, softcap * _LOG2E)
+    attention = _Attention(
+        tensors=(query, keys, values, output),
+        sinks=sinks,
+        step=(begins, starts, counts, table_begins, blocks),
+        scales=scales,
+        layer=layer,
+    )
+    with _on_its_device(query):
+        write_kernel[(tokens,)](
+            *(key, value, keys, values, output, slots),
+            *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
+            HEADS=heads,
+            BLOCK_H=_padded(kv_heads),
+            **sizes,
         )
+        if decode_rows:
+            attention.decode(decode_rows, longest)
+        if prefill_rows:
+            attention.prefill(prefill_row, prefill_rows)
+    return output
 
-    if decode_rows:
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """One layer's attention, once keys and values are written.
+
+    Attributes:
+        tensors: query, keys, values, output.
+        sinks: or None.
+        step: begins, starts, counts, table_begins, blocks.
+        scales: of scores, before a softcap and after it.
+        layer: the constants that decode and prefill have in common.
+    """
+
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    sinks: torch.Tensor | None
+    step: tuple[torch.Tensor, ...]
+    scales: tuple[float, float]
+    layer: Mapping[str, int]
+
+    def decode(self, rows: int, longest: int) -> None:
+        """The requests with one token, among the first `rows`."""
+        query, _, _, output = self.tensors
+        layer, (begins, starts, counts, *_) = self.layer, self.step
+        kv_heads, groups, value_dim = layer["KV_HEADS"], layer["GROUPS"], layer["VALUE_DIM"]
         limit = most_cuts(kv_heads)
-        places = cut_places(longest, window, limit)
-        splits = _PROGRAMS_PER_PROCESSOR * size.processors // (decode_rows * kv_heads)
-        splits = max(1, min(splits, places))
-        parts = (decode_rows, kv_heads, places, groups)
+        places = cut_places(longest, layer["WINDOW"], limit)
+        programs = _PROGRAMS_PER_PROCESSOR * device_size(query.device).processors
+        splits = max(1, min(programs // (rows * kv_heads), places))
+        parts = (rows, kv_heads, places, groups)
         partials = query.new_empty((*parts, value_dim), dtype=torch.float32)
         highests, totals = query.new_empty((2, *parts), dtype=torch.float32).unbind(0)
-        tile = tiles(is_decode=True)
-        decode_kernel[(decode_rows, kv_heads, splits)](
-            *(query, keys, values, output, partials, highests, totals, sinks),
-            *(*step, splits, places, *scales, *strides),
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.keys,
+        tiles = self._tiles(is_decode=True)
+        decode_kernel[(rows, kv_heads, splits)](
+            *(*self.tensors, partials, highests, totals, self.sinks),
+            *(*self.step, splits, places, *self.scales, query.stride(0), query.stride(1)),
+            BLOCK_M=tiles.rows,
+            BLOCK_N=tiles.keys,
             MAX_CUTS=limit,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            **options,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+            **layer,
         )
-        if places > 1:
-            merge_kernel[(decode_rows, heads)](
-                *(output, partials, highests, totals, sinks, begins, starts, counts, places),
-                WINDOW=window,
-                SINKS=sinks is not None,
-                HEADS=heads,
-                GROUPS=groups,
-                VALUE_DIM=value_dim,
-                BLOCK_V=block_v,
-                MAX_CUTS=limit,
-            )
-    if prefill_rows:
-        tile = tiles(is_decode=False)
-        block_q = tile.rows // groups
-        prefill_kernel[(tokens // block_q + prefill_rows, kv_heads)](
-            *(query, keys, values, output, sinks),
-            *(*step, prefill_row, prefill_rows, *scales, *strides),
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.keys,
+        if places == 1:
+            return
+        merge_kernel[(rows, kv_heads * groups)](
+            *(output, partials, highests, totals, self.sinks, begins, starts, counts, places),
+            WINDOW=layer["WINDOW"],
+            SINKS=layer["SINKS"],
+            HEADS=kv_heads * groups,
+            GROUPS=groups,
+            VALUE_DIM=value_dim,
+            BLOCK_V=layer["BLOCK_V"],
+            MAX_CUTS=limit,
+        )
+
+    def prefill(self, row: int, rows: int) -> None:
+        """The requests with more tokens, among `rows` from `row` on."""
+        query = self.tensors[0]
+        tiles = self._tiles(is_decode=False)
+        block_q = tiles.rows // self.layer["GROUPS"]
+        prefill_kernel[(query.shape[1] // block_q + rows, self.layer["KV_HEADS"])](
+            *(*self.tensors, self.sinks),
+            *(*self.step, row, rows, *self.scales, query.stride(0), query.stride(1)),
+            BLOCK_M=tiles.rows,
+            BLOCK_N=tiles.keys,
             BLOCK_Q=block_q,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            **options,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+            **self.layer,
         )
-    return output
+
+    def _tiles(self, *, is_decode: bool) -> Tiles:
+        query = self.tensors[0]
+        return choose_tiles(
+            groups=self.layer["GROUPS"],
+            dim=self.layer["BLOCK_D"],
+            value_dim=self.layer["BLOCK_V"],
+            itemsize=query.itemsize,
+            is_decode=is_decode,
+            size=device_size(query.device),
+        )
 
 
 @triton_attention.register_fake
@@ -299,15 +334,21 @@ def try_out(device: torch.device) -> None:
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     strides = (16, 16, 16, 16)
     sizes = {"KV_HEADS": 1, "DIM": 16, "VALUE_DIM": 16, "BLOCK_D": 16, "BLOCK_V": 16}
-    write_kernel[(1,)](
-        *(step, step, cache, cache, output, slots, *strides),
-        BLOCK_SIZE=1,
-        HEADS=1,
-        BLOCK_H=1,
-        **sizes,
-    )
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    with _on_its_device(step):
+        write_kernel[(1,)](
+            *(step, step, cache, cache, output, slots, *strides),
+            BLOCK_SIZE=1,
+            HEADS=1,
+            BLOCK_H=1,
+            **sizes,
+        )
+    output.sum().item()  # until it is over: a failure shows now
+
+
+def _on_its_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, whatever the tensors' is."""
+    guard: AbstractContextManager[object] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+    return guard
 
 
 def _rows_in_one_piece(tensor: torch.Tensor) -> torch.Tensor:

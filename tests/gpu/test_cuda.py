@@ -1,33 +1,38 @@
-"""What only a CUDA device can show: real graphs, events and pinned copies; skipped without one."""
+"""What only a CUDA device can show: real graphs, events and pinned copies, with attention in
+torch.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine.kv_cache.copies import BlockCopy, StepCopies
-from engine.offline import LoadedModel, from_model
+from engine.runner.loader import VerifiedModel, verify_model
 from engine.types import GroupId
-from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
+from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+    pytest.mark.usefixtures("cuda"),
 ]
 
 LENGTHS = (1, 31, 64, 100)
 NEW = 12
 
 
-def on_cuda(family: str) -> LoadedModel:
-    return from_model(make_model(FAMILIES[family]()).to("cuda"))
+def on_cuda(family: str) -> VerifiedModel:
+    model = make_model(FAMILIES[family]()).to("cuda")
+    return verify_model(model, Path(), lambda line: None, "torch")
 
 
 @pytest.mark.parametrize("graphs", [None, False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 def test_tokens_equal_generate_on_a_cpu(family: str, graphs: bool | None) -> None:
-    built = build(on_cuda(family), use_cuda_graph=graphs, max_requests_per_batch=6)
+    built = build_verified(on_cuda(family), use_cuda_graph=graphs, max_requests_per_batch=6)
     assert built.overlap, "the default on CUDA"
     built.runner.warmup()
     prompts = make_prompts(LENGTHS)
@@ -40,7 +45,7 @@ def test_tokens_equal_generate_on_a_cpu(family: str, graphs: bool | None) -> Non
 
 
 def test_blocks_go_to_pinned_memory_and_back() -> None:
-    built = build(on_cuda("llama"), cpu_offload_space=0.01)
+    built = build_verified(on_cuda("llama"), cpu_offload_space=0.01)
     kv = built.runner.kv
     assert kv.host_caches[0].keys.is_pinned()
     for cache in kv.caches:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +18,11 @@ from transformers import PreTrainedModel
 pytest.importorskip("triton")
 
 from engine.attention.triton_backend import TritonAttentionBackend
-from engine.offline import LoadedModel, from_model
 from engine.request import GenerationRequest
+from engine.runner.loader import VerifiedModel, verify_model
 from engine.runner.options import StepPath
 from tests.engine.runner.fake_graphs import RecordingBackend
-from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
+from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
 from tests.gpu.conftest import INTERPRETED
 from tests.tiny_models import FAMILIES, WINDOW, greedy_reference, make_model, make_prompts
 
@@ -61,7 +62,7 @@ def expected(family: str) -> list[list[int]]:
 
 
 @cache
-def load(family: str, device: torch.device) -> LoadedModel:
+def load(family: str, device: torch.device) -> VerifiedModel:
     """A tiny model behind the load gate, with the Triton kernels."""
     model = copy.deepcopy(tiny(family)).to(device)
     with pytest.MonkeyPatch.context() as patch:
@@ -70,9 +71,9 @@ def load(family: str, device: torch.device) -> LoadedModel:
             patch.setattr(
                 "engine.runner.loader.choose_backend", lambda *wanted: TritonAttentionBackend()
             )
-        loaded = from_model(model, attention="triton")
-    assert isinstance(loaded._verified.backend, TritonAttentionBackend)
-    return loaded
+        verified = verify_model(model, Path(), lambda line: None, "triton")
+    assert isinstance(verified.backend, TritonAttentionBackend)
+    return verified
 
 
 def requests() -> list[GenerationRequest]:
@@ -92,7 +93,7 @@ def test_greedy_tokens_equal_generate(
     if INTERPRETED and graphs != overlap:
         pytest.skip("the interpreter is slow: both or none")
     recorder = RecordingBackend() if INTERPRETED and graphs else None
-    built = build(
+    built = build_verified(
         load(family, device),
         graphs=recorder,
         use_cuda_graph=graphs,
@@ -114,7 +115,8 @@ def test_greedy_tokens_equal_generate(
 def test_models_of_16_bits_pass_the_load_gate(dtype: torch.dtype, cuda: torch.device) -> None:
     """Their tokens may differ by rounding; the gate compares layers and logits within bounds."""
     model = make_model(FAMILIES["llama"]()).to(cuda, dtype)
-    built = build(from_model(model, attention="triton"), max_requests_per_batch=6)
+    verified = verify_model(model, Path(), lambda line: None, "triton")
+    built = build_verified(verified, max_requests_per_batch=6)
     built.runner.warmup()
     outputs = run(make_core(built, overlap=True), requests())
     assert [len(tokens_of(outputs[str(i)])) for i in range(len(LENGTHS))] == [NEW] * len(LENGTHS)

@@ -32,21 +32,21 @@ CONSUMER = DeviceSize(processors=84, shared_memory=99 << 10)
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["test_triton_attention.py", "test_triton_engine.py"])
-def test_by_the_interpreter(name: str) -> None:
+def test_by_the_interpreter() -> None:
     """In a process of its own: triton is imported as an interpreter, or it is not."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    names = ("test_triton_attention.py", "test_triton_engine.py")
+    tests = [str(ROOT / "tests" / "gpu" / name) for name in names]
     done = subprocess.run(
-        [*command, "--timeout=300", str(ROOT / "tests" / "gpu" / name)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=300", *tests],
         cwd=ROOT,
-        env=environment,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+    assert "there is no CUDA device here, and" not in done.stdout
 
 
 # ---- compiled for a device that is not here --------------------------------------------------

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.config import ContinuousBatchingConfig
 from engine.core import EngineCore
 from engine.kv_cache.manager import KVCacheManager
-from engine.offline import LoadedModel
 from engine.outputs import RequestOutput
 from engine.request import GenerationRequest
 from engine.runner.cuda_graph import GraphBackend
-from engine.runner.loader import LoadedRunner, build_runner
+from engine.runner.loader import LoadedRunner, VerifiedModel, build_runner
 from engine.sampling_params import SamplingParams, StopParams
 from engine.scheduler.fifo import FIFOScheduler
 from engine.types import RequestId, TokenId
 from tests.tiny_models import CONTEXT
+
+if TYPE_CHECKING:
+    # Not imported: it needs more packages than a bare host with a GPU has (see tests/gpu).
+    from engine.offline import LoadedModel
 
 
 def make_request(
@@ -37,8 +40,15 @@ def build(
     loaded: LoadedModel, *, graphs: GraphBackend | None = None, **options: Any
 ) -> LoadedRunner:
     """A runner with a small cache; `options` are those of ContinuousBatchingConfig."""
+    return build_verified(loaded._verified, graphs=graphs, **options)
+
+
+def build_verified(
+    verified: VerifiedModel, *, graphs: GraphBackend | None = None, **options: Any
+) -> LoadedRunner:
+    """The same around a model that is no more than verified."""
     config = ContinuousBatchingConfig(**{"block_size": 8, "num_blocks": 128, **options})
-    return build_runner(loaded._verified, config, lambda line: None, graphs=graphs)
+    return build_runner(verified, config, lambda line: None, graphs=graphs)
 
 
 def make_core(
