@@ -32,7 +32,7 @@ def loaded() -> Callable[[str], LoadedModel]:
 
 @pytest.fixture(scope="session")
 def loaded_torch() -> Callable[[str], LoadedModel]:
-    """The same with attention in torch, which alone can be captured."""
+    """The same with attention in torch, which can be captured; the native kernels cannot."""
     return partial(_loaded, attention="torch")
 
 

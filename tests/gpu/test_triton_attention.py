@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -20,6 +20,13 @@ pytestmark = pytest.mark.gpu
 EXAMPLES = 20 if INTERPRETED else 30  # on a device, each new layer is compiled
 LONGEST, MOST = (300, 50) if INTERPRETED else (3000, 400)
 DTYPES = list(TOLERANCES)
+SETTINGS = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    # Not to the smallest failure: each try takes seconds, to interpret or to compile.
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 parts = st.lists(
     st.tuples(st.integers(0, LONGEST), st.one_of(st.just(1), st.integers(2, MOST))),
@@ -50,11 +57,7 @@ def check(case: Case, output: torch.Tensor) -> None:
     assert not output[count:].any(), "padding is zero"
 
 
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@SETTINGS
 @given(
     parts=parts,
     layer=layers,
@@ -93,11 +96,7 @@ def test_equals_plain_attention(
         (Layer(4, 4, 96, 96), torch.float32),
     ],
 )
-@settings(
-    max_examples=1 if INTERPRETED else 50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(SETTINGS, max_examples=1 if INTERPRETED else 50)
 @given(parts=parts)
 def test_many_steps_of_usual_layers(
     parts: list[tuple[int, int]], layer: Layer, dtype: torch.dtype, device: torch.device
@@ -132,11 +131,7 @@ def test_long_contexts_are_cut(
     assert torch.equal(case.run(device), one_split), "who computes a cut does not matter"
 
 
-@settings(
-    max_examples=EXAMPLES // 3,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(SETTINGS, max_examples=EXAMPLES // 3)
 @given(
     parts=st.one_of(
         parts, st.lists(st.tuples(st.integers(0, 600), st.just(1)), min_size=1, max_size=4)
