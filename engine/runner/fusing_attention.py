@@ -117,6 +117,7 @@ def _exchange(model: PreTrainedModel, candidates: list[torch.nn.Module]) -> None
             _fuse(layer, given, attention)
     finally:
         model.set_attn_implementation(before)
+        attention.calls.clear()  # transformers keeps what is registered: it would keep the model
 
 
 def _is_plain(layer: torch.nn.Module) -> bool:
