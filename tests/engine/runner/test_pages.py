@@ -40,7 +40,7 @@ def test_whole_pages_go_and_nothing_else() -> None:
 
 
 def test_what_others_share_stays() -> None:
-    memory = _numbers(8)
+    memory = _numbers(9)[:-PAGE]  # not all of its storage
     for tensors in (
         (memory, memory.detach()),
         (memory, memory[5 * PAGE :]),
@@ -51,6 +51,13 @@ def test_what_others_share_stays() -> None:
     strided = memory.view(2, -1).T
     assert Pages((strided,)).give_back(strided) == 0
     assert Pages((memory[:3],)).give_back(memory[:3]) == 0, "less than a page"
+    assert memory.eq(1).all()
+    assert Pages((memory,)).give_back(memory) >= 7 * mmap.PAGESIZE, "nobody else's"
+
+
+def test_a_storage_that_goes_with_its_tensor_stays() -> None:
+    memory = _numbers(8)
+    assert Pages((memory,)).give_back(memory) == 0
     assert memory.eq(1).all()
 
 
