@@ -281,7 +281,7 @@ def attention_forward(
         or self.training
         or hidden_states.dtype is not torch.bfloat16
         or not hidden_states.is_cpu
-        or not _fit(position_embeddings, hidden_states, plan)
+        or not has_embeddings(position_embeddings, hidden_states, plan.rotary_dim)
     ):
         return type(self).forward(  # type: ignore[no-any-return]
             self,
@@ -299,17 +299,19 @@ def attention_forward(
     return self._modules["o_proj"](output), weights  # type: ignore[misc]  # it has one
 
 
-def _fit(
+def has_embeddings(
     embeddings: tuple[torch.Tensor, torch.Tensor] | None,
     hidden_states: torch.Tensor,
-    plan: AttentionPlan,
+    rotary_dim: int,
 ) -> bool:
-    """Whether there are cosines and sines for each token, as the kernel reads them."""
-    if not plan.rotary_dim:
+    """Whether there are cosines and sines for each token, as the kernel reads them, or none are
+    needed.
+    """
+    if not rotary_dim:
         return True
     if embeddings is None:
         return False
-    shape = (*hidden_states.shape[:-1], plan.rotary_dim)
+    shape = (*hidden_states.shape[:-1], rotary_dim)
     return all(
         one.dtype is torch.bfloat16 and one.is_contiguous() and one.shape == shape
         for one in embeddings

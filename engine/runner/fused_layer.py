@@ -18,7 +18,7 @@ from engine.attention.base import AttentionContext
 from engine.attention.native_backend import NativeAttentionBackend, NativeMetadata
 from engine.attention.registry import ATTENTION_NAME, CONTEXT_KEYWORD
 from engine.native.library import LayerCall
-from engine.runner.fused import PLAN
+from engine.runner.fused import PLAN, has_embeddings
 from engine.runner.packed import native_library
 
 _is_compiling = torch.compiler.is_compiling
@@ -50,14 +50,13 @@ class LayerPlan:
         call: all that is known before a step is.
         held: what it points to: kept alive. A copy of the layer points to nothing, and has no plan.
         index: of the layer's cache.
-        width, rotary_dim: K, and how many numbers of a head are turned.
+        rotary_dim: how many numbers of a head are turned.
         scratch: shared.
     """
 
     call: LayerCall
     held: tuple[torch.Tensor, ...]
     index: int
-    width: int
     rotary_dim: int
     scratch: LayerScratch
 
@@ -93,7 +92,7 @@ def layer_forward(
         or hidden_states.dtype is not torch.bfloat16
         or not hidden_states.is_contiguous()
         or hidden_states.shape[0] != 1
-        or (plan.rotary_dim and not _fit(position_embeddings, hidden_states.shape[1], plan))
+        or not has_embeddings(position_embeddings, hidden_states, plan.rotary_dim)
     ):
         return type(self).forward(  # type: ignore[no-any-return]
             self,
@@ -103,18 +102,6 @@ def layer_forward(
             **kwargs,
         )
     return _run(plan, hidden_states, position_embeddings, context)
-
-
-def _fit(
-    embeddings: tuple[torch.Tensor, torch.Tensor] | None, tokens: int, plan: LayerPlan
-) -> bool:
-    """Whether there are cosines and sines for each token, as the kernel reads them."""
-    return embeddings is not None and all(
-        one.dtype is torch.bfloat16
-        and one.is_contiguous()
-        and one.shape == (1, tokens, plan.rotary_dim)
-        for one in embeddings
-    )
 
 
 def _run(

@@ -184,7 +184,6 @@ def _plan(layer: torch.nn.Module, scratch: LayerScratch) -> LayerPlan | None:
         call=call,
         held=tuple(held.tensors),
         index=own.layer_idx,
-        width=parts.projection.inputs,
         rotary_dim=attention.rotary_dim,
         scratch=scratch,
     )
@@ -204,7 +203,7 @@ def _fuse(layer: torch.nn.Module, plan: LayerPlan) -> None:
 def _compare(layer: torch.nn.Module, plan: LayerPlan, magnitude: float) -> bool:
     """Whether ours does what a layer's own forward does, for one random step."""
     tokens, rotary = sum(_COUNTS), plan.rotary_dim
-    x = (random_numbers(1, tokens, plan.width) * magnitude).bfloat16()
+    x = (random_numbers(1, tokens, plan.call.projection.inputs) * magnitude).bfloat16()
     angles = random_numbers(1, tokens, rotary, seed=3)
     named = {
         "attention_mask": None,

@@ -111,7 +111,9 @@ def _int8(device: torch.device, dtype: torch.dtype, wanted: bool | None) -> Pack
     if wanted is False:
         reason = "pack_weights is False: weights are int8 only where they are packed"
     elif device.type != "cpu" or dtype != torch.bfloat16:
-        reason = f"it is for bfloat16 on a CPU, and this is {dtype} on {device}"
+        reason = (
+            f"it is for bfloat16 on a CPU, and this is {dtype} on {device}; choose these, or none"
+        )
     else:
         try:
             native_library()

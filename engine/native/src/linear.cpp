@@ -19,7 +19,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <vector>
+#include <memory>
 
 #include "calls.h"
 #include "vec.h"
@@ -185,7 +185,10 @@ void multiply(const LinearWeight& weight, const bf16* x, int64_t x_stride, bf16*
   const int64_t blocks = divide_up(rows, ITEM_ROWS);
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<uint32_t> space(weight.scales && rows > ROWS ? C * num_pairs(weight) * VL : 0);
+    // Not initialized: an item fills it before it is read.
+    const bool converts = weight.scales && rows > ROWS;
+    const std::unique_ptr<uint32_t[]> space(
+        converts ? new uint32_t[C * num_pairs(weight) * VL] : nullptr);
 #pragma omp for schedule(static) collapse(2) nowait
     for (int64_t g = 0; g < groups; ++g)
       for (int64_t b = 0; b < blocks; ++b) {
@@ -195,11 +198,11 @@ void multiply(const LinearWeight& weight, const bf16* x, int64_t x_stride, bf16*
         bf16* to = y + row * weight.outputs;
         int64_t panel = g * C;
         if (panel + C <= last) {
-          item<C>(weight, panel, from, x_stride, to, count, space.data());
+          item<C>(weight, panel, from, x_stride, to, count, space.get());
           continue;
         }
         for (; panel < last; ++panel)
-          item<1>(weight, panel, from, x_stride, to, count, space.data());
+          item<1>(weight, panel, from, x_stride, to, count, space.get());
       }
   }
 }
