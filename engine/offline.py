@@ -222,8 +222,8 @@ def load(path: str, config: ContinuousBatchingConfig | None = None, **options: A
     Args:
         path: a directory with config.json and safetensors, or a hub id.
         config: what managers use unless they are given another.
-        options: fields of LoadConfig: dtype, device, threads, attention, pack_weights,
-            fuse_layers.
+        options: fields of LoadConfig: dtype, device, threads, attention, quantization,
+            pack_weights, fuse_layers.
 
     Raises:
         ModelRefusedError: the model cannot be loaded, or would be run wrongly.

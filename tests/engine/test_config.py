@@ -115,6 +115,8 @@ def test_compile_levels_do_not_contradict() -> None:
         ("device", "cpu:0"),
         ("threads", 0),
         ("threads", 1025),
+        ("quantization", "int4"),
+        ("quantization", None),
         ("pack_weights", 1),
         ("fuse_layers", "yes"),
     ],

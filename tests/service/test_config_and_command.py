@@ -185,6 +185,7 @@ def test_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _, (_, batching, load, config, _) = run_serve(monkeypatch)
+    assert load.quantization == "none"
     assert load.pack_weights is None
     assert load.fuse_layers is None
     assert batching.scheduler_type == config.scheduler
@@ -193,6 +194,8 @@ def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (batching.cpu_offload_space, batching.default_compile_level) == (0.0, 0)
     _, (_, batching, load, config, _) = run_serve(
         monkeypatch,
+        "--quantization",
+        "int8",
         "--no-pack-weights",
         "--fuse-layers",
         "--scheduler",
@@ -213,6 +216,7 @@ def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (batching.use_async_batching, batching.use_cuda_graph) == (True, False)
     assert (batching.cpu_offload_space, batching.default_compile_level) == (1.5, 2)
     assert config.max_choices == 3
+    assert load.quantization == "int8"
     assert load.pack_weights is False
     assert load.fuse_layers is True
 

@@ -245,6 +245,36 @@ def test_choosing() -> None:
             choose_packing(device, dtype, True)
 
 
+def test_choosing_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for wanted in (None, True):
+        assert choose_packing(cpu, torch.bfloat16, wanted, "int8") == "int8"
+    with pytest.raises(ConfigError, match="quantization: is int8, but pack_weights is False"):
+        choose_packing(cpu, torch.bfloat16, False, "int8")
+    for device, dtype in ((cpu, torch.float32), (cuda, torch.bfloat16)):
+        with pytest.raises(ConfigError, match="quantization: is int8, but it is for bfloat16"):
+            choose_packing(device, dtype, None, "int8")
+
+    def unavailable() -> None:
+        raise NativeUnavailableError("they were not built")
+
+    monkeypatch.setattr(packing, "native_library", unavailable)
+    with pytest.raises(ConfigError, match="quantization: is int8, but they were not built"):
+        choose_packing(cpu, torch.bfloat16, None, "int8")
+
+
+def test_a_model_is_loaded_as_int8(tmp_path: Path) -> None:
+    _model().save_pretrained(tmp_path)
+    lines: list[str] = []
+    loaded = load_model(
+        str(tmp_path), LoadConfig(threads=1, quantization="int8"), lines.append
+    ).model
+    layers = [one for one in loaded.modules() if isinstance(one, PackedLinear)]
+    assert layers
+    assert all(one.scales is not None for one in layers)
+    assert any("as int8" in line for line in lines)
+
+
 def test_choosing_by_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
