@@ -13,6 +13,7 @@ Only models that Headrace has loaded itself are changed: others belong to their 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +46,10 @@ from engine.runner.likeness import (
     FAILURES,
     FLOAT32,
     LINEARS,
-    PROBES,
     VIEWS,
+    Likeness,
     Operations,
+    Probe,
     agree,
     has_hooks,
     random_numbers,
@@ -130,21 +132,22 @@ def fuse_model(model: PreTrainedModel) -> FusingReport:
 
 def _fuse(model: PreTrainedModel) -> FusingReport:
     left: set[str] = set()
+    likeness = Likeness()
     # Not in inference mode, in which operations are seen before they are taken apart.
     with torch.inference_mode(False), torch.no_grad():
         for module in model.modules():
             if is_exchanged(module) or not _looks_like_a_norm(module):
                 continue
-            if not _fuse_norm(module):
+            if not _fuse_norm(module, likeness):
                 left.add(type(module).__name__)
-        attentions, others = fuse_attention(model)
+        attentions, others = fuse_attention(model, likeness)
         left |= others
         for module in model.modules():
             if is_exchanged(module) or not _looks_gated(module):
                 continue
-            if not _fuse_gate(module):
+            if not _fuse_gate(module, likeness):
                 left.add(type(module).__name__)
-        layers = fuse_layers(model)
+        layers = fuse_layers(model, likeness)
     return FusingReport(
         norms=_count(model, norm_forward),
         gates=_count(model, gate_forward),
@@ -171,7 +174,7 @@ def _looks_like_a_norm(module: torch.nn.Module) -> bool:
     return weight is not None and weight.dim() == 1 and _eps(module) is not None
 
 
-def _fuse_norm(module: torch.nn.Module) -> bool:
+def _fuse_norm(module: torch.nn.Module, likeness: Likeness) -> bool:
     """Exchange a norm's forward if ours does what it does. Returns whether."""
     weight, eps = module._parameters["weight"], _eps(module)
     if (
@@ -186,20 +189,27 @@ def _fuse_norm(module: torch.nn.Module) -> bool:
         or not takes_one_argument(module)
     ):
         return False
-    # A checkpoint's weights may be all 1, and then not tell how they are applied.
-    other = copy.deepcopy(module)
-    other.weight = torch.nn.Parameter(random_numbers(*weight.shape, seed=1).bfloat16())
-    for form in (ROUNDED_FIRST, 0, FROM_ONE):
-        plan = NormPlan(len(weight), eps, form)
-        if _is_norm(other, plan) and _is_norm(module, plan):
+    plans = [NormPlan(len(weight), eps, form) for form in (ROUNDED_FIRST, 0, FROM_ONE)]
+    # What the others of its kind are comes first.
+    plans.sort(key=lambda plan: not likeness.has((type(module), plan)))
+    for plan in plans:
+        kind = (type(module), plan)
+        probes, probed = likeness.probes(kind), [module]
+        if not likeness.has(kind):
+            # A checkpoint's weights may be all 1, and then not tell how they are applied.
+            other = copy.deepcopy(module)
+            other.weight = torch.nn.Parameter(random_numbers(*weight.shape, seed=1).bfloat16())
+            probed.insert(0, other)
+        if all(_is_norm(one, plan, probes) for one in probed):
             exchange(module, norm_forward, plan)
+            likeness.passed(kind)
             return True
     return False
 
 
-def _is_norm(module: torch.nn.Module, plan: NormPlan) -> bool:
+def _is_norm(module: torch.nn.Module, plan: NormPlan, probes: Sequence[Probe]) -> bool:
     """Whether a norm does what ours does."""
-    for magnitude, alone in PROBES:
+    for magnitude, alone in probes:
         shape = (1, 1) if alone else (2, 1, 3)
         x = (random_numbers(*shape, plan.width) * magnitude).bfloat16()
         try:
@@ -218,7 +228,7 @@ def _looks_gated(module: torch.nn.Module) -> bool:
     return {"gate_proj", "up_proj", "down_proj"} <= module._modules.keys()
 
 
-def _fuse_gate(module: torch.nn.Module) -> bool:
+def _fuse_gate(module: torch.nn.Module, likeness: Likeness) -> bool:
     """Exchange a gated layer's forward if ours does what it does. Returns whether."""
     layers: dict[str, Any] = dict(module._modules)
     gate, up, down = (layers.pop(f"{name}_proj") for name in ("gate", "up", "down"))
@@ -233,16 +243,19 @@ def _fuse_gate(module: torch.nn.Module) -> bool:
         or not gate.out_features == up.out_features == down.in_features
     ):
         return False
-    activation = _activation(next(iter(layers.values())))
+    function = next(iter(layers.values()))
+    activation = _activation(function)
     if activation is None:
         return False
+    kind = (type(module), type(function), activation, gate.in_features, gate.out_features)
     exchange(module, gate_forward, GatePlan(activation, join((gate, up))))
-    for magnitude, alone in PROBES:
+    for magnitude, alone in likeness.probes(kind):
         shape = (1, 1) if alone else (2, 3)
         x = (random_numbers(*shape, gate.in_features) * magnitude).bfloat16()
         if not _is_gate(module, x):
             restore(module)
             return False
+    likeness.passed(kind)
     return True
 
 

@@ -29,7 +29,7 @@ from engine.runner.fused import (
 from engine.runner.likeness import (
     FAILURES,
     LINEARS,
-    PROBES,
+    Likeness,
     Operations,
     agree,
     has_hooks,
@@ -90,11 +90,12 @@ class _Attention:
         return self.output.view(batch, tokens, heads, -1), self
 
 
-def fuse_attention(model: PreTrainedModel) -> tuple[int, set[str]]:
+def fuse_attention(model: PreTrainedModel, likeness: Likeness) -> tuple[int, set[str]]:
     """Exchange the attention layers' forward where ours does what it does.
 
     Args:
         model: its norms exchanged before.
+        likeness: which kinds were found to be alike.
 
     Returns:
         how many are exchanged, and classes of which some stay as they are.
@@ -102,19 +103,21 @@ def fuse_attention(model: PreTrainedModel) -> tuple[int, set[str]]:
     layers = [one for one in model.modules() if set(_PROJECTIONS[:3]) <= one._modules.keys()]
     candidates = [one for one in layers if not is_exchanged(one) and _is_plain(one)]
     if candidates:
-        _exchange(model, candidates)
+        _exchange(model, candidates, likeness)
     left = {type(one).__name__ for one in layers if not is_exchanged(one)}
     return sum(is_exchanged(one) for one in layers), left
 
 
-def _exchange(model: PreTrainedModel, candidates: list[torch.nn.Module]) -> None:
+def _exchange(
+    model: PreTrainedModel, candidates: list[torch.nn.Module], likeness: Likeness
+) -> None:
     attention = _Attention()
     AttentionInterface.register(_NAME, attention)
     before = model.config._attn_implementation
     model.set_attn_implementation(_NAME)
     try:
         for layer, given in _watch(model, candidates).items():
-            _fuse(layer, given, attention)
+            _fuse(layer, given, attention, likeness)
     finally:
         model.set_attn_implementation(before)
         attention.calls.clear()  # transformers keeps what is registered: it would keep the model
@@ -189,9 +192,10 @@ def _watch(model: PreTrainedModel, layers: list[torch.nn.Module]) -> dict[torch.
     return found
 
 
-def _fuse(layer: torch.nn.Module, given: _Given, attention: _Attention) -> None:
+def _fuse(layer: torch.nn.Module, given: _Given, attention: _Attention, likeness: Likeness) -> None:
     """Exchange one layer's forward if ours does what it does."""
-    for magnitude, alone in PROBES:
+    kind = _kind(layer)
+    for magnitude, alone in likeness.probes(kind):
         try:
             is_equal = _compare(layer, given, attention, 1 if alone else _TOKENS, magnitude)
         except FAILURES:
@@ -200,6 +204,18 @@ def _fuse(layer: torch.nn.Module, given: _Given, attention: _Attention) -> None:
             if is_exchanged(layer):
                 restore(layer)
             return
+    likeness.passed(kind)
+
+
+def _kind(layer: torch.nn.Module) -> tuple[Any, ...]:
+    """What the layers that repeat each other have in common."""
+    shapes = [layer.get_submodule(name) for name in _PROJECTIONS]
+    norms = [vars(layer._modules[name]).get(PLAN) for name in _NORMS if name in layer._modules]
+    return (
+        type(layer),
+        *((type(one), one.in_features, one.out_features) for one in shapes),
+        *norms,
+    )
 
 
 def _compare(

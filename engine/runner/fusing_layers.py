@@ -29,12 +29,10 @@ from engine.runner.fused import (
     restore,
 )
 from engine.runner.fused_layer import LayerPlan, LayerScratch, layer_forward
-from engine.runner.likeness import FAILURES, Operations, has_hooks, random_numbers
+from engine.runner.likeness import FAILURES, Likeness, Operations, has_hooks, random_numbers
 from engine.runner.packed import PackedLinear, native_library
 
 _PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-_MAGNITUDES = (1.0, 100.0)
-"""Of random input: ordinary, and beyond what models clamp to."""
 _BLOCK_SIZE = 4
 _STARTS, _COUNTS = (5, 0, 3), (1, 6, 2)
 """Of requests that decode, begin and go on."""
@@ -42,11 +40,12 @@ _OPTIONS = {"dropout", "scaling", "sliding_window", "softcap"}
 """What a layer may tell the attention function. The window is in the metadata."""
 
 
-def fuse_layers(model: PreTrainedModel) -> int:
+def fuse_layers(model: PreTrainedModel, likeness: Likeness) -> int:
     """Exchange the forward of layers where ours does what it does.
 
     Args:
         model: its smaller modules exchanged before.
+        likeness: which kinds were found to be alike.
 
     Returns:
         how many are exchanged.
@@ -61,7 +60,7 @@ def fuse_layers(model: PreTrainedModel) -> int:
         try:
             for layer, plan in plans:
                 if plan is not None:
-                    _fuse(layer, plan)
+                    _fuse(layer, plan, likeness)
         finally:
             model.set_attn_implementation(before)
     return sum(is_exchanged(layer) for layer in layers)
@@ -189,15 +188,32 @@ def _plan(layer: torch.nn.Module, scratch: LayerScratch) -> LayerPlan | None:
     )
 
 
-def _fuse(layer: torch.nn.Module, plan: LayerPlan) -> None:
+def _fuse(layer: torch.nn.Module, plan: LayerPlan, likeness: Likeness) -> None:
     """Exchange one layer's forward if ours does what it does."""
+    kind = _kind(layer, plan)
+    magnitudes = {magnitude for magnitude, _ in likeness.probes(kind)}
     exchange(layer, layer_forward, plan)
     try:
-        is_equal = all(_compare(layer, plan, magnitude) for magnitude in _MAGNITUDES)
+        is_equal = all(_compare(layer, plan, magnitude) for magnitude in magnitudes)
     except FAILURES:
         is_equal = False
-    if not is_equal:
+    if is_equal:
+        likeness.passed(kind)
+    else:
         restore(layer)
+
+
+def _kind(layer: torch.nn.Module, plan: LayerPlan) -> tuple[Any, ...]:
+    """What the layers that repeat each other have in common."""
+    call = plan.call
+    heads = call.heads
+    return (
+        type(layer),
+        *((one.eps, one.form) for one in (call.first_norm, call.second_norm)),
+        *((one.outputs, one.inputs) for one in (call.projection, call.output, call.gate_up)),
+        *(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.rotary_dim, heads.form),
+        *(heads.query_eps, heads.key_eps, call.activation, call.scaling, call.softcap),
+    )
 
 
 def _compare(layer: torch.nn.Module, plan: LayerPlan, magnitude: float) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ PROBES = ((1e-3, False), (1.0, False), (1.0, True), (100.0, False))
 """Magnitudes of random input: so small that a norm's eps counts, ordinary, and beyond what models
 clamp to; and whether it is one token's, as in a decode step of one request.
 """
+Probe = tuple[float, bool]
 _MOST_DIFFERENT = 0.01
 """Of the numbers may be rounded the other way: sums are made in another order."""
 _NEIGHBOUR = 2.0**-7
@@ -42,6 +43,34 @@ VIEWS = frozenset(
     )
 )
 """Operations that compute nothing."""
+
+
+class Likeness:
+    """Which kinds of modules were found to do what ours do.
+
+    Models repeat the same layer dozens of times, and what `PROBES` tell apart lies in the code of
+    its class. So the first of a kind must pass all of them, and each other one an ordinary probe,
+    which tells whether its own numbers are used as the first one's were.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: set[Hashable] = set()
+
+    def has(self, kind: Hashable) -> bool:
+        """Whether one of a kind has passed.
+
+        Args:
+            kind: a module's class, and every size and number that ours knows of it.
+        """
+        return kind in self._kinds
+
+    def probes(self, kind: Hashable) -> Sequence[Probe]:
+        """What a module of a kind has to pass."""
+        return PROBES[1:2] if self.has(kind) else PROBES
+
+    def passed(self, kind: Hashable) -> None:
+        """Note that a module of a kind has passed."""
+        self._kinds.add(kind)
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -122,15 +151,18 @@ def _in_order(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normally distributed, about 0.5, the same for the same seed: float32 [*shape]."""
     generator = torch.Generator().manual_seed(seed)
     # Not about 0: a mean that is taken away would not show.
     return torch.randn(shape, generator=generator).add_(0.5)
 
 
 def takes_one_argument(module: torch.nn.Module) -> bool:
+    """Whether its forward does, and takes nothing else."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     return [one.kind for one in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether something of others runs before or after its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -197,6 +197,22 @@ def test_norms_that_are_left_alone(kind: Callable[[], nn.Module]) -> None:
     assert not is_exchanged(model[0])
 
 
+class _ToAPower(_Norm):
+    power = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(self.power).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def test_the_odd_norm_out_is_left_alone() -> None:
+    model = nn.ModuleList([_ToAPower() for _ in range(4)]).bfloat16()
+    model[2].power = 4
+    assert fuse_model(model) == FusingReport(3, 0, 0, 0, ("_ToAPower",))
+    assert [is_exchanged(one) for one in model] == [True, True, False, True]
+
+
 def test_a_norm_of_another_type_is_left_alone() -> None:
     assert fuse_model(nn.ModuleList([_Norm()])).norms == 0
 
@@ -254,6 +270,22 @@ def _hooked() -> nn.Module:
     model = _Mlp()
     model.gate_proj.register_forward_hook(lambda *arguments: None)
     return model
+
+
+class _PerhapsCrossed(_Mlp):
+    is_crossed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = (self.gate_proj, self.up_proj)
+        gate, up = reversed(layers) if self.is_crossed else layers
+        return self.down_proj(self.act_fn(gate(x)) * up(x))
+
+
+def test_the_odd_gated_layer_out_is_left_alone() -> None:
+    model = nn.ModuleList([_PerhapsCrossed() for _ in range(4)]).bfloat16()
+    model[1].is_crossed = True
+    assert fuse_model(model) == FusingReport(0, 3, 0, 0, ("_PerhapsCrossed",))
+    assert [is_exchanged(one) for one in model] == [True, False, True, True]
 
 
 @pytest.mark.parametrize("pack", [False, True])
@@ -405,6 +437,25 @@ class _OutputScaled(_Attention):
 class _OutputGated(_Attention):
     def finish(self, output: torch.Tensor) -> torch.Tensor:
         return super().finish(output.sigmoid())
+
+
+class _PerhapsTurned(_Attention):
+    is_turned = False
+
+    def prepare(self, query: Any, key: Any, value: Any, cos: Any, sin: Any) -> Any:
+        cos, sin = (sin, cos) if self.is_turned else (cos, sin)
+        return super().prepare(query, key, value, cos, sin)
+
+
+def test_the_odd_attention_out_is_left_alone() -> None:
+    model = _model("llama")
+    layers = [one for one in model.modules() if isinstance(one, LlamaAttention)]
+    for layer in layers:
+        layer.__class__ = _PerhapsTurned
+    layers[1].is_turned = True
+    report = fuse_model(model)
+    assert (report.attentions, report.left) == (len(layers) - 1, ("_PerhapsTurned",))
+    assert [is_exchanged(one) for one in layers] == [i != 1 for i in range(len(layers))]
 
 
 class _MoreArguments(_Attention):
