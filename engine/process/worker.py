@@ -81,7 +81,10 @@ class Worker:
         """Load; then wait for the engine's death, which ends this process."""
         try:
             engine = LocalEngineClient(
-                start.model, batching_config(start.config), LoadConfig(**start.load_config)
+                start.model,
+                batching_config(start.config),
+                LoadConfig(**start.load_config),
+                owns_process=True,
             )
             info = await engine.start(self._on_step, self._on_progress)
         except HeadraceError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -304,3 +306,26 @@ def test_outputs_after_the_event_loop_is_closed_are_dropped(path: Path) -> None:
     engine.stop(timeout=WAIT, hard_stop=True)
     assert not engine.is_running()
     assert client.failure is None
+
+
+_OWN = """
+import asyncio, gc, sys
+from engine.local_client import LocalEngineClient
+
+async def main():
+    client = LocalEngineClient(sys.argv[1], owns_process=sys.argv[2] == "own")
+    await client.start(lambda outputs: None, lambda line: None)
+    print(gc.isenabled(), gc.get_freeze_count() > 100_000)
+    await client.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("whose", "frozen"), [("own", True), ("shared", False)])
+def test_what_is_loaded_is_no_garbage_where_the_process_is_the_engines(
+    whose: str, frozen: bool, path: Path
+) -> None:
+    command = [sys.executable, "-c", _OWN, str(path), whose]
+    result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    assert result.stdout.split() == ["True", str(frozen)]
