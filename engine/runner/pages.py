@@ -40,14 +40,14 @@ class Pages:
 
         Args:
             tensor: one of those that were given. If another one shares its memory, or it does not
-                lie in one piece, nothing happens; nor if its storage is its own, and goes with it.
+                lie in one piece, nothing happens.
 
         Returns:
             How many bytes were given back.
         """
         if sys.platform != "linux":  # elsewhere MADV_DONTNEED means something else
             return 0
-        if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() == tensor.nbytes:
+        if not tensor.is_contiguous():
             return 0
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         # Of all tensors, those that begin before its end and do not end before its beginning.
