@@ -32,6 +32,7 @@ _FUNCTIONS = {
         *(ctypes.c_int, _POINTER, _POINTER, _INT),
         *(_POINTER, _INT, _INT, _INT, ctypes.c_int),
     ),
+    "headrace_greedy": (_POINTER, _INT, _INT, _INT, _POINTER, ctypes.c_int),
 }
 _REBUILD = "run `make setup`, or `python -m engine.native.build`"
 
@@ -159,6 +160,7 @@ class NativeLibrary:
             src/elementwise.cpp, and `engine.runner.fused`, which calls them.
         layer_scratch, layer: take a LayerCall by reference. How many numbers of scratch it needs;
             and 0, or how many floats of scratch its attention needs, when it was not computed.
+        greedy: the most likely tokens; see src/greedy.cpp, and `engine.sampling.greedy`.
     """
 
     isa: str
@@ -172,6 +174,7 @@ class NativeLibrary:
     heads: Any
     layer_scratch: Any
     layer: Any
+    greedy: Any
 
 
 class NativeUnavailableError(Exception):
@@ -224,4 +227,5 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
         heads=library.headrace_heads,
         layer_scratch=library.headrace_layer_scratch,
         layer=library.headrace_layer,
+        greedy=library.headrace_greedy,
     )

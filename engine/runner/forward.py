@@ -75,11 +75,15 @@ class ModelForward:
         ]
         token_ids = torch.from_numpy(inputs.token_ids).to(device)
         fill_in(inputs, token_ids)
+        logit_rows = None
+        # The rows of a step are in order: where they are as many as its tokens, they are all.
+        if self.is_compiled or len(inputs.logit_rows) != len(inputs.token_ids):
+            logit_rows = torch.from_numpy(inputs.logit_rows).to(device)
         return self(
             inputs.path,
             token_ids,
             torch.from_numpy(inputs.positions).to(device),
-            torch.from_numpy(inputs.logit_rows).to(device),
+            logit_rows,
             metadata,
         )
 

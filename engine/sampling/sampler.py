@@ -24,9 +24,9 @@ import torch
 
 from engine.outputs import TokenLogprobs
 from engine.request import Request
-from engine.runner_protocol import INVALID_TOKEN
 from engine.sampling import ops
 from engine.sampling.filters import Filters, filtered_weights
+from engine.sampling.greedy import choose_greedy, valid
 from engine.sampling.logprobs import RowLogprobs, row_logprobs
 from engine.sampling.plan import (
     ARGMAX,
@@ -96,6 +96,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._states: dict[RequestKey, ChoiceState] = {}
+        self._greedy = choose_greedy(device)
         self._mask_table = ops.mask_table(device)
         entries = _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK_ON_DEVICE
         self._chunk = max(1, entries // vocab_size)
@@ -130,11 +131,11 @@ class Sampler:
             groups.setdefault(steps_of(request, self._vocab_size), []).append(row)
         for steps, rows in groups.items():
             if steps == ARGMAX and len(rows) == len(requests):
-                tokens = _valid(*ops.argmax(logits))
+                tokens = self._greedy(logits)
                 break
             if steps == ARGMAX:
                 index = self._upload(rows)
-                tokens.index_copy_(0, index, _valid(*ops.argmax(logits.index_select(0, index))))
+                tokens.index_copy_(0, index, self._greedy(logits.index_select(0, index)))
                 continue
             group = [requests[row] for row in rows]
             masks = self._masks(group) if steps.masks else None
@@ -265,7 +266,7 @@ class Sampler:
     ) -> torch.Tensor:
         """Each row's token, int64 [R]. logits: float32 [R, V], processed; overwritten."""
         if not steps.draws:
-            return _valid(*ops.argmax(logits))
+            return self._greedy(logits)
         best = logits.amax(dim=-1, keepdim=True)
         numbers = self._upload(np.array([self._numbers(q) for q in requests], dtype=np.float64))
         uniforms, temperature, top_k, top_p, min_p, typical_p = torch.split(numbers, 1, dim=-1)
@@ -282,7 +283,7 @@ class Sampler:
             typical_p=typical_p if steps.typical else None,
         )
         tokens = ops.draw(filtered_weights(scaled, filters), uniforms)
-        return _valid(tokens, best.squeeze(-1))
+        return valid(tokens, best.squeeze(-1))
 
     def _numbers(self, request: Request) -> tuple[float, ...]:
         params = request.spec.sampling
@@ -345,10 +346,3 @@ class Sampler:
 
 def _pieces(count: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, count, size))
-
-
-def _valid(tokens: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """INVALID_TOKEN for rows whose largest logit is not finite: there is a NaN, or nothing is left
-    to choose.
-    """
-    return tokens.masked_fill(~torch.isfinite(best), INVALID_TOKEN)

@@ -18,6 +18,7 @@ struct Variant {
   void (*heads)(const HeadsCall&, int);
   int64_t (*layer_scratch)(const LayerCall&);
   int64_t (*layer)(const LayerCall&);
+  void (*greedy)(const void*, int64_t, int64_t, int64_t, int64_t*, int);
 };
 
 }  // namespace
@@ -38,8 +39,10 @@ struct Variant {
   void heads(const HeadsCall& call, int threads);                                                \
   int64_t layer_scratch(const LayerCall& call);                                                  \
   int64_t layer(const LayerCall& call);                                                          \
+  void greedy(const void* logits, int64_t stride, int64_t rows, int64_t width, int64_t* tokens,  \
+              int threads);                                                                      \
   const Variant VARIANT = {#isa,   attention, linear_size, linear_pack,   linear_rows, linear,   \
-                           rms_norm, gate,    heads,       layer_scratch, layer};                \
+                           rms_norm, gate,    heads,       layer_scratch, layer, greedy};        \
   }
 
 #if defined(__x86_64__)
@@ -149,3 +152,9 @@ HEADRACE_ENTRY int64_t headrace_layer_scratch(const LayerCall* call) {
 
 // See `layer` in layer.cpp.
 HEADRACE_ENTRY int64_t headrace_layer(const LayerCall* call) { return variant.layer(*call); }
+
+// See `greedy` in greedy.cpp.
+HEADRACE_ENTRY void headrace_greedy(const void* logits, int64_t stride, int64_t rows, int64_t width,
+                                    int64_t* tokens, int threads) {
+  variant.greedy(logits, stride, rows, width, tokens, threads);
+}

@@ -1,0 +1,68 @@
+"""The most likely token of each row: what greedy requests get, and most steps are full of.
+
+choose_greedy(device) ─▶ the kernel for bfloat16 on a CPU ─▶ tokens
+                      └▶ torch's, for all else            ─▶ tokens
+
+In torch a row is read four times (as float32, for the largest, for that entry, whether it is
+finite), in the kernel once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.native.library import NativeLibrary, NativeUnavailableError, load_library
+from engine.runner_protocol import INVALID_TOKEN
+from engine.sampling import ops
+
+Greedy = Callable[[torch.Tensor], torch.Tensor]
+"""Logits [R, V] to tokens, int64 [R] on the same device: the first of a row's largest entries;
+INVALID_TOKEN where that is not finite, or there is a NaN.
+"""
+
+
+def choose_greedy(device: torch.device) -> Greedy:
+    """The best that there is for a device."""
+    if device.type != "cpu":
+        return in_torch
+    try:
+        return InLibrary(load_library())
+    except NativeUnavailableError:
+        return in_torch
+
+
+def in_torch(logits: torch.Tensor) -> torch.Tensor:
+    """See Greedy."""
+    return valid(*ops.argmax(logits))
+
+
+def valid(tokens: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    """INVALID_TOKEN for rows whose largest logit is not finite: there is a NaN, or nothing is left
+    to choose.
+    """
+    return tokens.masked_fill(~torch.isfinite(best), INVALID_TOKEN)
+
+
+class InLibrary:
+    """See Greedy."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._greedy = library.greedy
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """See Greedy. What is not bfloat16, or lies in pieces, goes to torch."""
+        rows, width = logits.shape
+        if logits.dtype is not torch.bfloat16 or logits.stride(1) != 1 or not width:
+            return in_torch(logits)
+        tokens = torch.empty(rows, dtype=torch.int64)
+        self._greedy(
+            logits.data_ptr(),
+            logits.stride(0),
+            rows,
+            width,
+            tokens.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return tokens
