@@ -117,8 +117,8 @@ bench-load: $(STAMP) $(NATIVE) ## The same under closed loops of 1 to 64 request
 bench-cpu: $(STAMP) $(NATIVE) ## Measure random weights of Qwen3-0.6B's shape, all workloads: an hour.
 	$(BIN)/python -m benchmarks run --model qwen3-0.6b --workload W1,W2,W3,W4,W5 --systems headrace,headrace-session,$(LIBRARY) $(ARGS)
 
-# A host with a GPU may be bare and offline: this needs no virtual environment. WHEELS is a folder of wheels, taken where
-# the host's own packages lack something; they are unpacked beside nothing else, in BENCH_SITE.
+# A host with a GPU may be bare and offline: this takes PYTHON's own packages and makes no environment. WHEELS is a folder
+# with wheels of what PYTHON lacks (gRPC's, say); they are unpacked in BENCH_SITE, nothing is downloaded.
 BENCH_SITE ?= $(HOME)/.cache/headrace-bench/site
 WHEELS ?=
 

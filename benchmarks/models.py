@@ -72,6 +72,8 @@ WEIGHT_SPREAD = 2.0
 """Times the library's initial weights, of the layers' matrices: with those, outputs are few tokens,
 repeated; with more, bfloat16's rounding grows from layer to layer until the tokens say nothing.
 """
+WIDTH = 1024
+"""The hidden size that it is for, or a smaller one."""
 
 
 def make_model(name: str, folder: Path, seed: int = 0, device: str = "cpu") -> None:
@@ -104,8 +106,15 @@ def random_model(name: str, *, device: str, dtype: torch.dtype, seed: int = 0) -
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "embed" not in parameter_name:
-                parameter.mul_(WEIGHT_SPREAD)
+                parameter.mul_(_spread(name))
     return model.eval()
+
+
+def _spread(name: str) -> float:
+    """Less for wider models: what a product of the layers gains is then that of the 0.6B shape, and
+    rounding grows no faster.
+    """
+    return WEIGHT_SPREAD * min(1.0, (WIDTH / SHAPES[name]["hidden_size"]) ** 0.5)
 
 
 def model_config(name: str) -> Qwen3Config:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,10 +32,15 @@ def profile_device(work: Callable[[], int]) -> dict[str, Any]:
         torch.cuda.synchronize()  # its first use sets it up, which takes seconds
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         steps = work()
+    return {"steps": steps, **summary(trace.events())}
+
+
+def summary(events: Iterable[Any]) -> dict[str, Any]:
+    """What the profiler's events say of the device; see `profile_device`."""
     intervals: list[tuple[float, float]] = []
     counts: collections.Counter[str] = collections.Counter()
     seconds: dict[str, float] = collections.defaultdict(float)
-    for event in trace.events():
+    for event in events:
         if event.device_type != torch.autograd.DeviceType.CUDA or getattr(
             event, "is_user_annotation", False
         ):
@@ -47,7 +52,6 @@ def profile_device(work: Callable[[], int]) -> dict[str, Any]:
     if not intervals:
         raise RuntimeError("the profiler saw nothing on the device")
     return {
-        "steps": steps,
         "span_s": max(end for _, end in intervals) - min(begin for begin, _ in intervals),
         "busy_s": covered(intervals),
         "kernels": [

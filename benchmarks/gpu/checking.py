@@ -8,13 +8,13 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.record import COMPLETE, FAILED, OUT_OF_TIME, QUICK, Part
 from benchmarks.processes import ROOT, System, SystemFailure
 
+MODULE = "benchmarks.adapters.checks"
 PYTEST = "tests/gpu"
 MOST_FAILURES = 10
 
@@ -26,7 +26,7 @@ class ChecksFailed(Exception):
 def quick_checks(part: Part, device: str, logs: Path, seconds: float) -> None:
     """Those that always run. Raises ChecksFailed."""
     log = logs / "checks.log"
-    system = System("checks", "benchmarks.adapters.checks", sys.executable, log, {})
+    system = System("checks", MODULE, sys.executable, log, {})
     try:
         system.load({"device": device, "threads": 1}, seconds)
         rows: list[dict[str, Any]] = system.run({"requests": []}, seconds)
@@ -56,9 +56,7 @@ def pytest_checks(part: Part, device: str, logs: Path, seconds: float) -> None:
     part.end(OUT_OF_TIME if part.data["rows"][-1]["state"] == "not finished" else COMPLETE)
 
 
-def run_pytest(
-    paths: list[str], log: Path, seconds: float, say: Callable[[str], None] | None = None
-) -> dict[str, Any]:
+def run_pytest(paths: list[str], log: Path, seconds: float) -> dict[str, Any]:
     """A row of the checks. Tests are counted as they end, so one that is stopped still says how
     many there were.
     """

@@ -39,6 +39,7 @@ from benchmarks.records import commit
 
 CHECKS = "checks"
 PARTS = (CHECKS, *MEASURING)
+MACHINE = "benchmarks.adapters.machine"
 MACHINE_S = 120.0
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -143,7 +144,7 @@ class Run:
         """
         machine = System(
             "machine",
-            "benchmarks.adapters.machine",
+            MACHINE,
             sys.executable,
             self._logs / "machine.log",
             {},

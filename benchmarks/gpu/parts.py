@@ -21,6 +21,7 @@ from benchmarks.workloads import Lengths, Load, make_prompts
 ALONE = {"allow_block_sharing": False}
 """The prefix cache is off: every prompt is computed."""
 BATCHING = "benchmarks.adapters.transformers_batching"
+JUDGE = "benchmarks.adapters.judge"
 JUDGED = 2
 GPU_ONLY = "needs a CUDA device"
 
@@ -166,7 +167,7 @@ def _profile(session: Session, engine: System, batch: int) -> None:
 def _judge(session: Session, prompts: list[list[int]], replies: list[dict[str, Any]]) -> None:
     """Whether some requests' tokens are those of the same weights in float32."""
     session.need_time("the check of the tokens")
-    judge = session.start(Engine("judge", "benchmarks.adapters.judge"), (1, session.sizes.prompt))
+    judge = session.start(Engine("judge", JUDGE), (1, session.sizes.prompt))
     requests = [
         {"prompt": prompt, "tokens": reply["tokens"]}
         for prompt, reply in list(zip(prompts, replies, strict=True))[:JUDGED]

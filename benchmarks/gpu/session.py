@@ -175,7 +175,7 @@ class Session:
             engine.module,
             sys.executable,
             self._logs / f"{self.part.name}-{engine.name.replace(' ', '-')}.log",
-            {},
+            {"HF_HUB_OFFLINE": "1"},
         )
         self._systems.append(system)
         order = {
