@@ -117,6 +117,17 @@ bench-load: $(STAMP) $(NATIVE) ## The same under closed loops of 1 to 64 request
 bench-cpu: $(STAMP) $(NATIVE) ## Measure random weights of Qwen3-0.6B's shape, all workloads: an hour.
 	$(BIN)/python -m benchmarks run --model qwen3-0.6b --workload W1,W2,W3,W4,W5 --systems headrace,headrace-session,$(LIBRARY) $(ARGS)
 
+# A host with a GPU may be bare and offline: this takes PYTHON's own packages and makes no environment. WHEELS is a folder
+# with wheels of what PYTHON lacks (gRPC's, say); they are unpacked in BENCH_SITE, nothing is downloaded.
+BENCH_SITE ?= $(HOME)/.cache/headrace-bench/site
+WHEELS ?=
+
+.PHONY: bench-gpu
+bench-gpu: ## Check, then measure on a CUDA device, with PYTHON's own packages (WHEELS=folder ARGS='--part decode-8b').
+	@test -z "$(WHEELS)" || $(PYTHON) -m pip install --disable-pip-version-check --quiet --no-index --no-deps --no-compile \
+	  --upgrade --target $(BENCH_SITE) $(WHEELS)/*.whl
+	PYTHONPATH=$(CURDIR):$(CURDIR)/clients/python/src:$(if $(WHEELS),$(BENCH_SITE):)$$PYTHONPATH $(PYTHON) -m benchmarks gpu $(ARGS)
+
 .PHONY: bench-report
 bench-report: $(STAMP) ## Write the tables of docs/performance.md from the records in benchmarks/results/.
 	$(BIN)/python -m benchmarks report

@@ -1,4 +1,4 @@
-"""The command: `python -m benchmarks run|report|model`, or `--list`."""
+"""The command: `python -m benchmarks run|gpu|report|model`, or `--list`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks import models
+from benchmarks.gpu import command as gpu
 from benchmarks.models import DEMO, SHAPES
 from benchmarks.processes import ROOT, SystemFailure
 from benchmarks.records import Case, Plan, write_record
@@ -31,13 +32,17 @@ LOCAL = ROOT / "benchmarks" / "results" / "local"
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Measure Headrace beside other systems on a CPU."
+        prog="python -m benchmarks", description="Measure Headrace beside other systems."
     )
     parser.add_argument(
         "--list", action="store_true", help="list workloads, loads, models and systems"
     )
     commands = parser.add_subparsers(dest="command")
-    _add_run(commands.add_parser("run", help="measure, and write a record and a plot"))
+    _add_run(commands.add_parser("run", help="measure on a CPU, and write a record and a plot"))
+    gpu.add_arguments(
+        commands.add_parser("gpu", help="check, then measure on a CUDA device; write a record"),
+        CACHE,
+    )
     model = commands.add_parser("model", help="make a checkpoint with random weights")
     model.add_argument("name", choices=sorted(SHAPES))
     model.add_argument("--cache", type=Path, default=CACHE, help=f"where to (default {CACHE})")
@@ -49,6 +54,8 @@ def main() -> None:
         _list()
     elif arguments.command == "run":
         _run(arguments)
+    elif arguments.command == "gpu":
+        gpu.run(arguments)
     elif arguments.command == "model":
         print(_checkpoint(arguments.name, arguments.cache))
     elif arguments.command == "report":

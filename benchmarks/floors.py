@@ -7,6 +7,10 @@ machine's measured rates.
 
 The ideal prefills a request when it may start, then decodes all running requests together; a
 prefix that all share is computed and read once. Dense decoders with grouped attention only.
+
+For a GPU there is also the floor of a single decode step, `step_s`: products and attention follow
+one another there, so the products' time is the larger of reading weights and multiplying, and the
+KV is read besides.
 """
 
 from __future__ import annotations
@@ -124,6 +128,26 @@ def ideal(
     return Floor(prefill_s, decode_s, steps)
 
 
+def step_s(shape: Shape, dtype: str, batch: int, context: float, rates: Rates) -> float:
+    """Seconds of one decode step on a GPU: weights or their products, then the KV.
+
+    Args:
+        batch: requests in the step.
+        context: tokens whose KV each of them reads, the mean.
+        shape, dtype, rates: model and device.
+    """
+    parameters = shape.linear_parameters + shape.head_parameters
+    products_s = max(
+        shape.weight_bytes(dtype) / rates.bandwidth, 2 * parameters * batch / rates.matrix
+    )
+    return products_s + batch * context * shape.kv_bytes(dtype) / rates.bandwidth
+
+
+def prompts_s(shape: Shape, lengths: list[Lengths], rates: Rates) -> float:
+    """Seconds of computing prompts that share nothing."""
+    return sum(shape.prompt_flops(0, one.prompt) for one in lengths) / rates.matrix
+
+
 def _step_s(running: list[tuple[Lengths, int]], shape: Shape, dtype: str, rates: Rates) -> float:
     """Seconds of one decode step."""
     shared = running[0][0].shared_prefix
@@ -168,6 +192,25 @@ def read_shape(model: Path) -> Shape:
         max_tokens=config["max_position_embeddings"],
         attention_width=layers * heads * head_dim,
         kv_width=2 * layers * (config.get("num_key_value_heads") or heads) * head_dim,
+    )
+
+
+def shape_of(config: dict[str, Any]) -> Shape:
+    """The size of a Qwen3 model that is nowhere on disk, from its config's numbers."""
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    heads, kv_heads, head_dim = (
+        config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    projections = hidden * head_dim * (2 * heads + 2 * kv_heads)  # queries, output, keys, values
+    gated = 3 * hidden * config["intermediate_size"]
+    return Shape(
+        linear_parameters=layers * (projections + gated),
+        head_parameters=config["vocab_size"] * hidden,
+        other_parameters=layers * 2 * (hidden + head_dim) + hidden,
+        vocab_size=config["vocab_size"],
+        max_tokens=config["max_position_embeddings"],
+        attention_width=layers * heads * head_dim,
+        kv_width=2 * layers * kv_heads * head_dim,
     )
 
 

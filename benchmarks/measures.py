@@ -1,4 +1,6 @@
-"""From the times at which tokens came to the figures of a turn, and from turns to medians."""
+"""From the times at which tokens came to the figures of a turn, from turns to medians, and how
+figures are written.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +60,58 @@ def turn_figures(prompts: Sequence[int], replies: Sequence[dict[str, Any]]) -> d
 
 
 def medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The median of each figure over the turns."""
-    return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+    """The median over the turns of each figure that all of them have."""
+    names = [name for name in turns[0] if all(name in turn for turn in turns)]
+    return {name: statistics.median(turn[name] for turn in turns) for name in names}
 
 
 def paired_ratio(one: Sequence[float], other: Sequence[float]) -> float:
     """The median of the ratios of each turn: what the machine did meanwhile cancels out."""
     return statistics.median(a / b for a, b in zip(one, other, strict=True))
+
+
+def decode_figures(
+    prompts: Sequence[int], replies: Sequence[dict[str, Any]]
+) -> dict[str, float] | None:
+    """Steady decode within a turn whose requests all came at its start: from the moment when the
+    last of them has its first token to the moment when the first one ends.
+
+    Args:
+        prompts: tokens in each request's prompt.
+        replies: see `turn_figures`.
+
+    Returns:
+        decode_rate, tokens a second of all requests; step_s, the seconds in which each gets one;
+        context, the mean number of tokens a request has behind its new one. None: there is no such
+        time, since a request ended before another began, or it is not two steps long.
+    """
+    begin = max(reply["times"][0] for reply in replies)
+    end = min(reply["times"][-1] for reply in replies)
+    inside = [[moment for moment in reply["times"] if begin < moment <= end] for reply in replies]
+    count = sum(map(len, inside))
+    if min(map(len, inside)) < 2 or end <= begin:
+        return None
+    contexts = 0.0
+    for prompt, reply, own in zip(prompts, replies, inside, strict=True):
+        before = sum(1 for moment in reply["times"] if moment <= begin)
+        # Its n-th token (from 0) is computed behind the prompt and n - 1 others, and itself.
+        contexts += len(own) * (prompt + before + (len(own) - 1) / 2)
+    return {
+        "decode_rate": count / (end - begin),
+        "step_s": (end - begin) * len(replies) / count,
+        "context": contexts / count,
+    }
+
+
+def covered(intervals: Sequence[tuple[float, float]]) -> float:
+    """The length of the union of intervals (begin, end)."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def figure(value: float) -> str:
+    """In a table: three significant digits, and no fewer than the whole part."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

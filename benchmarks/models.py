@@ -1,14 +1,19 @@
-"""Checkpoints with random weights and true shapes: speed does not depend on what weights say.
+"""Models with random weights and true shapes: speed does not depend on what weights say.
 
-They are made into a cache folder outside the repository, with a byte-level tokenizer of the
-vocabulary's size: prompts are given as token ids, but servers want a tokenizer.
+`make_model` writes a checkpoint into a cache folder outside the repository, with a byte-level
+tokenizer of the vocabulary's size: prompts are given as token ids, but servers want a tokenizer.
+`random_model` makes a model in memory, on the device itself: 16 GB take seconds there.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, Qwen3Config
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -21,6 +26,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "max_position_embeddings": 40960,
         "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-4b": {
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9728,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
     },
     "tiny": {
         "hidden_size": 256,
@@ -32,42 +62,75 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 4096,
         "max_position_embeddings": 8192,
         "rope_theta": 1e6,
+        "tie_word_embeddings": True,
     },
 }
-"""All are Qwen3 with tied embeddings."""
+"""All are Qwen3."""
 
 DEMO = Path(__file__).resolve().parent.parent / "models" / "demo"
 WEIGHT_SPREAD = 2.0
 """Times the library's initial weights, of the layers' matrices: with those, outputs are few tokens,
 repeated; with more, bfloat16's rounding grows from layer to layer until the tokens say nothing.
 """
+WIDTH = 1024
+"""The hidden size that it is for, or a smaller one."""
 
 
-def make_model(name: str, folder: Path, seed: int = 0) -> None:
-    """Write a checkpoint of a named shape, bfloat16; the same for the same seed."""
+def make_model(name: str, folder: Path, seed: int = 0, device: str = "cpu") -> None:
+    """Write a checkpoint of a named shape, bfloat16; the same for the same seed and device.
+
+    On a CPU weights are drawn in float32 and rounded, elsewhere they are drawn as they are.
+    """
     import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    on_cpu = device == "cpu"
+    model = random_model(
+        name, device=device, dtype=torch.float32 if on_cpu else torch.bfloat16, seed=seed
+    )
+    partial = folder.with_name(folder.name + ".partial")
+    model.to(torch.bfloat16).save_pretrained(partial)
+    _write_tokenizer(partial, SHAPES[name]["vocab_size"])
+    partial.rename(folder)
+
+
+def random_model(name: str, *, device: str, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
+    """A model of a named shape in memory, made on its device; the same for the same seed, device
+    and type.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(name), dtype=dtype)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "embed" not in parameter_name:
+                parameter.mul_(_spread(name))
+    return model.eval()
+
+
+def _spread(name: str) -> float:
+    """Less for wider models: what a product of the layers gains is then that of the 0.6B shape, and
+    rounding grows no faster.
+    """
+    return WEIGHT_SPREAD * min(1.0, (WIDTH / SHAPES[name]["hidden_size"]) ** 0.5)
+
+
+def model_config(name: str) -> Qwen3Config:
+    """The config of a named shape."""
+    from transformers import Qwen3Config
 
     shape = dict(SHAPES[name])
-    config = Qwen3Config(
-        **{key: value for key, value in shape.items() if key != "rope_theta"},
-        rope_parameters={"rope_type": "default", "rope_theta": shape["rope_theta"]},
-        tie_word_embeddings=True,
+    theta = shape.pop("rope_theta")
+    return Qwen3Config(
+        **shape,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
         dtype="bfloat16",
     )
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() > 1 and "embed" not in parameter_name:
-                parameter.mul_(WEIGHT_SPREAD)
-    partial = folder.with_name(folder.name + ".partial")
-    model.to(torch.bfloat16).save_pretrained(partial)
-    _write_tokenizer(partial, shape["vocab_size"])
-    partial.rename(folder)
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:

@@ -106,15 +106,15 @@ class System:
         self._note_memory()
         return self._peak_bytes
 
-    def end(self) -> None:
-        """End it and its children."""
+    def end(self, patience_s: float = END_S) -> None:
+        """End it and its children; what has not ended by itself after so many seconds is killed."""
         self._note_memory()
         self.wake()
         children = self._tree(self._process.pid)[1:]
         with contextlib.suppress(OSError):
             self._stdin.close()
         try:
-            self._process.wait(END_S)
+            self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

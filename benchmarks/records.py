@@ -174,16 +174,16 @@ def commit() -> str | None:
 def write_record(record: dict[str, Any], path: Path) -> None:
     """Write a record as JSON, and its plot beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_rounded(record), indent=1) + "\n")
+    path.write_text(json.dumps(rounded(record), indent=1) + "\n")
     path.with_suffix(".svg").write_text(draw(record))
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Numbers with six significant digits: more is noise."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
+        return {key: rounded(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_rounded(entry) for entry in value]
+        return [rounded(entry) for entry in value]
     return value

@@ -15,6 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import tables as gpu_tables
+from benchmarks.measures import figure
+
 _BLOCK = re.compile(
     r"(<!-- benchmark: (?P<record>\S+) -->\n).*?(<!-- end of benchmark -->)", re.DOTALL
 )
@@ -64,10 +67,14 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 FORMAT = 1
 """Of records; another one when a reader of the old would misread the new."""
+KIND_GPU = "gpu"
+"""A record of `python -m benchmarks gpu`; others have no kind."""
 
 
 def render(record: dict[str, Any], name: str) -> str:
     """The text of one record: what and where, a table for each case, the systems, the checks."""
+    if record.get("kind") == KIND_GPU:
+        return gpu_tables.render(record, name)
     plot = name.removesuffix(".json") + ".svg"
     parts = [_heading(record, name), f"![Output tokens per second](../{plot})"]
     parts += [_case(record, case) for case in record["cases"]]
@@ -104,7 +111,7 @@ def _case(record: dict[str, Any], case: dict[str, Any]) -> str:
     if floor is not None:
         seconds = floor["prefill_s"] + floor["decode_s"]
         title += (
-            f" Floor: {floor['output_rate']:,.0f} tok/s ({_figure(seconds)} s, of which prefill "
+            f" Floor: {floor['output_rate']:,.0f} tok/s ({figure(seconds)} s, of which prefill "
             f"{floor['prefill_s'] / seconds:.0%})."
         )
     lines = [
@@ -125,8 +132,8 @@ def _row(case: dict[str, Any], name: str) -> str:
     ratio = case["ratio"].get(name)
     cells = [
         name,
-        _figure(median["output_rate"]),
-        _figure(median["total_rate"]),
+        figure(median["output_rate"]),
+        figure(median["total_rate"]),
         "" if share is None else f"{share:.0%}",
         "" if ratio is None else f"{ratio:.2f}",
         _milliseconds(median, "ttft_p50_s", "ttft_p99_s"),
@@ -169,12 +176,7 @@ def _load(name: str) -> str:
 
 
 def _milliseconds(median: dict[str, float], *names: str) -> str:
-    return ", ".join(_figure(median[name] * 1e3) for name in names if name in median)
-
-
-def _figure(value: float) -> str:
-    """Three significant digits, and no fewer than the whole part."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return ", ".join(figure(median[name] * 1e3) for name in names if name in median)
 
 
 def _span(values: list[float], form: str) -> str:

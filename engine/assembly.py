@@ -21,7 +21,6 @@ from engine.results import StopFinder
 from engine.runner.loader import VerifiedModel, build_runner
 from engine.runner.memory import CachePlan
 from engine.scheduler.registry import scheduler_class
-from engine.structured import GrammarCompiler
 from engine.text import TextStream, Tokenizer
 from engine.types import TokenId
 
@@ -130,7 +129,11 @@ def build_manager(
 
 def _grammar_compile(verified: VerifiedModel, tokenizer: Tokenizer | None) -> GrammarCompile | None:
     """What compiles the forms of outputs; None: there is no tokenizer."""
-    return None if tokenizer is None else GrammarCompiler(tokenizer, verified.vocab_size).begin
+    if tokenizer is None:
+        return None
+    from engine.structured import GrammarCompiler  # without a tokenizer llguidance is not needed
+
+    return GrammarCompiler(tokenizer, verified.vocab_size).begin
 
 
 class _StopFinders:

@@ -7,19 +7,29 @@ once. Options are fields of LoadConfig and of ContinuousBatchingConfig.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import logging
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 
 import engine
-from benchmarks.adapters.loop import Turn, main
+from benchmarks.adapters.building import built_model
+from benchmarks.adapters.loop import Turn, main, versions
+from benchmarks.adapters.profiling import profile_device
 from engine.config import LoadConfig
+from engine.offline import LoadedModel
+from engine.results import GenerationOutput
+from engine.runner.loader import prepare_model
+from engine.threads import call_on_own_thread
 
 BLOCK_SIZE = 32
 LOAD_OPTIONS = {field.name for field in dataclasses.fields(LoadConfig)}
+
+logger = logging.getLogger(__name__)
 
 
 class HeadraceEngine:
@@ -30,7 +40,7 @@ class HeadraceEngine:
         limits, options = order["limits"], dict(order["options"])
         loading = {
             "dtype": order["dtype"],
-            "device": "cpu",
+            "device": order.get("device", "cpu"),
             "threads": order["threads"],
             **{name: options.pop(name) for name in LOAD_OPTIONS & options.keys()},
         }
@@ -41,7 +51,7 @@ class HeadraceEngine:
             "max_requests_per_batch": limits["max_requests"],
             **options,
         }
-        model = engine.load(order["model"], **loading)
+        model = _load(order, loading)
         self._manager = model.init_continuous_batching(
             GenerationConfig(
                 do_sample=False, max_new_tokens=limits["max_request_tokens"], eos_token_id=-1
@@ -52,13 +62,16 @@ class HeadraceEngine:
         self._manager.start()
         return {
             "settings": {**loading, **settings},
-            "versions": {
-                name: importlib.metadata.version(name)
-                for name in ("headrace-server", "torch", "transformers")
-            },
+            "versions": versions("headrace-server", "torch", "transformers"),
         }
 
-    def run(self, turn: Turn) -> None:
+    def run(self, turn: Turn) -> dict[str, Any] | None:
+        if turn.profile_steps:
+            return self._profile(turn)
+        self._serve(turn)
+        return None
+
+    def _serve(self, turn: Turn) -> None:
         names: dict[str, int] = {}
         while not turn.is_over:
             for index in turn.due():
@@ -80,6 +93,48 @@ class HeadraceEngine:
             index = names[output.request_id]
             turn.add(index, output.generated_tokens, output.timestamps)
             turn.finish(index)
+
+    def _profile(self, turn: Turn) -> dict[str, Any]:
+        """What the device does in some steps of decode: those after the last request's first token,
+        when all prompts are computed. The turn's requests are cancelled then.
+        """
+        names = [
+            self._manager.add_request(
+                request["prompt"], max_new_tokens=request["max_tokens"], streaming=is_last
+            )
+            for request, is_last in (
+                (request, request is turn.requests[-1]) for request in turn.requests
+            )
+        ]
+        outputs = self._manager.request_id_iter(names[-1])
+        next(outputs)
+
+        def steps() -> int:
+            return sum(1 for _ in zip(range(turn.profile_steps), outputs, strict=False))
+
+        found = profile_device(steps)
+        for name in names:
+            self._manager.cancel_request(name)
+        self._drain(names[:-1], outputs)
+        return found
+
+    def _drain(self, names: list[str], outputs: Iterator[GenerationOutput]) -> None:
+        for _ in outputs:
+            pass
+        for name in names:
+            self._manager.get_result(name)
+
+
+def _load(order: dict[str, Any], loading: dict[str, Any]) -> LoadedModel:
+    """The order's model: from its directory, or made, and then treated like one that was loaded."""
+    made = built_model(order)
+    if made is None:
+        return engine.load(order["model"], **loading)
+    torch.set_num_threads(order["threads"])
+    verified = call_on_own_thread(
+        lambda: prepare_model(made, Path(), LoadConfig(**loading), logger.info), "headrace-load"
+    )
+    return LoadedModel(verified)
 
 
 if __name__ == "__main__":

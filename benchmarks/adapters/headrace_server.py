@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import importlib.metadata
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import headrace
 
-from benchmarks.adapters.loop import Turn, main
+from benchmarks.adapters.loop import Turn, main, versions
 
 BLOCK_SIZE = 32
 READY_S = 300.0
+SERVER = "from service.cli import main; main()"
+"""What `headrace-server` is, where it is not installed too."""
 
 
 class HeadraceServer:
@@ -33,14 +33,18 @@ class HeadraceServer:
         folder = tempfile.TemporaryDirectory(prefix="headrace-bench-")
         self._folder = folder  # removed with this object
         self._address = f"unix:{folder.name}/socket"
-        blocks = -(-limits["kv_tokens"] // BLOCK_SIZE) + limits["max_requests"]
+        block_size = options.get("block_size", BLOCK_SIZE)
+        blocks = options.get(
+            "num_blocks", -(-limits["kv_tokens"] // block_size) + limits["max_requests"]
+        )
         flags = [
-            "--dtype", order["dtype"], "--device", "cpu", "--threads", str(order["threads"]),
-            "--block-size", str(BLOCK_SIZE), "--num-blocks", str(blocks),
+            "--dtype", order["dtype"], "--device", order.get("device", "cpu"),
+            "--threads", str(order["threads"]),
+            "--block-size", str(block_size), "--num-blocks", str(blocks),
             "--max-requests-per-batch", str(limits["max_requests"]), *options.get("flags", []),
         ]  # fmt: skip
         command = [
-            str(Path(sys.executable).with_name("headrace-server")), "serve",
+            sys.executable, "-c", SERVER, "serve",
             "--model", order["model"], "--listen", self._address, "--log-level", "warning", *flags,
         ]  # fmt: skip
         started = time.perf_counter()
@@ -51,10 +55,7 @@ class HeadraceServer:
             "pid": server.pid,
             "start_s": time.perf_counter() - started,
             "settings": {"style": self._style, "flags": flags},
-            "versions": {
-                name: importlib.metadata.version(name)
-                for name in ("headrace-server", "headrace", "torch", "transformers", "grpcio")
-            },
+            "versions": versions("headrace-server", "headrace", "torch", "transformers", "grpcio"),
         }
 
     def run(self, turn: Turn) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.adapters.building import built_model
 from benchmarks.adapters.loop import Turn, main
 
 NEAR = 0.1
@@ -21,9 +22,11 @@ class Judge:
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(order["threads"])
-        self._model = AutoModelForCausalLM.from_pretrained(
-            order["model"], dtype=torch.float32
-        ).eval()
+        made = built_model(order)
+        if made is None:
+            made = AutoModelForCausalLM.from_pretrained(order["model"], dtype=torch.float32).eval()
+        self._device = torch.device(order.get("device", "cpu"))
+        self._model = made.to(self._device, torch.float32)
         self._is_exact = order["dtype"] == "float32"
         return {}
 
@@ -32,10 +35,10 @@ class Judge:
         return [self._judge(request["prompt"], request["tokens"]) for request in turn.requests]
 
     def _judge(self, prompt: list[int], tokens: list[int]) -> dict[str, Any]:
-        ids = torch.tensor([prompt + tokens[:-1]])
+        ids = torch.tensor([prompt + tokens[:-1]], device=self._device)
         kept = len(tokens)
         logits = self._model(ids, logits_to_keep=kept).logits[0].float()  # [tokens, vocabulary]
-        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        chosen = logits.gather(1, torch.tensor(tokens, device=self._device)[:, None])[:, 0]
         gaps = (logits.max(-1).values - chosen) / logits.std(-1)  # in standard deviations
         verdict: dict[str, Any] = {
             "tokens": len(tokens),
@@ -45,7 +48,7 @@ class Judge:
             "worst_gap": float(gaps.max()),
         }
         if self._is_exact:
-            prompt_ids = torch.tensor([prompt])
+            prompt_ids = torch.tensor([prompt], device=self._device)
             reference = self._model.generate(
                 prompt_ids,
                 attention_mask=torch.ones_like(prompt_ids),

@@ -11,6 +11,7 @@ is imported: this file also runs in the interpreters of peers. Times are seconds
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import sys
@@ -51,11 +52,19 @@ class Turn:
     Attributes:
         requests: "prompt" (token ids), "max_tokens" and "at" (seconds from the turn's start).
         concurrency: most requests that are in the system at once; None: any number.
+        profile_steps: so many steps of decode are to be profiled instead, by a system that can; 0:
+            none.
     """
 
-    def __init__(self, requests: list[dict[str, Any]], concurrency: int | None = None) -> None:
+    def __init__(
+        self,
+        requests: list[dict[str, Any]],
+        concurrency: int | None = None,
+        profile_steps: int = 0,
+    ) -> None:
         self.requests = requests
         self.concurrency = concurrency
+        self.profile_steps = profile_steps
         self._next = 0
         self._live = 0
         self._arrived = [0.0] * len(requests)
@@ -157,6 +166,17 @@ def main(adapter: Adapter) -> None:
             answer = {"failed": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Of packages. What runs from its sources has none."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "from its sources"
+    return found
 
 
 class StepEngine(Protocol):

@@ -1,10 +1,12 @@
 """What the machine does at this moment: memory bandwidth and matrix rate, with torch.
 
-Not a system of the comparison: the harness runs it before every turn.
+Not a system of the comparison: the harness runs it before every turn. On a GPU the bandwidth is
+that of a copy within its memory, bytes read and written, timed by events.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,21 +19,47 @@ READ_BYTES = 512 << 20
 """Far more than any cache."""
 MATRIX = (2048, 1024, 4096)
 """Rows, depth, columns."""
+GPU_COPY_BYTES = 1 << 30
+"""Twenty times the cache of an H100."""
+GPU_MATRIX = 8192
+"""Rows, depth and columns."""
+GPU_WARMUPS = 3
+GPU_TRIES = 20
 
 
 class Machine:
-    """Two small measurements, the best of some tries each: a rate that the machine can have."""
+    """Two small measurements. On a CPU the best of some tries each: a rate that the machine can
+    have; on a GPU, where little else is in the way, the median.
+    """
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(order["threads"])
         dtype = getattr(torch, order["dtype"])
+        self._device = order.get("device", "cpu")
+        if self._device != "cpu":
+            torch.manual_seed(0)
+            size = GPU_MATRIX
+            # Random numbers: a product of zeros runs faster.
+            self._block = torch.randint(
+                0, 256, (GPU_COPY_BYTES,), dtype=torch.uint8, device=self._device
+            )
+            self._target = torch.empty_like(self._block)
+            self._left = torch.randn(size, size, device=self._device).to(dtype)
+            self._right = torch.randn(size, size, device=self._device).to(dtype)
+            return {"settings": _about(self._device), "versions": _versions()}
         rows, depth, columns = MATRIX
         self._block = torch.ones(READ_BYTES // 4)
         self._left = torch.randn(rows, depth).to(dtype)  # [rows, depth]
         self._right = torch.randn(columns, depth).to(dtype)  # [columns, depth], as a linear layer
-        return {}
+        return {"settings": {"name": "a CPU", "type": "cpu"}, "versions": _versions()}
 
     def run(self, turn: Turn) -> dict[str, float]:
+        if self._device != "cpu":
+            copy_s = _event_s(lambda: self._target.copy_(self._block))
+            return {
+                "bandwidth": 2 * GPU_COPY_BYTES / copy_s,
+                "matrix": 2 * GPU_MATRIX**3 / _event_s(self._multiply),
+            }
         rows, depth, columns = MATRIX
         return {
             "bandwidth": READ_BYTES / min(_best_s(self._block.max), _best_s(self._block.sum)),
@@ -40,6 +68,41 @@ class Machine:
 
     def _multiply(self) -> torch.Tensor:
         return torch.nn.functional.linear(self._left, self._right)
+
+
+def _about(device: str) -> dict[str, Any]:
+    """What the GPU is."""
+    about = torch.cuda.get_device_properties(device)
+    return {
+        "name": about.name,
+        "type": "cuda",
+        "capability": f"{about.major}.{about.minor}",
+        "memory_bytes": about.total_memory,
+        "multiprocessors": about.multi_processor_count,
+        "cache_bytes": getattr(about, "L2_cache_size", None),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"torch": torch.__version__}
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _event_s(work: Callable[[], Any]) -> float:
+    """The median of some tries, seconds."""
+    for _ in range(GPU_WARMUPS):
+        work()
+    found = []
+    for _ in range(GPU_TRIES):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(found)
 
 
 def _best_s(work: Callable[[], Any], tries: int = 6) -> float:

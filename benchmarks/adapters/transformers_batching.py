@@ -1,17 +1,19 @@
 """transformers' own continuous batching: what its `generate_batch` uses, kept running.
 
-Pages of 32 tokens and a cache that fits the workload: with the defaults on a CPU it is slower.
+Pages of 32 tokens and a cache that fits the workload: with the defaults on a CPU it is slower. On a
+GPU pages and tokens of a step are the library's defaults.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import dataclasses
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from benchmarks.adapters.loop import Turn, main
+from benchmarks.adapters.building import built_model
+from benchmarks.adapters.loop import Turn, main, versions
 
 PAGE_SIZE = 32
 SILENCE_S = 300.0
@@ -22,16 +24,25 @@ class TransformersBatching:
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(order["threads"])
-        limits = order["limits"]
-        model = AutoModelForCausalLM.from_pretrained(
-            order["model"], dtype=getattr(torch, order["dtype"]), attn_implementation="sdpa"
-        ).eval()
-        settings = {
+        limits, options = order["limits"], dict(order["options"])
+        device = order.get("device", "cpu")
+        attention = options.pop("attention", "sdpa")
+        model = built_model(order)
+        if model is None:
+            dtype = getattr(torch, order["dtype"])
+            model = AutoModelForCausalLM.from_pretrained(order["model"], dtype=dtype).eval()
+            model = model.to(device)
+        model.set_attn_implementation(attention)
+        settings: dict[str, Any] = {
             "page_size": PAGE_SIZE,
             "num_blocks": max(64, -(-limits["kv_tokens"] // PAGE_SIZE) + limits["max_requests"]),
             "max_batch_tokens": 1024,
-            **order["options"],
+            **options,
         }
+        if "page_size" not in {
+            field.name for field in dataclasses.fields(ContinuousBatchingConfig)
+        }:
+            settings["block_size"] = settings.pop("page_size")  # its name before
         self._manager = model.init_continuous_batching(
             generation_config=GenerationConfig(
                 do_sample=False,
@@ -41,12 +52,12 @@ class TransformersBatching:
             ),
             continuous_batching_config=ContinuousBatchingConfig(**settings),
         )
+        if device != "cpu":
+            self._manager.warmup()
         self._manager.start()
         return {
-            "settings": settings,
-            "versions": {
-                name: importlib.metadata.version(name) for name in ("torch", "transformers")
-            },
+            "settings": {**settings, "attention": model.config._attn_implementation},
+            "versions": versions("torch", "transformers"),
         }
 
     def run(self, turn: Turn) -> None:

@@ -143,11 +143,24 @@ def load_model(
     seconds = time.monotonic() - started
     size = loaded.num_parameters() / 1e6
     progress(f"loaded {size:.1f} M parameters ({loaded.dtype}) in {seconds:.1f} s")
+    return prepare_model(loaded, path, load_config, progress)
+
+
+def prepare_model(
+    model: PreTrainedModel, path: Path, load_config: LoadConfig, progress: Callable[[str], None]
+) -> VerifiedModel:
+    """What `load_model` does once the weights are in memory, where they are to be: pack, fuse,
+    verify. The model's modules are exchanged.
+
+    Raises:
+        ModelRefusedError: it would be run wrongly.
+        ConfigError: load_config asks for what cannot be had here.
+    """
     packing = choose_packing(
-        loaded.device, loaded.dtype, load_config.pack_weights, load_config.quantization
+        model.device, model.dtype, load_config.pack_weights, load_config.quantization
     )
-    fuse = choose_fusing(loaded.device, loaded.dtype, load_config.fuse_layers)
-    return verify_model(loaded, path, progress, load_config.attention, packing, fuse=fuse)
+    fuse = choose_fusing(model.device, model.dtype, load_config.fuse_layers)
+    return verify_model(model, path, progress, load_config.attention, packing, fuse=fuse)
 
 
 def verify_model(

@@ -1,0 +1,61 @@
+"""What a CUDA device does while something runs: by torch's profiler, device activity alone."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.measures import covered
+
+MOST_KERNELS = 15
+"""So many are named, those that took the most time."""
+NAME_LENGTH = 100
+
+
+def profile_device(work: Callable[[], int]) -> dict[str, Any]:
+    """Profile `work`, which returns how many steps it saw.
+
+    Returns:
+        steps; span_s, from the start of the first kernel or copy to the end of the last; busy_s,
+        how much of that at least one of them ran; kernels: name, count and seconds.
+
+    Raises:
+        RuntimeError: there is no CUDA device, or nothing ran there.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no CUDA device to profile")
+    with profile(activities=[ProfilerActivity.CUDA]):
+        torch.cuda.synchronize()  # its first use sets it up, which takes seconds
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        steps = work()
+    return {"steps": steps, **summary(trace.events())}
+
+
+def summary(events: Iterable[Any]) -> dict[str, Any]:
+    """What the profiler's events say of the device; see `profile_device`."""
+    intervals: list[tuple[float, float]] = []
+    counts: collections.Counter[str] = collections.Counter()
+    seconds: dict[str, float] = collections.defaultdict(float)
+    for event in events:
+        if event.device_type != torch.autograd.DeviceType.CUDA or getattr(
+            event, "is_user_annotation", False
+        ):
+            continue
+        begin, end = event.time_range.start / 1e6, event.time_range.end / 1e6
+        intervals.append((begin, end))
+        counts[event.name] += 1
+        seconds[event.name] += end - begin
+    if not intervals:
+        raise RuntimeError("the profiler saw nothing on the device")
+    return {
+        "span_s": max(end for _, end in intervals) - min(begin for begin, _ in intervals),
+        "busy_s": covered(intervals),
+        "kernels": [
+            {"name": name[:NAME_LENGTH], "count": counts[name], "seconds": taken}
+            for name, taken in sorted(seconds.items(), key=lambda item: -item[1])[:MOST_KERNELS]
+        ],
+    }

@@ -1,0 +1,1 @@
+"""`python -m benchmarks gpu`: checks, then figures, on one CUDA device."""

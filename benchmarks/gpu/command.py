@@ -1,0 +1,274 @@
+"""The command: checks, then parts, each within its time; a record that is saved all along.
+
+python -m benchmarks gpu                          everything
+python -m benchmarks gpu --part checks,floors     some of it; the record keeps the rest
+python -m benchmarks gpu --device cpu --model tiny    whether the command itself works
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.adapters.loop import versions
+from benchmarks.floors import shape_of
+from benchmarks.gpu.checking import ChecksFailed, pytest_checks, quick_checks
+from benchmarks.gpu.parts import MEASURING, Measuring
+from benchmarks.gpu.record import (
+    COMPLETE,
+    FAILED,
+    LEFT_OUT,
+    OUT_OF_TIME,
+    QUICK,
+    Part,
+    Provenance,
+    Record,
+)
+from benchmarks.gpu.session import CPU_SIZES, DTYPE, GPU_SIZES, OutOfTime, Session, Sizes
+from benchmarks.gpu.tables import render_part
+from benchmarks.models import SHAPES
+from benchmarks.processes import ROOT, System, SystemFailure
+from benchmarks.records import commit
+
+CHECKS = "checks"
+PARTS = (CHECKS, *MEASURING)
+MACHINE = "benchmarks.adapters.machine"
+MACHINE_S = 120.0
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def add_arguments(parser: argparse.ArgumentParser, cache: Path) -> None:
+    """The command's options."""
+    parser.add_argument("--part", default="all", help=f"all, or of {', '.join(PARTS)}, with commas")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=8.0,
+        help="for each part: what is not done by then is left out, and named (default 8)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="the record's folder (default benchmarks/results, of a CPU benchmarks/results/local)",
+    )
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu (default cuda)")
+    parser.add_argument(
+        "--model", choices=sorted(SHAPES), help="in place of every part's own (random weights)"
+    )
+    parser.add_argument("--batches", help="requests at once of the decode parts, with commas")
+    parser.add_argument("--turns", type=int, help="turns that count (default 3, on a CPU 1)")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what the record has of the same sources"
+    )
+    parser.add_argument(
+        "--commit", help="what the sources are, where there is no git repository to ask"
+    )
+    parser.add_argument(
+        "--cache", type=Path, default=cache, help=f"for logs and a checkpoint (default {cache})"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run it; ends the process with 1 if a check or a part has failed."""
+    try:
+        names = _names(arguments)
+        sizes = _sizes(arguments)
+    except ValueError as error:
+        sys.exit(f"benchmarks gpu: {error}")
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, lambda number, frame: sys.exit(128 + number))  # ends the systems
+    try:
+        has_failed = Run(arguments, names, sizes, lambda line: print(line, flush=True)).run()
+    except (SystemFailure, ValueError) as failure:
+        sys.exit(f"benchmarks gpu: {failure}")
+    if has_failed:
+        sys.exit(1)
+
+
+def _names(arguments: argparse.Namespace) -> list[str]:
+    """The parts, in their order. Raises ValueError."""
+    if arguments.part == "all":
+        # With one model for all, a part that differs by its model alone would be run twice.
+        return [name for name in PARTS if not (arguments.model and name == "decode-4b")]
+    asked = arguments.part.split(",")
+    for name in asked:
+        if name not in PARTS:
+            raise ValueError(f"{name!r} is no part; there are {', '.join(PARTS)}")
+    return [name for name in PARTS if name in asked]
+
+
+def _sizes(arguments: argparse.Namespace) -> Sizes:
+    """How much is measured. Raises ValueError."""
+    sizes = CPU_SIZES if arguments.device == "cpu" else GPU_SIZES
+    if arguments.batches is not None:
+        batches = tuple(int(text) for text in arguments.batches.split(","))
+        if min(batches) < 1:
+            raise ValueError("--batches: each must be at least 1")
+        sizes = dataclasses.replace(sizes, batches=batches)
+    if arguments.turns is not None:
+        if arguments.turns < 1:
+            raise ValueError("--turns must be at least 1")
+        sizes = dataclasses.replace(sizes, turns=arguments.turns)
+    return sizes
+
+
+class Run:
+    """The parts of one call."""
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        names: list[str],
+        sizes: Sizes,
+        say: Callable[[str], None],
+    ) -> None:
+        self._arguments = arguments
+        self._names = names
+        self._sizes = sizes
+        self._say = say
+        self._device: str = arguments.device
+        self._seconds = 60.0 * arguments.minutes
+        self._logs: Path = arguments.cache / "logs"
+        self._logs.mkdir(parents=True, exist_ok=True)
+
+    def run(self) -> bool:
+        """Run them. Returns whether one has failed. Raises SystemFailure where there is no such
+        device.
+        """
+        machine = System(
+            "machine",
+            MACHINE,
+            sys.executable,
+            self._logs / "machine.log",
+            {},
+        )
+        try:
+            order = {"device": self._device, "dtype": DTYPE, "threads": 1}
+            machine.load(order, MACHINE_S)
+            machine.park()
+            record = self._record(machine)
+            self._say(f"{record.data['device']['name']}; the record is {record.path}")
+            try:
+                self._check(record)
+            except ChecksFailed as failure:
+                self._say(f"checks have failed, and nothing is measured: {failure}")
+                return True
+            states = [
+                self._part(record, machine, name, MEASURING[name])
+                for name in self._names
+                if name != CHECKS
+            ]
+        finally:
+            machine.end(5.0)
+        return FAILED in states
+
+    def _record(self, machine: System) -> Record:
+        device = {**machine.ready["settings"], "driver": _driver(self._device)}
+        found = {
+            "python": platform.python_version(),
+            **versions("transformers", "triton"),
+            **machine.ready["versions"],
+        }
+        provenance = Provenance(self._arguments.commit or commit(), found)
+        default = RESULTS / "local" if self._device == "cpu" else RESULTS
+        return Record(self._arguments.output or default, device, provenance)
+
+    def _check(self, record: Record) -> None:
+        """The checks that are asked for, and the quick ones where the record does not say that
+        these sources passed. Raises ChecksFailed.
+        """
+        about = {"model": None, "dtype": "float32"}
+        has_passed = record.is_current(CHECKS, about) and record.state(CHECKS) in (
+            COMPLETE,
+            OUT_OF_TIME,
+            QUICK,
+        )
+        if CHECKS not in self._names and has_passed:
+            self._say("checks: passed before, of these sources")
+            return
+        self._say(CHECKS)
+        began = time.monotonic()
+        part = record.begin(CHECKS, about, resume=False)
+        quick_checks(part, self._device, self._logs, self._seconds)
+        if CHECKS in self._names:
+            left = self._seconds - (time.monotonic() - began)
+            pytest_checks(part, self._device, self._logs, left)
+        self._show(part)
+
+    def _part(self, record: Record, machine: System, name: str, spec: Measuring) -> str:
+        """Run a part. Returns its state."""
+        model = self._arguments.model or spec.model
+        shape = shape_of(SHAPES[model])
+        about = {
+            "model": model,
+            "dtype": DTYPE,
+            "weight_bytes": shape.weight_bytes(DTYPE),
+            "kv_bytes_per_token": shape.kv_bytes(DTYPE),
+            "sizes": _as_json(self._sizes),
+        }
+        is_done = record.is_current(name, about) and record.state(name) == COMPLETE
+        if self._arguments.resume and is_done:
+            self._say(f"{name}: complete before")
+            return COMPLETE
+        self._say(f"{name}: {spec.meaning} ({model})")
+        part = record.begin(name, about, resume=self._arguments.resume)
+        session = Session(
+            part,
+            model=model,
+            shape=shape,
+            device=self._device,
+            sizes=self._sizes,
+            machine=machine,
+            seconds=self._seconds,
+            logs=self._logs,
+            say=self._say,
+        )
+        state = COMPLETE
+        try:
+            spec.run(session, *([self._arguments.cache] if spec.needs_cache else []))
+            if not part.data["rows"]:
+                state = LEFT_OUT
+        except OutOfTime as late:
+            part.leave_out(str(late), f"out of time ({self._arguments.minutes:g} minutes)")
+            state = OUT_OF_TIME
+        except SystemFailure as failure:
+            # A system that is silent until the part's time is over has not failed.
+            is_late = session.left_s() <= 0
+            part.leave_out("the rest", str(failure).splitlines()[0])
+            self._say(f"  {failure}")
+            state = OUT_OF_TIME if is_late else FAILED
+        finally:
+            session.close()
+        part.end(state)
+        self._show(part)
+        return state
+
+    def _show(self, part: Part) -> None:
+        self._say(f"\n{render_part(part.name, part.data)}\n")
+
+
+def _as_json(sizes: Sizes) -> dict[str, object]:
+    """As a record gives it back."""
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in dataclasses.asdict(sizes).items()
+    }
+
+
+def _driver(device: str) -> str | None:
+    """The version of NVIDIA's driver; None: it cannot be told."""
+    if device == "cpu":
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return (found.stdout.split() or [None])[0]

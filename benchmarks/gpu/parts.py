@@ -1,0 +1,369 @@
+"""The parts that measure. Each is a function of a session; it saves after every row, and ends with
+OutOfTime where its time is over.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.floors import Rates, prompts_s, step_s
+from benchmarks.gpu.session import DTYPE, LEAST_S, Engine, OutOfTime, Session
+from benchmarks.measures import medians, paired_ratio
+from benchmarks.processes import ROOT, System, SystemFailure
+from benchmarks.workloads import Lengths, Load, make_prompts
+
+ALONE = {"allow_block_sharing": False}
+"""The prefix cache is off: every prompt is computed."""
+BATCHING = "benchmarks.adapters.transformers_batching"
+JUDGE = "benchmarks.adapters.judge"
+JUDGED = 2
+GPU_ONLY = "needs a CUDA device"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A system that is compared with the engine's defaults."""
+
+    engine: Engine
+    only_on_gpu: bool = False
+
+
+def _options(name: str, *, only_on_gpu: bool = True, **options: Any) -> Variant:
+    return Variant(Engine(name, options={**ALONE, **options}), only_on_gpu)
+
+
+def _library(name: str, *, only_on_gpu: bool = True, **options: Any) -> Variant:
+    return Variant(Engine(name, BATCHING, {**ALONE, **options}), only_on_gpu)
+
+
+OPTIONS = (
+    _options("no graphs", use_cuda_graph=False),
+    _options("no overlap", use_async_batching=False),
+    _options("no graphs, no overlap", use_cuda_graph=False, use_async_batching=False),
+    _options("graphs for both paths", use_cuda_graph=True),
+    _options("overlap on", only_on_gpu=False, use_async_batching=True),
+    _options("neither packed nor fused", pack_weights=False, fuse_layers=False),
+    _options("attention in torch", only_on_gpu=False, attention="torch"),
+)
+COMPILING = tuple(
+    _options(f"compile level {level}", default_compile_level=level) for level in (1, 2, 3)
+)
+PEERS = (
+    _library("generate_batch", only_on_gpu=False, max_batch_tokens=None),
+    _library("generate_batch, graphs", use_cuda_graph=True, use_async_batching=True),
+    _library(
+        "generate_batch, compiled",
+        use_cuda_graph=True,
+        use_async_batching=True,
+        default_compile_level=1,
+    ),
+    _library("generate_batch, flash", attention="flash_attention_2"),
+)
+ENGINE = Engine("headrace", options=ALONE)
+
+
+def floors(session: Session) -> None:
+    """The device's rates, and what they allow."""
+    turns = []
+    for _ in range(session.sizes.turns):
+        session.need_time("the rates")
+        turns.append(session.rates())
+    rates = medians(turns)
+    limits = Rates(rates["bandwidth"], rates["matrix"])
+    session.part.put({"key": "rates", "turns": turns, "median": rates})
+    context = session.sizes.prompt
+    for batch in session.sizes.batches:
+        seconds = step_s(session.shape, DTYPE, batch, context, limits)
+        session.part.put(
+            {
+                "key": f"{session.model} at {batch}",
+                "model": session.model,
+                "requests": batch,
+                "context": context,
+                "step_s": seconds,
+                "decode_rate": batch / seconds,
+                "prefill_rate": context / prompts_s(session.shape, [Lengths(context, 1)], limits),
+            }
+        )
+
+
+def decode(session: Session) -> None:
+    """The engine at each batch size, its prefill, what the device does meanwhile, and whether the
+    tokens are right.
+    """
+    sizes = session.sizes
+    engine = session.start(
+        ENGINE,
+        (max(*sizes.batches, sizes.prompts), sizes.prompt + sizes.output),
+        (max(sizes.profiled, default=1), sizes.prompt + _profile_output(session)),
+    )
+    judged: tuple[list[list[int]], list[dict[str, Any]]] | None = None
+    for batch in sizes.batches:
+        key = f"decode at {batch}"
+        if session.part.has(key):
+            continue
+        lengths = session.lengths(batch, sizes.output)
+        session.warm(engine, lengths)
+        judged = _measure(session, engine, key, lengths)[1:]
+    if not session.part.has("prefill"):
+        lengths = session.lengths(sizes.prompts, 1)
+        session.warm(engine, lengths)
+        _measure(session, engine, "prefill", lengths)
+    if session.device == "cpu":
+        session.part.leave_out("the GPU's busy share", GPU_ONLY)
+    for batch in sizes.profiled:
+        if batch <= max(sizes.batches) and not session.part.has(f"busy at {batch}"):
+            _profile(session, engine, batch)
+    session.drop(engine)
+    if judged is not None:
+        _judge(session, *judged)
+
+
+def _measure(
+    session: Session, system: System, key: str, lengths: Sequence[Lengths], **more: Any
+) -> tuple[dict[str, Any], list[list[int]], list[dict[str, Any]]]:
+    """A row by some turns, saved after each. Also the last turn's prompts and replies."""
+    rates, turns = session.rates(), []
+    for turn in range(session.sizes.turns):
+        figures, prompts, replies = session.turn(system, lengths, seed=1000 + turn)
+        turns.append(figures)
+        row = session.row(key, system, lengths, turns, rates, **more)
+        is_last = turn + 1 == session.sizes.turns
+        session.part.put({**row, "partial": True} if not is_last else row)
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in row["of_floor"].items())
+    session.say(f"  {key}: {_rate(row['median'])}; of the floor: {shares}")
+    return row, prompts, replies
+
+
+def _profile_output(session: Session) -> int:
+    return 4 * session.sizes.profile_steps + 200 if session.sizes.profiled else 0
+
+
+def _profile(session: Session, engine: System, batch: int) -> None:
+    """How much of a steady decode's time the device computes, by torch's profiler."""
+    session.need_time(f"the busy share at {batch}")
+    lengths = session.lengths(batch, _profile_output(session))
+    prompts = make_prompts(lengths, session.shape.vocab_size, seed=77)
+    order = {
+        "requests": [
+            {"prompt": prompt, "max_tokens": one.output, "at": 0.0}
+            for prompt, one in zip(prompts, lengths, strict=True)
+        ],
+        "profile_steps": session.sizes.profile_steps,
+    }
+    found: dict[str, Any] = engine.run(order, max(LEAST_S, session.left_s()))
+    share = found["busy_s"] / found["span_s"]
+    row = {"key": f"busy at {batch}", "requests": batch, "busy_share": share, **found}
+    session.part.put(row)
+    session.say(f"  busy at {batch}: {share:.1%} of {found['steps']} steps")
+
+
+def _judge(session: Session, prompts: list[list[int]], replies: list[dict[str, Any]]) -> None:
+    """Whether some requests' tokens are those of the same weights in float32."""
+    session.need_time("the check of the tokens")
+    judge = session.start(Engine("judge", JUDGE), (1, session.sizes.prompt))
+    requests = [
+        {"prompt": prompt, "tokens": reply["tokens"]}
+        for prompt, reply in list(zip(prompts, replies, strict=True))[:JUDGED]
+    ]
+    verdicts = judge.run({"requests": requests}, max(LEAST_S, session.left_s()))
+    tokens = sum(verdict["tokens"] for verdict in verdicts)
+    session.part.put(
+        {
+            "key": "tokens",
+            "requests": len(verdicts),
+            "tokens": tokens,
+            "best": sum(verdict["best"] for verdict in verdicts) / tokens,
+            "near": sum(verdict["near"] for verdict in verdicts) / tokens,
+            "worst_gap": max(verdict["worst_gap"] for verdict in verdicts),
+        }
+    )
+    session.drop(judge)
+
+
+def options(session: Session) -> None:
+    """The engine with one option changed, beside the engine as it is."""
+    _compare(session, OPTIONS, session.sizes.pair)
+
+
+def compiling(session: Session) -> None:
+    """torch.compile's levels."""
+    _compare(session, COMPILING, session.sizes.pair)
+
+
+def peers(session: Session) -> None:
+    """transformers' own continuous batching, with the settings that can be had here."""
+    _compare(session, PEERS, session.sizes.pair)
+
+
+def _compare(session: Session, variants: Sequence[Variant], batches: Sequence[int]) -> None:
+    """Each variant beside the engine, which stays: both take turns with the same prompts."""
+    reference: System | None = None
+    total = session.sizes.prompt + session.sizes.pair_output
+    for variant in variants:
+        name = variant.engine.name
+        if variant.only_on_gpu and session.device == "cpu":
+            session.part.leave_out(name, GPU_ONLY)
+            continue
+        missing = [batch for batch in batches if not session.part.has(f"{name} at {batch}")]
+        if not missing:
+            continue
+        try:
+            if reference is None:
+                reference = session.start(ENGINE, (max(batches), total))
+            try:
+                system = session.start(variant.engine, (max(batches), total))
+                for batch in missing:
+                    lengths = session.lengths(batch, session.sizes.pair_output)
+                    _pair(session, reference, system, lengths)
+                session.drop(system)
+            except SystemFailure as failure:
+                why = str(failure).splitlines()[0]
+                session.say(f"    left out: {why}")
+                session.part.leave_out(name, why)
+                session.close()  # whichever of the two it was
+                reference = None
+        except OutOfTime:
+            begun = variants.index(variant)
+            raise OutOfTime(", ".join(one.engine.name for one in variants[begun:])) from None
+
+
+def _pair(session: Session, reference: System, system: System, lengths: Sequence[Lengths]) -> None:
+    """Paired turns, saved after each."""
+    for one in (reference, system):
+        session.warm(one, lengths)
+    rates, ours, theirs = session.rates(), [], []
+    for turn in range(session.sizes.turns):
+        ours.append(session.turn(reference, lengths, seed=1000 + turn)[0])
+        theirs.append(session.turn(system, lengths, seed=1000 + turn)[0])
+        row = session.row(f"{system.name} at {len(lengths)}", system, lengths, theirs, rates)
+        row["reference"] = session.row("", reference, lengths, ours, rates)
+        for name in ("output_rate", "decode_rate"):
+            if all(name in figures for figures in (*ours, *theirs)):
+                row.setdefault("ratio", {})[name] = paired_ratio(
+                    [figures[name] for figures in ours], [figures[name] for figures in theirs]
+                )
+        is_last = turn + 1 == session.sizes.turns
+        session.part.put({**row, "partial": True} if not is_last else row)
+    session.say(
+        f"  {row['key']}: {_rate(row['median'])}; headrace / it {row['ratio']['output_rate']:.2f}"
+    )
+
+
+def grpc(session: Session, cache: Path) -> None:
+    """A session of many requests through headrace-server, beside the engine without it."""
+    why = _server_missing()
+    if why is not None:
+        session.part.leave_out("gRPC", f"the service does not import here: {why}")
+        return
+    directory = _checkpoint(session, cache)
+    server = Engine(
+        "headrace-session",
+        "benchmarks.adapters.headrace_server",
+        {"style": "session", "flags": ["--no-prefix-cache"]},
+        directory,
+    )
+    _compare(session, (Variant(server),), (session.sizes.session,))
+
+
+def _server_missing() -> str | None:
+    """Why the service cannot run here; None: it can."""
+    code = "import headrace, service.cli, service.server, engine.process.worker, engine.structured"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if not found.returncode:
+        return None
+    return (found.stderr.strip().splitlines() or ["no reason was given"])[-1]
+
+
+def _checkpoint(session: Session, cache: Path) -> Path:
+    """The model on disk, made if it is not there: a server reads a directory."""
+    session.need_time("the checkpoint")
+    folder = cache / "models" / f"{session.model}-on-{session.device.partition(':')[0]}"
+    if (folder / "config.json").is_file():
+        return folder
+    session.say(f"  making {folder}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder.with_name(folder.name + ".partial"), ignore_errors=True)
+    code = "import sys; from pathlib import Path; from benchmarks.models import make_model; "
+    code += "make_model(sys.argv[1], Path(sys.argv[2]), device=sys.argv[3])"
+    try:
+        subprocess.run(
+            [sys.executable, "-c", code, session.model, str(folder), session.device],
+            cwd=ROOT,
+            check=True,
+            timeout=session.left_s(),
+            capture_output=True,
+            text=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise OutOfTime("the checkpoint") from None
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr.strip().splitlines() or [str(error)])[-1]
+        raise SystemFailure(f"the checkpoint cannot be made in {folder}: {why}") from error
+    return folder
+
+
+def itl(session: Session) -> None:
+    """Times between tokens while prompts arrive: each budget of a step, at each rate."""
+    sizes = session.sizes
+    total = sizes.prompt + sizes.output
+    for budget in sizes.budgets:
+        name = "headrace" if budget is None else f"max_batch_tokens {budget}"
+        keys = {rate: f"{name} at {rate:g}/s" for rate in sizes.rates}
+        if all(session.part.has(key) for key in keys.values()):
+            continue
+        engine = Engine(name, options={**ALONE, "max_batch_tokens": budget})
+        most = sizes.batches[-1]
+        system = session.start(engine, (most, total))
+        session.warm(system, session.lengths(min(8, most), sizes.output))
+        for rate, key in keys.items():
+            lengths = session.lengths(max(2, round(rate * sizes.seconds)), sizes.output)
+            load, rates, turns = Load(rate=rate), session.rates(), []
+            for turn in range(sizes.turns):
+                turns.append(session.turn(system, lengths, 1000 + turn, load)[0])
+                row = session.row(key, system, lengths, turns, rates, load=load.name)
+                row.pop("of_floor")  # as many tokens come as are asked for
+                is_last = turn + 1 == sizes.turns
+                session.part.put({**row, "partial": True} if not is_last else row)
+            p99 = row["median"].get("itl_p99_s", 0.0) * 1e3
+            session.say(f"  {key}: ITL p99 {p99:.1f} ms")
+        session.drop(system)
+
+
+def _rate(median: dict[str, float]) -> str:
+    text = f"{median['output_rate']:.0f} tok/s"
+    if "decode_rate" in median:
+        text += (
+            f", decode {median['decode_rate']:.0f} tok/s ({median['step_s'] * 1e3:.2f} ms a step)"
+        )
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """A part: what it does, with which model, and what for."""
+
+    run: Callable[..., None]
+    model: str
+    meaning: str
+    needs_cache: bool = False
+
+
+MEASURING = {
+    "floors": Measuring(floors, "qwen3-8b", "copy and matrix rates, and what they allow"),
+    "decode-8b": Measuring(decode, "qwen3-8b", "decode and prefill of Qwen3-8B's shape"),
+    "decode-4b": Measuring(decode, "qwen3-4b", "the same of Qwen3-4B's"),
+    "options": Measuring(options, "qwen3-8b", "graphs, overlap and other options on and off"),
+    "compile": Measuring(compiling, "qwen3-8b", "the levels of torch.compile"),
+    "peers": Measuring(peers, "qwen3-8b", "beside transformers' generate_batch"),
+    "grpc": Measuring(grpc, "qwen3-4b", "a session through gRPC, beside the engine alone", True),
+    "itl": Measuring(itl, "qwen3-4b", "times between tokens while prompts arrive"),
+}

@@ -1,0 +1,133 @@
+"""The record of one device: parts, each with what it was run with, written after every measurement.
+
+    {"format", "kind": "gpu", "device": {…}, "machine": {…},
+     "parts": {name: {"model", "dtype", "date", "commit", "versions", "state", "left_out",
+                      "rows": [{"key", …}, …]}}}
+
+A part that is run again replaces what was there; with `resume` it keeps the rows that it has, if
+they are of the same sources and versions. A killed run has lost the row that was being measured.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import machine_record, rounded
+from benchmarks.report import FORMAT, KIND_GPU, read_record
+
+RUNNING = "running"
+COMPLETE = "complete"
+OUT_OF_TIME = "out of time"
+FAILED = "failed"
+LEFT_OUT = "left out"
+QUICK = "quick"
+"""Of the checks: those that always run have passed, the others were not asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What figures are of. commit: of the sources; None: unknown. versions: of packages."""
+
+    commit: str | None
+    versions: dict[str, str]
+
+
+class Record:
+    """The record of a device, and its file."""
+
+    def __init__(self, folder: Path, device: dict[str, Any], provenance: Provenance) -> None:
+        """Open the record of a device in a folder, or begin one.
+
+        Raises:
+            ValueError: the file is of another format.
+        """
+        self.path = folder / record_name(device)
+        self.provenance = provenance
+        self.data: dict[str, Any] = read_record(self.path) or {
+            "format": FORMAT,
+            "kind": KIND_GPU,
+            "parts": {},
+        }
+        self.data |= {"device": device, "machine": machine_record()}
+
+    def begin(self, name: str, about: dict[str, Any], *, resume: bool) -> Part:
+        """A part, anew or with the rows that it has."""
+        before = self.data["parts"].get(name)
+        rows = before["rows"] if resume and before and self.is_current(name, about) else []
+        self.data["parts"][name] = {
+            **about,
+            "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
+            "commit": self.provenance.commit,
+            "versions": self.provenance.versions,
+            "state": RUNNING,
+            "left_out": [],
+            "rows": rows,
+        }
+        self.save()
+        return Part(self, name)
+
+    def is_current(self, name: str, about: dict[str, Any] | None = None) -> bool:
+        """Whether a part is there, and of these very sources, versions and sizes."""
+        part = self.data["parts"].get(name)
+        return (
+            part is not None
+            and self.provenance.commit is not None
+            and not self.provenance.commit.endswith("+")
+            and part["commit"] == self.provenance.commit
+            and part["versions"] == self.provenance.versions
+            and all(part.get(key) == value for key, value in (about or {}).items())
+        )
+
+    def state(self, name: str) -> str | None:
+        """Of a part; None: it is not there."""
+        part = self.data["parts"].get(name)
+        return None if part is None else part["state"]
+
+    def save(self) -> None:
+        """Write the file: the old one or the new one, whatever happens."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(rounded(self.data), indent=1) + "\n")
+        os.replace(partial, self.path)
+
+
+class Part:
+    """One part of a record, while it is run."""
+
+    def __init__(self, record: Record, name: str) -> None:
+        self._record = record
+        self.name = name
+        self.data: dict[str, Any] = record.data["parts"][name]
+
+    def has(self, key: str) -> bool:
+        """Whether a row is there and complete."""
+        return any(row["key"] == key and not row.get("partial") for row in self.data["rows"])
+
+    def put(self, row: dict[str, Any]) -> None:
+        """Add a row, in the place of the one with its key, and save."""
+        rows = [other for other in self.data["rows"] if other["key"] != row["key"]]
+        self.data["rows"] = [*rows, row]
+        self._record.save()
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Note what is not measured."""
+        self.data["left_out"].append(f"{what}: {why}")
+        self._record.save()
+
+    def end(self, state: str) -> None:
+        """Note how it ended."""
+        self.data["state"] = state
+        self._record.save()
+
+
+def record_name(device: dict[str, Any]) -> str:
+    """The file of a device. What ran on a CPU is no figure of a GPU, and its name says so."""
+    if device["type"] != "cuda":
+        return "gpu-command-on-a-cpu.json"
+    return f"gpu-{re.sub('[^a-z0-9]+', '-', device['name'].lower()).strip('-')}.json"

@@ -1,0 +1,204 @@
+"""A GPU's record as tables, in the document and on the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.measures import figure
+
+NO_GPU = (
+    "**This ran on a CPU**, to show that the command works. Nothing here is a figure of a GPU, or "
+    "of anything else."
+)
+STATES = {
+    "complete": "",
+    "quick": "",
+    "running": " It was ended while it ran.",
+    "out of time": " Its time was over before all was measured.",
+    "failed": " **It failed.**",
+    "left out": " It was left out.",
+}
+
+
+def render(record: dict[str, Any], name: str) -> str:
+    """The text of one record: the device, then part by part what there is."""
+    device = record["device"]
+    facts = [
+        f"{device[key]}{unit}" if unit else f"{words} {device[key]}"
+        for key, words, unit in (
+            ("capability", "compute capability", ""),
+            ("multiprocessors", "", " multiprocessors"),
+            ("driver", "driver", ""),
+        )
+        if device.get(key) is not None
+    ]
+    if device.get("memory_bytes"):
+        facts.append(f"{device['memory_bytes'] / 2**30:.0f} GiB")
+    machine = record["machine"]
+    text = (
+        f"{device['name']}" + (f" ({', '.join(facts)})" if facts else "") + f"; {machine['cpus']} "
+        f"CPUs ({machine['cpu']}), {machine['system']}. Record: [`{name}`](../{name})."
+    )
+    parts = [text] if device["type"] == "cuda" else [NO_GPU, text]
+    parts += [render_part(part, found) for part, found in record["parts"].items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def render_part(name: str, part: dict[str, Any]) -> str:
+    """One part: what it was run with, its table, what was left out."""
+    model = f"{part['model']} in {part['dtype']}, " if part["model"] else ""
+    versions = ", ".join(f"{package} {version}" for package, version in part["versions"].items())
+    head = (
+        f"**{name}**: {model}{part['date'][:10]}, commit {part['commit'] or 'unknown'}; {versions}."
+        + STATES[part["state"]]
+    )
+    lines = _TABLES.get(name.partition("-")[0], _compared)(part["rows"])
+    out = [f"- Left out: {text}." for text in part["left_out"]]
+    return "\n\n".join(["\n".join(block) for block in ([head], lines, out) if block])
+
+
+def _table(columns: str, rows: list[list[str]]) -> list[str]:
+    if not rows:
+        return []
+    heads = [head.strip() for head in columns.split("|")]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    return lines + [f"| {' | '.join(cells)} |" for cells in rows]
+
+
+def _checks(rows: list[dict[str, Any]]) -> list[str]:
+    cells = [[row["key"], row["state"], row["detail"].replace("|", "/")] for row in rows]
+    return _table("check | result | of", cells)
+
+
+def _floors(rows: list[dict[str, Any]]) -> list[str]:
+    lines: list[str] = []
+    for row in rows:
+        if row["key"] == "rates":
+            median = row["median"]
+            lines += [
+                f"A copy within the memory moves {median['bandwidth'] / 1e12:.2f} TB/s (read and "
+                f"written), a product in bfloat16 makes {median['matrix'] / 1e12:.0f} TFLOP/s; "
+                f"medians of {len(row['turns'])}.",
+                "",
+            ]
+    cells = [
+        [
+            row["model"],
+            str(row["requests"]),
+            str(row["context"]),
+            figure(row["step_s"] * 1e3),
+            figure(row["decode_rate"]),
+            figure(row["prefill_rate"]),
+        ]
+        for row in rows
+        if row["key"] != "rates"
+    ]
+    head = "model | requests | context | least ms a step | at most tok/s | prefill at most tok/s"
+    return lines + _table(head, cells)
+
+
+def _decode(rows: list[dict[str, Any]]) -> list[str]:
+    found = {row["key"]: row for row in rows}
+    cells = []
+    for row in rows:
+        if not row["key"].startswith("decode at"):
+            continue
+        busy = found.get(f"busy at {row['requests']}")
+        cells.append(
+            [
+                str(row["requests"]),
+                _rate(row, "decode_rate"),
+                _share(row, "decode_rate"),
+                _milliseconds(row["median"], "step_s"),
+                _milliseconds(row["floor"], "step_s"),
+                figure(row["median"]["output_rate"]),
+                *_latencies(row),
+                "" if busy is None else f"{busy['busy_share']:.1%}",
+                str(len(row["turns"])),
+            ]
+        )
+    head = "requests | decode tok/s | of the floor | ms a step | least | output tok/s"
+    lines = _table(f"{head} | {_LATENCIES} | GPU busy | turns", cells)
+    if "prefill" in found:
+        row = found["prefill"]
+        lines += [
+            "",
+            f"Prefill of {row['requests']} prompts of {row['prompt']} tokens: "
+            f"{figure(row['median']['prefill_rate'])} tok/s, {_share(row, 'prefill_rate')} of the "
+            f"floor ({figure(row['floor']['prefill_rate'])}).",
+        ]
+    if "tokens" in found:
+        row = found["tokens"]
+        lines += [
+            "",
+            f"Of {row['tokens']} tokens of {row['requests']} requests {row['best']:.1%} are the "
+            f"argmax of the same weights in float32, {row['near']:.1%} within 0.1 of the logits' "
+            f"standard deviation of it; the worst is {row['worst_gap']:.3f} from it.",
+        ]
+    return lines
+
+
+def _compared(rows: list[dict[str, Any]]) -> list[str]:
+    cells = []
+    for row in rows:
+        ratio = row.get("ratio", {})
+        cells.append(
+            [
+                row["system"],
+                str(row["requests"]),
+                figure(row["median"]["output_rate"]),
+                figure(row["reference"]["median"]["output_rate"]),
+                _ratio(ratio, "output_rate"),
+                _rate(row, "decode_rate"),
+                _share(row, "decode_rate"),
+                _share(row["reference"], "decode_rate"),
+                _ratio(ratio, "decode_rate"),
+                *_latencies(row),
+            ]
+        )
+    head = "system | requests | output tok/s | headrace | headrace / it | decode tok/s"
+    head += " | of the floor | headrace's share | headrace / it"
+    return _table(f"{head} | {_LATENCIES}", cells)
+
+
+def _itl(rows: list[dict[str, Any]]) -> list[str]:
+    cells = [
+        [
+            row["system"],
+            row["load"],
+            str(row["requests"]),
+            figure(row["median"]["output_rate"]),
+            *_latencies(row),
+        ]
+        for row in rows
+    ]
+    return _table(f"system | load | requests | output tok/s | {_LATENCIES}", cells)
+
+
+_TABLES = {"checks": _checks, "floors": _floors, "decode": _decode, "itl": _itl}
+_LATENCIES = "TTFT p50, p90, p99 ms | TPOT ms | ITL p50, p90, p99 ms"
+
+
+def _latencies(row: dict[str, Any]) -> list[str]:
+    median = row["median"]
+    return [
+        _milliseconds(median, *(f"ttft_p{percent}_s" for percent in (50, 90, 99))),
+        _milliseconds(median, "tpot_s"),
+        _milliseconds(median, *(f"itl_p{percent}_s" for percent in (50, 90, 99))),
+    ]
+
+
+def _milliseconds(figures: dict[str, float], *names: str) -> str:
+    return ", ".join(figure(figures[name] * 1e3) for name in names if name in figures)
+
+
+def _rate(row: dict[str, Any], name: str) -> str:
+    return figure(row["median"][name]) if name in row["median"] else ""
+
+
+def _share(row: dict[str, Any], name: str) -> str:
+    return f"{row['of_floor'][name]:.0%}" if name in row["of_floor"] else ""
+
+
+def _ratio(ratios: dict[str, float], name: str) -> str:
+    return f"{ratios[name]:.2f}" if name in ratios else ""

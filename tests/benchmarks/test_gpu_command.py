@@ -1,0 +1,361 @@
+"""`python -m benchmarks gpu`: systems are processes here too, but compute nothing; the slow test at
+the end runs the real ones on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import checking, command, parts
+from benchmarks.gpu.record import Provenance, Record, record_name
+from benchmarks.gpu.session import Engine
+from benchmarks.gpu.tables import NO_GPU
+from benchmarks.processes import ROOT
+from benchmarks.report import FORMAT, read_record, render
+
+FAKES = '''
+import os, sys, time
+from benchmarks.adapters.loop import main
+
+STEP = 0.002
+
+
+class Machine:
+    def load(self, order):
+        return {"settings": {"name": "a CPU", "type": "cpu"}, "versions": {"torch": "2.11.0"}}
+
+    def run(self, turn):
+        return {"bandwidth": 1e9, "matrix": 1e9}
+
+
+class Checks:
+    def load(self, order):
+        return {}
+
+    def run(self, turn):
+        state = os.environ.get("CHECK_STATE", "passed")
+        return [{"key": "greedy", "state": state, "detail": "5 prompts"}]
+
+
+class Engine:
+    """A token for each request with every step; tokens are the prompt's last."""
+
+    def load(self, order):
+        if order["options"].get("fails"):
+            raise RuntimeError("out of memory")
+        self.slow = order["options"].get("slow", 1)
+        self.dies = order["options"].get("dies")
+        return {"settings": order["options"], "versions": {}}
+
+    def run(self, turn):
+        live = turn.due()
+        longest = max(turn.requests[index]["max_tokens"] for index in live)
+        if self.dies and longest > 4:
+            sys.exit(3)
+        time.sleep(STEP)  # the prompts
+        for step in range(longest):
+            time.sleep(STEP * self.slow)
+            for index in live:
+                if step < turn.requests[index]["max_tokens"]:
+                    turn.add(index, [turn.requests[index]["prompt"][-1]])
+        for index in live:
+            turn.finish(index)
+
+
+class Judge:
+    def load(self, order):
+        return {}
+
+    def run(self, turn):
+        found = {"best": 12, "near": 12, "worst_gap": 0.5}
+        return [{**found, "tokens": len(one["tokens"])} for one in turn.requests]
+
+
+name = sys.argv[0].split("fake_")[1].removesuffix(".py")
+main({"machine": Machine, "checks": Checks, "engine": Engine, "judge": Judge}[name]())
+'''
+
+
+@pytest.fixture(autouse=True)
+def _fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("machine", "checks", "engine", "judge"):
+        (tmp_path / f"fake_{name}.py").write_text(FAKES)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setattr(command, "MACHINE", "fake_machine")
+    monkeypatch.setattr(checking, "MODULE", "fake_checks")
+    monkeypatch.setattr(parts, "JUDGE", "fake_judge")
+    monkeypatch.setattr(parts, "ENGINE", Engine("headrace", "fake_engine"))
+
+
+def run(folder: Path, *words: str) -> tuple[bool, dict[str, Any], list[str]]:
+    """Whether it failed, the record, what it said."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser, folder / "cache")
+    arguments = parser.parse_args(
+        ["--device", "cpu", "--output", str(folder), "--commit", "abc1234", *words]
+    )
+    said: list[str] = []
+    names, sizes = command._names(arguments), command._sizes(arguments)
+    has_failed = command.Run(arguments, names, sizes, said.append).run()
+    record = read_record(folder / "gpu-command-on-a-cpu.json")
+    assert record is not None
+    return has_failed, record, said
+
+
+def test_a_part_says_what_was_measured_and_how_far_from_the_floor(tmp_path: Path) -> None:
+    has_failed, record, _ = run(tmp_path, "--part", "floors,decode-8b", "--turns", "2")
+    assert not has_failed
+    assert (record["format"], record["kind"]) == (FORMAT, "gpu")
+    assert list(record["parts"]) == ["checks", "floors", "decode-8b"], "checks come unasked"
+    assert record["parts"]["checks"]["state"] == "quick"
+    part = record["parts"]["decode-8b"]
+    assert (part["state"], part["model"], part["commit"]) == ("complete", "qwen3-8b", "abc1234")
+    assert part["versions"]["torch"] == "2.11.0"
+    rows = {row["key"]: row for row in part["rows"]}
+    assert list(rows) == ["decode at 1", "decode at 4", "prefill", "tokens"]
+    four = rows["decode at 4"]
+    assert len(four["turns"]) == 2
+    assert "partial" not in four
+    floor = (2 * 7.567e9 + 4 * four["median"]["context"] * 147456) / 1e9
+    floor = max(floor, 2 * 4 * 7.567e9 / 1e9 + 4 * four["median"]["context"] * 147456 / 1e9)
+    assert four["floor"]["step_s"] == pytest.approx(floor, rel=1e-3)
+    assert four["of_floor"]["decode_rate"] == pytest.approx(
+        floor / four["median"]["step_s"], rel=0.05
+    )
+    assert {"ttft_p99_s", "tpot_s", "itl_p50_s", "itl_p90_s", "itl_p99_s"} <= set(four["median"])
+    assert rows["tokens"]["best"] == 1.0
+    assert part["left_out"] == ["the GPU's busy share: needs a CUDA device"]
+
+
+def test_checks_that_fail_stop_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECK_STATE", "failed")
+    has_failed, record, said = run(tmp_path, "--part", "floors")
+    assert has_failed
+    assert said[-1] == "checks have failed, and nothing is measured: greedy: 5 prompts"
+    assert list(record["parts"]) == ["checks"]
+    assert record["parts"]["checks"]["state"] == "failed"
+    monkeypatch.delenv("CHECK_STATE")
+    assert not run(tmp_path, "--part", "floors")[0], "once they pass again"
+    assert "checks: passed before, of these sources" in run(tmp_path, "--part", "floors")[2]
+    monkeypatch.setenv("CHECK_STATE", "failed")
+    assert run(tmp_path, "--part", "floors", "--commit", "other")[0], "of other sources"
+
+
+def test_systems_are_compared_in_paired_turns_and_one_that_fails_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def variant(name: str, **options: object) -> parts.Variant:
+        return parts.Variant(Engine(name, "fake_engine", options))
+
+    monkeypatch.setattr(
+        parts,
+        "OPTIONS",
+        (
+            variant("no room", fails=True),
+            variant("dies", dies=True),
+            variant("slower", slow=4),
+            parts.Variant(Engine("graphs", "fake_engine"), only_on_gpu=True),
+        ),
+    )
+    has_failed, record, _ = run(tmp_path, "--part", "options")
+    assert not has_failed
+    part = record["parts"]["options"]
+    [row] = part["rows"]
+    assert (row["key"], row["settings"]["slow"]) == ("slower at 2", 4)
+    assert row["ratio"]["decode_rate"] > 2.0
+    assert row["reference"]["median"]["output_rate"] > 1.5 * row["median"]["output_rate"]
+    failed, died, graphs = part["left_out"]
+    assert failed.startswith("no room: no room: RuntimeError: out of memory")
+    assert died.startswith("dies: dies ended")
+    assert graphs == "graphs: needs a CUDA device"
+
+
+def test_what_is_measured_is_kept_when_time_is_over_and_taken_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--part", "decode-8b")
+    run(tmp_path, "--part", "checks")
+    kept = parts._measure
+
+    def once(session: Any, *rest: Any, **more: Any) -> Any:
+        found = kept(session, *rest, **more)
+        session._deadline = 0.0
+        return found
+
+    monkeypatch.setattr(parts, "_measure", once)
+    _, record, said = run(tmp_path, *words)
+    part = record["parts"]["decode-8b"]
+    assert part["state"] == "out of time"
+    assert [row["key"] for row in part["rows"]] == ["decode at 1"]
+    assert part["left_out"] == ["headrace: out of time (8 minutes)"]
+    assert "Its time was over" in said[-1]
+    before = part["rows"][0]
+    monkeypatch.setattr(parts, "_measure", kept)
+    _, record, _ = run(tmp_path, *words, "--resume")
+    part = record["parts"]["decode-8b"]
+    assert part["state"] == "complete"
+    assert part["rows"][0] == before, "it was not measured again"
+    assert [row["key"] for row in part["rows"]] == [
+        "decode at 1",
+        "decode at 4",
+        "prefill",
+        "tokens",
+    ]
+    assert "decode-8b: complete before" in run(tmp_path, *words, "--resume")[2]
+    _, record, _ = run(tmp_path, *words)
+    assert record["parts"]["decode-8b"]["rows"][0] != before, "without --resume it is"
+
+
+def test_the_record_is_saved_with_every_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[tuple[str, int, bool]] = []
+    save = Record.save
+
+    def watch(record: Record) -> None:
+        save(record)
+        part = json.loads(record.path.read_text())["parts"].get("decode-8b", {"rows": []})
+        saved.extend(
+            (row["key"], len(row.get("turns", [])), "partial" in row) for row in part["rows"][-1:]
+        )
+
+    monkeypatch.setattr(Record, "save", watch)
+    run(tmp_path, "--part", "decode-8b", "--turns", "2", "--batches", "2")
+    assert saved[:3] == [("decode at 2", 1, True), ("decode at 2", 2, False), ("prefill", 1, True)]
+
+
+def test_a_dirty_tree_and_other_versions_are_not_taken_up(tmp_path: Path) -> None:
+    device = {"name": "NVIDIA H100 80GB HBM3", "type": "cuda"}
+    for commit, other, is_current in (
+        ("abc", "abc", True),
+        ("abc+", "abc+", False),
+        (None, None, False),
+        ("abc", "def", False),
+    ):
+        record = Record(tmp_path, device, Provenance(commit, {"torch": "2.11.0"}))
+        record.begin("floors", {"model": "m"}, resume=False)
+        again = Record(tmp_path, device, Provenance(other, {"torch": "2.11.0"}))
+        assert again.is_current("floors", {"model": "m"}) is is_current
+        assert not again.is_current("floors", {"model": "n"})
+    newer = Record(tmp_path, device, Provenance("abc", {"torch": "2.12.0"}))
+    assert not newer.is_current("floors")
+    assert record_name(device) == "gpu-nvidia-h100-80gb-hbm3.json"
+    assert record_name({"name": "x", "type": "cpu"}) == "gpu-command-on-a-cpu.json"
+
+
+def test_a_record_in_the_document(tmp_path: Path) -> None:
+    _, record, _ = run(tmp_path, "--part", "floors,decode-8b")
+    text = render(record, "benchmarks/results/x.json")
+    assert text.startswith(NO_GPU)
+    assert "| requests | decode tok/s | of the floor |" in text
+    gpu = {
+        **record,
+        "device": {
+            "name": "NVIDIA H200",
+            "type": "cuda",
+            "capability": "9.0",
+            "multiprocessors": 132,
+            "driver": "580.1",
+            "memory_bytes": 140 << 30,
+        },
+    }
+    text = render(gpu, "benchmarks/results/x.json")
+    assert text.startswith(
+        "NVIDIA H200 (compute capability 9.0, 132 multiprocessors, driver 580.1, 140 GiB); "
+    )
+    assert NO_GPU not in text
+
+
+def test_pytest_is_counted_and_stopped(tmp_path: Path) -> None:
+    def write(name: str, text: str) -> str:
+        path = tmp_path / f"test_{name}.py"
+        path.write_text(text)
+        return str(path)
+
+    def outcome(name: str, text: str, seconds: float = 60.0) -> tuple[str, str]:
+        row = checking.run_pytest([write(name, text)], tmp_path / "log", seconds)
+        return row["state"], row["detail"]
+
+    assert outcome("good", "def test_a(): pass\ndef test_b(): pass\n") == ("passed", "2 passed")
+    state, detail = outcome("bad", "def test_a(): pass\ndef test_b(): assert False\n")
+    assert state == "failed"
+    assert "1 passed, 1 failed: " in detail
+    assert detail.endswith("::test_b")
+    assert outcome("none", "x = 1\n")[0] == "failed"
+    endless = "import time\ndef test_a(): pass\ndef test_b(): time.sleep(600)\n"
+    state, detail = outcome("late", endless, 8.0)
+    assert state == "not finished"
+    assert detail.endswith(" in 8 s")
+
+
+def test_there_is_no_such_device_part_or_size(tmp_path: Path) -> None:
+    for words, message in (
+        (("--part", "x"), "'x' is no part; there are checks, floors, decode-8b"),
+        (("--batches", "0"), "--batches: each must be at least 1"),
+        (("--turns", "0"), "--turns must be at least 1"),
+    ):
+        refused = subprocess.run(
+            [sys.executable, "-m", "benchmarks", "gpu", *words],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert refused.returncode == 1
+        assert message in refused.stderr
+
+
+BARE = """
+import sys
+
+HIDDEN = {"llguidance", "msgspec", "grpc", "google", "opentelemetry", "typer"}
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in HIDDEN:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+import benchmarks.__main__, benchmarks.adapters.headrace_engine, benchmarks.adapters.checks
+"""
+
+
+def test_a_bare_host_has_all_that_is_needed_without_grpc() -> None:
+    subprocess.run([sys.executable, "-c", BARE], cwd=ROOT, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_command_on_a_cpu(tmp_path: Path) -> None:
+    found = subprocess.run(
+        [
+            sys.executable, "-m", "benchmarks", "gpu", "--device", "cpu", "--model", "tiny",
+            "--output", str(tmp_path), "--cache", str(tmp_path / "cache"),
+        ],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{ROOT / 'clients/python/src'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout + found.stderr
+    record = read_record(tmp_path / "gpu-command-on-a-cpu.json")
+    assert record is not None
+    states = {name: part["state"] for name, part in record["parts"].items()}
+    assert states == {
+        **dict.fromkeys(
+            ["checks", "floors", "decode-8b", "options", "peers", "grpc", "itl"], "complete"
+        ),
+        "compile": "left out",
+    }
+    for name in ("options", "peers", "grpc"):
+        assert all(row["ratio"]["output_rate"] > 0 for row in record["parts"][name]["rows"])
+    [peer] = record["parts"]["peers"]["rows"]
+    assert peer["system"] == "generate_batch"
