@@ -1,6 +1,6 @@
 """From a model's path to a runner: read, verify, size the cache, wire.
 
-    path ─▶ config ─▶ check_config ─▶ weights ─▶ pack_model, fuse_model ─▶ probe_layers, self_check
+    path ─▶ config ─▶ check_config ─▶ weights ─▶ pack, fuse ─▶ probe_layers, self_check
            └────────────────────────────────── load_model ──────────────────────────────────┘
     ─▶ plan_cache ─▶ ModelRunner
        └──── build_runner ─────┘
@@ -33,7 +33,8 @@ from engine.kv_cache.groups import LayerGroup
 from engine.runner.compile import compile_model, compile_options
 from engine.runner.cuda_graph import CudaGraphBackend, GraphBackend
 from engine.runner.forward import ModelForward
-from engine.runner.fusing import choose_fusing, fuse_model
+from engine.runner.fusing import Fusing, choose_fusing, fuse_model
+from engine.runner.fusing_products import join_products
 from engine.runner.gate import ModelProbe, check_config, num_embeddings, probe_layers, self_check
 from engine.runner.kv_tensors import (
     KVTensors,
@@ -157,7 +158,7 @@ def verify_model(
     attention: AttentionName = "auto",
     packing: Packing | None = None,
     *,
-    fuse: bool = False,
+    fuse: Fusing | None = None,
 ) -> VerifiedModel:
     """Put a model that is in memory through the load gate, and give it our attention.
 
@@ -168,7 +169,7 @@ def verify_model(
         attention: see LoadConfig.
         packing: how its weights are packed, if they are. Each layer is compared with what it was;
             the gate then judges the packed model.
-        fuse: whether what stands between its matrix products is fused, too.
+        fuse: how its layers are fused, if they are; judged likewise.
 
     Raises:
         ModelRefusedError: it would be run wrongly.
@@ -181,8 +182,8 @@ def verify_model(
     parameters = model.num_parameters()  # packed weights are none any more
     if packing is not None:
         progress(str(pack_model(model, packing)))
-    if fuse:
-        progress(str(fuse_model(model)))
+    if fuse is not None:
+        progress(str(fuse_model(model) if fuse == "kernels" else join_products(model)))
     probe = probe_layers(model, backend, text_config.num_hidden_layers)
     self_check(model, probe, backend, model.device)
     progress(f"verified: paged attention ({backend.name}) equals the model's own in every layer")
