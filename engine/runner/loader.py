@@ -26,8 +26,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.base import AttentionBackend
-from engine.attention.registry import choose_backend, register
-from engine.config import AttentionName, ContinuousBatchingConfig, LoadConfig
+from engine.attention.registry import (
+    AttentionUnavailableError,
+    check_block_size,
+    choose_backend,
+    fall_back,
+    register,
+)
+from engine.config import (
+    DEFAULT_BLOCK_SIZE,
+    AttentionName,
+    ContinuousBatchingConfig,
+    LoadConfig,
+)
 from engine.errors import InvalidRequestError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
 from engine.runner.compile import compile_model, compile_options
@@ -127,9 +138,13 @@ def resolve_path(model: str) -> Path:
 
 
 def load_model(
-    model: str, load_config: LoadConfig, progress: Callable[[str], None]
+    model: str,
+    load_config: LoadConfig,
+    progress: Callable[[str], None],
+    block_size: int = DEFAULT_BLOCK_SIZE,
 ) -> VerifiedModel:
-    """Load and verify a model. `progress` gets one line for each stage.
+    """Load and verify a model. `progress` gets one line for each stage. `block_size` is that of the
+    cache it will have, for which attention is chosen.
 
     Raises:
         ModelRefusedError: the model cannot be loaded, or would be run wrongly.
@@ -148,7 +163,9 @@ def load_model(
         loaded.device, loaded.dtype, load_config.pack_weights, load_config.quantization
     )
     fuse = choose_fusing(loaded.device, loaded.dtype, load_config.fuse_layers)
-    return verify_model(loaded, path, progress, load_config.attention, packing, fuse=fuse)
+    return verify_model(
+        loaded, path, progress, load_config.attention, packing, fuse=fuse, block_size=block_size
+    )
 
 
 def verify_model(
@@ -159,6 +176,7 @@ def verify_model(
     packing: Packing | None = None,
     *,
     fuse: Fusing | None = None,
+    block_size: int = DEFAULT_BLOCK_SIZE,
 ) -> VerifiedModel:
     """Put a model that is in memory through the load gate, and give it our attention.
 
@@ -170,6 +188,7 @@ def verify_model(
         packing: how its weights are packed, if they are. Each layer is compared with what it was;
             the gate then judges the packed model.
         fuse: how its layers are fused, if they are; judged likewise.
+        block_size: of the cache that it will have; attention is chosen for it.
 
     Raises:
         ModelRefusedError: it would be run wrongly.
@@ -178,13 +197,17 @@ def verify_model(
     register()
     check_config(model.config, type(model))
     text_config = model.config.get_text_config()
-    backend = choose_backend(model.device, model.dtype, attention)
+    backend = choose_backend(model.device, model.dtype, attention, block_size)
     parameters = model.num_parameters()  # packed weights are none any more
     if packing is not None:
         progress(str(pack_model(model, packing)))
     if fuse is not None:
         progress(str(fuse_model(model) if fuse == "kernels" else join_products(model)))
-    probe = probe_layers(model, backend, text_config.num_hidden_layers)
+    try:
+        probe = probe_layers(model, backend, text_config.num_hidden_layers)
+    except AttentionUnavailableError as error:
+        backend = fall_back(attention, error)
+        probe = probe_layers(model, backend, text_config.num_hidden_layers)
     self_check(model, probe, backend, model.device)
     progress(f"verified: paged attention ({backend.name}) equals the model's own in every layer")
     vocab_size = min(num_embeddings(model), probe.logits[0].shape[-1])
@@ -222,6 +245,7 @@ def build_runner(
         InsufficientMemoryError: the KV cache does not fit.
     """
     probe, device = verified.probe, verified.device
+    check_block_size(verified.backend, config.block_size)
     groups = make_groups(probe.shapes, probe.dtype)
     plan = plan_cache(
         config,
