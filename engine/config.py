@@ -63,7 +63,8 @@ class ContinuousBatchingConfig:
         max_batch_tokens: most tokens computed in one step, prefill and decode together: the token
             budget. Longer prompts are cut in chunks of it. None: 1024 on a CPU, 8192 on CUDA.
         max_memory_percent: the part of the memory that is free after the model was loaded, within
-            the container's limit, that the KV cache may take; above 0, at most 1. None: 0.5 on a
+            the container's limit, and on CUDA without what the largest step was seen to need, that
+            the KV cache may take; above 0, at most 1. None: 0.5 on a
             CPU, on CUDA 0.9, or 0.8 where processors that need vocabulary-sized temporaries may be
             used. On a CPU the cache takes less where the allowed concurrency needs less.
         max_requests_per_batch: most requests that run at the same time. None: 64 on a CPU, 256 on

@@ -2,8 +2,8 @@
 
     path ─▶ config ─▶ check_config ─▶ weights ─▶ pack, fuse ─▶ probe_layers, self_check
            └────────────────────────────────── load_model ──────────────────────────────────┘
-    ─▶ plan_cache ─▶ ModelRunner
-       └──── build_runner ─────┘
+    ─▶ measure_step ─▶ plan_cache ─▶ ModelRunner
+       └──────────── build_runner ────────────┘
 
 Only safetensors are read and no code of the model's directory is run.
 """
@@ -53,10 +53,11 @@ from engine.runner.kv_tensors import (
     allocate_host_caches,
     make_groups,
 )
-from engine.runner.memory import CachePlan, HostLimits, available_memory, plan_cache
+from engine.runner.memory import CachePlan, HostLimits, plan_cache, step_limits
 from engine.runner.model_runner import ModelRunner
 from engine.runner.options import resolve_options
 from engine.runner.packing import Packing, choose_packing, pack_model
+from engine.runner.profiling import DeviceMemory, device_memory, measure_step
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.types import TokenId
@@ -231,6 +232,7 @@ def build_runner(
     progress: Callable[[str], None],
     *,
     graphs: GraphBackend | None = None,
+    memory: DeviceMemory | None = None,
 ) -> LoadedRunner:
     """Size the KV cache, allocate it, and put a runner around a verified model.
 
@@ -239,21 +241,35 @@ def build_runner(
         config: the options.
         progress: gets a line for each stage.
         graphs: captures steps; None: CUDA graphs where the model is on CUDA.
+        memory: of the model's device; None: read from it.
 
     Raises:
         ConfigError: an option asks for what the device cannot do.
-        InsufficientMemoryError: the KV cache does not fit.
+        InsufficientMemoryError: the KV cache does not fit, or not even a step.
     """
     probe, device = verified.probe, verified.device
     check_block_size(verified.backend, config.block_size)
     groups = make_groups(probe.shapes, probe.dtype)
+    memory = memory or device_memory(device)
+    step_bytes = measure_step(
+        memory,
+        verified.model,
+        verified.backend,
+        probe,
+        groups,
+        device=device,
+        limits=step_limits(config, device),
+        block_size=config.block_size,
+        model_context=verified.context_length,
+    )
     plan = plan_cache(
         config,
         groups,
         device=device,
         model_context=verified.context_length,
-        available=available_memory(device),
+        available=memory.available(),
         host_available=HostLimits.read().memory_available,
+        step_bytes=step_bytes,
     )
     options = resolve_options(
         config,
