@@ -73,6 +73,8 @@ RUN chmod -R a+rX /opt/headrace/LICENSE /opt/headrace/healthcheck.py /opt/headra
 
 FROM ${PYTHON_IMAGE}
 
+ARG TORCH=cuda
+
 LABEL org.opencontainers.image.title="Headrace" \
       org.opencontainers.image.description="A gRPC microservice that serves text generation: continuous batching over a paged KV cache" \
       org.opencontainers.image.licenses="Apache-2.0"
@@ -84,6 +86,23 @@ RUN groupadd --gid 10001 headrace \
         --shell /usr/sbin/nologin headrace \
     && mkdir -p /models /run/headrace \
     && chown headrace:headrace /run/headrace
+
+# Triton compiles a small module in C when the kernels for CUDA devices are used first: that needs
+# gcc, the C library's headers (which gcc only recommends), and Python's. Not in an image for CPUs,
+# whose kernels are compiled above. That it works is tried here rather than on the first GPU.
+RUN set -eu; \
+    if [ "$TORCH" = cuda ]; then \
+        set --; \
+        command -v gcc >/dev/null && [ -e /usr/include/stdio.h ] || set -- gcc libc6-dev; \
+        include=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["include"])'); \
+        [ -e "$include/Python.h" ] || set -- "$@" python3-dev; \
+        if [ $# -gt 0 ]; then \
+            apt-get update; \
+            apt-get install --yes --no-install-recommends "$@"; \
+            rm -rf /var/lib/apt/lists/*; \
+        fi; \
+        echo '#include <Python.h>' | gcc -shared -fPIC -I"$include" -x c - -o /dev/null; \
+    fi
 
 COPY --from=build /opt/headrace /opt/headrace
 

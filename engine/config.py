@@ -16,8 +16,8 @@ from engine.errors import ConfigError
 
 DEFAULT_BLOCK_SIZE = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-AttentionName = Literal["auto", "torch", "native", "triton"]
-ATTENTIONS = ("auto", "torch", "native", "triton")
+AttentionName = Literal["auto", "torch", "native", "triton", "varlen"]
+ATTENTIONS = ("auto", "torch", "native", "triton", "varlen")
 Quantization = Literal["none", "int8"]
 QUANTIZATIONS = ("none", "int8")
 
@@ -63,7 +63,8 @@ class ContinuousBatchingConfig:
         max_batch_tokens: most tokens computed in one step, prefill and decode together: the token
             budget. Longer prompts are cut in chunks of it. None: 1024 on a CPU, 8192 on CUDA.
         max_memory_percent: the part of the memory that is free after the model was loaded, within
-            the container's limit, that the KV cache may take; above 0, at most 1. None: 0.5 on a
+            the container's limit, and on CUDA without what the largest step was seen to need, that
+            the KV cache may take; above 0, at most 1. None: 0.5 on a
             CPU, on CUDA 0.9, or 0.8 where processors that need vocabulary-sized temporaries may be
             used. On a CPU the cache takes less where the allowed concurrency needs less.
         max_requests_per_batch: most requests that run at the same time. None: 64 on a CPU, 256 on
@@ -198,8 +199,11 @@ class LoadConfig:
             and the quota of its container.
         attention: what computes attention. "torch": plain torch, the reference, on any device;
             "native": the C++ kernels for CPUs, refused where they were not built; "triton": the
-            kernels for CUDA devices, refused where Triton does not work; "auto": the fastest that
-            there is, and a line in the log that says which.
+            kernels for CUDA devices, refused where Triton does not work; "varlen": torch's own
+            FlashAttention for CUDA devices, from torch 2.12 on, refused but for 16-bit types,
+            blocks of a multiple of 256 tokens, heads of one size up to 256, and layers without
+            softcap or sinks; "auto": native on a CPU; on CUDA triton, else varlen; where none of
+            these can be had, torch; and a line in the log that says which.
         quantization: "int8": the weights of bfloat16 linear layers are kept, on a CPU, as whole
             numbers from -127 to 127 with a scale for each output: half the memory, and up to twice
             the speed of a single request, for results that differ a little
@@ -209,11 +213,14 @@ class LoadConfig:
             in which its kernel reads them. Numbers stay what they are, and so does the memory.
             True: packed, or refused where they cannot be; None: where it pays, which a line in the
             log says. Only models that are loaded from disk are packed.
-        fuse_layers: whether what stands between a model's matrix products (norms, gates, rotary
-            embeddings) is computed, in bfloat16 on a CPU, by one kernel each. Results differ by the
-            order of sums and the last bits of e^x. True: fused, or refused where it cannot be;
-            None: where it pays. Only what is shown, at load, to compute the same is exchanged, and
-            a line in the log says what; only models that are loaded from disk are changed.
+        fuse_layers: whether a model's layers are fused. In bfloat16 on a CPU: what stands between
+            its matrix products (norms, gates, rotary embeddings) is computed by one kernel each;
+            results differ by the order of sums and the last bits of e^x. Elsewhere: queries, keys
+            and values are one matrix product, and so are the two halves of a gated layer; results
+            differ by the order of sums at most, and the memory stays what it is. True: fused, or
+            refused where it cannot be; None: on CUDA, and where kernels pay on a CPU. Only what is
+            shown, at load, to compute the same is exchanged, and a line in the log says what; only
+            models that are loaded from disk are changed.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -102,7 +102,9 @@ class LocalEngineClient:
         if self._owns_process:
             gc.freeze()
             gc.enable()
-        verified = load_model(self._model, self._load_config, stage)
+        verified = load_model(
+            self._model, self._load_config, stage, block_size=self._config.block_size
+        )
         engine, limits, plan = build_loop(
             verified,
             self._config,

@@ -230,8 +230,9 @@ def load(path: str, config: ContinuousBatchingConfig | None = None, **options: A
         ConfigError: an option is out of its bounds.
     """
     load_config = LoadConfig(**options)
+    block_size = (config or ContinuousBatchingConfig()).block_size
     verified = call_on_own_thread(
-        lambda: load_model(path, load_config, logger.info), "headrace-load"
+        lambda: load_model(path, load_config, logger.info, block_size), "headrace-load"
     )
     return LoadedModel(verified, config, verified.path)
 
@@ -259,7 +260,13 @@ def from_model(
         raise ModelRefusedError("the model is in training mode; call model.eval() first")
     name = tokenizer_path or model.config.name_or_path
     directory = Path(name) if name else None
-    verified = verify_model(model, directory or Path(), logger.info, attention)
+    verified = verify_model(
+        model,
+        directory or Path(),
+        logger.info,
+        attention,
+        block_size=(config or ContinuousBatchingConfig()).block_size,
+    )
     return LoadedModel(verified, config, directory)
 
 

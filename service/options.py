@@ -211,7 +211,8 @@ class EngineOptions:
         _option(
             "attention",
             "What computes attention: torch, native (the C++ kernels for CPUs), triton (the "
-            "kernels for CUDA devices), or auto: the fastest that there is.",
+            "kernels for CUDA devices), varlen (torch's own for CUDA devices), or auto: the first "
+            "of native, triton and varlen that can be had, else torch.",
             _MODEL,
         ),
     ] = "auto"
@@ -237,9 +238,9 @@ class EngineOptions:
         bool | None,
         _option(
             "fuse-layers/--no-fuse-layers",
-            "On a CPU, compute bfloat16 norms, gates and rotary embeddings by one kernel each.",
+            "Fuse layers: on a CPU bfloat16 norms, gates and rotary embeddings; on CUDA products.",
             _MODEL,
-            show_default="where it pays",
+            show_default="where it pays on a CPU; on CUDA",
         ),
     ] = None
     block_size: Annotated[

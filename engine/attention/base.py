@@ -129,6 +129,16 @@ class AttentionBackend(ABC):
     """
 
     name: str
+    dtypes: tuple[torch.dtype, ...] | None = None
+    """What it computes with; None: any."""
+    block_multiple: int = 1
+    """Tokens in a block must be a multiple of this."""
+
+    def why_not(self, shape: LayerShape, params: AttentionParams) -> str | None:
+        """What of a layer cannot be computed, as the end of a sentence about the layer; None: all
+        can.
+        """
+        return None
 
     @abstractmethod
     def prepare(

@@ -9,6 +9,7 @@ model's forward, which hands it through unchanged.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from engine.attention.base import AttentionBackend, AttentionContext, AttentionP
 from engine.attention.native_backend import DTYPES, NativeAttentionBackend
 from engine.attention.opaque import attend_by_number
 from engine.attention.torch_backend import TorchAttentionBackend
-from engine.config import AttentionName
+from engine.config import DEFAULT_BLOCK_SIZE, AttentionName
 from engine.errors import ConfigError
 from engine.native.library import NativeUnavailableError, load_library
 
@@ -27,7 +28,11 @@ logger = logging.getLogger(__name__)
 ATTENTION_NAME = "headrace_paged"
 CONTEXT_KEYWORD = "headrace_context"
 _LEAST_CAPABILITY = (8, 0)
-"""Of a CUDA device: the first with bfloat16, and what Triton itself asks for."""
+"""Of a CUDA device: the first with bfloat16, and what Triton and FlashAttention ask for."""
+
+
+class AttentionUnavailableError(Exception):
+    """A kind of attention cannot be used here, or not for this model; the message says why."""
 
 
 def paged_attention(
@@ -76,27 +81,72 @@ def register() -> None:
 
 
 def choose_backend(
-    device: torch.device, dtype: torch.dtype, wanted: AttentionName = "auto"
+    device: torch.device,
+    dtype: torch.dtype,
+    wanted: AttentionName = "auto",
+    block_size: int = DEFAULT_BLOCK_SIZE,
 ) -> AttentionBackend:
-    """The attention that is wanted; with "auto", the fastest that there is for a device and dtype.
+    """The attention that is wanted; with "auto", the first that there is of those for a device:
+    native on a CPU, triton and then varlen on CUDA; else torch.
+
+    Args:
+        device, dtype: the model's.
+        wanted: see LoadConfig.
+        block_size: tokens in a block of the cache.
 
     Raises:
-        ConfigError: "native" or "triton" is wanted, and cannot be had.
+        ConfigError: what is wanted cannot be had.
     """
-    own = {"cpu": _native, "cuda": _triton}
-    make = {"native": _native, "triton": _triton, "auto": own.get(device.type)}.get(wanted)
-    if make is None:
+    if wanted == "torch":
         return TorchAttentionBackend()
-    try:
-        return make(device, dtype)
-    except (NativeUnavailableError, TritonUnavailableError) as error:
-        if wanted != "auto":
-            raise ConfigError("attention", f"is {wanted}, but {error}") from error
-        logger.warning("attention runs in torch, more slowly than it could: %s", error)
-        return TorchAttentionBackend()
+    names = _BY_DEVICE.get(device.type, ()) if wanted == "auto" else (wanted,)
+    reasons = []
+    for name in names:
+        try:
+            backend = _MAKE[name](device, dtype, block_size)
+        except (NativeUnavailableError, AttentionUnavailableError) as error:
+            if wanted != "auto":
+                raise ConfigError("attention", f"is {wanted}, but {error}") from error
+            reasons.append(str(error))
+        else:
+            if reasons:
+                logger.warning("attention runs by %s: %s", name, "; ".join(reasons))
+            return backend
+    return _torch_because("; ".join(reasons)) if reasons else TorchAttentionBackend()
 
 
-def _native(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+def fall_back(wanted: AttentionName, error: AttentionUnavailableError) -> AttentionBackend:
+    """The attention for a model that has a layer which the chosen one cannot compute.
+
+    Raises:
+        ConfigError: it was asked for by name.
+    """
+    if wanted != "auto":
+        raise ConfigError("attention", f"is {wanted}, but {error}") from error
+    return _torch_because(str(error))
+
+
+def check_block_size(backend: AttentionBackend, block_size: int) -> None:
+    """Refuse a size of blocks that a backend cannot read.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if block_size % backend.block_multiple:
+        raise ConfigError(
+            "block_size",
+            f"is {block_size}, and the model was loaded with attention by {backend.name}, which "
+            f"takes multiples of {backend.block_multiple}; choose one, or load with another "
+            "attention",
+        )
+
+
+def _torch_because(reason: str) -> AttentionBackend:
+    logger.warning("attention runs in torch, more slowly than it could: %s", reason)
+    return TorchAttentionBackend()
+
+
+def _native(device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
     """Raises NativeUnavailableError."""
     if device.type != "cpu":
         raise NativeUnavailableError(f"the native kernels are for CPUs, and the device is {device}")
@@ -105,36 +155,76 @@ def _native(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     return NativeAttentionBackend(load_library())
 
 
-class TritonUnavailableError(Exception):
-    """The Triton kernels cannot be used here; the message says why."""
-
-
-def _triton(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """Raises TritonUnavailableError."""
+def _check_device(device: torch.device, what: str, need: str) -> None:
+    """Raises AttentionUnavailableError: it is none of NVIDIA's that can do what is to be done."""
     if device.type != "cuda":
-        raise TritonUnavailableError(
-            f"the Triton kernels are for CUDA devices, and the device is {device}"
-        )
+        raise AttentionUnavailableError(f"{what} for CUDA devices, and the device is {device}")
     if not torch.cuda.is_available() or torch.version.cuda is None:
-        raise TritonUnavailableError("torch finds no CUDA device of NVIDIA's here")
+        raise AttentionUnavailableError("torch finds no CUDA device of NVIDIA's here")
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
-        raise TritonUnavailableError(
-            "the Triton kernels need a device of compute capability 8.0 or more, and this one has "
+        raise AttentionUnavailableError(
+            f"{need} a device of compute capability 8.0 or more, and this one has "
             f"{capability[0]}.{capability[1]}"
         )
+
+
+def _triton(device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
+    """Raises AttentionUnavailableError."""
+    _check_device(device, "the Triton kernels are", "the Triton kernels need")
     try:
         # Triton takes its time to import, and is not there where torch is built for CPUs.
         from engine.attention import triton_backend, triton_launch
     except ImportError as error:
-        raise TritonUnavailableError(f"Triton cannot be imported ({error})") from error
+        raise AttentionUnavailableError(f"Triton cannot be imported ({error})") from error
     if dtype not in triton_backend.DTYPES:
-        raise TritonUnavailableError(f"the Triton kernels do not compute in {dtype}")
+        raise AttentionUnavailableError(f"the Triton kernels do not compute in {dtype}")
     try:
         triton_launch.try_out(device)
     except Exception as error:  # compilers raise anything
-        cause = str(error).strip().partition("\n")[0]
-        raise TritonUnavailableError(
-            f"Triton does not work here ({type(error).__name__}: {cause}); it needs a C compiler"
+        raise AttentionUnavailableError(
+            f"Triton does not work here ({_describe(error)}); it needs a C compiler"
         ) from error
     return triton_backend.TritonAttentionBackend()
+
+
+def _varlen(device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
+    """Raises AttentionUnavailableError."""
+    _check_device(device, "torch's varlen attention is", "torch's varlen attention needs")
+    from engine.attention import varlen_backend  # its import registers operations of torch's own
+
+    lacking = varlen_backend.missing()
+    if lacking is not None:
+        raise AttentionUnavailableError(
+            f"the varlen attention of torch {torch.__version__} does not know {lacking}, which "
+            "that of torch 2.12 does"
+        )
+    if dtype not in varlen_backend.DTYPES:
+        raise AttentionUnavailableError(f"torch's varlen attention does not compute in {dtype}")
+    if block_size % varlen_backend.BLOCK_MULTIPLE:
+        raise AttentionUnavailableError(
+            "torch's varlen attention takes blocks of a multiple of "
+            f"{varlen_backend.BLOCK_MULTIPLE} tokens, and block_size is {block_size}"
+        )
+    try:
+        varlen_backend.try_out(device)
+    except Exception as error:  # a build without FlashAttention raises what it likes
+        raise AttentionUnavailableError(
+            f"torch's varlen attention does not work here ({_describe(error)})"
+        ) from error
+    return varlen_backend.VarlenAttentionBackend()
+
+
+def _describe(error: Exception) -> str:
+    """An error's type and first line."""
+    first, _, _ = str(error).strip().partition("\n")
+    return f"{type(error).__name__}: {first}"
+
+
+_BY_DEVICE: dict[str, tuple[str, ...]] = {"cpu": ("native",), "cuda": ("triton", "varlen")}
+"""What "auto" tries, in this order."""
+_MAKE: dict[str, Callable[[torch.device, torch.dtype, int], AttentionBackend]] = {
+    "native": _native,
+    "triton": _triton,
+    "varlen": _varlen,
+}

@@ -1,6 +1,6 @@
 """Finds the modules of a model whose forward one of ours can take the place of, and exchanges them.
 
-    choose_fusing ─▶ whether
+    choose_fusing ─▶ how: our kernels, or joined products (`fusing_products`), or not at all
     fuse_model    ─▶ norms, attention layers, gated layers, whole layers: watch, compare, exchange
 
 A name tells nothing for certain, so a module's own forward is run on random input: which tensor
@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -57,6 +57,8 @@ from engine.runner.likeness import (
 )
 from engine.runner.packed import native_library
 
+Fusing = Literal["kernels", "products"]
+
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 _MOST_DISTANT = 1e-2
 """Results may be of each other, relative, behind a matrix product of numbers that agree."""
@@ -90,30 +92,31 @@ class FusingReport:
         return f"{text}; left as they are: {', '.join(self.left)}" if self.left else text
 
 
-def choose_fusing(device: torch.device, dtype: torch.dtype, wanted: bool | None) -> bool:
-    """Whether what stands between a model's matrix products is fused, for a device and dtype.
+def choose_fusing(device: torch.device, dtype: torch.dtype, wanted: bool | None) -> Fusing | None:
+    """How a model's layers are fused, for a device and dtype; None: they are not.
+
+    Kernels are for bfloat16 on a CPU: what stands between the products. Everything else has its
+    products joined.
 
     Args:
         device, dtype: the model's.
-        wanted: True: fused or refused; None: where it was measured to pay.
+        wanted: True: fused or refused; None: on CUDA, and where kernels were measured to pay.
 
     Raises:
         ConfigError: they are to be fused, and cannot be.
     """
     if wanted is False:
-        return False
-    reason = None
+        return None
     if device.type != "cpu" or dtype != torch.bfloat16:
-        reason = f"only bfloat16 on a CPU is fused, and this is {dtype} on {device}"
-    else:
-        try:
-            if native_library().isa == "portable" and not wanted:
-                reason = "it was not measured on this kind of processor"
-        except NativeUnavailableError as error:
-            reason = str(error)
-    if reason and wanted:
-        raise ConfigError("fuse_layers", f"is True, but {reason}")
-    return reason is None
+        return "products" if wanted or device.type == "cuda" else None
+    try:
+        if native_library().isa == "portable" and not wanted:
+            return None  # it was not measured on this kind of processor
+    except NativeUnavailableError as error:
+        if wanted:
+            raise ConfigError("fuse_layers", f"is True, but {error}") from error
+        return None
+    return "kernels"
 
 
 def fuse_model(model: PreTrainedModel) -> FusingReport:

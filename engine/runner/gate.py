@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,11 @@ from engine.attention.base import (
     LayerCache,
     LayerShape,
 )
-from engine.attention.registry import ATTENTION_NAME, CONTEXT_KEYWORD
+from engine.attention.registry import (
+    ATTENTION_NAME,
+    CONTEXT_KEYWORD,
+    AttentionUnavailableError,
+)
 from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.errors import ModelRefusedError
 from engine.kv_cache.manager import KVCacheManager
@@ -52,8 +57,10 @@ _PROBE_BLOCK_SIZE = 8
 _PROBE_CHUNK = 29
 _TARGET_SCORE = 60.0
 """Scores are scaled up to about this: beyond the softcaps in use (30 to 50)."""
-_LAYER_TOLERANCE = 2e-3
-"""Of one layer's output in float32, relative to its largest number."""
+_LAYER_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Of one layer's output, relative to its largest number: in float32, or as our backend computes it
+if it cannot do that.
+"""
 _LOGITS_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 """Of the logits, as |difference| / |reference| over all of them."""
 
@@ -158,6 +165,11 @@ class _Probe:
             )
         return window
 
+    def _check_backend(self, layer: int, module: torch.nn.Module, params: AttentionParams) -> None:
+        reason = self.backend.why_not(self.shapes[layer], params)
+        if reason is not None:
+            raise AttentionUnavailableError(f"{type(module).__name__}, layer {layer}, {reason}")
+
     def _compare(
         self,
         layer: int,
@@ -170,11 +182,16 @@ class _Probe:
         scaling: float,
         kwargs: dict[str, Any],
     ) -> None:
-        """Compare our backend with the model's own attention on large scores, in float32."""
+        """Compare our backend with the model's own attention on large scores, in float32 if ours
+        can do that.
+        """
+        known = self.backend.dtypes
+        dtype = torch.float32 if known is None or torch.float32 in known else key.dtype
         query, key, value = query.float(), key.float(), value.float()
         groups = query.shape[1] // key.shape[1]
         scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) * scaling
         query = query * (_TARGET_SCORE / scores.abs().max().clamp(min=1e-6))
+        query, key, value = (one.to(dtype).float() for one in (query, key, value))
         sinks = kwargs.get("s_aux")
         extra = dict(kwargs)
         if sinks is not None:
@@ -193,9 +210,11 @@ class _Probe:
             softcap=kwargs.get("softcap"),
             sinks=None if sinks is None else sinks.float(),
         )
-        actual = _attend_alone(self.backend, query, key, value, self.shapes[layer], params)
+        self._check_backend(layer, module, params)
+        query, key, value = (one.to(dtype) for one in (query, key, value))
+        actual = _attend_alone(self.backend, query, key, value, self.shapes[layer], params).float()
         error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
-        if not error < _LAYER_TOLERANCE:
+        if not error < _LAYER_TOLERANCE[dtype]:
             raise ModelRefusedError(
                 f"{type(module).__name__}, layer {layer}: paged attention differs from the model's "
                 f"own by {error.item():.2%}; the layer does something that this engine does not "
@@ -215,6 +234,11 @@ def _eager_attention(module: torch.nn.Module) -> Callable[..., Any]:
     return function
 
 
+def _block_size(backend: AttentionBackend) -> int:
+    """The smallest block that a backend reads, and no smaller than what is usual here."""
+    return math.lcm(_PROBE_BLOCK_SIZE, backend.block_multiple)
+
+
 def _attend_alone(
     backend: AttentionBackend,
     query: torch.Tensor,
@@ -224,9 +248,9 @@ def _attend_alone(
     params: AttentionParams,
 ) -> torch.Tensor:
     """One prompt from its start, through a cache of its own: [T, Hq, Dv]."""
-    count = query.shape[2]
-    num_blocks = -(-count // _PROBE_BLOCK_SIZE)
-    slots = (num_blocks + 1) * _PROBE_BLOCK_SIZE
+    count, block_size = query.shape[2], _block_size(backend)
+    num_blocks = -(-count // block_size)
+    slots = (num_blocks + 1) * block_size
     cache = LayerCache(
         keys=key.new_zeros((slots, shape.num_kv_heads, shape.key_dim)),
         values=value.new_zeros((slots, shape.num_kv_heads, shape.value_dim)),
@@ -238,7 +262,7 @@ def _attend_alone(
         num_decodes=0,
         positions=np.arange(count),
         tables=np.arange(1, num_blocks + 1, dtype=np.int32)[None, :],
-        block_size=_PROBE_BLOCK_SIZE,
+        block_size=block_size,
     )
     metadata = backend.prepare(layout, shape.window, cache.keys)
     return backend.forward(query[0], key[0], value[0], cache, metadata, params)
@@ -267,6 +291,7 @@ def probe_layers(model: PreTrainedModel, backend: AttentionBackend, num_layers: 
     Raises:
         ModelRefusedError: a layer makes no attention call, or several, or one that we would compute
             wrongly.
+        AttentionUnavailableError: a layer is one that the backend does not do.
     """
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     probe = _Probe(backend, MaskWatch(context or _LONGEST_CONTEXT))
@@ -360,11 +385,12 @@ def self_check(
     """
     model.set_attn_implementation(ATTENTION_NAME)
     groups = make_groups(probe.shapes, probe.dtype)
-    blocks = [sum(_PROBE_TOKENS) // _PROBE_BLOCK_SIZE + 2] * len(groups)
-    caches = allocate_caches(probe.shapes, groups, blocks, _PROBE_BLOCK_SIZE, probe.dtype, device)
-    kv = KVTensors(groups, caches, (), _PROBE_BLOCK_SIZE)
+    block_size = _block_size(backend)
+    blocks = [sum(_PROBE_TOKENS) // block_size + 2] * len(groups)
+    caches = allocate_caches(probe.shapes, groups, blocks, block_size, probe.dtype, device)
+    kv = KVTensors(groups, caches, (), block_size)
     runner = ModelRunner(ModelForward(model, kv, backend), sampler=Sampler(1, device))
-    manager = KVCacheManager(groups, blocks, _PROBE_BLOCK_SIZE)
+    manager = KVCacheManager(groups, blocks, block_size)
     requests = [_probe_request(index, prompt) for index, prompt in enumerate(probe.prompts)]
     for request in requests:
         manager.allocate(request.key, request.num_tokens)

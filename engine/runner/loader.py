@@ -1,9 +1,9 @@
 """From a model's path to a runner: read, verify, size the cache, wire.
 
-    path ─▶ config ─▶ check_config ─▶ weights ─▶ pack_model, fuse_model ─▶ probe_layers, self_check
+    path ─▶ config ─▶ check_config ─▶ weights ─▶ pack, fuse ─▶ probe_layers, self_check
            └────────────────────────────────── load_model ──────────────────────────────────┘
-    ─▶ plan_cache ─▶ ModelRunner
-       └──── build_runner ─────┘
+    ─▶ measure_step ─▶ plan_cache ─▶ ModelRunner
+       └──────────── build_runner ────────────┘
 
 Only safetensors are read and no code of the model's directory is run.
 """
@@ -26,14 +26,26 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.base import AttentionBackend
-from engine.attention.registry import choose_backend, register
-from engine.config import AttentionName, ContinuousBatchingConfig, LoadConfig
+from engine.attention.registry import (
+    AttentionUnavailableError,
+    check_block_size,
+    choose_backend,
+    fall_back,
+    register,
+)
+from engine.config import (
+    DEFAULT_BLOCK_SIZE,
+    AttentionName,
+    ContinuousBatchingConfig,
+    LoadConfig,
+)
 from engine.errors import InvalidRequestError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
 from engine.runner.compile import compile_model, compile_options
 from engine.runner.cuda_graph import CudaGraphBackend, GraphBackend
 from engine.runner.forward import ModelForward
-from engine.runner.fusing import choose_fusing, fuse_model
+from engine.runner.fusing import Fusing, choose_fusing, fuse_model
+from engine.runner.fusing_products import join_products
 from engine.runner.gate import ModelProbe, check_config, num_embeddings, probe_layers, self_check
 from engine.runner.kv_tensors import (
     KVTensors,
@@ -41,10 +53,11 @@ from engine.runner.kv_tensors import (
     allocate_host_caches,
     make_groups,
 )
-from engine.runner.memory import CachePlan, HostLimits, available_memory, plan_cache
+from engine.runner.memory import CachePlan, HostLimits, plan_cache, step_limits
 from engine.runner.model_runner import ModelRunner
 from engine.runner.options import resolve_options
 from engine.runner.packing import Packing, choose_packing, pack_model
+from engine.runner.profiling import DeviceMemory, device_memory, measure_step
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.types import TokenId
@@ -126,9 +139,13 @@ def resolve_path(model: str) -> Path:
 
 
 def load_model(
-    model: str, load_config: LoadConfig, progress: Callable[[str], None]
+    model: str,
+    load_config: LoadConfig,
+    progress: Callable[[str], None],
+    block_size: int = DEFAULT_BLOCK_SIZE,
 ) -> VerifiedModel:
-    """Load and verify a model. `progress` gets one line for each stage.
+    """Load and verify a model. `progress` gets one line for each stage. `block_size` is that of the
+    cache it will have, for which attention is chosen.
 
     Raises:
         ModelRefusedError: the model cannot be loaded, or would be run wrongly.
@@ -143,11 +160,15 @@ def load_model(
     seconds = time.monotonic() - started
     size = loaded.num_parameters() / 1e6
     progress(f"loaded {size:.1f} M parameters ({loaded.dtype}) in {seconds:.1f} s")
-    return prepare_model(loaded, path, load_config, progress)
+    return prepare_model(loaded, path, load_config, progress, block_size)
 
 
 def prepare_model(
-    model: PreTrainedModel, path: Path, load_config: LoadConfig, progress: Callable[[str], None]
+    model: PreTrainedModel,
+    path: Path,
+    load_config: LoadConfig,
+    progress: Callable[[str], None],
+    block_size: int = DEFAULT_BLOCK_SIZE,
 ) -> VerifiedModel:
     """What `load_model` does once the weights are in memory, where they are to be: pack, fuse,
     verify. The model's modules are exchanged.
@@ -160,7 +181,9 @@ def prepare_model(
         model.device, model.dtype, load_config.pack_weights, load_config.quantization
     )
     fuse = choose_fusing(model.device, model.dtype, load_config.fuse_layers)
-    return verify_model(model, path, progress, load_config.attention, packing, fuse=fuse)
+    return verify_model(
+        model, path, progress, load_config.attention, packing, fuse=fuse, block_size=block_size
+    )
 
 
 def verify_model(
@@ -170,7 +193,8 @@ def verify_model(
     attention: AttentionName = "auto",
     packing: Packing | None = None,
     *,
-    fuse: bool = False,
+    fuse: Fusing | None = None,
+    block_size: int = DEFAULT_BLOCK_SIZE,
 ) -> VerifiedModel:
     """Put a model that is in memory through the load gate, and give it our attention.
 
@@ -181,7 +205,8 @@ def verify_model(
         attention: see LoadConfig.
         packing: how its weights are packed, if they are. Each layer is compared with what it was;
             the gate then judges the packed model.
-        fuse: whether what stands between its matrix products is fused, too.
+        fuse: how its layers are fused, if they are; judged likewise.
+        block_size: of the cache that it will have; attention is chosen for it.
 
     Raises:
         ModelRefusedError: it would be run wrongly.
@@ -190,13 +215,17 @@ def verify_model(
     register()
     check_config(model.config, type(model))
     text_config = model.config.get_text_config()
-    backend = choose_backend(model.device, model.dtype, attention)
+    backend = choose_backend(model.device, model.dtype, attention, block_size)
     parameters = model.num_parameters()  # packed weights are none any more
     if packing is not None:
         progress(str(pack_model(model, packing)))
-    if fuse:
-        progress(str(fuse_model(model)))
-    probe = probe_layers(model, backend, text_config.num_hidden_layers)
+    if fuse is not None:
+        progress(str(fuse_model(model) if fuse == "kernels" else join_products(model)))
+    try:
+        probe = probe_layers(model, backend, text_config.num_hidden_layers)
+    except AttentionUnavailableError as error:
+        backend = fall_back(attention, error)
+        probe = probe_layers(model, backend, text_config.num_hidden_layers)
     self_check(model, probe, backend, model.device)
     progress(f"verified: paged attention ({backend.name}) equals the model's own in every layer")
     vocab_size = min(num_embeddings(model), probe.logits[0].shape[-1])
@@ -220,6 +249,7 @@ def build_runner(
     progress: Callable[[str], None],
     *,
     graphs: GraphBackend | None = None,
+    memory: DeviceMemory | None = None,
 ) -> LoadedRunner:
     """Size the KV cache, allocate it, and put a runner around a verified model.
 
@@ -228,20 +258,35 @@ def build_runner(
         config: the options.
         progress: gets a line for each stage.
         graphs: captures steps; None: CUDA graphs where the model is on CUDA.
+        memory: of the model's device; None: read from it.
 
     Raises:
         ConfigError: an option asks for what the device cannot do.
-        InsufficientMemoryError: the KV cache does not fit.
+        InsufficientMemoryError: the KV cache does not fit, or not even a step.
     """
     probe, device = verified.probe, verified.device
+    check_block_size(verified.backend, config.block_size)
     groups = make_groups(probe.shapes, probe.dtype)
+    memory = memory or device_memory(device)
+    step_bytes = measure_step(
+        memory,
+        verified.model,
+        verified.backend,
+        probe,
+        groups,
+        device=device,
+        limits=step_limits(config, device),
+        block_size=config.block_size,
+        model_context=verified.context_length,
+    )
     plan = plan_cache(
         config,
         groups,
         device=device,
         model_context=verified.context_length,
-        available=available_memory(device),
+        available=memory.available(),
         host_available=HostLimits.read().memory_available,
+        step_bytes=step_bytes,
     )
     options = resolve_options(
         config,

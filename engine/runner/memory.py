@@ -162,12 +162,26 @@ class CachePlan:
     host_bytes: int
 
 
-def available_memory(device: torch.device) -> int:
-    """Bytes that the KV cache could take on a device, now."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    return HostLimits.read().memory_available
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step.
+
+    Attributes:
+        max_batch_tokens: of all requests together.
+        max_requests: that run at the same time.
+    """
+
+    max_batch_tokens: int
+    max_requests: int
+
+
+def step_limits(config: ContinuousBatchingConfig, device: torch.device) -> StepLimits:
+    """The largest step that the options allow on a device."""
+    on_cuda = device.type == "cuda"
+    return StepLimits(
+        config.max_batch_tokens or (8192 if on_cuda else 1024),
+        config.max_requests_per_batch or (256 if on_cuda else 64),
+    )
 
 
 def _default_percent(config: ContinuousBatchingConfig, on_cuda: bool) -> float:
@@ -187,6 +201,7 @@ def plan_cache(
     model_context: int,
     available: int,
     host_available: int,
+    step_bytes: int = 0,
 ) -> CachePlan:
     """Decide the cache's size and log why.
 
@@ -194,16 +209,20 @@ def plan_cache(
         model_context: the longest request that the model allows, in tokens.
         available: bytes that are free on the device, with the model loaded.
         host_available: bytes that are free on the host, within the container's limit.
+        step_bytes: of `available`, what the largest step was seen to need.
 
     Raises:
         InsufficientMemoryError: not even one block of each group fits, or `num_blocks` asks for
             more than is there.
     """
     on_cuda = device.type == "cuda"
-    max_requests = config.max_requests_per_batch or (256 if on_cuda else 64)
-    max_batch_tokens = config.max_batch_tokens or (8192 if on_cuda else 1024)
+    limits = step_limits(config, device)
+    max_requests, max_batch_tokens = limits.max_requests, limits.max_batch_tokens
     percent = config.max_memory_percent or _default_percent(config, on_cuda)
-    budget = int(available * percent)
+    budget = int(max(0, available - step_bytes) * percent)
+    free = f"{available / GIB:.2f} GiB free"
+    if step_bytes:
+        free += f", less {step_bytes / GIB:.2f} GiB that a step needs"
     block_size = config.block_size
 
     def sizes(num_blocks: int) -> tuple[int, ...]:
@@ -228,16 +247,21 @@ def plan_cache(
         num_blocks, reason = config.num_blocks, "num_blocks"
     elif on_cuda or cost(wanted) > budget:
         num_blocks = _largest(cost, budget, 1 << 24 if on_cuda else wanted)
-        reason = f"{percent:.0%} of {available / GIB:.2f} GiB free"
+        reason = f"{percent:.0%} of {free}"
     else:
         num_blocks = wanted
     if num_blocks < 1 or cost(num_blocks) > budget:
         needed = cost(max(1, num_blocks))
         fit = _largest(cost, budget, num_blocks) * block_size
+        remedies = ["lower num_blocks or block_size"]
+        if step_bytes:
+            remedies.append("lower max_batch_tokens or max_requests_per_batch")
+        if percent < 1:
+            remedies.append("raise max_memory_percent")
         raise InsufficientMemoryError(
             f"the KV cache needs {needed / GIB:.2f} GiB, and {budget / GIB:.2f} GiB may be used "
-            f"({percent:.0%} of {available / GIB:.2f} GiB free on {device}): "
-            f"{fit} tokens would fit; lower num_blocks or block_size, or raise max_memory_percent"
+            f"({percent:.0%} of {free.replace(' free', f' free on {device}')}): "
+            f"{fit} tokens would fit; {', or '.join(remedies)}"
         )
     device_bytes = cost(num_blocks)
     host_slots, host_bytes = _plan_host(

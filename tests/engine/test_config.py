@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import ConfigError, UnsupportedFeatureError
 from engine.offline import LoadedModel
+from engine.runner.profiling import HostMemory
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_max_requests_per_batch_acts(llama: LoadedModel) -> None:
 
 
 def test_max_memory_percent_acts(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.runner.loader.available_memory", lambda device: 4 << 20)
+    monkeypatch.setattr(HostMemory, "available", lambda memory: 4 << 20)
     sizes = [
         llama.init_continuous_batching(
             continuous_batching_config=ContinuousBatchingConfig(

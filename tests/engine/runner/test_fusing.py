@@ -104,7 +104,7 @@ def test_every_family_passes_the_gate_fused(family: str) -> None:
     seed = 3 if family == "gemma4 with experts" else 0
     model = make_model(FAMILIES[family](), seed).to(torch.bfloat16)
     lines: list[str] = []
-    verify_model(model, Path(), lines.append, packing="native", fuse=True)
+    verify_model(model, Path(), lines.append, packing="native", fuse="kernels")
     assert any(line.startswith("fused: ") for line in lines)
 
 
@@ -689,18 +689,20 @@ def test_the_report() -> None:
 
 def test_choosing(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert choose_fusing(cpu, torch.bfloat16, None)
-    assert choose_fusing(cpu, torch.bfloat16, True)
-    assert not choose_fusing(cpu, torch.bfloat16, False)
-    for device, dtype in ((cpu, torch.float32), (cuda, torch.bfloat16)):
-        assert not choose_fusing(device, dtype, None)
-        with pytest.raises(ConfigError, match="fuse_layers: is True, but only bfloat16 on a CPU"):
-            choose_fusing(device, dtype, True)
+    assert choose_fusing(cpu, torch.bfloat16, None) == "kernels"
+    assert choose_fusing(cpu, torch.bfloat16, True) == "kernels"
+    assert choose_fusing(cpu, torch.float32, None) is None
+    assert choose_fusing(cpu, torch.float32, True) == "products"
+    for dtype in (torch.float32, torch.bfloat16):
+        assert choose_fusing(cuda, dtype, None) == "products"
+        assert choose_fusing(cuda, dtype, True) == "products"
+        assert choose_fusing(cpu, dtype, False) is None
+        assert choose_fusing(cuda, dtype, False) is None
 
     def unavailable() -> None:
         raise NativeUnavailableError("they were not built")
 
     monkeypatch.setattr(fusing, "native_library", unavailable)
-    assert not choose_fusing(cpu, torch.bfloat16, None)
+    assert choose_fusing(cpu, torch.bfloat16, None) is None
     with pytest.raises(ConfigError, match="not built"):
         choose_fusing(cpu, torch.bfloat16, True)

@@ -86,7 +86,7 @@ PROMPTS = ([5], list(range(3, 40)), [7, 7, 7], list(range(60, 20, -3)))
 
 def _generate(model: PreTrainedModel) -> list[list[float]]:
     """The log-probabilities of what the engine generates, in steps of all kinds."""
-    verified = verify_model(model, Path(), lambda line: None, packing="native", fuse=True)
+    verified = verify_model(model, Path(), lambda line: None, packing="native", fuse="kernels")
     outputs = LoadedModel(verified).generate_batch(
         PROMPTS, max_new_tokens=9, return_logprobs=True, progress_bar=False
     )

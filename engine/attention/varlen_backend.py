@@ -1,0 +1,344 @@
+"""Paged attention on a CUDA device by the FlashAttention that torch brings along
+(`torch.nn.attention.varlen`, from torch 2.12 on): no compiler is needed.
+
+    step ─▶ slots, begins of queries, lengths of contexts, block tables
+         ─▶ write keys and values ─▶ varlen_attn_out, through the tables
+
+It is for 16-bit types, blocks of a multiple of 256 tokens, and layers whose keys and values have
+heads of one size, at most 256, with neither softcap nor sinks. Contexts are never split among
+programs (num_splits=1): where torch splits those of a paged cache, rows of its result are wrong.
+So a request's result does not depend on its neighbours, and a device is not filled by a few long
+contexts.
+
+Queries stand last in their contexts: its causal mask is aligned there. A row of the output that no
+request has is not written, and is zero before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.attention import varlen as torch_varlen
+
+from engine.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionParams,
+    BatchLayout,
+    LayerCache,
+    LayerShape,
+    StaticShape,
+)
+from engine.attention.torch_layout import slots_of
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""What it computes with."""
+BLOCK_MULTIPLE = 256
+"""Of tokens in a block."""
+_LARGEST_HEAD = 256
+_HEAD_MULTIPLE = 8
+_MAX_TABLES = 1 << 20
+"""Entries of block tables that a captured step may have: 8 MiB that are copied at each replay."""
+_SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, "
+    "Tensor query_begins, Tensor key_begins, Tensor lengths, Tensor tables, int block_size, "
+    "int window, int max_queries, int max_keys, float scaling) -> Tensor"
+)
+_NEEDED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits")
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenMetadata(AttentionMetadata):
+    """One group's metadata; R requests, of which those behind the last have no tokens.
+
+    Attributes:
+        slots: int64 [T], where keys and values are written; 0 for padding.
+        query_begins, key_begins: int32 [R + 1], sums of the tokens and of the contexts before each.
+        lengths: int32 [R], contexts, this step's tokens included.
+        tables: int32 [R, W], block tables.
+        block_size: tokens in a block.
+        window: 0: none.
+        max_queries, max_keys: no request has more tokens, or a longer context.
+    """
+
+    slots: torch.Tensor
+    query_begins: torch.Tensor
+    key_begins: torch.Tensor
+    lengths: torch.Tensor
+    tables: torch.Tensor
+    block_size: int
+    window: int
+    max_queries: int
+    max_keys: int
+
+
+class VarlenAttentionBackend(AttentionBackend):
+    """See the module."""
+
+    name = "varlen"
+    dtypes = DTYPES
+    block_multiple = BLOCK_MULTIPLE
+
+    def why_not(self, shape: LayerShape, params: AttentionParams) -> str | None:
+        """See the base class."""
+        if params.softcap is not None:
+            return "has a softcap, which torch's varlen attention does not do"
+        if params.sinks is not None:
+            return "has attention sinks, which torch's varlen attention does not do"
+        if shape.key_dim != shape.value_dim:
+            return (
+                f"has keys of {shape.key_dim} numbers and values of {shape.value_dim}, and torch's "
+                "varlen attention takes one size for both"
+            )
+        if shape.key_dim > _LARGEST_HEAD or shape.key_dim % _HEAD_MULTIPLE:
+            return (
+                f"has heads of {shape.key_dim} numbers, and torch's varlen attention takes "
+                f"multiples of {_HEAD_MULTIPLE} up to {_LARGEST_HEAD}"
+            )
+        return None
+
+    def prepare(
+        self, layout: BatchLayout, window: int | None, like: torch.Tensor
+    ) -> VarlenMetadata:
+        """See the base class."""
+        rows, width = layout.tables.shape
+        tokens = len(layout.positions) + layout.num_padding
+        host = {
+            name: np.zeros(size, np.int64) for name, size in _sizes(tokens, rows, width).items()
+        }
+        _fill(layout, host, width)
+        return _metadata(
+            {name: torch.from_numpy(array).to(like.device) for name, array in host.items()},
+            width=width,
+            block_size=layout.block_size,
+            window=window,
+            max_queries=int(layout.counts.max(initial=1)),
+            max_keys=int((layout.starts + layout.counts).max(initial=1)),
+        )
+
+    def fits_static(self, shape: StaticShape) -> bool:
+        """See the base class."""
+        return shape.requests * _width(shape) <= _MAX_TABLES
+
+    def static_fields(self, shape: StaticShape, window: int | None) -> Mapping[str, int]:
+        """See the base class."""
+        return _sizes(shape.tokens, shape.requests, _width(shape))
+
+    def fill_static(
+        self,
+        layout: BatchLayout,
+        window: int | None,
+        shape: StaticShape,
+        fields: Mapping[str, npt.NDArray[np.int64]],
+    ) -> None:
+        """See the base class."""
+        _fill(layout, fields, _width(shape))
+
+    def static_metadata(
+        self,
+        shape: StaticShape,
+        window: int | None,
+        fields: Mapping[str, torch.Tensor],
+        like: torch.Tensor,
+    ) -> VarlenMetadata:
+        """See the base class. The longest that a step of the shape may have is part of what is
+        captured.
+        """
+        return _metadata(
+            fields,
+            width=_width(shape),
+            block_size=shape.block_size,
+            window=window,
+            max_queries=1 if shape.is_decode else shape.tokens,
+            max_keys=_width(shape) * shape.block_size,
+        )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """Attend; see the base class."""
+        if not isinstance(metadata, VarlenMetadata):
+            raise TypeError(f"metadata of another backend: {type(metadata).__name__}")
+        output: torch.Tensor = varlen_attention(
+            query,
+            key,
+            value,
+            cache.keys,
+            cache.values,
+            metadata.slots,
+            metadata.query_begins,
+            metadata.key_begins,
+            metadata.lengths,
+            metadata.tables,
+            metadata.block_size,
+            metadata.window,
+            metadata.max_queries,
+            metadata.max_keys,
+            params.scaling,
+        )
+        return output
+
+
+def _width(shape: StaticShape) -> int:
+    """Most blocks of one request: with varying lengths it may have all of the context."""
+    return -(-shape.context // shape.block_size)
+
+
+def _sizes(tokens: int, rows: int, width: int) -> dict[str, int]:
+    """The arrays, and how many numbers each has. All but slots become 32-bit numbers together."""
+    return {"slots": tokens, "requests": 2 * (rows + 1) + rows + rows * width}
+
+
+def _split(requests: torch.Tensor, width: int) -> list[torch.Tensor]:
+    """The parts of `requests`: query_begins, key_begins, lengths, tables."""
+    rows = (len(requests) - 2) // (3 + width)
+    sizes = (rows + 1, rows + 1, rows, rows * width)
+    *parts, tables = requests.split_with_sizes(sizes)
+    return [*parts, tables.view(rows, width)]
+
+
+def _fill(layout: BatchLayout, arrays: Mapping[str, npt.NDArray[np.int64]], width: int) -> None:
+    """Write a step's numbers, whole. Requests behind the last have no tokens and no context."""
+    count, tokens = len(layout.counts), len(layout.positions)
+    row_of_token = np.repeat(np.arange(count), layout.counts)
+    arrays["slots"][:tokens] = slots_of(layout, row_of_token, layout.positions)
+    arrays["slots"][tokens:] = 0
+    views = _split(torch.from_numpy(arrays["requests"]), width)
+    query_begins, key_begins, lengths, tables = (one.numpy() for one in views)
+    ends = layout.starts + layout.counts
+    for begins, numbers in ((query_begins, layout.counts), (key_begins, ends)):
+        begins[0] = 0
+        begins[1 : count + 1] = np.cumsum(numbers)
+        begins[count + 1 :] = begins[count]
+    lengths[:count] = ends
+    lengths[count:] = 0
+    known = min(width, layout.tables.shape[1])
+    tables[:count, :known] = layout.tables[:, :known]
+    tables[:count, known:] = 0
+    tables[count:] = 0
+
+
+def _metadata(
+    fields: Mapping[str, torch.Tensor],
+    *,
+    width: int,
+    block_size: int,
+    window: int | None,
+    max_queries: int,
+    max_keys: int,
+) -> VarlenMetadata:
+    query_begins, key_begins, lengths, tables = _split(fields["requests"].int(), width)
+    return VarlenMetadata(
+        slots=fields["slots"],
+        query_begins=query_begins,
+        key_begins=key_begins,
+        lengths=lengths,
+        tables=tables,
+        block_size=block_size,
+        window=window or 0,
+        max_queries=max_queries,
+        max_keys=max_keys,
+    )
+
+
+@torch.library.custom_op(
+    "headrace::varlen_attention", mutates_args=("keys", "values"), schema=_SCHEMA
+)
+def varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    query_begins: torch.Tensor,
+    key_begins: torch.Tensor,
+    lengths: torch.Tensor,
+    tables: torch.Tensor,
+    block_size: int,
+    window: int,
+    max_queries: int,
+    max_keys: int,
+    scaling: float,
+) -> torch.Tensor:
+    """Write the step's keys and values, and attend: → [T, Hq, D].
+
+    Args:
+        query: [Hq, T, D]. key, value: [Hkv, T, D]. Of one dtype with the cache.
+        keys, values: the layer's cache, [num_slots, Hkv, D].
+        slots, query_begins, key_begins, lengths, tables: see VarlenMetadata.
+        block_size, window, max_queries, max_keys: likewise.
+        scaling: see AttentionParams.
+    """
+    keys.index_copy_(0, slots, key.transpose(0, 1))
+    values.index_copy_(0, slots, value.transpose(0, 1))
+    heads, tokens, dim = query.shape
+    by_token = query.transpose(0, 1)
+    if by_token.stride(-1) != 1:
+        by_token = by_token.contiguous()
+    output = query.new_zeros((tokens, heads, dim))
+    torch_varlen.varlen_attn_out(
+        output,
+        by_token,
+        keys.view(-1, block_size, *keys.shape[1:]),
+        values.view(-1, block_size, *values.shape[1:]),
+        query_begins,
+        key_begins,
+        max_queries,
+        max_keys,
+        scale=scaling,
+        # Tokens to the left and to the right that are seen, the own one not counted.
+        window_size=(window - 1, 0) if window else (-1, 0),
+        enable_gqa=heads != key.shape[0],
+        seqused_k=lengths,
+        block_table=tables,
+        num_splits=1,
+    )
+    return output
+
+
+@varlen_attention.register_fake
+def _shape_of_result(query: torch.Tensor, *others: object) -> torch.Tensor:
+    return query.new_empty((query.shape[1], query.shape[0], query.shape[2]))
+
+
+def missing() -> str | None:
+    """What this torch's varlen attention lacks; None: nothing."""
+    function = getattr(torch_varlen, "varlen_attn_out", None)
+    if function is None:
+        return "varlen_attn_out"
+    lacking = [name for name in _NEEDED if name not in inspect.signature(function).parameters]
+    return ", ".join(lacking) or None
+
+
+def try_out(device: torch.device) -> None:
+    """Attend once, so that what is missing is found before a model runs.
+
+    Raises whatever torch raises.
+    """
+    step = torch.zeros((1, 1, 64), device=device, dtype=torch.bfloat16)
+    keys, values = step.new_zeros((2, BLOCK_MULTIPLE, 1, 64)).unbind()
+    cache = LayerCache(keys, values, group=0)
+    layout = BatchLayout(
+        starts=np.zeros(1, dtype=np.int64),
+        counts=np.ones(1, dtype=np.int64),
+        num_decodes=1,
+        positions=np.zeros(1, dtype=np.int64),
+        tables=np.zeros((1, 1), dtype=np.int32),
+        block_size=BLOCK_MULTIPLE,
+    )
+    backend = VarlenAttentionBackend()
+    metadata = backend.prepare(layout, None, cache.keys)
+    output = backend.forward(step, step, step, cache, metadata, AttentionParams(scaling=1.0))
+    output.sum().item()  # until it is over: a failure shows now
