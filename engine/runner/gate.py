@@ -279,7 +279,7 @@ def probe_layers(model: PreTrainedModel, backend: AttentionBackend, num_layers: 
     for count in _PROBE_TOKENS:
         ids = torch.randint(0, vocab_size, (1, count), generator=generator)
         probe.calls.clear()
-        output = _eager_forward(model, ids.to(model.device))
+        output = eager_forward(model, ids.to(model.device))
         logits.append(output.logits[0, -1].float())
         prompts.append(tuple(TokenId(token) for token in ids[0].tolist()))
         _check_calls(model, probe, num_layers)
@@ -304,7 +304,12 @@ def num_embeddings(model: PreTrainedModel) -> int:
     return count
 
 
-def _eager_forward(model: PreTrainedModel, ids: torch.Tensor) -> Any:
+def eager_forward(model: PreTrainedModel, ids: torch.Tensor) -> Any:
+    """A prompt's forward pass without a cache: ids [1, T]; its `logits` are of the last token.
+
+    Raises:
+        ModelRefusedError: the model fails.
+    """
     try:
         with torch.inference_mode():
             # A tensor, as in every step: some models compute fewer tokens if it is a number.

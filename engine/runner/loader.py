@@ -5,7 +5,8 @@
     ─▶ plan_cache ─▶ ModelRunner
        └──── build_runner ─────┘
 
-Only safetensors are read and no code of the model's directory is run.
+Only safetensors are read and no code of the model's directory is run. A model that is divided among
+processes (`engine.runner.ranks`) is loaded by all of them in step, and a runner is built by rank 0.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.base import AttentionBackend
 from engine.attention.registry import choose_backend, register
-from engine.config import AttentionName, ContinuousBatchingConfig, LoadConfig
+from engine.config import AttentionName, ContinuousBatchingConfig, LoadConfig, RankPlace
 from engine.errors import InvalidRequestError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
 from engine.runner.compile import compile_model, compile_options
@@ -35,16 +36,14 @@ from engine.runner.cuda_graph import CudaGraphBackend, GraphBackend
 from engine.runner.forward import ModelForward
 from engine.runner.fusing import choose_fusing, fuse_model
 from engine.runner.gate import ModelProbe, check_config, num_embeddings, probe_layers, self_check
-from engine.runner.kv_tensors import (
-    KVTensors,
-    allocate_caches,
-    allocate_host_caches,
-    make_groups,
-)
+from engine.runner.kv_tensors import KVTensors, allocate_kv, make_groups
+from engine.runner.leader import Leader, LeadingCopier, parallel_config
 from engine.runner.memory import CachePlan, HostLimits, available_memory, plan_cache
 from engine.runner.model_runner import ModelRunner
 from engine.runner.options import resolve_options
 from engine.runner.packing import Packing, choose_packing, pack_model
+from engine.runner.ranks import Ranks, join, rank_device
+from engine.runner.sharding import check_plan, sharding, whole_logits
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.types import TokenId
@@ -72,6 +71,8 @@ class VerifiedModel:
         parameters: how many it has, packed or not.
         eos_token_ids: the model's own.
         default_sampling: what `model.generate` would use.
+        ranks: the processes among which the model is divided; None: this one has all of it.
+        leader: rank 0's door to the others; None: this is another rank, or there are none.
     """
 
     model: PreTrainedModel
@@ -84,6 +85,13 @@ class VerifiedModel:
     parameters: int
     eos_token_ids: tuple[TokenId, ...]
     default_sampling: SamplingParams
+    ranks: Ranks | None = None
+    leader: Leader | None = None
+
+    def end(self) -> None:
+        """Let the other ranks end, if there are any. Harmless if they have."""
+        if self.leader is not None:
+            self.leader.end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +141,30 @@ def load_model(
     Raises:
         ModelRefusedError: the model cannot be loaded, or would be run wrongly.
         ConfigError: load_config asks for what cannot be had here.
+        RanksLostError: the model is divided, and another rank has ended.
     """
-    device = _device(load_config)
-    _set_threads(load_config, device)
+    ranks = join(load_config, RankPlace.read())
+    if ranks is None:
+        return _load(model, load_config, progress, None)
+    with ranks.together():
+        return _load(model, load_config, progress, ranks)
+
+
+def _load(
+    model: str, load_config: LoadConfig, progress: Callable[[str], None], ranks: Ranks | None
+) -> VerifiedModel:
+    device = _device(load_config) if ranks is None else rank_device(load_config, ranks.place)
+    _set_threads(load_config, device, 1 if ranks is None else ranks.place.local_world_size)
     path = resolve_path(model)
-    progress(f"loading {path} on {device}")
+    part = f", part {ranks.place.rank} of {ranks.place.world_size}" if ranks is not None else ""
+    progress(f"loading {path} on {device}{part}")
     started = time.monotonic()
-    loaded = _load_weights(path, load_config, device)
+    loaded = _load_weights(path, load_config, device, ranks)
     seconds = time.monotonic() - started
     size = loaded.num_parameters() / 1e6
     progress(f"loaded {size:.1f} M parameters ({loaded.dtype}) in {seconds:.1f} s")
+    if ranks is not None:
+        return verify_model(loaded, path, progress, load_config.attention, ranks=ranks)
     return prepare_model(loaded, path, load_config, progress)
 
 
@@ -171,6 +193,7 @@ def verify_model(
     packing: Packing | None = None,
     *,
     fuse: bool = False,
+    ranks: Ranks | None = None,
 ) -> VerifiedModel:
     """Put a model that is in memory through the load gate, and give it our attention.
 
@@ -182,6 +205,8 @@ def verify_model(
         packing: how its weights are packed, if they are. Each layer is compared with what it was;
             the gate then judges the packed model.
         fuse: whether what stands between its matrix products is fused, too.
+        ranks: the processes among which it is divided, all of which call this. The gate then
+            compares with what the model computes undivided.
 
     Raises:
         ModelRefusedError: it would be run wrongly.
@@ -197,6 +222,8 @@ def verify_model(
     if fuse:
         progress(str(fuse_model(model)))
     probe = probe_layers(model, backend, text_config.num_hidden_layers)
+    if ranks is not None:
+        probe = replace(probe, logits=whole_logits(model, probe))
     self_check(model, probe, backend, model.device)
     progress(f"verified: paged attention ({backend.name}) equals the model's own in every layer")
     vocab_size = min(num_embeddings(model), probe.logits[0].shape[-1])
@@ -211,6 +238,8 @@ def verify_model(
         parameters=parameters,
         eos_token_ids=eos_token_ids(model.generation_config, model.config, vocab_size),
         default_sampling=default_sampling(model.generation_config),
+        ranks=ranks,
+        leader=Leader(ranks) if ranks is not None and ranks.leads else None,
     )
 
 
@@ -232,16 +261,21 @@ def build_runner(
     Raises:
         ConfigError: an option asks for what the device cannot do.
         InsufficientMemoryError: the KV cache does not fit.
+        RanksLostError: the model is divided, and another rank has ended.
     """
-    probe, device = verified.probe, verified.device
+    probe, device, leader = verified.probe, verified.device, verified.leader
     groups = make_groups(probe.shapes, probe.dtype)
+    number, (available, host_available) = 0, free_memory(verified)
+    if leader is not None:
+        config = parallel_config(config)
+        number, available, host_available = leader.begin(available, host_available)
     plan = plan_cache(
         config,
         groups,
         device=device,
         model_context=verified.context_length,
-        available=available_memory(device),
-        host_available=HostLimits.read().memory_available,
+        available=available,
+        host_available=host_available,
     )
     options = resolve_options(
         config,
@@ -250,15 +284,11 @@ def build_runner(
         max_blocks=_longest_in_blocks(groups, plan, verified.context_length),
         max_requests=plan.max_requests,
     )
-    size, dtype = plan.block_size, probe.dtype
-    kv = KVTensors(
-        groups=groups,
-        caches=allocate_caches(probe.shapes, groups, plan.num_blocks, size, dtype, device),
-        host_caches=allocate_host_caches(
-            probe.shapes, groups, plan.host_slots, size, dtype, pin_memory=device.type == "cuda"
-        ),
-        block_size=size,
-    )
+
+    def allocate() -> KVTensors:
+        return allocate_kv(probe.shapes, groups, plan, probe.dtype, device)
+
+    kv = allocate() if leader is None else leader.allocate(number, plan, allocate)
     progress(
         f"KV cache: {plan.total_bytes / 2**20:.0f} MiB, {' + '.join(map(str, plan.num_blocks))} "
         f"blocks of {plan.block_size} tokens"
@@ -268,21 +298,37 @@ def build_runner(
             f"KV offload: {plan.host_bytes / 2**20:.0f} MiB of host memory, "
             f"{' + '.join(map(str, plan.host_slots))} blocks"
         )
-    compiled = compile_model(
-        verified.model,
-        compile_options(config, getattr(verified.model.generation_config, "compile_config", None)),
-        device,
-    )
     if graphs is None and device.type == "cuda" and options.captured_paths:
         graphs = CudaGraphBackend(device)
     runner = ModelRunner(
-        ModelForward(verified.model, kv, verified.backend, compiled),
+        _compiled_forward(verified, config, kv)
+        if leader is None
+        else leader.forward(number, verified.model, kv, verified.backend),
         sampler=Sampler(probe.logits[0].shape[-1], device),
         options=options,
+        copier=None if leader is None else LeadingCopier(leader, number, kv),
         graphs=graphs,
         progress=progress,
     )
     return LoadedRunner(runner, groups, plan, overlap=options.num_slots > 1)
+
+
+def free_memory(verified: VerifiedModel) -> tuple[int, int]:
+    """Bytes that a KV cache could take on this process's device and on its host, now. Processes
+    that share a host share it evenly.
+    """
+    sharers = 1 if verified.ranks is None else verified.ranks.place.local_world_size
+    device_sharers = sharers if verified.device.type == "cpu" else 1
+    host = HostLimits.read().memory_available
+    return available_memory(verified.device) // device_sharers, host // sharers
+
+
+def _compiled_forward(
+    verified: VerifiedModel, config: ContinuousBatchingConfig, kv: KVTensors
+) -> ModelForward:
+    fallback = getattr(verified.model.generation_config, "compile_config", None)
+    compiled = compile_model(verified.model, compile_options(config, fallback), verified.device)
+    return ModelForward(verified.model, kv, verified.backend, compiled)
 
 
 def _longest_in_blocks(groups: tuple[LayerGroup, ...], plan: CachePlan, context: int) -> int:
@@ -291,7 +337,9 @@ def _longest_in_blocks(groups: tuple[LayerGroup, ...], plan: CachePlan, context:
     return min([-(-context // plan.block_size), *full])
 
 
-def _load_weights(path: Path, load_config: LoadConfig, device: torch.device) -> PreTrainedModel:
+def _load_weights(
+    path: Path, load_config: LoadConfig, device: torch.device, ranks: Ranks | None
+) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -303,6 +351,8 @@ def _load_weights(path: Path, load_config: LoadConfig, device: torch.device) -> 
             f"{path}: model type {config.model_type!r} has no causal language model in transformers"
         )
     check_config(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    if ranks is not None:
+        check_plan(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], ranks.place.world_size)
     if not sys.stderr.isatty():
         disable_progress_bar()  # a bar is for a person who waits, not for a log
     dtype = "auto" if load_config.dtype == "auto" else getattr(torch, load_config.dtype)
@@ -316,6 +366,7 @@ def _load_weights(path: Path, load_config: LoadConfig, device: torch.device) -> 
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **({} if ranks is None else sharding(ranks.place.world_size)),
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelRefusedError(f"{path}: the weights cannot be read: {error}") from error
@@ -342,9 +393,10 @@ def _device(load_config: LoadConfig) -> torch.device:
     return device
 
 
-def _set_threads(load_config: LoadConfig, device: torch.device) -> None:
+def _set_threads(load_config: LoadConfig, device: torch.device, sharers: int) -> None:
+    """Set torch's threads; sharers: how many processes of ours share this host."""
     limits = HostLimits.read()
-    threads = load_config.threads or (limits.cpus if device.type == "cpu" else 1)
+    threads = load_config.threads or (max(1, limits.cpus // sharers) if device.type == "cpu" else 1)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
     source = "threads" if load_config.threads else limits.cpu_source

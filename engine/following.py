@@ -1,0 +1,44 @@
+"""The other ranks of a tensor-parallel model, as whole processes: load, then follow rank 0."""
+
+from __future__ import annotations
+
+import logging
+
+from engine.config import LoadConfig, RankPlace
+from engine.threads import call_on_own_thread
+
+logger = logging.getLogger(__name__)
+
+
+def is_follower(load_config: LoadConfig) -> bool:
+    """Whether this process is to follow another one.
+
+    Raises:
+        ConfigError: what torchrun says of it cannot be.
+    """
+    place = RankPlace.read() if load_config.tensor_parallel == "auto" else None
+    return place is not None and place.rank > 0
+
+
+def follow(model: str, load_config: LoadConfig) -> None:
+    """Load this rank's part of a model, and compute for rank 0 until that ends.
+
+    Args:
+        model: a directory, or a hub id.
+        load_config: the same as rank 0's.
+
+    Raises:
+        ModelRefusedError: the model is refused, here or on another rank.
+        ConfigError: load_config asks for what cannot be had here.
+        RanksLostError: another rank has failed, or ended without a word.
+    """
+    call_on_own_thread(lambda: _follow(model, load_config), "headrace-follower")
+
+
+def _follow(model: str, load_config: LoadConfig) -> None:
+    from engine.runner.follower import Follower
+    from engine.runner.loader import load_model
+
+    verified = load_model(model, load_config, logger.info)
+    if verified.ranks is not None:
+        Follower(verified, verified.ranks).follow()
