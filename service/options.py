@@ -242,6 +242,14 @@ class EngineOptions:
             show_default="where it pays",
         ),
     ] = None
+    tensor_parallel: Annotated[
+        str,
+        _option(
+            "tensor-parallel",
+            "auto: divide the model among the processes that torchrun started; or none.",
+            _MODEL,
+        ),
+    ] = "none"
     block_size: Annotated[
         int, _option("block-size", "Tokens in a block of the KV cache.", _MODEL)
     ] = 32

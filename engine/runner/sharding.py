@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from engine.errors import ModelRefusedError
-from engine.runner.gate import ModelProbe, eager_forward
+from engine.runner.gate import ModelProbe, eager_forward, logits_error, logits_tolerance
 from engine.types import TokenId
 
 _HEADS = {
@@ -70,7 +70,7 @@ def whole_logits(model: PreTrainedModel, probe: ModelProbe) -> tuple[torch.Tenso
     call this. Leaves the model with eager attention.
 
     Raises:
-        ModelRefusedError: divided, it gives logits for another number of tokens, or fails.
+        ModelRefusedError: divided, it gives other logits, or fails.
     """
     model.set_attn_implementation("eager")
     with _undivided(model):
@@ -79,6 +79,13 @@ def whole_logits(model: PreTrainedModel, probe: ModelProbe) -> tuple[torch.Tenso
         raise ModelRefusedError(
             f"{type(model).__name__}, divided, gives logits of {probe.logits[0].shape[0]} of "
             f"{whole[0].shape[0]} token ids: its plan does not gather them"
+        )
+    error = max(map(logits_error, probe.logits, whole))
+    if not error < logits_tolerance(probe.dtype):
+        raise ModelRefusedError(
+            f"{type(model).__name__}, divided as its plan in this version of transformers says, "
+            f"computes logits that differ from the undivided model's by {error:.2%}; it would be "
+            "run wrongly; set tensor_parallel to none"
         )
     return whole
 
