@@ -1,0 +1,35 @@
+"""A process that torchrun started beside the server's: it has part of the model, and no port.
+
+It loads its part, computes what rank 0's engine says, and ends when that ends. Signals are rank 0's
+affair: whoever drains the server signals all of its processes, and a request that is to be finished
+needs each of them.
+
+rank 0 ends in order                              exit 0
+the model is refused, here or on another rank     a message, exit 1
+a rank dies, or fails in a step                   a message, exit 1
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import NoReturn
+
+from engine.config import LoadConfig
+from engine.errors import HeadraceError
+from engine.following import follow
+from service.config import ServiceConfig
+from service.options import describe
+from service.process import end, say, set_up_logging
+
+
+def follow_to_the_end(config: ServiceConfig, model: str, load_config: LoadConfig) -> NoReturn:
+    """Follow rank 0, and end the process with the exit code."""
+    set_up_logging(config.log_level)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        follow(model, load_config)
+    except HeadraceError as error:
+        say(f"headrace-server: {describe(error)}")
+        end(1)
+    end(0)
