@@ -86,7 +86,7 @@ def serve(
         typer.echo(f"headrace-server {_version()}: rank {rank} follows rank 0", err=True)
         from service.follower import follow_to_the_end
 
-        follow_to_the_end(config, engine.model or default_model(), load)
+        follow_to_the_end(config, engine.model or default_model(), load, rank)
     typer.echo(f"headrace-server {_version()}: starting", err=True)
     from service.process import run_to_the_end
 

@@ -22,8 +22,10 @@ from service.options import describe
 from service.process import end, say, set_up_logging
 
 
-def follow_to_the_end(config: ServiceConfig, model: str, load_config: LoadConfig) -> NoReturn:
-    """Follow rank 0, and end the process with the exit code."""
+def follow_to_the_end(
+    config: ServiceConfig, model: str, load_config: LoadConfig, rank: int
+) -> NoReturn:
+    """Follow rank 0, and end the process with the exit code; rank: this process's, for messages."""
     set_up_logging(config.log_level)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -32,4 +34,5 @@ def follow_to_the_end(config: ServiceConfig, model: str, load_config: LoadConfig
     except HeadraceError as error:
         say(f"headrace-server: {describe(error)}")
         end(1)
+    say(f"headrace-server: rank {rank} has ended with rank 0")
     end(0)
