@@ -8,6 +8,7 @@ from pathlib import Path
 import headrace
 import psutil
 from headrace import FinishReason
+from transformers import GenerationConfig
 
 import engine
 from tests.engine.ranks_rig import BIN, ROOT, launched, needs_ranks, torchrun
@@ -51,11 +52,15 @@ def test_a_served_model_drains_with_all_its_ranks(tmp_path: Path) -> None:
     assert "rank 1 has ended with rank 0" in said
     assert "RanksLostError" not in said
 
-    tokenizer = engine.load(str(DEMO), dtype="float32", threads=1)
-    assert tokenizer.tokenizer is not None
-    prompt = list(tokenizer.tokenizer.encode(PROMPT))
-    alone = tokenizer.generate_batch(
-        [prompt], max_new_tokens=24, eos_token_id=-1, progress_bar=False, num_blocks=8
+    whole = engine.load(str(DEMO), dtype="float32", threads=1)
+    assert whole.tokenizer is not None
+    alone = whole.generate_batch(
+        [whole.tokenizer.encode(PROMPT)],
+        GenerationConfig(do_sample=False),
+        max_new_tokens=24,
+        eos_token_id=-1,
+        progress_bar=False,
+        num_blocks=8,
     )
     assert list(result.token_ids) == list(alone["req_0"].generated_tokens)
 
