@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from engine.config import LoadConfig, RankPlace
 from engine.threads import call_on_own_thread
@@ -20,25 +21,29 @@ def is_follower(load_config: LoadConfig) -> bool:
     return place is not None and place.rank > 0
 
 
-def follow(model: str, load_config: LoadConfig) -> None:
+def follow(
+    model: str, load_config: LoadConfig, on_loaded: Callable[[], None] = lambda: None
+) -> None:
     """Load this rank's part of a model, and compute for rank 0 until that ends.
 
     Args:
         model: a directory, or a hub id.
         load_config: the same as rank 0's.
+        on_loaded: called, on another thread, when this rank has its part.
 
     Raises:
         ModelRefusedError: the model is refused, here or on another rank.
         ConfigError: load_config asks for what cannot be had here.
         RanksLostError: another rank has failed, or ended without a word.
     """
-    call_on_own_thread(lambda: _follow(model, load_config), "headrace-follower")
+    call_on_own_thread(lambda: _follow(model, load_config, on_loaded), "headrace-follower")
 
 
-def _follow(model: str, load_config: LoadConfig) -> None:
+def _follow(model: str, load_config: LoadConfig, on_loaded: Callable[[], None]) -> None:
     from engine.runner.follower import Follower
     from engine.runner.loader import load_model
 
     verified = load_model(model, load_config, logger.info)
+    on_loaded()
     if verified.ranks is not None:
         Follower(verified, verified.ranks).follow()

@@ -1,8 +1,8 @@
 """A process that torchrun started beside the server's: it has part of the model, and no port.
 
-It loads its part, computes what rank 0's engine says, and ends when that ends. Signals are rank 0's
-affair: whoever drains the server signals all of its processes, and a request that is to be finished
-needs each of them.
+It loads its part, computes what rank 0's engine says, and ends when that ends. Once it is loaded,
+signals are rank 0's affair: whoever drains the server signals all of its processes, and a request
+that is to be finished needs each of them. Before, a signal ends it: rank 0 may never come.
 
 rank 0 ends in order                              exit 0
 the model is refused, here or on another rank     a message, exit 1
@@ -12,6 +12,7 @@ a rank dies, or fails in a step                   a message, exit 1
 from __future__ import annotations
 
 import signal
+import threading
 from typing import NoReturn
 
 from engine.config import LoadConfig
@@ -27,10 +28,17 @@ def follow_to_the_end(
 ) -> NoReturn:
     """Follow rank 0, and end the process with the exit code; rank: this process's, for messages."""
     set_up_logging(config.log_level)
+    is_loaded = threading.Event()
+
+    def on_signal(number: int, _frame: object) -> None:
+        if not is_loaded.is_set():
+            say(f"headrace-server: rank {rank} was stopped while loading")
+            end(128 + number)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, on_signal)
     try:
-        follow(model, load_config)
+        follow(model, load_config, is_loaded.set)
     except HeadraceError as error:
         say(f"headrace-server: {describe(error)}")
         end(1)

@@ -24,7 +24,7 @@ def test_a_served_model_drains_with_all_its_ranks(tmp_path: Path) -> None:
         "--no-python",
         str(BIN / "headrace-server"),
         *("serve", "--model", str(DEMO), "--dtype", "float32", "--device", "cpu"),
-        *("--threads", "1", "--listen", address),
+        *("--threads", "1", "--listen", address, "--hang-timeout", "0"),
     )
     with launched(command, HEADRACE_TENSOR_PARALLEL="auto") as server:
         server.wait_for("Stop it with")
