@@ -8,7 +8,9 @@ memory.
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +22,8 @@ AttentionName = Literal["auto", "torch", "native", "triton", "varlen"]
 ATTENTIONS = ("auto", "torch", "native", "triton", "varlen")
 Quantization = Literal["none", "int8"]
 QUANTIZATIONS = ("none", "int8")
+TensorParallel = Literal["none", "auto"]
+TENSOR_PARALLELS = ("none", "auto")
 
 _BOUNDS = {
     "block_size": (1, 4096),
@@ -221,6 +225,9 @@ class LoadConfig:
             refused where it cannot be; None: on CUDA, and where kernels pay on a CPU. Only what is
             shown, at load, to compute the same is exchanged, and a line in the log says what; only
             models that are loaded from disk are changed.
+        tensor_parallel: "auto": the model is divided among the processes that torchrun started, as
+            transformers' tensor-parallel plan of the model says (docs/tensor-parallelism.md); each
+            takes the device of its own. "none": this process has all of it.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -230,6 +237,7 @@ class LoadConfig:
     quantization: Quantization = "none"
     pack_weights: bool | None = None
     fuse_layers: bool | None = None
+    tensor_parallel: TensorParallel = "none"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -250,6 +258,81 @@ class LoadConfig:
             value = getattr(self, option)
             if not isinstance(value, bool | None):
                 raise ConfigError(option, f"is {value!r}; it must be True, False or None")
+        if self.tensor_parallel not in TENSOR_PARALLELS:
+            raise ConfigError(
+                "tensor_parallel",
+                f"is {self.tensor_parallel!r}; it must be one of {', '.join(TENSOR_PARALLELS)}",
+            )
+        if self.tensor_parallel == "auto":
+            self._check_parallel()
+
+    def _check_parallel(self) -> None:
+        """Refuse what goes with one process alone."""
+        reason = "and tensor_parallel is auto: the weights of a divided model stay as they are; "
+        if self.quantization != "none":
+            raise ConfigError("quantization", f"is {self.quantization}, {reason}set it to none")
+        for option in ("pack_weights", "fuse_layers"):
+            if getattr(self, option):
+                raise ConfigError(option, f"is True, {reason}leave it out, or set it to False")
+        if ":" in self.device:
+            raise ConfigError(
+                "device",
+                f"is {self.device}, and tensor_parallel is auto: each process takes the device of "
+                "its own number on its machine; set it to auto, cuda or cpu",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where this process stands among those that torchrun started.
+
+    Attributes:
+        rank, world_size: its number among all of them, from 0, and how many they are.
+        local_rank, local_world_size: the same among those on this machine.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> RankPlace | None:
+        """What torchrun says in the environment; None: this process was not started by it.
+
+        Raises:
+            ConfigError: what the environment says cannot be.
+        """
+        if "RANK" not in environ or "WORLD_SIZE" not in environ:
+            return None
+        numbers = {}
+        for name, least in (("WORLD_SIZE", 1), ("RANK", 0)):
+            numbers[name] = _number(environ, name, least)
+        for name, like, least in (
+            ("LOCAL_WORLD_SIZE", "WORLD_SIZE", 1),
+            ("LOCAL_RANK", "RANK", 0),
+        ):
+            numbers[name] = _number(environ, name, least) if name in environ else numbers[like]
+        for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+            if numbers[rank] >= numbers[size]:
+                raise ConfigError(
+                    rank, f"is {numbers[rank]}, and {size} is {numbers[size]}; it must be below it"
+                )
+        return cls(
+            rank=numbers["RANK"],
+            world_size=numbers["WORLD_SIZE"],
+            local_rank=numbers["LOCAL_RANK"],
+            local_world_size=numbers["LOCAL_WORLD_SIZE"],
+        )
+
+
+def _number(environ: Mapping[str, str], name: str, least: int) -> int:
+    text = environ[name]
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(
+            name, f"is {text!r} in the environment; torchrun sets it to a number from {least} up"
+        )
+    return int(text)
 
 
 def _bounded(option: str, value: object, low: int, high: int) -> None:

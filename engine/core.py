@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 from engine.batch import ScheduledBatch
 from engine.endings import LiveRequest, LiveRequests, describe_end, new_error_id, why_no_token
+from engine.errors import RanksLostError
 from engine.outputs import (
     FinishReason,
     RequestFailure,
@@ -270,9 +271,15 @@ class EngineCore:
         )
 
     def _launch(self, batch: ScheduledBatch, now: float) -> bool:
-        """Begin a batch. An exception fails the batch's requests, and the loop goes on."""
+        """Begin a batch. An exception fails the batch's requests, and the loop goes on.
+
+        Raises:
+            RanksLostError: nothing can be computed any more.
+        """
         try:
             pending = self.runner.launch(batch)
+        except RanksLostError:
+            raise
         except Exception as error:
             while self._in_flight:
                 self._collect()

@@ -86,6 +86,12 @@ class EngineUnavailableError(HeadraceError):
     """The engine takes no requests now: it is loading, draining or stopped."""
 
 
+class RanksLostError(EngineUnavailableError):
+    """The processes that share a model no longer compute together: one of them has ended, or failed
+    in a step. Only a new start of all of them helps.
+    """
+
+
 class ModelRefusedError(HeadraceError):
     """The model cannot be loaded, or would be run wrongly. The message gives the reason."""
 

@@ -58,6 +58,7 @@ class LocalEngineClient:
         self._config = config or ContinuousBatchingConfig()
         self._load_config = load_config or LoadConfig()
         self._engine: EngineLoop | None = None
+        self._verified: VerifiedModel | None = None
         self._closing = threading.Event()
         self._loaded: asyncio.Event | None = None
         self._ended = asyncio.Event()
@@ -105,6 +106,7 @@ class LocalEngineClient:
         verified = load_model(
             self._model, self._load_config, stage, block_size=self._config.block_size
         )
+        self._verified = verified
         engine, limits, plan = build_loop(
             verified,
             self._config,
@@ -181,6 +183,8 @@ class LocalEngineClient:
         if self._engine is not None:
             self._engine.stop(block=False, hard_stop=True)
             await await_on_own_thread(self._engine.join, "headrace-close")
+        if self._verified is not None:
+            await await_on_own_thread(self._verified.end, "headrace-close")
 
     async def wait_failed(self) -> Exception:
         """Wait until the engine is dead; see the protocol."""

@@ -37,6 +37,7 @@ from engine.errors import (
     DuplicateRequestError,
     EngineUnavailableError,
     QueueFullError,
+    RanksLostError,
     UnsupportedFeatureError,
 )
 from engine.inbox import Inbox
@@ -414,7 +415,8 @@ class EngineLoop:
                 failed_steps = 0
             except Exception as error:
                 failed_steps += 1
-                outputs = self._recover(error, dead=failed_steps >= _MAX_FAILED_STEPS)
+                is_dead = failed_steps >= _MAX_FAILED_STEPS or isinstance(error, RanksLostError)
+                outputs = self._recover(error, dead=is_dead)
             self._deliver(outputs)
         with self._changed:
             self._end()

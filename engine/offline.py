@@ -7,6 +7,7 @@ outputs = model.generate_batch([[1, 2, 3], [4, 5]], max_new_tokens=32)
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import threading
@@ -21,6 +22,7 @@ from engine.batch_generation import generate
 from engine.batching_options import resolve_config
 from engine.config import AttentionName, ContinuousBatchingConfig, LoadConfig
 from engine.errors import ModelRefusedError
+from engine.following import follow, is_follower
 from engine.generation_options import GenerationDefaults
 from engine.manager import ContinuousBatchingManager
 from engine.results import GenerationOutput
@@ -223,17 +225,27 @@ def load(path: str, config: ContinuousBatchingConfig | None = None, **options: A
         path: a directory with config.json and safetensors, or a hub id.
         config: what managers use unless they are given another.
         options: fields of LoadConfig: dtype, device, threads, attention, quantization,
-            pack_weights, fuse_layers.
+            pack_weights, fuse_layers, tensor_parallel.
+
+    With tensor_parallel="auto", the script runs on all ranks that torchrun started, and from here
+    on only rank 0 goes on with it: on the others this call computes for rank 0, and raises
+    SystemExit when rank 0 ends.
 
     Raises:
         ModelRefusedError: the model cannot be loaded, or would be run wrongly.
         ConfigError: an option is out of its bounds.
+        RanksLostError: the model is divided, and another rank has ended or failed.
     """
     load_config = LoadConfig(**options)
     block_size = (config or ContinuousBatchingConfig()).block_size
+    if is_follower(load_config):
+        follow(path, load_config, block_size)
+        raise SystemExit(0)
     verified = call_on_own_thread(
         lambda: load_model(path, load_config, logger.info, block_size), "headrace-load"
     )
+    if verified.leader is not None:
+        atexit.register(verified.end)
     return LoadedModel(verified, config, verified.path)
 
 

@@ -17,6 +17,7 @@ from service import options, tokens
 
 if TYPE_CHECKING:
     from engine.client import EngineClient
+    from engine.config import LoadConfig
     from service.config import ServiceConfig
 
 app = typer.Typer(
@@ -73,12 +74,19 @@ def serve(
 
     try:
         config = _service_config(network, engine, requests, process)
-        client = _engine_client(config, engine, process)
+        load = _load_config(engine)
+        rank = _rank(load)
+        client = _engine_client(config, load, engine, process)
     except ConfigError as error:
         typer.echo(f"headrace-server: {options.describe(error)}", err=True)
         raise typer.Exit(2) from error
 
     # Imports take a while on a cold machine: say something before.
+    if rank:
+        typer.echo(f"headrace-server {_version()}: rank {rank} follows rank 0", err=True)
+        from service.follower import follow_to_the_end
+
+        follow_to_the_end(config, engine.model or default_model(), load, engine.block_size, rank)
     typer.echo(f"headrace-server {_version()}: starting", err=True)
     from service.process import run_to_the_end
 
@@ -109,10 +117,49 @@ def _service_config(
     )
 
 
+def _load_config(engine: options.EngineOptions) -> LoadConfig:
+    from engine.config import LoadConfig
+
+    return LoadConfig(
+        dtype=engine.dtype,  # type: ignore[arg-type]
+        device=engine.device,
+        threads=engine.threads,
+        attention=engine.attention,  # type: ignore[arg-type]
+        quantization=engine.quantization,  # type: ignore[arg-type]
+        pack_weights=engine.pack_weights,
+        fuse_layers=engine.fuse_layers,
+        tensor_parallel=engine.tensor_parallel,  # type: ignore[arg-type]
+    )
+
+
+def _rank(load: LoadConfig) -> int:
+    """This process's number among those that share the model; 0: it serves.
+
+    Raises:
+        ConfigError: torchrun started several processes, and they do not share a model.
+    """
+    from engine.config import RankPlace
+    from engine.errors import ConfigError
+
+    place = RankPlace.read()
+    if load.tensor_parallel != "none":
+        return 0 if place is None else place.rank
+    if place is not None and place.world_size > 1:
+        raise ConfigError(
+            "tensor_parallel",
+            f"is none, and torchrun started {place.world_size} processes, which would be as many "
+            "servers on the same addresses; set it to auto",
+        )
+    return 0
+
+
 def _engine_client(
-    config: ServiceConfig, engine: options.EngineOptions, process: options.ProcessOptions
+    config: ServiceConfig,
+    load: LoadConfig,
+    engine: options.EngineOptions,
+    process: options.ProcessOptions,
 ) -> EngineClient:
-    from engine.config import ContinuousBatchingConfig, LoadConfig
+    from engine.config import ContinuousBatchingConfig
     from engine.local_client import LocalEngineClient
     from engine.process.client import ProcessEngineClient
 
@@ -130,15 +177,6 @@ def _engine_client(
         use_cuda_graph=engine.cuda_graphs,
         default_compile_level=engine.compile_level,
         per_request_processors=True,
-    )
-    load = LoadConfig(
-        dtype=engine.dtype,  # type: ignore[arg-type]
-        device=engine.device,
-        threads=engine.threads,
-        attention=engine.attention,  # type: ignore[arg-type]
-        quantization=engine.quantization,  # type: ignore[arg-type]
-        pack_weights=engine.pack_weights,
-        fuse_layers=engine.fuse_layers,
     )
     model = engine.model or default_model()
     if process.in_process:

@@ -243,6 +243,14 @@ class EngineOptions:
             show_default="where it pays on a CPU; on CUDA",
         ),
     ] = None
+    tensor_parallel: Annotated[
+        str,
+        _option(
+            "tensor-parallel",
+            "auto: divide the model among the processes that torchrun started; or none.",
+            _MODEL,
+        ),
+    ] = "none"
     block_size: Annotated[
         int, _option("block-size", "Tokens in a block of the KV cache.", _MODEL)
     ] = 32

@@ -61,10 +61,11 @@ def run_to_the_end(config: ServiceConfig, client: EngineClient) -> NoReturn:
     is closed then; to take the interpreter's modules apart would take longer than the rest of a
     drain.
     """
-    _end(run(config, client))
+    end(run(config, client))
 
 
-def _end(code: int) -> NoReturn:
+def end(code: int) -> NoReturn:
+    """End this process without taking the interpreter apart."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -168,4 +169,4 @@ class _Process:
     def _exit(self, code: int) -> None:
         """End without waiting for anything: threads that load or compute cannot be interrupted."""
         unlink_sockets(self._server.bound)
-        _end(code)
+        end(code)

@@ -98,6 +98,7 @@ class ProcessEngineClient:
             messages.options_of(load_config or LoadConfig()),
             log_level,
         )
+        self._is_restartable = load_config is None or load_config.tensor_parallel == "none"
         self._hang_timeout_s = hang_timeout_s
         self._sink: StepSink | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -172,8 +173,10 @@ class ProcessEngineClient:
 
     @property
     def is_restartable(self) -> bool:
-        """True: another process is started."""
-        return True
+        """Whether another process can be started: not if the model is divided, since then the
+        other ranks have ended too.
+        """
+        return self._is_restartable
 
     @property
     def failure(self) -> Exception | None:

@@ -8,6 +8,7 @@ with the front end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -54,6 +55,9 @@ logger = logging.getLogger(__name__)
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """So much is kept for a front end that does not read; then it is taken for dead."""
 
+_END_WAIT_S = 3.0
+"""How long a step that runs may keep the ranks of a divided model from being told to end."""
+
 
 class Worker:
     """One engine, and the front end that it works for."""
@@ -76,6 +80,10 @@ class Worker:
         done, _ = await asyncio.wait({working, reading}, return_when=asyncio.FIRST_COMPLETED)
         for future in done:
             future.result()
+        if self._engine is not None and start.load_config.get("tensor_parallel") == "auto":
+            # Other processes wait for this one; they end well if they are told to.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._engine.close(), _END_WAIT_S)
 
     async def _work(self, start: Start) -> None:
         """Load; then wait for the engine's death, which ends this process."""

@@ -304,7 +304,7 @@ def probe_layers(model: PreTrainedModel, backend: AttentionBackend, num_layers: 
     for count in _PROBE_TOKENS:
         ids = torch.randint(0, vocab_size, (1, count), generator=generator)
         probe.calls.clear()
-        output = _eager_forward(model, ids.to(model.device))
+        output = eager_forward(model, ids.to(model.device))
         logits.append(output.logits[0, -1].float())
         prompts.append(tuple(TokenId(token) for token in ids[0].tolist()))
         _check_calls(model, probe, num_layers)
@@ -329,7 +329,12 @@ def num_embeddings(model: PreTrainedModel) -> int:
     return count
 
 
-def _eager_forward(model: PreTrainedModel, ids: torch.Tensor) -> Any:
+def eager_forward(model: PreTrainedModel, ids: torch.Tensor) -> Any:
+    """A prompt's forward pass without a cache: ids [1, T]; its `logits` are of the last token.
+
+    Raises:
+        ModelRefusedError: the model fails.
+    """
     try:
         with torch.inference_mode():
             # A tensor, as in every step: some models compute fewer tokens if it is a number.
@@ -410,12 +415,22 @@ def self_check(
     for step in steps:
         actual = _paged_logits(model, runner, step)
     for row, expected in enumerate(probe.logits):
-        error = ((actual[row].float() - expected).norm() / expected.norm().clamp(min=1e-6)).item()
-        if not error < _LOGITS_TOLERANCE.get(probe.dtype, 8e-2):
+        error = logits_error(actual[row], expected)
+        if not error < logits_tolerance(probe.dtype):
             raise ModelRefusedError(
                 f"{type(model).__name__}: logits through the paged cache differ from the model's "
                 f"own by {error:.2%}; it would be run wrongly{_why_logits_differ(model, probe)}"
             )
+
+
+def logits_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """|difference| / |reference| over all logits of a token, [V] each."""
+    return float((actual.float() - expected).norm() / expected.norm().clamp(min=1e-6))
+
+
+def logits_tolerance(dtype: torch.dtype) -> float:
+    """The error from which a model with keys and values of this type is refused."""
+    return _LOGITS_TOLERANCE.get(dtype, 8e-2)
 
 
 def _paged_logits(
@@ -452,8 +467,7 @@ def _why_logits_differ(model: PreTrainedModel, probe: ModelProbe) -> str:
         counted = model(input_ids=prompt, position_ids=positions, use_cache=False).logits[0, -1]
     model.set_attn_implementation(ATTENTION_NAME)
     expected = probe.logits[1]
-    error = (counted.float() - expected).norm() / expected.norm().clamp(min=1e-6)
-    if not error < _LOGITS_TOLERANCE.get(probe.dtype, 8e-2):
+    if not logits_error(counted, expected) < logits_tolerance(probe.dtype):
         return ": it does not count positions from 0"
     return ""
 

@@ -9,6 +9,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -92,6 +93,42 @@ def allocate_host_caches(
     slots = [count * block_size for count in host_slots]
     host = torch.device("cpu")
     return _allocate(shapes, groups, slots, dtype=dtype, device=host, pin_memory=pin_memory)
+
+
+class CacheSize(Protocol):
+    """How large a cache is; see CachePlan."""
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]: ...
+
+    @property
+    def host_slots(self) -> tuple[int, ...]: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+
+def allocate_kv(
+    shapes: Sequence[LayerShape],
+    groups: tuple[LayerGroup, ...],
+    size: CacheSize,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVTensors:
+    """Allocate a whole cache, on the device and on the host."""
+    return KVTensors(
+        groups=groups,
+        caches=allocate_caches(shapes, groups, size.num_blocks, size.block_size, dtype, device),
+        host_caches=allocate_host_caches(
+            shapes,
+            groups,
+            size.host_slots,
+            size.block_size,
+            dtype,
+            pin_memory=device.type == "cuda",
+        ),
+        block_size=size.block_size,
+    )
 
 
 def _allocate(

@@ -5,23 +5,22 @@
     ─▶ measure_step ─▶ plan_cache ─▶ ModelRunner
        └──────────── build_runner ────────────┘
 
-Only safetensors are read and no code of the model's directory is run.
+Only safetensors are read and no code of the model's directory is run. A model that is divided among
+processes (`engine.runner.ranks`) is loaded by all of them in step, and a runner is built by rank 0.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.logging import disable_progress_bar
 
@@ -38,8 +37,9 @@ from engine.config import (
     AttentionName,
     ContinuousBatchingConfig,
     LoadConfig,
+    RankPlace,
 )
-from engine.errors import InvalidRequestError, ModelRefusedError
+from engine.errors import ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
 from engine.runner.compile import compile_model, compile_options
 from engine.runner.cuda_graph import CudaGraphBackend, GraphBackend
@@ -47,29 +47,21 @@ from engine.runner.forward import ModelForward
 from engine.runner.fusing import Fusing, choose_fusing, fuse_model
 from engine.runner.fusing_products import join_products
 from engine.runner.gate import ModelProbe, check_config, num_embeddings, probe_layers, self_check
-from engine.runner.kv_tensors import (
-    KVTensors,
-    allocate_caches,
-    allocate_host_caches,
-    make_groups,
-)
+from engine.runner.kv_tensors import KVTensors, allocate_kv, make_groups
+from engine.runner.leader import Leader, LeadingCopier, parallel_config
 from engine.runner.memory import CachePlan, HostLimits, plan_cache, step_limits
+from engine.runner.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.runner.model_runner import ModelRunner
 from engine.runner.options import resolve_options
 from engine.runner.packing import Packing, choose_packing, pack_model
 from engine.runner.profiling import DeviceMemory, device_memory, measure_step
+from engine.runner.ranks import Ranks, join, rank_device
+from engine.runner.sharding import check_plan, sharding, whole_logits
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.types import TokenId
 
 logger = logging.getLogger(__name__)
-
-_NO_LIMIT = 1 << 20
-"""Context of a model that names no limit; the cache's size bounds it anyway."""
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the longest request in the batch, beyond the
-original length.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +77,8 @@ class VerifiedModel:
         parameters: how many it has, packed or not.
         eos_token_ids: the model's own.
         default_sampling: what `model.generate` would use.
+        ranks: the processes among which the model is divided; None: this one has all of it.
+        leader: rank 0's door to the others; None: this is another rank, or there are none.
     """
 
     model: PreTrainedModel
@@ -97,6 +91,13 @@ class VerifiedModel:
     parameters: int
     eos_token_ids: tuple[TokenId, ...]
     default_sampling: SamplingParams
+    ranks: Ranks | None = None
+    leader: Leader | None = None
+
+    def end(self) -> None:
+        """Let the other ranks end, if there are any. Harmless if they have."""
+        if self.leader is not None:
+            self.leader.end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +151,36 @@ def load_model(
     Raises:
         ModelRefusedError: the model cannot be loaded, or would be run wrongly.
         ConfigError: load_config asks for what cannot be had here.
+        RanksLostError: the model is divided, and another rank has ended.
     """
-    device = _device(load_config)
-    _set_threads(load_config, device)
+    ranks = join(load_config, RankPlace.read())
+    if ranks is None:
+        return _load(model, load_config, progress, block_size, None)
+    with ranks.together():
+        return _load(model, load_config, progress, block_size, ranks)
+
+
+def _load(
+    model: str,
+    load_config: LoadConfig,
+    progress: Callable[[str], None],
+    block_size: int,
+    ranks: Ranks | None,
+) -> VerifiedModel:
+    device = _device(load_config) if ranks is None else rank_device(load_config, ranks.place)
+    _set_threads(load_config, device, 1 if ranks is None else ranks.place.local_world_size)
     path = resolve_path(model)
-    progress(f"loading {path} on {device}")
+    part = f", part {ranks.place.rank} of {ranks.place.world_size}" if ranks is not None else ""
+    progress(f"loading {path} on {device}{part}")
     started = time.monotonic()
-    loaded = _load_weights(path, load_config, device)
+    loaded = _load_weights(path, load_config, device, ranks)
     seconds = time.monotonic() - started
     size = loaded.num_parameters() / 1e6
     progress(f"loaded {size:.1f} M parameters ({loaded.dtype}) in {seconds:.1f} s")
+    if ranks is not None:
+        return verify_model(
+            loaded, path, progress, load_config.attention, block_size=block_size, ranks=ranks
+        )
     return prepare_model(loaded, path, load_config, progress, block_size)
 
 
@@ -195,6 +216,7 @@ def verify_model(
     *,
     fuse: Fusing | None = None,
     block_size: int = DEFAULT_BLOCK_SIZE,
+    ranks: Ranks | None = None,
 ) -> VerifiedModel:
     """Put a model that is in memory through the load gate, and give it our attention.
 
@@ -207,6 +229,8 @@ def verify_model(
             the gate then judges the packed model.
         fuse: how its layers are fused, if they are; judged likewise.
         block_size: of the cache that it will have; attention is chosen for it.
+        ranks: the processes among which it is divided, all of which call this. The gate then
+            compares with what the model computes undivided.
 
     Raises:
         ModelRefusedError: it would be run wrongly.
@@ -226,6 +250,8 @@ def verify_model(
     except AttentionUnavailableError as error:
         backend = fall_back(attention, error)
         probe = probe_layers(model, backend, text_config.num_hidden_layers)
+    if ranks is not None:
+        probe = replace(probe, logits=whole_logits(model, probe))
     self_check(model, probe, backend, model.device)
     progress(f"verified: paged attention ({backend.name}) equals the model's own in every layer")
     vocab_size = min(num_embeddings(model), probe.logits[0].shape[-1])
@@ -235,11 +261,13 @@ def verify_model(
         device=model.device,
         backend=backend,
         probe=probe,
-        context_length=_context_length(text_config),
+        context_length=context_length(text_config),
         vocab_size=vocab_size,
         parameters=parameters,
         eos_token_ids=eos_token_ids(model.generation_config, model.config, vocab_size),
         default_sampling=default_sampling(model.generation_config),
+        ranks=ranks,
+        leader=Leader(ranks) if ranks is not None and ranks.leads else None,
     )
 
 
@@ -263,29 +291,37 @@ def build_runner(
     Raises:
         ConfigError: an option asks for what the device cannot do.
         InsufficientMemoryError: the KV cache does not fit, or not even a step.
+        RanksLostError: the model is divided, and another rank has ended.
     """
-    probe, device = verified.probe, verified.device
+    probe, device, leader = verified.probe, verified.device, verified.leader
     check_block_size(verified.backend, config.block_size)
     groups = make_groups(probe.shapes, probe.dtype)
-    memory = memory or device_memory(device)
-    step_bytes = measure_step(
-        memory,
-        verified.model,
-        verified.backend,
-        probe,
-        groups,
-        device=device,
-        limits=step_limits(config, device),
-        block_size=config.block_size,
-        model_context=verified.context_length,
-    )
+    number, step_bytes = 0, 0
+    if leader is None:
+        memory = memory or device_memory(device)
+        step_bytes = measure_step(
+            memory,
+            verified.model,
+            verified.backend,
+            probe,
+            groups,
+            device=device,
+            limits=step_limits(config, device),
+            block_size=config.block_size,
+            model_context=verified.context_length,
+        )
+        available, host_available = memory.available(), HostLimits.read().memory_available
+    else:
+        # No step is measured: the other ranks follow one only when they have a cache.
+        config = parallel_config(config)
+        number, available, host_available = leader.begin(*free_memory(verified))
     plan = plan_cache(
         config,
         groups,
         device=device,
         model_context=verified.context_length,
-        available=memory.available(),
-        host_available=HostLimits.read().memory_available,
+        available=available,
+        host_available=host_available,
         step_bytes=step_bytes,
     )
     options = resolve_options(
@@ -295,15 +331,11 @@ def build_runner(
         max_blocks=_longest_in_blocks(groups, plan, verified.context_length),
         max_requests=plan.max_requests,
     )
-    size, dtype = plan.block_size, probe.dtype
-    kv = KVTensors(
-        groups=groups,
-        caches=allocate_caches(probe.shapes, groups, plan.num_blocks, size, dtype, device),
-        host_caches=allocate_host_caches(
-            probe.shapes, groups, plan.host_slots, size, dtype, pin_memory=device.type == "cuda"
-        ),
-        block_size=size,
-    )
+
+    def allocate() -> KVTensors:
+        return allocate_kv(probe.shapes, groups, plan, probe.dtype, device)
+
+    kv = allocate() if leader is None else leader.allocate(number, plan, allocate)
     progress(
         f"KV cache: {plan.total_bytes / 2**20:.0f} MiB, {' + '.join(map(str, plan.num_blocks))} "
         f"blocks of {plan.block_size} tokens"
@@ -313,21 +345,37 @@ def build_runner(
             f"KV offload: {plan.host_bytes / 2**20:.0f} MiB of host memory, "
             f"{' + '.join(map(str, plan.host_slots))} blocks"
         )
-    compiled = compile_model(
-        verified.model,
-        compile_options(config, getattr(verified.model.generation_config, "compile_config", None)),
-        device,
-    )
     if graphs is None and device.type == "cuda" and options.captured_paths:
         graphs = CudaGraphBackend(device)
     runner = ModelRunner(
-        ModelForward(verified.model, kv, verified.backend, compiled),
+        _compiled_forward(verified, config, kv)
+        if leader is None
+        else leader.forward(number, verified.model, kv, verified.backend),
         sampler=Sampler(probe.logits[0].shape[-1], device),
         options=options,
+        copier=None if leader is None else LeadingCopier(leader, number, kv),
         graphs=graphs,
         progress=progress,
     )
     return LoadedRunner(runner, groups, plan, overlap=options.num_slots > 1)
+
+
+def free_memory(verified: VerifiedModel) -> tuple[int, int]:
+    """Bytes that a KV cache could take on this process's device and on its host, now. Processes
+    that share a host share it evenly.
+    """
+    sharers = 1 if verified.ranks is None else verified.ranks.place.local_world_size
+    device_sharers = sharers if verified.device.type == "cpu" else 1
+    host = HostLimits.read().memory_available
+    return device_memory(verified.device).available() // device_sharers, host // sharers
+
+
+def _compiled_forward(
+    verified: VerifiedModel, config: ContinuousBatchingConfig, kv: KVTensors
+) -> ModelForward:
+    fallback = getattr(verified.model.generation_config, "compile_config", None)
+    compiled = compile_model(verified.model, compile_options(config, fallback), verified.device)
+    return ModelForward(verified.model, kv, verified.backend, compiled)
 
 
 def _longest_in_blocks(groups: tuple[LayerGroup, ...], plan: CachePlan, context: int) -> int:
@@ -336,7 +384,9 @@ def _longest_in_blocks(groups: tuple[LayerGroup, ...], plan: CachePlan, context:
     return min([-(-context // plan.block_size), *full])
 
 
-def _load_weights(path: Path, load_config: LoadConfig, device: torch.device) -> PreTrainedModel:
+def _load_weights(
+    path: Path, load_config: LoadConfig, device: torch.device, ranks: Ranks | None
+) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -348,6 +398,8 @@ def _load_weights(path: Path, load_config: LoadConfig, device: torch.device) -> 
             f"{path}: model type {config.model_type!r} has no causal language model in transformers"
         )
     check_config(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    if ranks is not None:
+        check_plan(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], ranks.place.world_size)
     if not sys.stderr.isatty():
         disable_progress_bar()  # a bar is for a person who waits, not for a log
     dtype = "auto" if load_config.dtype == "auto" else getattr(torch, load_config.dtype)
@@ -361,6 +413,7 @@ def _load_weights(path: Path, load_config: LoadConfig, device: torch.device) -> 
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **({} if ranks is None else sharding(ranks.place.world_size)),
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelRefusedError(f"{path}: the weights cannot be read: {error}") from error
@@ -387,77 +440,11 @@ def _device(load_config: LoadConfig) -> torch.device:
     return device
 
 
-def _set_threads(load_config: LoadConfig, device: torch.device) -> None:
+def _set_threads(load_config: LoadConfig, device: torch.device, sharers: int) -> None:
+    """Set torch's threads; sharers: how many processes of ours share this host."""
     limits = HostLimits.read()
-    threads = load_config.threads or (limits.cpus if device.type == "cpu" else 1)
+    threads = load_config.threads or (max(1, limits.cpus // sharers) if device.type == "cpu" else 1)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
     source = "threads" if load_config.threads else limits.cpu_source
     logger.info("CPU threads for the model: %d, because of %s", threads, source)
-
-
-def _context_length(text_config: Any) -> int:
-    """The longest request that the model allows, in tokens."""
-    length = getattr(text_config, "max_position_embeddings", None) or _NO_LIMIT
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    # One set of parameters, or one for each kind of layer.
-    nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
-    for rope in nested or [parameters]:
-        if rope.get("rope_type") not in _LENGTH_DEPENDENT_ROPE:
-            continue
-        original = rope.get("original_max_position_embeddings") or getattr(
-            text_config, "original_max_position_embeddings", None
-        )
-        if original and original < length:
-            logger.warning(
-                "context limited to %d of %d tokens: beyond that, %s rotary embeddings depend on "
-                "the longest request in a batch",
-                original,
-                length,
-                rope["rope_type"],
-            )
-            length = original
-    return int(length)
-
-
-def eos_token_ids(
-    generation_config: GenerationConfig | None, config: Any, vocab_size: int
-) -> tuple[TokenId, ...]:
-    """The model's end-of-sequence ids, in ascending order, as far as the vocabulary has them:
-    configs that keep another tokenizer's are common.
-    """
-    ids = generation_config.eos_token_id if generation_config is not None else None
-    if ids is None:
-        ids = getattr(config.get_text_config(), "eos_token_id", None)
-    if ids is None:
-        return ()
-    named = sorted({ids} if isinstance(ids, int) else set(ids))
-    outside = [token for token in named if not 0 <= token < vocab_size]
-    if outside:
-        logger.warning("end-of-sequence ids %s are not in the vocabulary: left out", outside)
-    return tuple(TokenId(token) for token in named if token not in outside)
-
-
-def default_sampling(generation_config: GenerationConfig | None) -> SamplingParams:
-    """What `model.generate` would do with this generation config: greedy unless it asks for
-    sampling.
-    """
-    if generation_config is None:
-        return SamplingParams()
-
-    def value(name: str, neutral: float) -> float:
-        found = getattr(generation_config, name, None)
-        return neutral if found is None or not math.isfinite(found) else float(found)
-
-    sampled = bool(generation_config.do_sample)
-    try:
-        return SamplingParams(
-            temperature=value("temperature", 1.0) if sampled else 0.0,
-            top_k=int(value("top_k", 0)) if sampled else 0,
-            top_p=value("top_p", 1.0) if sampled else 1.0,
-            min_p=value("min_p", 0.0) if sampled else 0.0,
-            repetition_penalty=value("repetition_penalty", 1.0),
-        )
-    except InvalidRequestError as error:
-        logger.warning("the model's generation config is not usable, sampling is greedy: %s", error)
-        return SamplingParams()

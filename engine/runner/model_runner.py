@@ -73,6 +73,7 @@ class ModelRunner:
         *,
         sampler: Sampler,
         options: RunnerOptions = PLAIN,
+        copier: BlockCopier | None = None,
         device: StepDevice | None = None,
         graphs: GraphBackend | None = None,
         progress: Callable[[str], None] = logger.info,
@@ -83,6 +84,7 @@ class ModelRunner:
             forward: the model, with its cache.
             sampler: chooses tokens.
             options: how steps are computed.
+            copier: makes block copies; None: one of the forward's cache.
             device: queues copies; None: what the cache's device needs.
             graphs: captures steps; None: nothing is captured.
             progress: gets a line for what takes long in `warmup`.
@@ -93,7 +95,7 @@ class ModelRunner:
         self.steps: Counter[StepKind] = Counter()
         self._forward = forward
         self._sampler = sampler
-        self._copier = BlockCopier(kv.groups, kv.caches, kv.host_caches, kv.block_size)
+        self._copier = copier or BlockCopier(kv.groups, kv.caches, kv.host_caches, kv.block_size)
         self._device = device or step_device(kv.device)
         self._slots = Slots(options.num_slots)
         self._carried = CarriedTokens()

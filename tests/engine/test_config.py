@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.config import ContinuousBatchingConfig, LoadConfig, RankPlace
 from engine.errors import ConfigError, UnsupportedFeatureError
 from engine.offline import LoadedModel
 from engine.runner.profiling import HostMemory
@@ -313,3 +313,30 @@ def test_seed_acts(llama: LoadedModel) -> None:
     assert first[0] != first[1], "requests have seeds of their own"
     assert tokens(3) == first
     assert tokens(4) != first
+
+
+PLACE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def test_where_torchrun_put_this_process() -> None:
+    assert RankPlace.read(PLACE) == RankPlace(3, 4, 1, 2)
+    assert RankPlace.read({"RANK": "0", "WORLD_SIZE": "2"}) == RankPlace(0, 2, 0, 2)
+    assert RankPlace.read({}) is None
+    assert RankPlace.read({"LOCAL_RANK": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("RANK", "4"),
+        ("RANK", "-1"),
+        ("RANK", "first"),
+        ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", ""),
+        ("LOCAL_RANK", "2"),
+        ("LOCAL_WORLD_SIZE", "0"),
+    ],
+)
+def test_a_place_that_cannot_be(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: is "):
+        RankPlace.read({**PLACE, name: text})

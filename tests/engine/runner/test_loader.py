@@ -15,14 +15,8 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedModel, T5Confi
 from engine.config import LoadConfig
 from engine.errors import ConfigError, ModelRefusedError
 from engine.offline import load
-from engine.runner.loader import (
-    VerifiedModel,
-    _context_length,
-    default_sampling,
-    eos_token_ids,
-    load_model,
-    resolve_path,
-)
+from engine.runner.loader import VerifiedModel, load_model, resolve_path
+from engine.runner.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.sampling_params import SamplingParams
 from tests.tiny_models import CONTEXT, FAMILIES, VOCAB, make_model
 
@@ -186,10 +180,10 @@ def test_length_dependent_rotary_embeddings_limit_the_context(
         "long_factor": [2.0] * 64,
         "original_max_position_embeddings": 1024,
     }
-    assert _context_length(_rope(**longrope)) == 1024
+    assert context_length(_rope(**longrope)) == 1024
     assert "context limited to 1024 of 4096" in caplog.text
-    assert _context_length(_rope(rope_type="default")) == 4096
-    assert _context_length(_rope(rope_type="dynamic", factor=2.0)) == 4096
+    assert context_length(_rope(rope_type="default")) == 4096
+    assert context_length(_rope(rope_type="dynamic", factor=2.0)) == 4096
 
 
 def test_greedy_is_the_default() -> None:
@@ -232,7 +226,7 @@ def test_the_context_of_a_model_without_a_limit() -> None:
     class Endless:
         max_position_embeddings = None
 
-    assert _context_length(Endless()) == 1 << 20
+    assert context_length(Endless()) == 1 << 20
 
 
 def test_make_model_is_a_pretrained_model(loaded: Callable[[str], Any]) -> None:

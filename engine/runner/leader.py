@@ -1,0 +1,199 @@
+"""Rank 0 of a tensor-parallel model: whatever it computes, it tells the other ranks first.
+
+    ModelRunner ─┬─▶ LeadingCopier ── Copies ──▶ other ranks      then it copies its own blocks
+                 └─▶ LeadingForward ── Step ───▶ other ranks      then it computes its own part
+
+A step that cannot be laid out fails its batch alone, as everywhere. Once it was sent, a failure
+leaves the others inside the model's collectives, and nobody knows where: the engine ends then, and
+so do all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+
+from engine.attention.base import AttentionBackend
+from engine.config import ContinuousBatchingConfig
+from engine.errors import ConfigError, InsufficientMemoryError, RanksLostError
+from engine.kv_cache.copies import StepCopies
+from engine.runner.block_copies import BlockCopier
+from engine.runner.forward import CausalModel, ModelForward
+from engine.runner.input_batch import InputBatch
+from engine.runner.kv_tensors import KVTensors
+from engine.runner.memory import CachePlan
+from engine.runner.rank_messages import Begin, Copies, End, Message, Plan, Step
+from engine.runner.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+_END_WAIT_S = 10.0
+"""How long the end waits for a step that runs."""
+
+
+class Leader:
+    """Leads the other ranks. All methods may be called from any thread."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._lock = threading.Lock()  # two runners' collectives must not mix
+        self._numbers = itertools.count(1)
+        self._forwards: weakref.WeakValueDictionary[int, LeadingForward] = (
+            weakref.WeakValueDictionary()
+        )
+        self._is_over = ""
+
+    def begin(self, available: int, host_available: int) -> tuple[int, int, int]:
+        """Begin to make a runner; the others drop the caches of those that are gone.
+
+        Args:
+            available, host_available: bytes that are free here, on the device and on the host.
+
+        Returns:
+            The runner's number, and the bytes that are free on every rank.
+
+        Raises:
+            RanksLostError: the ranks no longer compute together.
+        """
+        number = next(self._numbers)
+        with self.telling(Begin(number, tuple(self._forwards))):
+            device, host = self._ranks.least([available, host_available])
+        return number, device, host
+
+    def allocate(self, number: int, plan: CachePlan, make: Callable[[], KVTensors]) -> KVTensors:
+        """Have every rank allocate its part of a cache; `make` does it here.
+
+        Raises:
+            InsufficientMemoryError: it does not fit on another rank.
+            RanksLostError: the ranks no longer compute together; also if `make` fails.
+        """
+        with self.telling(Plan.of(number, plan)):
+            kv = make()
+            (is_allocated,) = self._ranks.least([1])
+        if not is_allocated:
+            raise InsufficientMemoryError(
+                "the KV cache does not fit on one of the other ranks, whose log says why; lower "
+                "num_blocks or max_memory_percent"
+            )
+        return kv
+
+    def forward(
+        self, number: int, model: CausalModel, kv: KVTensors, backend: AttentionBackend
+    ) -> LeadingForward:
+        """The forward pass of a runner."""
+        self._forwards[number] = forward = LeadingForward(self, number, model, kv, backend)
+        return forward
+
+    @contextlib.contextmanager
+    def telling(self, message: Message) -> Iterator[None]:
+        """Tell the others, and do here, in the block, what they do there.
+
+        Raises:
+            RanksLostError: the ranks no longer compute together, or do so no longer now.
+        """
+        with self._lock:
+            if self._is_over:
+                raise RanksLostError(self._is_over)
+            try:
+                self._ranks.send(message)
+                yield
+            except Exception as error:
+                self._is_over = (
+                    "a step failed after the other ranks had begun it, or one of them has ended; "
+                    "start all of them again"
+                )
+                self._ranks.leave()
+                raise RanksLostError(self._is_over) from error
+
+    def end(self) -> None:
+        """Let the other ranks end, after the step that runs. Harmless when they have."""
+        if not self._lock.acquire(timeout=_END_WAIT_S):
+            logger.warning("a step does not end; the other ranks end with an error")
+            return
+        try:
+            if self._is_over:
+                return
+            self._is_over = "the other ranks of this model were told to end"
+            self._ranks.send(End())
+            self._ranks.leave()
+        except RuntimeError as error:
+            logger.warning("another rank had ended before it was told to: %s", error)
+        finally:
+            self._lock.release()
+
+
+class LeadingForward(ModelForward):
+    """A forward pass that the other ranks make too."""
+
+    def __init__(
+        self,
+        leader: Leader,
+        number: int,
+        model: CausalModel,
+        kv: KVTensors,
+        backend: AttentionBackend,
+    ) -> None:
+        super().__init__(model, kv, backend)
+        self._leader = leader
+        self.number = number
+
+    def as_it_comes(
+        self, inputs: InputBatch, fill_in: Callable[[InputBatch, torch.Tensor], None]
+    ) -> torch.Tensor:
+        """See ModelForward.
+
+        Raises:
+            RanksLostError: the ranks no longer compute together.
+        """
+        message = Step.of(self.number, inputs)
+        with self._leader.telling(message):
+            return super().as_it_comes(inputs, fill_in)
+
+
+class LeadingCopier(BlockCopier):
+    """Copies blocks that the other ranks copy too."""
+
+    def __init__(self, leader: Leader, number: int, kv: KVTensors) -> None:
+        super().__init__(kv.groups, kv.caches, kv.host_caches, kv.block_size)
+        self._leader = leader
+        self._number = number
+
+    def run(self, copies: StepCopies) -> None:
+        """See BlockCopier.
+
+        Raises:
+            RanksLostError: the ranks no longer compute together.
+        """
+        with self._leader.telling(Copies(self._number, copies)):
+            super().run(copies)
+
+
+def parallel_config(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
+    """The options, with that turned off which a divided model does without.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    asked = {
+        "use_async_batching": bool(config.use_async_batching),
+        "use_cuda_graph": config.use_cuda_graph not in (None, False, (False, False)),
+        "default_compile_level": config.default_compile_level > 0,
+        "use_default_compile_configs": config.use_default_compile_configs,
+        "varlen_compile_config": config.varlen_compile_config is not None,
+        "decode_compile_config": config.decode_compile_config is not None,
+    }
+    for option, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(
+                option,
+                f"is {getattr(config, option)!r}, and tensor_parallel is auto: each rank computes "
+                "its steps as they come, one after the other; leave it out",
+            )
+    return dataclasses.replace(config, use_async_batching=False, use_cuda_graph=False)

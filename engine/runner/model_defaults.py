@@ -1,0 +1,91 @@
+"""What a checkpoint says of itself: how long requests may be, which tokens end one, and how it is
+sampled where a request says nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from transformers import GenerationConfig
+
+from engine.errors import InvalidRequestError
+from engine.sampling_params import SamplingParams
+from engine.types import TokenId
+
+logger = logging.getLogger(__name__)
+
+_NO_LIMIT = 1 << 20
+"""Context of a model that names no limit; the cache's size bounds it anyway."""
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the longest request in the batch, beyond the
+original length.
+"""
+
+
+def context_length(text_config: Any) -> int:
+    """The longest request that the model allows, in tokens."""
+    length = getattr(text_config, "max_position_embeddings", None) or _NO_LIMIT
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    # One set of parameters, or one for each kind of layer.
+    nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    for rope in nested or [parameters]:
+        if rope.get("rope_type") not in _LENGTH_DEPENDENT_ROPE:
+            continue
+        original = rope.get("original_max_position_embeddings") or getattr(
+            text_config, "original_max_position_embeddings", None
+        )
+        if original and original < length:
+            logger.warning(
+                "context limited to %d of %d tokens: beyond that, %s rotary embeddings depend on "
+                "the longest request in a batch",
+                original,
+                length,
+                rope["rope_type"],
+            )
+            length = original
+    return int(length)
+
+
+def eos_token_ids(
+    generation_config: GenerationConfig | None, config: Any, vocab_size: int
+) -> tuple[TokenId, ...]:
+    """The model's end-of-sequence ids, in ascending order, as far as the vocabulary has them:
+    configs that keep another tokenizer's are common.
+    """
+    ids = generation_config.eos_token_id if generation_config is not None else None
+    if ids is None:
+        ids = getattr(config.get_text_config(), "eos_token_id", None)
+    if ids is None:
+        return ()
+    named = sorted({ids} if isinstance(ids, int) else set(ids))
+    outside = [token for token in named if not 0 <= token < vocab_size]
+    if outside:
+        logger.warning("end-of-sequence ids %s are not in the vocabulary: left out", outside)
+    return tuple(TokenId(token) for token in named if token not in outside)
+
+
+def default_sampling(generation_config: GenerationConfig | None) -> SamplingParams:
+    """What `model.generate` would do with this generation config: greedy unless it asks for
+    sampling.
+    """
+    if generation_config is None:
+        return SamplingParams()
+
+    def value(name: str, neutral: float) -> float:
+        found = getattr(generation_config, name, None)
+        return neutral if found is None or not math.isfinite(found) else float(found)
+
+    sampled = bool(generation_config.do_sample)
+    try:
+        return SamplingParams(
+            temperature=value("temperature", 1.0) if sampled else 0.0,
+            top_k=int(value("top_k", 0)) if sampled else 0,
+            top_p=value("top_p", 1.0) if sampled else 1.0,
+            min_p=value("min_p", 0.0) if sampled else 0.0,
+            repetition_penalty=value("repetition_penalty", 1.0),
+        )
+    except InvalidRequestError as error:
+        logger.warning("the model's generation config is not usable, sampling is greedy: %s", error)
+        return SamplingParams()

@@ -1,0 +1,145 @@
+"""How a model is divided among ranks: by transformers, as its own tensor-parallel plan says.
+
+    q, k, v, gate, up    by outputs     each rank has its heads, and their part of the KV cache
+    o, down              by inputs      partial results, which are summed over the ranks
+    embedding, lm_head   by vocabulary  summed, and gathered: every rank has all logits
+
+Weights are DTensors; between the layers there are plain tensors, the same on every rank. A plan
+that does not fit its model would give wrong results that look right. So the load gate compares with
+what the model computes undivided: module by module, with weights that are gathered for one call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from engine.errors import ModelRefusedError
+from engine.runner.gate import ModelProbe, eager_forward, logits_error, logits_tolerance
+from engine.types import TokenId
+
+_HEADS = {
+    "q_proj": "num_attention_heads",
+    "k_proj": "num_key_value_heads",
+    "v_proj": "num_key_value_heads",
+}
+"""Projections whose outputs are heads, and how many the config says there are."""
+
+
+def check_plan(config: Any, model_class: type[PreTrainedModel], size: int) -> None:
+    """Refuse, before any weight is read, what cannot be divided.
+
+    Args:
+        config, model_class: the model's.
+        size: among how many ranks it is to be divided.
+
+    Raises:
+        ModelRefusedError: transformers has no plan for it, or its heads cannot be divided.
+    """
+    name = model_class.__name__
+    text_config = config.get_text_config()
+    plan = getattr(text_config, "base_model_tp_plan", None) or {}
+    if not plan:
+        raise ModelRefusedError(
+            f"{name} has no tensor-parallel plan in this version of transformers, so it cannot be "
+            "divided; set tensor_parallel to none"
+        )
+    for rule, style in plan.items():
+        option = _HEADS.get(rule.rpartition(".")[2])
+        heads = getattr(text_config, option, None) if option else None
+        if style == "colwise" and isinstance(heads, int) and heads % size:
+            raise ModelRefusedError(
+                f"{name} has {heads} heads ({option}), which {size} ranks cannot share evenly; "
+                "start as many ranks as divide it"
+            )
+
+
+def sharding(size: int) -> dict[str, Any]:
+    """What has `from_pretrained` divide a model among the ranks that have met."""
+    return {"distributed_config": DistributedConfig(tp_size=size, tp_plan="auto")}
+
+
+def whole_logits(model: PreTrainedModel, probe: ModelProbe) -> tuple[torch.Tensor, ...]:
+    """The logits behind the probe's prompts, [V] each, of the model computed undivided. All ranks
+    call this. Leaves the model with eager attention.
+
+    Raises:
+        ModelRefusedError: divided, it gives other logits, or fails.
+    """
+    model.set_attn_implementation("eager")
+    with _undivided(model):
+        whole = tuple(_last_logits(model, prompt) for prompt in probe.prompts)
+    if whole[0].shape != probe.logits[0].shape:
+        raise ModelRefusedError(
+            f"{type(model).__name__}, divided, gives logits of {probe.logits[0].shape[0]} of "
+            f"{whole[0].shape[0]} token ids: its plan does not gather them"
+        )
+    error = max(map(logits_error, probe.logits, whole))
+    if not error < logits_tolerance(probe.dtype):
+        raise ModelRefusedError(
+            f"{type(model).__name__}, divided as its plan in this version of transformers says, "
+            f"computes logits that differ from the undivided model's by {error:.2%}; it would be "
+            "run wrongly; set tensor_parallel to none"
+        )
+    return whole
+
+
+def _last_logits(model: PreTrainedModel, prompt: tuple[TokenId, ...]) -> torch.Tensor:
+    ids = torch.tensor([prompt], device=model.device)
+    logits: torch.Tensor = eager_forward(model, ids).logits[0, -1]
+    return logits.float()
+
+
+@contextlib.contextmanager
+def _undivided(model: PreTrainedModel) -> Iterator[None]:
+    """While it lasts, the model computes as though it was not divided: the plan's wrappers of
+    forward methods are taken off, and a module that has parts of weights gathers them for its call.
+    """
+    wrappers: list[tuple[torch.nn.Module, Any]] = []
+    hooks = []
+    for module in model.modules():
+        if getattr(module, "_is_hooked", False) and "forward" in vars(module):
+            wrappers.append((module, vars(module).pop("forward")))
+        divided = _divided(module)
+        if divided:
+            whole = _Whole(divided)
+            hooks.append(module.register_forward_pre_hook(whole.gather))
+            hooks.append(module.register_forward_hook(whole.restore, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, forward in wrappers:
+            module.forward = forward
+
+
+def _divided(module: torch.nn.Module) -> dict[str, DTensor]:
+    """A module's own parameters of which this rank has a part."""
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters(recurse=False)
+        if isinstance(parameter, DTensor)
+    }
+
+
+class _Whole:
+    """Gathers a module's parameters for a call."""
+
+    def __init__(self, divided: dict[str, DTensor]) -> None:
+        self._divided = divided
+
+    def gather(self, module: torch.nn.Module, _inputs: object) -> None:
+        """Put whole weights in their places."""
+        for name, parameter in self._divided.items():
+            module._parameters[name] = parameter.full_tensor()  # type: ignore[assignment]
+
+    def restore(self, module: torch.nn.Module, _inputs: object, _output: object) -> None:
+        """Put this rank's parts back."""
+        module._parameters.update(self._divided)  # type: ignore[arg-type]
