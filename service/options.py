@@ -240,7 +240,7 @@ class EngineOptions:
             "fuse-layers/--no-fuse-layers",
             "Fuse layers: on a CPU bfloat16 norms, gates and rotary embeddings; on CUDA products.",
             _MODEL,
-            show_default="where it pays on a CPU; on CUDA",
+            show_default="on CUDA, and on a CPU where it pays",
         ),
     ] = None
     tensor_parallel: Annotated[

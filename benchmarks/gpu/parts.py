@@ -47,7 +47,6 @@ OPTIONS = (
     _options("no overlap", use_async_batching=False),
     _options("no graphs, no overlap", use_cuda_graph=False, use_async_batching=False),
     _options("graphs for both paths", use_cuda_graph=True),
-    _options("overlap on", only_on_gpu=False, use_async_batching=True),
     _options("neither packed nor fused", pack_weights=False, fuse_layers=False),
     _options("attention in torch", only_on_gpu=False, attention="torch"),
 )

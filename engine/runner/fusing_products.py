@@ -52,10 +52,9 @@ _ROUNDINGS = 8
 number: the same operations, on numbers that lie elsewhere.
 """
 _REORDERED = {torch.float64: 1e-10, torch.float32: 1e-4}
-"""By how much a product may differ whose sums are made in another order, relative likewise; of
-other types:
-"""
+"""By how much a product may differ whose sums are made in another order, relative likewise."""
 _REORDERED_SHORT = 2e-2
+"""The same for other types."""
 
 
 @dataclass(frozen=True, slots=True)

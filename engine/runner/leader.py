@@ -91,6 +91,34 @@ class Leader:
         self._forwards[number] = forward = LeadingForward(self, number, model, kv, backend)
         return forward
 
+    def copier(self, number: int, kv: KVTensors) -> BlockCopier:
+        """What copies a runner's blocks."""
+        return LeadingCopier(self, number, kv)
+
+    @staticmethod
+    def config(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
+        """The options, with that turned off which a divided model does without.
+
+        Raises:
+            ConfigError: it is asked for.
+        """
+        asked = {
+            "use_async_batching": bool(config.use_async_batching),
+            "use_cuda_graph": config.use_cuda_graph not in (None, False, (False, False)),
+            "default_compile_level": config.default_compile_level > 0,
+            "use_default_compile_configs": config.use_default_compile_configs,
+            "varlen_compile_config": config.varlen_compile_config is not None,
+            "decode_compile_config": config.decode_compile_config is not None,
+        }
+        for option, is_asked in asked.items():
+            if is_asked:
+                raise ConfigError(
+                    option,
+                    f"is {getattr(config, option)!r}, and tensor_parallel is auto: each rank "
+                    "computes its steps as they come, one after the other; leave it out",
+                )
+        return dataclasses.replace(config, use_async_batching=False, use_cuda_graph=False)
+
     @contextlib.contextmanager
     def telling(self, message: Message) -> Iterator[None]:
         """Tell the others, and do here, in the block, what they do there.
@@ -173,27 +201,3 @@ class LeadingCopier(BlockCopier):
         """
         with self._leader.telling(Copies(self._number, copies)):
             super().run(copies)
-
-
-def parallel_config(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
-    """The options, with that turned off which a divided model does without.
-
-    Raises:
-        ConfigError: it is asked for.
-    """
-    asked = {
-        "use_async_batching": bool(config.use_async_batching),
-        "use_cuda_graph": config.use_cuda_graph not in (None, False, (False, False)),
-        "default_compile_level": config.default_compile_level > 0,
-        "use_default_compile_configs": config.use_default_compile_configs,
-        "varlen_compile_config": config.varlen_compile_config is not None,
-        "decode_compile_config": config.decode_compile_config is not None,
-    }
-    for option, is_asked in asked.items():
-        if is_asked:
-            raise ConfigError(
-                option,
-                f"is {getattr(config, option)!r}, and tensor_parallel is auto: each rank computes "
-                "its steps as they come, one after the other; leave it out",
-            )
-    return dataclasses.replace(config, use_async_batching=False, use_cuda_graph=False)

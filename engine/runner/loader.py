@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -48,18 +49,20 @@ from engine.runner.fusing import Fusing, choose_fusing, fuse_model
 from engine.runner.fusing_products import join_products
 from engine.runner.gate import ModelProbe, check_config, num_embeddings, probe_layers, self_check
 from engine.runner.kv_tensors import KVTensors, allocate_kv, make_groups
-from engine.runner.leader import Leader, LeadingCopier, parallel_config
 from engine.runner.memory import CachePlan, HostLimits, plan_cache, step_limits
 from engine.runner.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.runner.model_runner import ModelRunner
 from engine.runner.options import resolve_options
 from engine.runner.packing import Packing, choose_packing, pack_model
 from engine.runner.profiling import DeviceMemory, device_memory, measure_step
-from engine.runner.ranks import Ranks, join, rank_device
 from engine.runner.sharding import check_plan, sharding, whole_logits
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.types import TokenId
+
+if TYPE_CHECKING:
+    from engine.runner.leader import Leader
+    from engine.runner.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +156,11 @@ def load_model(
         ConfigError: load_config asks for what cannot be had here.
         RanksLostError: the model is divided, and another rank has ended.
     """
-    ranks = join(load_config, RankPlace.read())
+    ranks = None
+    if load_config.tensor_parallel != "none":
+        from engine.runner.ranks import join  # msgspec is needed for a divided model alone
+
+        ranks = join(load_config, RankPlace.read())
     if ranks is None:
         return _load(model, load_config, progress, block_size, None)
     with ranks.together():
@@ -167,7 +174,7 @@ def _load(
     block_size: int,
     ranks: Ranks | None,
 ) -> VerifiedModel:
-    device = _device(load_config) if ranks is None else rank_device(load_config, ranks.place)
+    device = _device(load_config) if ranks is None else ranks.device
     _set_threads(load_config, device, 1 if ranks is None else ranks.place.local_world_size)
     path = resolve_path(model)
     part = f", part {ranks.place.rank} of {ranks.place.world_size}" if ranks is not None else ""
@@ -255,6 +262,11 @@ def verify_model(
     self_check(model, probe, backend, model.device)
     progress(f"verified: paged attention ({backend.name}) equals the model's own in every layer")
     vocab_size = min(num_embeddings(model), probe.logits[0].shape[-1])
+    leader = None
+    if ranks is not None and ranks.leads:
+        from engine.runner.leader import Leader  # see `load_model`
+
+        leader = Leader(ranks)
     return VerifiedModel(
         model=model,
         path=path,
@@ -267,7 +279,7 @@ def verify_model(
         eos_token_ids=eos_token_ids(model.generation_config, model.config, vocab_size),
         default_sampling=default_sampling(model.generation_config),
         ranks=ranks,
-        leader=Leader(ranks) if ranks is not None and ranks.leads else None,
+        leader=leader,
     )
 
 
@@ -313,7 +325,7 @@ def build_runner(
         available, host_available = memory.available(), HostLimits.read().memory_available
     else:
         # No step is measured: the other ranks follow one only when they have a cache.
-        config = parallel_config(config)
+        config = leader.config(config)
         number, available, host_available = leader.begin(*free_memory(verified))
     plan = plan_cache(
         config,
@@ -353,7 +365,7 @@ def build_runner(
         else leader.forward(number, verified.model, kv, verified.backend),
         sampler=Sampler(probe.logits[0].shape[-1], device),
         options=options,
-        copier=None if leader is None else LeadingCopier(leader, number, kv),
+        copier=None if leader is None else leader.copier(number, kv),
         graphs=graphs,
         progress=progress,
     )

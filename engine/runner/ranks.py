@@ -55,17 +55,21 @@ class Ranks:
 
     Attributes:
         place: its number, and how many they are.
+        device: of its part of the model.
     """
 
-    def __init__(self, place: RankPlace, store: Store, messages: dist.ProcessGroup) -> None:
+    def __init__(
+        self, place: RankPlace, device: torch.device, store: Store, messages: dist.ProcessGroup
+    ) -> None:
         """Wrap what `join` has set up.
 
         Args:
-            place: this process.
+            place, device: see the class.
             store: where the ranks met.
             messages: the group on the host.
         """
         self.place = place
+        self.device = device
         self._store = store
         self._messages = messages
         self._frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
@@ -194,8 +198,8 @@ def join(load_config: LoadConfig, place: RankPlace | None) -> Ranks | None:
             "is auto, and this process belongs to a process group already: a process has part of "
             "one model only, and its group is made as it is loaded",
         )
-    on_cuda = rank_device(load_config, place).type == "cuda"
-    device = torch.device("cuda", place.local_rank) if on_cuda else None
+    device = rank_device(load_config, place)
+    on_cuda = device.type == "cuda"
     try:
         store, rank, size = next(iter(rendezvous("env://")))
         store.set_timeout(_COLLECTIVE_TIMEOUT)
@@ -205,12 +209,12 @@ def join(load_config: LoadConfig, place: RankPlace | None) -> Ranks | None:
             rank=rank,
             world_size=size,
             timeout=_COLLECTIVE_TIMEOUT,
-            device_id=device,
+            device_id=device if on_cuda else None,
         )
         messages = dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
     except (RuntimeError, ValueError, OSError) as error:
         raise RanksLostError(f"the ranks did not come together: {error}") from error
-    return Ranks(place, store, messages)
+    return Ranks(place, device, store, messages)
 
 
 def rank_device(load_config: LoadConfig, place: RankPlace) -> torch.device:

@@ -185,7 +185,7 @@ void multiply(const LinearWeight& weight, const bf16* x, int64_t x_stride, bf16*
   const int64_t blocks = divide_up(rows, ITEM_ROWS);
 #pragma omp parallel num_threads(threads)
   {
-    // Not initialized: an item fills it before it is read.
+    // Not initialised: an item fills it before it is read.
     const bool converts = weight.scales && rows > ROWS;
     const std::unique_ptr<uint32_t[]> space(
         converts ? new uint32_t[C * num_pairs(weight) * VL] : nullptr);
