@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from engine.attention.base import AttentionBackend, AttentionContext, AttentionMetadata
@@ -76,9 +77,11 @@ class ModelForward:
         token_ids = torch.from_numpy(inputs.token_ids).to(device)
         fill_in(inputs, token_ids)
         logit_rows = None
-        # The rows of a step are in order: where they are as many as its tokens, they are all.
-        if self.is_compiled or len(inputs.logit_rows) != len(inputs.token_ids):
-            logit_rows = torch.from_numpy(inputs.logit_rows).to(device)
+        # Where the rows that are wanted are all tokens, in their order, none need be picked. Those
+        # of prompts stand behind the sampled ones: as many rows as tokens is not enough.
+        rows, count = inputs.logit_rows, len(inputs.token_ids)
+        if self.is_compiled or len(rows) != count or not np.array_equal(rows, np.arange(count)):
+            logit_rows = torch.from_numpy(rows).to(device)
         return self(
             inputs.path,
             token_ids,

@@ -71,13 +71,22 @@ class Leader:
         """Have every rank allocate its part of a cache; `make` does it here.
 
         Raises:
-            InsufficientMemoryError: it does not fit on another rank.
-            RanksLostError: the ranks no longer compute together; also if `make` fails.
+            InsufficientMemoryError: it does not fit here, or on another rank.
+            RanksLostError: the ranks no longer compute together.
         """
         with self.telling(Plan.of(number, plan)):
-            kv = make()
-            (is_allocated,) = self._ranks.least([1])
-        if not is_allocated:
+            kv, failure = None, None
+            try:
+                kv = make()
+            except (RuntimeError, MemoryError, OSError) as error:
+                failure = error
+            (is_allocated,) = self._ranks.least([kv is not None])
+        if failure is not None:
+            raise InsufficientMemoryError(
+                f"the KV cache does not fit on rank 0 ({failure}); lower num_blocks or "
+                "max_memory_percent"
+            ) from failure
+        if kv is None or not is_allocated:
             raise InsufficientMemoryError(
                 "the KV cache does not fit on one of the other ranks, whose log says why; lower "
                 "num_blocks or max_memory_percent"

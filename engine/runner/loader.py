@@ -15,7 +15,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,7 @@ from engine.runner.fusing import Fusing, choose_fusing, fuse_model
 from engine.runner.fusing_products import join_products
 from engine.runner.gate import ModelProbe, check_config, num_embeddings, probe_layers, self_check
 from engine.runner.kv_tensors import KVTensors, allocate_kv, make_groups
-from engine.runner.memory import CachePlan, HostLimits, plan_cache, step_limits
+from engine.runner.memory import CachePlan, HostLimits, StepLimits, plan_cache, step_limits
 from engine.runner.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.runner.model_runner import ModelRunner
 from engine.runner.options import resolve_options
@@ -82,6 +82,7 @@ class VerifiedModel:
         default_sampling: what `model.generate` would use.
         ranks: the processes among which the model is divided; None: this one has all of it.
         leader: rank 0's door to the others; None: this is another rank, or there are none.
+        step_bytes: what steps were measured to take, by the largest step and the block size.
     """
 
     model: PreTrainedModel
@@ -96,6 +97,7 @@ class VerifiedModel:
     default_sampling: SamplingParams
     ranks: Ranks | None = None
     leader: Leader | None = None
+    step_bytes: dict[tuple[StepLimits, int], int] = field(default_factory=dict)
 
     def end(self) -> None:
         """Let the other ranks end, if there are any. Harmless if they have."""
@@ -311,17 +313,21 @@ def build_runner(
     number, step_bytes = 0, 0
     if leader is None:
         memory = memory or device_memory(device)
-        step_bytes = measure_step(
-            memory,
-            verified.model,
-            verified.backend,
-            probe,
-            groups,
-            device=device,
-            limits=step_limits(config, device),
-            block_size=config.block_size,
-            model_context=verified.context_length,
-        )
+        limits = step_limits(config, device)
+        measured = (limits, config.block_size)
+        if measured not in verified.step_bytes:
+            verified.step_bytes[measured] = measure_step(
+                memory,
+                verified.model,
+                verified.backend,
+                probe,
+                groups,
+                device=device,
+                limits=limits,
+                block_size=config.block_size,
+                model_context=verified.context_length,
+            )
+        step_bytes = verified.step_bytes[measured]
         available, host_available = memory.available(), HostLimits.read().memory_available
     else:
         # No step is measured: the other ranks follow one only when they have a cache.

@@ -8,14 +8,18 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
 from engine.config import LoadConfig, RankPlace
-from engine.errors import ConfigError, ModelRefusedError
+from engine.errors import ConfigError, InsufficientMemoryError, ModelRefusedError
 from engine.offline import from_model, load
-from engine.runner.ranks import join
+from engine.runner.kv_tensors import KVTensors
+from engine.runner.leader import Leader
+from engine.runner.memory import CachePlan
+from engine.runner.ranks import Ranks, join
 from engine.runner.sharding import check_plan
 from tests.engine.ranks_cases import CASES, GREEDY, NEW_TOKENS, run
 from tests.engine.ranks_rig import ROOT, launched, needs_ranks, ranks, torchrun
@@ -169,3 +173,34 @@ def test_options_of_loading_that_go_with_one_process_alone(option: str, value: o
 def test_an_unknown_word() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel: is 'two'; it must be one of none, aut"):
         LoadConfig(tensor_parallel="two")  # type: ignore[arg-type]
+
+
+class _OtherRanks:
+    """Those of a leader that has none: all agree with it."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def send(self, message: object) -> None:
+        self.told.append(type(message).__name__)
+
+    def least(self, values: list[int]) -> tuple[int, ...]:
+        return tuple(int(value) for value in values)
+
+    def leave(self) -> None:
+        pytest.fail("a cache that does not fit ends no rank")
+
+
+def test_a_cache_that_does_not_fit_on_rank_0_ends_no_rank() -> None:
+    ranks = _OtherRanks()
+    leader = Leader(cast(Ranks, ranks))
+    plan = CachePlan((4,), 8, 8, 1, total_bytes=64, host_slots=(0,), host_bytes=0)
+
+    def make() -> KVTensors:
+        raise torch.OutOfMemoryError("none left")
+
+    number, *_ = leader.begin(1, 1)
+    with pytest.raises(InsufficientMemoryError, match="on rank 0 .none left.; lower num_blocks"):
+        leader.allocate(number, plan, make)
+    assert leader.begin(1, 1)[0] == number + 1
+    assert ranks.told == ["Begin", "Plan", "Begin"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +51,8 @@ class FakeMemory:
 
 def build(loaded: LoadedModel, memory: DeviceMemory, **options: Any) -> LoadedRunner:
     config = ContinuousBatchingConfig(**{"block_size": 8, **options})
-    return build_runner(loaded._verified, config, lambda line: None, memory=memory)
+    fresh = dataclasses.replace(loaded._verified, step_bytes={})
+    return build_runner(fresh, config, lambda line: None, memory=memory)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "mixtral"])
@@ -72,6 +74,15 @@ def test_the_largest_step_is_run(
     build(loaded(family), memory, max_batch_tokens=700, max_requests_per_batch=5)
     assert memory.runs == 1
     assert seen == [(700, 5)]
+
+
+def test_a_model_s_largest_step_is_run_once(loaded: Callable[[str], LoadedModel]) -> None:
+    fresh = dataclasses.replace(loaded("llama")._verified, step_bytes={})
+    memory = FakeMemory(64 * MIB, MIB)
+    for tokens, block_size, runs in ((64, 8, 1), (64, 8, 1), (32, 8, 2), (64, 16, 3), (32, 8, 3)):
+        config = ContinuousBatchingConfig(block_size=block_size, max_batch_tokens=tokens)
+        build_runner(fresh, config, lambda line: None, memory=memory)
+        assert memory.runs == runs
 
 
 def test_what_it_takes_is_left_free(loaded: Callable[[str], LoadedModel]) -> None:

@@ -11,7 +11,7 @@ import torch
 from engine.offline import LoadedModel
 from engine.outputs import TokenLogprobs
 from tests.engine.runner.steps import build, make_core, make_request, run
-from tests.tiny_models import make_prompts
+from tests.tiny_models import greedy_reference, make_prompts
 
 
 def _expected(model: Any, prompt: list[int]) -> torch.Tensor:
@@ -58,6 +58,30 @@ def test_all_prompt_tokens_are_reported_once(
         _check(first.prompt_logprobs, llama.model, prompt, index)
         assert all(output.prompt_logprobs is None for output in outputs[str(index)][1:])
     assert all(output.prompt_logprobs is None for output in outputs["not"])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("budget", [1, 7, 1024])
+def test_tokens_are_what_they_are_without(
+    loaded: Callable[[str], LoadedModel], budget: int, count: int
+) -> None:
+    """The rows of prompts stand behind those that are sampled, and there may be one for each
+    token.
+    """
+    llama = loaded("llama")
+    prompts = make_prompts((9, 21, 5))[:count]
+
+    def tokens(prompt_logprobs: int | None) -> list[list[int]]:
+        core = make_core(build(llama, max_batch_tokens=budget))
+        requests = [
+            make_request(str(i), prompt, 6, prompt_logprobs=prompt_logprobs)
+            for i, prompt in enumerate(prompts)
+        ]
+        outputs = run(core, requests)
+        return [[t for one in outputs[str(i)] for t in one.token_ids] for i in range(count)]
+
+    expected = [greedy_reference(llama.model, prompt, 6) for prompt in prompts]
+    assert tokens(0) == tokens(None) == expected
 
 
 def test_scoring_alone(loaded: Callable[[str], LoadedModel]) -> None:
