@@ -189,7 +189,7 @@ def in_a_process(count: int, steps: int, per_second: float) -> ProcessEngineClie
         "from engine.process import worker\n"
         "from benchmarks.scripted_engine import ScriptedEngine\n"
         "worker.LocalEngineClient = "
-        f"lambda *_: ScriptedEngine({count}, {steps}, {per_second})\n"
+        f"lambda *_, **__: ScriptedEngine({count}, {steps}, {per_second})\n"
         "worker.main()"
     )
     return ProcessEngineClient(str(DEMO), log_level="warning")

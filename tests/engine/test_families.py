@@ -60,6 +60,7 @@ def _run(
 ) -> tuple[Tokens, EngineStats]:
     """The generated tokens of each prompt."""
     results: dict[str, list[int]] = {}
+    names: list[str] = []
     with _manager(loaded, **options) as manager:
 
         def take() -> None:
@@ -68,14 +69,15 @@ def _run(
             assert output.status is RequestStatus.FINISHED, output.error
             results[output.request_id] = list(output.generated_tokens)
 
-        for index, prompt in enumerate(prompts):
-            manager.add_request(prompt, request_id=str(index), max_new_tokens=NEW_TOKENS)
+        # All at once: added one after the other, the first may be over before the last comes.
+        for group in [[prompt] for prompt in prompts] if one_by_one else [prompts]:
+            names += manager.add_requests(group, max_new_tokens=NEW_TOKENS)
             if one_by_one:
                 take()
         while len(results) < len(prompts):
             take()
         stats = manager.stats()
-    return [results[str(index)] for index in range(len(prompts))], stats
+    return [results[name] for name in names], stats
 
 
 def _few_blocks(loaded: LoadedModel) -> int:
