@@ -313,21 +313,7 @@ def build_runner(
     number, step_bytes = 0, 0
     if leader is None:
         memory = memory or device_memory(device)
-        limits = step_limits(config, device)
-        measured = (limits, config.block_size)
-        if measured not in verified.step_bytes:
-            verified.step_bytes[measured] = measure_step(
-                memory,
-                verified.model,
-                verified.backend,
-                probe,
-                groups,
-                device=device,
-                limits=limits,
-                block_size=config.block_size,
-                model_context=verified.context_length,
-            )
-        step_bytes = verified.step_bytes[measured]
+        step_bytes = _step_bytes(verified, config, groups, memory)
         available, host_available = memory.available(), HostLimits.read().memory_available
     else:
         # No step is measured: the other ranks follow one only when they have a cache.
@@ -376,6 +362,30 @@ def build_runner(
         progress=progress,
     )
     return LoadedRunner(runner, groups, plan, overlap=options.num_slots > 1)
+
+
+def _step_bytes(
+    verified: VerifiedModel,
+    config: ContinuousBatchingConfig,
+    groups: tuple[LayerGroup, ...],
+    memory: DeviceMemory,
+) -> int:
+    """What the largest step takes, measured once for a model and a size."""
+    device, limits = verified.device, step_limits(config, verified.device)
+    measured = (limits, config.block_size)
+    if measured not in verified.step_bytes:
+        verified.step_bytes[measured] = measure_step(
+            memory,
+            verified.model,
+            verified.backend,
+            verified.probe,
+            groups,
+            device=device,
+            limits=limits,
+            block_size=config.block_size,
+            model_context=verified.context_length,
+        )
+    return verified.step_bytes[measured]
 
 
 def free_memory(verified: VerifiedModel) -> tuple[int, int]:

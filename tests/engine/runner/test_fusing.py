@@ -26,6 +26,7 @@ from engine.offline import from_model, load
 from engine.runner import fused, fusing
 from engine.runner.fused import is_exchanged
 from engine.runner.fusing import FusingReport, choose_fusing, fuse_model
+from engine.runner.likeness import PROBES
 from engine.runner.loader import load_model, verify_model
 from engine.runner.packing import pack_model
 from tests.model_recipes import RECIPES
@@ -204,6 +205,19 @@ class _ToAPower(_Norm):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(self.power).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
+
+
+def test_the_first_of_a_kind_is_probed_in_every_way_and_the_others_once() -> None:
+    calls: list[nn.Module] = []
+
+    class Counted(_Norm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(self)
+            return super().forward(x)
+
+    model = nn.ModuleList([Counted() for _ in range(4)]).bfloat16()
+    assert fuse_model(model).norms == 4
+    assert [calls.count(one) for one in model] == [len(PROBES), 1, 1, 1]
 
 
 def test_the_odd_norm_out_is_left_alone() -> None:

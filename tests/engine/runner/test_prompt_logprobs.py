@@ -84,6 +84,27 @@ def test_tokens_are_what_they_are_without(
     assert tokens(0) == tokens(None) == expected
 
 
+def test_rows_are_picked_where_not_all_are_wanted_in_their_order(
+    loaded: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama = loaded("llama")
+    forward, kept = llama.model.forward, []
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        kept.append(named["logits_to_keep"])
+        return forward(*arguments, **named)
+
+    monkeypatch.setattr(llama.model, "forward", watched)
+    (prompt,) = make_prompts((6,))
+    for prompt_logprobs, first in ((None, [5]), (0, [5, 0, 1, 2, 3, 4])):
+        kept.clear()
+        run(
+            make_core(build(llama)), [make_request("a", prompt, 3, prompt_logprobs=prompt_logprobs)]
+        )
+        assert kept[0].tolist() == first
+        assert kept[1:] == [0, 0], "the only token of a step that decodes"
+
+
 def test_scoring_alone(loaded: Callable[[str], LoadedModel]) -> None:
     """max_tokens 0: the prompt's log-probabilities, and no token."""
     llama = loaded("llama")

@@ -87,6 +87,10 @@ def test_other_types_go_to_torch(kernel: InLibrary) -> None:
         assert torch.equal(kernel(logits), in_torch(logits))
 
 
+def test_a_cpu_has_the_kernel(kernel: InLibrary) -> None:
+    assert isinstance(choose_greedy(CPU), InLibrary)
+
+
 def test_choosing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_greedy(torch.device("meta")) is in_torch
     monkeypatch.setattr(greedy, "load_library", _unavailable)
