@@ -251,17 +251,12 @@ def plan_cache(
     else:
         num_blocks = wanted
     if num_blocks < 1 or cost(num_blocks) > budget:
-        needed = cost(max(1, num_blocks))
-        fit = _largest(cost, budget, num_blocks) * block_size
-        remedies = ["lower num_blocks or block_size"]
-        if step_bytes:
-            remedies.append("lower max_batch_tokens or max_requests_per_batch")
-        if percent < 1:
-            remedies.append("raise max_memory_percent")
+        share = f"{percent:.0%} of {free.replace(' free', f' free on {device}')}"
         raise InsufficientMemoryError(
-            f"the KV cache needs {needed / GIB:.2f} GiB, and {budget / GIB:.2f} GiB may be used "
-            f"({percent:.0%} of {free.replace(' free', f' free on {device}')}): "
-            f"{fit} tokens would fit; {', or '.join(remedies)}"
+            f"the KV cache needs {cost(max(1, num_blocks)) / GIB:.2f} GiB, and "
+            f"{budget / GIB:.2f} GiB may be used ({share}): "
+            f"{_largest(cost, budget, num_blocks) * block_size} tokens would fit; "
+            f"{_remedies(percent, step_bytes)}"
         )
     device_bytes = cost(num_blocks)
     host_slots, host_bytes = _plan_host(
@@ -279,18 +274,33 @@ def plan_cache(
         host_slots=host_slots,
         host_bytes=host_bytes,
     )
+    _tell(plan, device, reason)
+    return plan
+
+
+def _remedies(percent: float, step_bytes: int) -> str:
+    """What to change where the cache does not fit."""
+    remedies = ["lower num_blocks or block_size"]
+    if step_bytes:
+        remedies.append("lower max_batch_tokens or max_requests_per_batch")
+    if percent < 1:
+        remedies.append("raise max_memory_percent")
+    return ", or ".join(remedies)
+
+
+def _tell(plan: CachePlan, device: torch.device, reason: str) -> None:
+    """Log a plan, and why it is so."""
     logger.info(
         "KV cache: %.2f GiB on %s, %s blocks of %d tokens, because of %s; "
         "steps of up to %d tokens, %d requests at a time",
         plan.total_bytes / GIB,
         device,
         " + ".join(str(count) for count in plan.num_blocks),
-        block_size,
+        plan.block_size,
         reason,
-        max_batch_tokens,
-        max_requests,
+        plan.max_batch_tokens,
+        plan.max_requests,
     )
-    return plan
 
 
 def _plan_host(
