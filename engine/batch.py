@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.kv_cache.copies import NO_COPIES, StepCopies
 from engine.kv_cache.manager import BlockTable
 from engine.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """One request's part of a step. Filled by the scheduler, read by the runner and the core.
+class ScheduledRequest(NamedTuple):
+    """One request's part of a step. Filled by the scheduler, read by the runner and the core. A
+    tuple, since one is made for every token.
 
     Attributes:
         request: the request; its token_ids[start : start + num_tokens] are computed.

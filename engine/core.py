@@ -334,25 +334,24 @@ class EngineCore:
         logprobs = iter(sampled.logprobs) if sampled.logprobs is not None else None
         num_prompt_tokens = 0
         for part in step.batch.requests:
-            request = part.request
-            if part.num_tokens > 1 or part.start < request.num_prompt_tokens:
-                num_prompt_tokens += part.num_tokens
-            token = next(tokens) if part.samples else None
-            token_logprobs = next(logprobs) if part.samples and logprobs is not None else None
+            request, start, num_tokens, _, samples = part
+            if num_tokens > 1 or start < request.num_prompt_tokens:
+                num_prompt_tokens += num_tokens
+            token = next(tokens) if samples else None
+            token_logprobs = next(logprobs) if samples and logprobs is not None else None
             if request.status.is_terminal or request.key in step.void:
                 continue  # it ended, or lost its blocks, while the step ran
             live = self._live.by_id[request.request_id]
-            if part.samples and not live.is_forked:
+            if samples and not live.is_forked:
                 self._fork(live, request)
             self.scheduler.computed(part)
             if not live.is_prompt_reported:
                 known = sampled.prompt_logprobs.get(request.key, ())
                 # What was computed before a preemption is not taken again.
                 done = len(request.prompt_logprobs)
-                request.prompt_logprobs.extend(known[max(0, done - part.start) :])
+                request.prompt_logprobs.extend(known[max(0, done - start) :])
             if token is not None:
-                position = part.start + part.num_tokens
-                self._append(live, request, position, token, token_logprobs, now)
+                self._append(live, request, start + num_tokens, token, token_logprobs, now)
         self._measure(step, num_prompt_tokens, now)
 
     def _measure(self, step: _LaunchedStep, num_prompt_tokens: int, now: float) -> None:
@@ -419,13 +418,13 @@ class EngineCore:
             finish = describe_end(request, reason, self.clock(), stop_token_id=stop_token_id)
         self._live.outputs.append(
             RequestOutput(
-                request_id=request.request_id,
-                choice=request.choice,
-                token_ids=(token,),
-                logprobs=(logprobs,) if logprobs is not None else None,
-                prompt_done=prompt_done,
-                prompt_logprobs=prompt_logprobs,
-                finish=finish,
+                request.request_id,
+                request.choice,
+                (token,),
+                (logprobs,) if logprobs is not None else None,
+                prompt_done,
+                prompt_logprobs,
+                finish,
                 ends_request=not live.choices,
             )
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.types import RequestId, TokenId
 
@@ -104,9 +105,10 @@ class Finish:
     failure: RequestFailure | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """What one step produced for one choice of a request.
+class RequestOutput(NamedTuple):
+    """What one step produced for one choice of a request. One is made for every token: a tuple,
+    which takes less time to make than a frozen dataclass, and crosses to the front end without
+    names.
 
     Attributes:
         request_id: the request.

@@ -16,7 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.outputs import TokenLogprobs
-from engine.sampling_params import GrammarParams, LogprobParams, SamplingParams, StopParams
+from engine.sampling_params import (
+    GrammarParams,
+    LogprobParams,
+    SamplingParams,
+    SamplingSteps,
+    StopParams,
+)
 from engine.types import RequestId, RequestKey, TokenId
 
 PENDING_TOKEN = TokenId(-2)
@@ -124,8 +130,10 @@ class Request:
             scheduled.
         block_hashes: of its full blocks, as far as they were needed; kept by the KV cache.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are known.
+        sampling_steps: what choosing its tokens takes; kept by the sampler.
         max_total_tokens: the length at which the request must stop: prompt + max_tokens, or the
             context if less.
+        request_id, num_prompt_tokens: the request's id, and the prompt's length.
     """
 
     spec: GenerationRequest
@@ -140,26 +148,21 @@ class Request:
     num_cached_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sampling_steps: SamplingSteps | None = None
     status: RequestStatus = RequestStatus.WAITING
     preemptions: int = 0
     first_scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
     ending_token_ids: frozenset[TokenId] = frozenset()
+    request_id: RequestId = field(init=False)
+    num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.request_id = self.spec.request_id
+        self.num_prompt_tokens = len(self.spec.prompt)
         self.token_ids = list(self.spec.prompt)
         self.ending_token_ids = self.spec.stop.ending_token_ids
-
-    @property
-    def request_id(self) -> RequestId:
-        """The request's id."""
-        return self.spec.request_id
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """The prompt's length in tokens."""
-        return len(self.spec.prompt)
 
     @property
     def num_tokens(self) -> int:
@@ -169,7 +172,7 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         """The output so far, in tokens; the pending ones too."""
-        return len(self.token_ids) - len(self.spec.prompt)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def is_generated(self) -> bool:

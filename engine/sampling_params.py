@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.errors import InvalidRequestError
 from engine.types import TokenId
@@ -138,6 +139,27 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+
+class SamplingSteps(NamedTuple):
+    """What choosing a token takes; rows that need the same are computed together.
+
+    Attributes:
+        edits: bias, penalties, n-grams or min_tokens: single entries are changed.
+        masks: allowed or banned ids, or a grammar: all entries may be.
+        draws: the row is not greedy.
+        filters: top_k or top_p.
+        sorts: the filters must see the whole row in order.
+        min_p, typical: the other filters.
+    """
+
+    edits: bool = False
+    masks: bool = False
+    draws: bool = False
+    filters: bool = False
+    sorts: bool = False
+    min_p: bool = False
+    typical: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,6 +75,9 @@ class KVCacheManager:
                 None: none.
         """
         self.groups = tuple(groups)
+        self._sliding = tuple(
+            (index, group) for index, group in enumerate(groups) if group.window is not None
+        )
         self.block_size = block_size
         self.pools = tuple(BlockPool(size) for size in pool_sizes)
         self._shares_blocks = share_blocks
@@ -324,15 +327,14 @@ class KVCacheManager:
         before it. O(blocks that became full or were left behind).
         """
         holding = self._holdings[request.key]
-        known = request.num_tokens - request.num_pending_tokens
+        known = len(request.token_ids) - request.num_pending_tokens
         num_full = min(num_computed_tokens, known) // self.block_size
         if num_full > holding.num_published and self._leaves_prefixes(request):
             self._publish(request, holding, num_full)
-        for group, table, pool in zip(self.groups, holding.tables, self.pools, strict=True):
-            if group.window is not None:
-                first = self._first_visible(group, num_computed_tokens)
-                if first > table.released:
-                    pool.free(table.release_before(first))
+        for index, group in self._sliding:
+            first = self._first_visible(group, num_computed_tokens)
+            if first > holding.tables[index].released:
+                self.pools[index].free(holding.tables[index].release_before(first))
 
     def _publish(self, request: Request, holding: _Holding, num_full: int) -> None:
         extend_block_hashes(request, num_full, self.block_size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from engine.attention.base import AttentionBackend, AttentionContext, AttentionMetadata
@@ -50,6 +49,9 @@ class ModelForward:
         self.kv = kv
         self.backend = backend
         self._models = {path: (compiled or {}).get(path, model) for path in StepPath}
+        self._device = kv.device
+        # Of each group its window, and a tensor like those of its cache.
+        self._groups = [(group.window, kv.caches[group.layers[0]].keys) for group in kv.groups]
         self._numbers = {path: new_number() for path in compiled or ()}
 
     @property
@@ -69,19 +71,18 @@ class ModelForward:
         Returns:
             [S + P, V], in the model's dtype.
         """
-        device = self.kv.device
+        device = self._device
         metadata = [
-            self.backend.prepare(layout, group.window, self.kv.caches[group.layers[0]].keys)
-            for group, layout in zip(self.kv.groups, inputs.layouts, strict=True)
+            self.backend.prepare(layout, window, keys)
+            for (window, keys), layout in zip(self._groups, inputs.layouts, strict=True)
         ]
         token_ids = torch.from_numpy(inputs.token_ids).to(device)
         fill_in(inputs, token_ids)
         logit_rows = None
-        # Where the rows that are wanted are all tokens, in their order, none need be picked. Those
-        # of prompts stand behind the sampled ones: as many rows as tokens is not enough.
-        rows, count = inputs.logit_rows, len(inputs.token_ids)
-        if self.is_compiled or len(rows) != count or not np.array_equal(rows, np.arange(count)):
-            logit_rows = torch.from_numpy(rows).to(device)
+        # Where each token is sampled from, none need be picked. That there are as many rows as
+        # tokens would not do: those of prompts stand behind the sampled ones.
+        if self.is_compiled or len(inputs.sampling) != len(inputs.token_ids):
+            logit_rows = torch.from_numpy(inputs.logit_rows).to(device)
         return self(
             inputs.path,
             token_ids,

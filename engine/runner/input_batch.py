@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from engine.attention.base import BatchLayout
 from engine.batch import ScheduledBatch, ScheduledRequest
+from engine.kv_cache.block_table import BlockTable
 from engine.request import PENDING_TOKEN, Request
 from engine.runner.options import RunnerOptions, StepPath
 from engine.types import RequestKey, TokenId
@@ -67,84 +68,141 @@ class InputBatch:
     carried: tuple[tuple[int, RequestKey], ...] = ()
 
 
-def build_input_batch(
-    batch: ScheduledBatch, num_groups: int, block_size: int, options: RunnerOptions
-) -> InputBatch:
-    """Lay a batch out. Its requests are ordered: those that compute one token first."""
-    parts = batch.requests
-    starts = np.fromiter((part.start for part in parts), dtype=np.int64, count=len(parts))
-    counts = np.fromiter((part.num_tokens for part in parts), dtype=np.int64, count=len(parts))
-    ends = np.cumsum(counts)
-    num_decodes = int(np.count_nonzero(counts == 1))
-    num_tokens = batch.num_tokens
-    num_padding = -num_tokens % options.q_interval if options.q_interval else 0
-    token_ids = np.zeros(num_tokens + num_padding, dtype=np.int64)
-    token_ids[:num_decodes] = [part.request.token_ids[part.start] for part in parts[:num_decodes]]
-    pending = np.flatnonzero(token_ids[:num_decodes] == PENDING_TOKEN).tolist()
-    token_ids[pending] = 0
-    for part, end in zip(parts[num_decodes:], ends[num_decodes:].tolist(), strict=True):
-        stop = part.start + part.num_tokens
-        token_ids[end - part.num_tokens : end] = part.request.token_ids[part.start : stop]
-    positions = np.arange(num_tokens) + np.repeat(starts - (ends - counts), counts)
-    samples = np.fromiter((part.samples for part in parts), dtype=np.bool_, count=len(parts))
-    logit_rows = (ends - 1)[samples]
-    prompts = []
-    for index, part in enumerate(parts):
-        rows = _prompt_rows(part)
-        if rows is not None:
-            first = ends[index] - counts[index]
-            logit_rows = np.append(logit_rows, np.arange(first, first + len(rows.targets)))
-            prompts.append(rows)
-    layouts = tuple(
-        BatchLayout(
-            starts=starts,
-            counts=counts,
-            num_decodes=num_decodes,
-            positions=positions,
-            tables=_stack_tables(parts, group),
-            block_size=block_size,
-            num_padding=num_padding,
-            kv_interval=options.kv_interval,
+class InputBatchBuilder:
+    """Lays batches out. Decode steps follow one another with the same requests: what is the same
+    for all of them is made once, and block tables are stacked again only when one has changed. So
+    nobody may write to the arrays of a batch.
+    """
+
+    def __init__(self, num_groups: int, block_size: int, options: RunnerOptions) -> None:
+        """num_groups: of layers. block_size: in tokens. options: for paths and padding."""
+        self._block_size = block_size
+        self._options = options
+        self._tables = tuple(_StackedTables(group) for group in range(num_groups))
+        self._ones = np.ones(0, dtype=np.int64)
+        self._rows = np.arange(0, dtype=np.int64)
+
+    def build(self, batch: ScheduledBatch) -> InputBatch:
+        """Lay a batch out. Its requests are ordered: those that compute one token first."""
+        parts, options = batch.requests, self._options
+        places = [part.start for part in parts]
+        starts = np.array(places, dtype=np.int64)
+        is_decode = parts[-1].num_tokens == 1
+        if is_decode:
+            counts, last_rows = self._decode_counts(len(parts))
+            num_decodes, positions = len(parts), starts
+        else:
+            counts = np.array([part.num_tokens for part in parts], dtype=np.int64)
+            ends = np.cumsum(counts)
+            last_rows = ends - 1
+            num_decodes = int(np.count_nonzero(counts == 1))
+            positions = np.arange(batch.num_tokens) + np.repeat(starts - (ends - counts), counts)
+        num_tokens = batch.num_tokens
+        num_padding = -num_tokens % options.q_interval if options.q_interval else 0
+        token_ids, pending = _token_ids(parts, num_decodes, num_tokens + num_padding)
+        sampling = tuple([part.request for part in parts if part.samples])
+        logit_rows = last_rows
+        if len(sampling) != len(parts):
+            logit_rows = last_rows[[part.samples for part in parts]]
+        prompts: tuple[PromptRows, ...] = ()
+        if any(part.request.spec.prompt_logprobs is not None for part in parts):
+            prompts, prompt_rows = _prompts(parts, last_rows.tolist())
+            logit_rows = np.concatenate((logit_rows, *prompt_rows))
+        fits_decode = is_decode and max(places) // self._block_size < options.max_decode_blocks
+        layouts = tuple(
+            [
+                BatchLayout(
+                    starts=starts,
+                    counts=counts,
+                    num_decodes=num_decodes,
+                    positions=positions,
+                    tables=tables.stack(parts),
+                    block_size=self._block_size,
+                    num_padding=num_padding,
+                    kv_interval=options.kv_interval,
+                )
+                for tables in self._tables
+            ]
         )
-        for group in range(num_groups)
-    )
-    return InputBatch(
-        path=_path(starts, num_decodes == len(parts), block_size, options),
-        num_tokens=num_tokens,
-        token_ids=token_ids,
-        positions=np.append(positions, np.zeros(num_padding, np.int64))
-        if num_padding
-        else positions,
-        logit_rows=logit_rows,
-        sampling=tuple(part.request for part in parts if part.samples),
-        prompts=tuple(prompts),
-        layouts=layouts,
-        carried=tuple((row, parts[row].request.key) for row in pending),
-    )
+        return InputBatch(
+            path=StepPath.DECODE if fits_decode else StepPath.VARLEN,
+            num_tokens=num_tokens,
+            token_ids=token_ids,
+            positions=np.append(positions, np.zeros(num_padding, np.int64))
+            if num_padding
+            else positions,
+            logit_rows=logit_rows,
+            sampling=sampling,
+            prompts=prompts,
+            layouts=layouts,
+            carried=tuple([(row, parts[row].request.key) for row in pending]),
+        )
+
+    def _decode_counts(
+        self, num_requests: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Of requests that compute one token each: how many, and in which rows. int64 [R]."""
+        if num_requests > len(self._ones):
+            self._ones = np.ones(num_requests, dtype=np.int64)
+            self._rows = np.arange(num_requests, dtype=np.int64)
+        return self._ones[:num_requests], self._rows[:num_requests]
 
 
-def _path(
-    starts: npt.NDArray[np.int64], is_decode: bool, block_size: int, options: RunnerOptions
-) -> StepPath:
-    if is_decode and int(starts.max()) // block_size < options.max_decode_blocks:
-        return StepPath.DECODE
-    return StepPath.VARLEN
+class _StackedTables:
+    """The block tables of a step's requests in one group, as rows."""
+
+    def __init__(self, group: int) -> None:
+        self._group = group
+        self._stacked_of: list[tuple[BlockTable, int, int]] = []
+        self._stacked = np.zeros((0, 0), dtype=np.int32)
+
+    def stack(self, parts: Sequence[ScheduledRequest]) -> npt.NDArray[np.int32]:
+        """int32 [R, blocks of the longest], padded with the null block. The array of the last call,
+        if nothing has changed.
+        """
+        tables = [part.tables[self._group] for part in parts]
+        # Entries change by being appended, or by being released from the front.
+        state = [(table, table.length, table.released) for table in tables]
+        if state != self._stacked_of:
+            width = max(table.length for table in tables)
+            stacked = np.zeros((len(tables), width), dtype=np.int32)
+            for row, table in enumerate(tables):
+                stacked[row, : table.length] = table.blocks[: table.length]
+            self._stacked, self._stacked_of = stacked, state
+        return self._stacked
 
 
-def _prompt_rows(part: ScheduledRequest) -> PromptRows | None:
-    """What a part finds of its prompt's log-probabilities; None if nothing is wanted."""
-    spec = part.request.spec
-    if spec.prompt_logprobs is None:
-        return None
-    targets = spec.prompt[part.start + 1 : part.start + 1 + part.num_tokens]
-    return PromptRows(part.request.key, spec.prompt_logprobs, targets) if targets else None
+def _token_ids(
+    parts: Sequence[ScheduledRequest], num_decodes: int, length: int
+) -> tuple[npt.NDArray[np.int64], list[int]]:
+    """The step's tokens, int64 [length]: those that are there, then 0. And the indices of those
+    that are pending; they are 0 too.
+    """
+    known: list[int] = [part.request.token_ids[part.start] for part in parts[:num_decodes]]
+    pending: list[int] = []
+    if PENDING_TOKEN in known:
+        pending = [row for row, token in enumerate(known) if token == PENDING_TOKEN]
+        for row in pending:
+            known[row] = 0
+    for part in parts[num_decodes:]:
+        known += part.request.token_ids[part.start : part.start + part.num_tokens]
+    known += [0] * (length - len(known))
+    return np.array(known, dtype=np.int64), pending
 
 
-def _stack_tables(parts: Sequence[ScheduledRequest], group: int) -> npt.NDArray[np.int32]:
-    """The requests' block tables of one group as rows, padded with the null block."""
-    tables = [part.tables[group] for part in parts]
-    width = max(table.length for table in tables)
-    stacked = np.zeros((len(tables), width), dtype=np.int32)
-    for row, table in enumerate(tables):
-        stacked[row, : table.length] = table.blocks[: table.length]
-    return stacked
+def _prompts(
+    parts: Sequence[ScheduledRequest], last_rows: Sequence[int]
+) -> tuple[tuple[PromptRows, ...], list[npt.NDArray[np.int64]]]:
+    """What a step finds of its prompts' log-probabilities, and in which rows.
+
+    last_rows: where the last token of each part stands in the flat row of tokens.
+    """
+    prompts, rows = [], []
+    for part, last in zip(parts, last_rows, strict=True):
+        spec = part.request.spec
+        targets = spec.prompt[part.start + 1 : part.start + 1 + part.num_tokens]
+        if spec.prompt_logprobs is not None and targets:
+            prompts.append(PromptRows(part.request.key, spec.prompt_logprobs, targets))
+            first = last - part.num_tokens + 1
+            rows.append(np.arange(first, first + len(targets)))
+    return tuple(prompts), rows

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.errors import ConfigError
 from engine.kv_cache.manager import KVCacheManager
+from engine.outputs import TokenLogprobs
 from engine.request import GenerationRequest, Request
 from engine.runner.block_copies import BlockCopier
 from engine.runner.captured import CapturedSteps
@@ -24,7 +25,7 @@ from engine.runner.compile import describe
 from engine.runner.cuda_graph import GraphBackend
 from engine.runner.device import StepDevice, step_device
 from engine.runner.forward import ModelForward
-from engine.runner.input_batch import InputBatch, build_input_batch
+from engine.runner.input_batch import InputBatch, InputBatchBuilder
 from engine.runner.options import PLAIN, RunnerOptions, StepPath
 from engine.runner.prompt_logprobs import report_prompts
 from engine.runner.slots import CarriedTokens, LaunchedStep, Slots
@@ -42,8 +43,7 @@ _COMPILE_FAILED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StepKind:
+class StepKind(NamedTuple):
     """By which way a step was computed."""
 
     path: StepPath
@@ -97,6 +97,7 @@ class ModelRunner:
         self._sampler = sampler
         self._copier = copier or BlockCopier(kv.groups, kv.caches, kv.host_caches, kv.block_size)
         self._device = device or step_device(kv.device)
+        self._builder = InputBatchBuilder(len(kv.groups), kv.block_size, options)
         self._slots = Slots(options.num_slots)
         self._carried = CarriedTokens()
         self._progress = progress
@@ -117,16 +118,19 @@ class ModelRunner:
                 return _NothingSampled()
             slot = self._slots.take()
             try:
-                return self._launch(self._lay_out(batch), slot)
+                return self._launch(self._builder.build(batch), slot)
             except BaseException:
                 self._slots.free(slot)
                 raise
 
     def _launch(self, inputs: InputBatch, slot: int) -> PendingStep:
         logits = self._logits(inputs, slot)
-        count = len(inputs.sampling)
-        prompt_logprobs = report_prompts(self._sampler, logits[count:], inputs.prompts)
-        rows = self._sampler.begin(logits[:count], inputs.sampling)
+        prompt_logprobs: dict[RequestKey, list[TokenLogprobs]] = {}
+        if inputs.prompts:
+            count = len(inputs.sampling)
+            prompt_logprobs = report_prompts(self._sampler, logits[count:], inputs.prompts)
+            logits = logits[:count]
+        rows = self._sampler.begin(logits, inputs.sampling)
         self._carried.keep(inputs.sampling, rows.token_ids)
         return LaunchedStep(self._slots, slot, self._device, rows, prompt_logprobs)
 
@@ -143,7 +147,7 @@ class ModelRunner:
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
         """Compute a batch and return the logits [S, V] of its sampled rows, for the load gate."""
         with torch.inference_mode():
-            return self._logits(self._lay_out(batch), 0)
+            return self._logits(self._builder.build(batch), 0)
 
     def release(self, key: RequestKey) -> None:
         """Forget what sampling keeps for a choice."""
@@ -183,6 +187,3 @@ class ModelRunner:
         if self._captured is not None:
             with torch.inference_mode():
                 self._captured.warmup(self._progress)
-
-    def _lay_out(self, batch: ScheduledBatch) -> InputBatch:
-        return build_input_batch(batch, len(self.kv.groups), self.kv.block_size, self.options)

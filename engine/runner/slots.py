@@ -51,20 +51,21 @@ class CarriedTokens:
     """The tokens of the step that was launched last, which may not be on the host yet."""
 
     def __init__(self) -> None:
-        self._rows: dict[RequestKey, int] = {}
+        self._requests: Sequence[Request] = ()
         self._token_ids = torch.empty(0, dtype=torch.int64)
 
     def keep(self, requests: Sequence[Request], token_ids: torch.Tensor) -> None:
         """Remember a step's tokens: int64 [S] on the device, one for each request."""
-        self._rows = {request.key: row for row, request in enumerate(requests)}
+        self._requests = requests
         self._token_ids = token_ids
 
     def fill_in(self, inputs: InputBatch, token_ids: torch.Tensor) -> None:
         """Put the tokens that a step waits for into its inputs, int64 [T] on the device."""
         if not inputs.carried:
             return
+        rows = {request.key: row for row, request in enumerate(self._requests)}
         targets = [row for row, _ in inputs.carried]
-        sources = [self._rows[key] for _, key in inputs.carried]
+        sources = [rows[key] for _, key in inputs.carried]
         # A request without a valid token fails when it is collected; this step must not.
         known = self._token_ids.clamp(min=0)
         if sources != list(range(len(known))):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
@@ -11,31 +9,9 @@ from engine.request import Request
 from engine.sampling import ops
 from engine.sampling.filters import TOPK_LIMIT
 from engine.sampling.history import NgramIndex, TokenCounts
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, SamplingSteps
 
-
-class Steps(NamedTuple):
-    """The steps that a row needs; rows that need the same are computed together.
-
-    Attributes:
-        edits: bias, penalties, n-grams or min_tokens: single entries are changed.
-        masks: allowed or banned ids, or a grammar: all entries may be.
-        draws: the row is not greedy.
-        filters: top_k or top_p.
-        sorts: the filters must see the whole row in order.
-        min_p, typical: the other filters.
-    """
-
-    edits: bool = False
-    masks: bool = False
-    draws: bool = False
-    filters: bool = False
-    sorts: bool = False
-    min_p: bool = False
-    typical: bool = False
-
-
-ARGMAX = Steps()
+ARGMAX = SamplingSteps()
 """Greedy, and nothing else."""
 
 
@@ -52,16 +28,27 @@ def has_lists(request: Request) -> bool:
     return bool(params.allowed_token_ids) or bool(params.banned_token_ids)
 
 
-def steps_of(request: Request, vocab_size: int) -> Steps:
-    """What a request's next token needs. Filters that keep everything are not needed."""
+def steps_of(request: Request, vocab_size: int) -> SamplingSteps:
+    """What a request's next token needs. Filters that keep everything are not needed. What does not
+    change while it lives is found once, and kept with the request.
+    """
+    steps = request.sampling_steps
+    if steps is None:
+        steps = request.sampling_steps = _lasting_steps(request, vocab_size)
+    if request.spec.stop.min_tokens and not steps.edits and holds_back_endings(request):
+        return steps._replace(edits=True)
+    return steps
+
+
+def _lasting_steps(request: Request, vocab_size: int) -> SamplingSteps:
     params = request.spec.sampling
-    edits = bool(params.logit_bias) or params.needs_history or holds_back_endings(request)
+    edits = bool(params.logit_bias) or params.needs_history
     masks = request.matcher is not None or has_lists(request)
     if params.is_greedy:
-        return Steps(edits, masks) if edits or masks else ARGMAX
+        return SamplingSteps(edits, masks) if edits or masks else ARGMAX
     top_k = 0 < params.top_k < vocab_size
     filters = top_k or params.top_p < 1.0
-    return Steps(
+    return SamplingSteps(
         edits=edits,
         masks=masks,
         draws=True,

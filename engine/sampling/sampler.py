@@ -31,13 +31,12 @@ from engine.sampling.logprobs import RowLogprobs, row_logprobs
 from engine.sampling.plan import (
     ARGMAX,
     ChoiceState,
-    Steps,
     has_lists,
     holds_back_endings,
     steps_of,
 )
 from engine.sampling.random import uniform
-from engine.sampling_params import LogprobParams
+from engine.sampling_params import LogprobParams, SamplingSteps
 from engine.types import RequestKey, TokenId
 
 _CHUNK_ON_CPU = 1 << 19
@@ -125,14 +124,25 @@ class Sampler:
 
         What is needed of the requests is read before this returns.
         """
+        kinds = [steps_of(request, self._vocab_size) for request in requests]
+        if kinds.count(ARGMAX) == len(kinds):
+            tokens = self._greedy(logits)
+        else:
+            tokens = self._choose_by_kind(logits, requests, kinds)
+        return SampledRows(tokens, self._logprobs(logits, tokens, requests))
+
+    def _choose_by_kind(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[Request],
+        kinds: Sequence[SamplingSteps],
+    ) -> torch.Tensor:
+        """Each row's token, int64 [R]; the rows of a kind together."""
         tokens = torch.empty(len(requests), dtype=torch.int64, device=self._device)
-        groups: dict[Steps, list[int]] = {}
-        for row, request in enumerate(requests):
-            groups.setdefault(steps_of(request, self._vocab_size), []).append(row)
+        groups: dict[SamplingSteps, list[int]] = {}
+        for row, steps in enumerate(kinds):
+            groups.setdefault(steps, []).append(row)
         for steps, rows in groups.items():
-            if steps == ARGMAX and len(rows) == len(requests):
-                tokens = self._greedy(logits)
-                break
             if steps == ARGMAX:
                 index = self._upload(rows)
                 tokens.index_copy_(0, index, self._greedy(logits.index_select(0, index)))
@@ -145,7 +155,7 @@ class Sampler:
                 self._process(part, group[piece], steps, None if masks is None else masks[piece])
                 chosen = self._choose(part, group[piece], steps)
                 tokens.index_copy_(0, index, chosen)
-        return SampledRows(tokens, self._logprobs(logits, tokens, requests))
+        return tokens
 
     def token_logprobs(
         self, logits: torch.Tensor, token_ids: Sequence[int], top_n: int
@@ -172,7 +182,7 @@ class Sampler:
         self,
         logits: torch.Tensor,
         requests: Sequence[Request],
-        steps: Steps,
+        steps: SamplingSteps,
         masks: torch.Tensor | None,
     ) -> None:
         """All steps before temperature, in place. logits: float32 [R, V], contiguous."""
@@ -262,7 +272,7 @@ class Sampler:
     # ---- the choice ----------------------------------------------------------------------------
 
     def _choose(
-        self, logits: torch.Tensor, requests: Sequence[Request], steps: Steps
+        self, logits: torch.Tensor, requests: Sequence[Request], steps: SamplingSteps
     ) -> torch.Tensor:
         """Each row's token, int64 [R]. logits: float32 [R, V], processed; overwritten."""
         if not steps.draws:

@@ -107,9 +107,9 @@ class Scheduler(ABC):
     def choose(self, plan: StepPlan, now: float) -> None:
         """Fill the step. Contract:
 
-        - requests are put into it by `extend` (those of `runnable`) and `admit` (waiting ones)
-          alone, and taken out of the batch by `make_room` and `preempt` alone; each is put in at
-          most once, and only while `plan.budget` lasts;
+        - requests are put into it by `extend` (those of `runnable`), `extend_all` (all of these)
+          and `admit` (waiting ones) alone, and taken out of the batch by `make_room` and `preempt`
+          alone; each is put in at most once, and only while `plan.budget` lasts;
         - a request for which `extend` found no blocks waits for the next step, or others are
           preempted for it (`make_room`); a request that runs alone always fits;
         - none that `admit` put in is preempted for the same step;
@@ -276,7 +276,41 @@ class Scheduler(ABC):
         """The running requests that have something to compute, in the order of `running`. The
         others wait for their last token.
         """
-        return [request for request in self.running.values() if not request.is_generated]
+        return [
+            request
+            for request in self.running.values()
+            if not (request.num_pending_tokens and request.is_generated)
+        ]
+
+    def extend_all(self, plan: StepPlan) -> bool:
+        """Put all that the running requests have to compute into an empty step, if the budget and
+        the blocks last: then the order among them does not matter.
+
+        Returns:
+            Whether that was done; False: nothing is in the step.
+
+        Raises:
+            StepPendingError: there are not enough blocks while a step is pending.
+            ValueError: the step is not empty.
+        """
+        if plan.parts:
+            raise ValueError("all requests at once are put into an empty step")
+        requests = self.runnable()
+        counts = [len(one.token_ids) - one.num_computed_tokens for one in requests]
+        num_tokens = sum(counts)
+        if num_tokens > plan.budget:
+            return False
+        for request in requests:
+            if not self._has_room(request, len(request.token_ids)):
+                return False
+        tables = self.kv_cache.tables
+        for request, count in zip(requests, counts, strict=True):
+            key = request.key
+            plan.parts[key] = ScheduledRequest(
+                request, request.num_computed_tokens, count, tables(key), samples=True
+            )
+        plan.budget -= num_tokens
+        return True
 
     def extend(self, plan: StepPlan, request: Request) -> bool:
         """Put as many of a running request's tokens into the step as the budget lets.
@@ -290,16 +324,16 @@ class Scheduler(ABC):
         """
         if plan.budget < 1 or request.key in plan.parts:
             raise ValueError("a request is put into a step once, while there is a token budget")
-        if not self._has_room(plan, request):
+        start, total = request.num_computed_tokens, len(request.token_ids)
+        num_tokens = min(total - start, plan.budget)
+        if not self._has_room(request, start + num_tokens):
             return False
-        start = request.num_computed_tokens
-        num_tokens = min(request.num_tokens_to_compute, plan.budget)
         plan.parts[request.key] = ScheduledRequest(
             request=request,
             start=start,
             num_tokens=num_tokens,
             tables=self.kv_cache.tables(request.key),
-            samples=start + num_tokens == len(request.token_ids),
+            samples=start + num_tokens == total,
         )
         plan.budget -= num_tokens
         return True
@@ -318,12 +352,14 @@ class Scheduler(ABC):
         Raises:
             StepPendingError: there are not enough blocks while a step is pending.
         """
-        while not self._has_room(plan, request):
+        while True:
+            wanted = min(request.num_tokens_to_compute, max(plan.budget, 1))
+            if self._has_room(request, request.num_computed_tokens + wanted):
+                return True
             victim = victims.pop()
             self.preempt(plan, victim)
             if victim is request:
                 return False
-        return True
 
     def admit(self, plan: StepPlan, request: Request, now: float) -> bool:
         """Move a waiting request into the batch, and its first tokens into the step.
@@ -387,9 +423,8 @@ class Scheduler(ABC):
         request.num_computed_tokens = self.kv_cache.preempt(request)
         self._give_up(request)
 
-    def _has_room(self, plan: StepPlan, request: Request) -> bool:
-        num_tokens = request.num_computed_tokens
-        num_tokens += min(request.num_tokens_to_compute, max(plan.budget, 1))
+    def _has_room(self, request: Request, num_tokens: int) -> bool:
+        """Whether a running request has, or now got, the blocks for its first tokens."""
         while not self.kv_cache.allocate(request.key, num_tokens):
             if not self._take_from_held():
                 if not self._may_preempt:

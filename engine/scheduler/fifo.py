@@ -21,6 +21,8 @@ class FIFOScheduler(Scheduler):
 
     def choose(self, plan: StepPlan, now: float) -> None:
         """Fill the step; see the class."""
+        if not self.waiting and self.extend_all(plan):
+            return
         order = sorted(self.runnable(), key=lambda request: request.num_tokens_to_compute > 1)
         victims = list(order)
         for request in order:

@@ -45,6 +45,9 @@ class PrefillFirstScheduler(Scheduler):
 
     def choose(self, plan: StepPlan, now: float) -> None:
         """Fill the step; see the class."""
+        if not self.waiting and self.extend_all(plan):
+            self._left_out.clear()
+            return
         prefilling: list[Request] = []
         decoding: list[Request] = []
         for request in self.runnable():

@@ -120,6 +120,8 @@ class PriorityScheduler(Scheduler):
 
     def choose(self, plan: StepPlan, now: float) -> None:
         """Fill the step; see the class."""
+        if not self.waiting and self.extend_all(plan):
+            return
         turns = deque(sorted(self.runnable(), key=_turn))
         victims = sorted(self.running.values(), key=_rank)
         is_open = True

@@ -68,7 +68,7 @@ def cpu_seconds(processes: list[psutil.Process]) -> list[float]:
 
 
 def settled_cpu_seconds(processes: list[psutil.Process]) -> list[float]:
-    """The CPU time of each once none has grown for half a second: threads stop, and are counted, late."""
+    """The CPU time of each, once none has grown for half a second: threads stop late."""
     deadline = time.monotonic() + 30.0
     while True:
         before = cpu_seconds(processes)

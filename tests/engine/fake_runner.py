@@ -103,8 +103,7 @@ def expiring(batch: ScheduledBatch) -> tuple[ScheduledBatch, Callable[[], None]]
     then on. For any runner: launch the first, then call the second.
     """
     parts = tuple(
-        replace(
-            part,
+        part._replace(
             request=copy.copy(part.request),
             tables=tuple(copy.copy(table) for table in part.tables),
         )

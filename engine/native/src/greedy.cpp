@@ -11,7 +11,7 @@
 namespace HEADRACE_ISA {
 namespace {
 
-constexpr int64_t BLOCK = 4096;     // numbers; the one with the largest of all is read again
+constexpr int64_t BLOCK = 512;      // numbers; the one with the largest of all is read again
 constexpr int64_t LEAST = 1 << 18;  // numbers that are worth a second thread
 constexpr int INFINITE = 0x7f80;    // beyond it are the NaNs
 

@@ -38,13 +38,13 @@ def watch(built: LoadedRunner) -> list[InputBatch]:
     """Every step's inputs, as they were laid out."""
     runner: Any = built.runner
     seen: list[InputBatch] = []
-    lay_out = runner._lay_out
+    build_inputs = runner._builder.build
 
     def record(batch: ScheduledBatch) -> InputBatch:
-        seen.append(lay_out(batch))
+        seen.append(build_inputs(batch))
         return seen[-1]
 
-    runner._lay_out = record
+    runner._builder.build = record
     return seen
 
 

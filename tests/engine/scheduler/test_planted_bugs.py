@@ -31,6 +31,7 @@ _launched = Scheduler.launched
 _remove = Scheduler.remove
 _preempt = Scheduler.preempt
 _extend = Scheduler.extend
+_extend_all = Scheduler.extend_all
 _close = LiveRequests.close
 _append = EngineCore._append
 _schedule = Scheduler.schedule
@@ -115,6 +116,40 @@ def the_budget_is_ignored(patch: pytest.MonkeyPatch) -> None:
         return is_in
 
     patch.setattr(Scheduler, "extend", extend)
+
+
+@plant
+def all_at_once_ignores_the_budget(patch: pytest.MonkeyPatch) -> None:
+    def extend_all(self: Scheduler, plan: StepPlan) -> bool:
+        budget = plan.budget
+        plan.budget += 8
+        if _extend_all(self, plan):
+            return True
+        plan.budget = budget
+        return False
+
+    patch.setattr(Scheduler, "extend_all", extend_all)
+
+
+@plant
+def all_at_once_asks_for_no_blocks(patch: pytest.MonkeyPatch) -> None:
+    def extend_all(self: Scheduler, plan: StepPlan) -> bool:
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(Scheduler, "_has_room", lambda *_: True)
+            return _extend_all(self, plan)
+
+    patch.setattr(Scheduler, "extend_all", extend_all)
+
+
+@plant
+def all_at_once_leaves_half_a_step(patch: pytest.MonkeyPatch) -> None:
+    def extend_all(self: Scheduler, plan: StepPlan) -> bool:
+        for request in self.runnable():
+            if plan.budget < request.num_tokens_to_compute or not self.extend(plan, request):
+                return False
+        return True
+
+    patch.setattr(Scheduler, "extend_all", extend_all)
 
 
 @plant

@@ -418,6 +418,36 @@ def test_what_is_no_policy_is_refused() -> None:
         scheduler_class("mine")
 
 
+def test_all_that_run_go_into_a_step_at_once_or_none() -> None:
+    watched = Watched(num_blocks=6, block_size=4, max_batch_tokens=8)
+    watched.add(make_request("a", [1, 2], 12), make_request("b", range(3), 12))
+    watched.step()
+    scheduler = watched.core.scheduler
+    rows = list(scheduler.running.values())
+
+    def extend_all(budget: int) -> tuple[bool, dict[str, int], int]:
+        plan = StepPlan(budget)
+        done = scheduler.extend_all(plan)
+        parts = {part.request.request_id: part.num_tokens for part in plan.parts.values()}
+        assert all(part.samples for part in plan.parts.values())
+        return done, parts, plan.budget
+
+    assert extend_all(1) == (False, {}, 1)
+    assert extend_all(2) == (True, {"a": 1, "b": 1}, 0)
+    assert extend_all(8) == (True, {"a": 1, "b": 1}, 6)
+    rows[1].num_computed_tokens = 0  # as if it had lost them
+    assert extend_all(4) == (False, {}, 4)
+    assert extend_all(8) == (True, {"a": 1, "b": 4}, 3)
+    rows[1].num_computed_tokens = 3
+    rows[1].token_ids.extend([rows[1].token_ids[0]] * 40)
+    assert extend_all(99) == (False, {}, 99), "there are no blocks for so many"
+    del rows[1].token_ids[-40:]
+    plan = StepPlan(8)
+    scheduler.extend(plan, rows[0])
+    with pytest.raises(ValueError, match="an empty step"):
+        scheduler.extend_all(plan)
+
+
 def test_a_policy_that_breaks_its_contract_is_told_so() -> None:
     class Twice(Scheduler):
         def choose(self, plan: StepPlan, now: float) -> None:
