@@ -118,19 +118,14 @@ class LinearWeight(ctypes.Structure):
     )
 
 
-class LayerCall(ctypes.Structure):
-    """A whole decoder layer. Field by field src/calls.h.
+class LayerSpec(ctypes.Structure):
+    """A whole decoder layer: all that is known before a step is. Field by field src/calls.h.
 
     Attributes:
         first_norm, second_norm: in front of attention and of the gated layer.
         projection, output, gate_up, down: q_proj, k_proj and v_proj as one; o_proj; gate_proj and
             up_proj as one; down_proj.
-        heads: without its queries, keys and tokens.
-        attention: what is known of the step's attention before a layer is.
-        x, y: bfloat16 [tokens, K].
-        keys, values: the layer's cache.
-        scratch: bfloat16, as much as layer_scratch says.
-        attention_scratch: float32 [attention_floats].
+        heads: without its queries, keys, tokens, cosines and sines.
         activation: SILU or GELU_TANH.
         scaling, softcap: of attention; see AttentionCall.
     """
@@ -139,10 +134,30 @@ class LayerCall(ctypes.Structure):
         *((name, NormWeight) for name in ("first_norm", "second_norm")),
         *((name, LinearWeight) for name in ("projection", "output", "gate_up", "down")),
         ("heads", HeadsCall),
-        *((name, _POINTER) for name in ("attention", "x", "y", "keys", "values")),
-        *((name, _POINTER) for name in ("scratch", "attention_scratch")),
-        *((name, _INT) for name in ("attention_floats", "tokens", "activation")),
+        ("activation", _INT),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
+    )
+
+
+class LayersCall(ctypes.Structure):
+    """A step through layers that follow one another. Field by field src/calls.h.
+
+    Attributes:
+        layers: the address of each layer's LayerSpec.
+        attention: of each layer, the address of what is known of the step's attention.
+        keys, values: the address of each layer's cache.
+        x, y: bfloat16 [tokens, K].
+        cos, sin: bfloat16 [tokens, rotary_dim].
+        scratch: bfloat16, as much as layer_scratch says for the largest layer.
+        attention_scratch: float32 [attention_floats].
+        count: how many layers.
+        next: the first that was not computed.
+    """
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("layers", "attention", "keys", "values", "x", "y")),
+        *((name, _POINTER) for name in ("cos", "sin", "scratch", "attention_scratch")),
+        *((name, _INT) for name in ("attention_floats", "tokens", "count", "next")),
     )
 
 
@@ -158,8 +173,10 @@ class NativeLibrary:
             of src/library.cpp, and `engine.runner.packed`, which calls them.
         rms_norm, gate, heads: what stands between a model's matrix products; see
             src/elementwise.cpp, and `engine.runner.fused`, which calls them.
-        layer_scratch, layer: take a LayerCall by reference. How many numbers of scratch it needs;
-            and 0, or how many floats of scratch its attention needs, when it was not computed.
+        layer_scratch: takes a LayerSpec by reference and a number of tokens. How many numbers of
+            scratch they need; proportional to the tokens.
+        layers: takes a LayersCall by reference. 0, or how many floats of scratch the attention of
+            the layer that comes next needs; call it again then.
         greedy: the most likely tokens; see src/greedy.cpp, and `engine.sampling.greedy`.
     """
 
@@ -173,7 +190,7 @@ class NativeLibrary:
     gate: Any
     heads: Any
     layer_scratch: Any
-    layer: Any
+    layers: Any
     greedy: Any
 
 
@@ -212,8 +229,9 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
         getattr(library, name).argtypes = arguments
     library.headrace_heads.argtypes = (ctypes.POINTER(HeadsCall), ctypes.c_int)
     library.headrace_linear_size.restype = ctypes.c_int64
-    for function in (library.headrace_layer_scratch, library.headrace_layer):
-        function.argtypes = (ctypes.POINTER(LayerCall),)
+    library.headrace_layer_scratch.argtypes = (ctypes.POINTER(LayerSpec), ctypes.c_int64)
+    library.headrace_layers.argtypes = (ctypes.POINTER(LayersCall),)
+    for function in (library.headrace_layer_scratch, library.headrace_layers):
         function.restype = ctypes.c_int64
     return NativeLibrary(
         isa=isa.decode(),
@@ -226,6 +244,6 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
         gate=library.headrace_gate,
         heads=library.headrace_heads,
         layer_scratch=library.headrace_layer_scratch,
-        layer=library.headrace_layer,
+        layers=library.headrace_layers,
         greedy=library.headrace_greedy,
     )

@@ -1,14 +1,20 @@
-"""A whole decoder layer in one call of the library: a forward for a model's own layer.
+"""Whole decoder layers in one call of the library: a forward for a model's own layers.
 
 What `engine.runner.fused` leaves of a step is mostly Python between kernels that take microseconds.
 Where all parts of a layer are ours, they follow one another here without it, in scratch memory that
-all layers of a model share. It is for the engine's steps alone; any other call goes to the layer's
-class, whose modules are ours, too.
+all layers of a model share. Where a model does nothing between its layers, the first one computes
+all of them, and the others hand on what they are given:
+
+    model ─x─▶ layer 0: one call through all layers ─y─▶ layer 1 ─y─▶ … ─y─▶ layer N−1 ─y─▶ model
+
+It is for the engine's steps alone; any other call goes to the layer's class, whose modules are
+ours, too.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +23,14 @@ import torch
 from engine.attention.base import AttentionContext
 from engine.attention.native_backend import NativeAttentionBackend, NativeMetadata
 from engine.attention.registry import ATTENTION_NAME, CONTEXT_KEYWORD
-from engine.native.library import LayerCall
+from engine.native.library import LayersCall, LayerSpec
 from engine.runner.fused import PLAN, has_embeddings
 from engine.runner.packed import native_library
 
 _is_compiling = torch.compiler.is_compiling
+
+Embeddings = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, bfloat16 [1, T, rotary_dim] each."""
 
 
 @dataclass(slots=True)
@@ -34,9 +43,8 @@ class LayerScratch:
 
     numbers: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bfloat16))
 
-    def of(self, call: LayerCall) -> int:
-        """The address of as much as a call needs."""
-        needed = native_library().layer_scratch(ctypes.byref(call))
+    def of(self, needed: int) -> int:
+        """The address of so many numbers."""
         if needed > self.numbers.numel():
             self.numbers = torch.empty(needed, dtype=torch.bfloat16)
         return self.numbers.data_ptr()
@@ -44,21 +52,108 @@ class LayerScratch:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """Of a decoder layer. For one thread at a time.
+    """Of a decoder layer.
 
     Attributes:
-        call: all that is known before a step is.
-        held: what it points to: kept alive. A copy of the layer points to nothing, and has no plan.
+        spec: all that is known before a step is.
+        held: what it points to: kept alive.
         index: of the layer's cache.
         rotary_dim: how many numbers of a head are turned.
-        scratch: shared.
     """
 
-    call: LayerCall
+    spec: LayerSpec
     held: tuple[torch.Tensor, ...]
     index: int
     rotary_dim: int
-    scratch: LayerScratch
+
+
+class LayerRun:
+    """Layers that follow one another, in one call. For one thread at a time.
+
+    Attributes:
+        plans: of the layers.
+        rotary_dim: how many numbers of a head are turned, in those layers that turn any.
+        result: where it is of more layers than one: what it yielded in the step that goes through
+            them, until the last one has been given it.
+    """
+
+    def __init__(self, plans: Sequence[LayerPlan], scratch: LayerScratch) -> None:
+        """plans: of layers that turn equally many numbers of a head, or none. scratch: shared."""
+        self.plans = tuple(plans)
+        self.rotary_dim = max(plan.rotary_dim for plan in plans)
+        self.result: torch.Tensor | None = None
+        self._scratch = scratch
+        self._scratch_per_token = max(
+            native_library().layer_scratch(ctypes.byref(plan.spec), 1) for plan in plans
+        )
+        self._addresses = ctypes.c_void_p * len(plans)
+        self._specs = self._addresses(*(ctypes.addressof(plan.spec) for plan in plans))
+
+    def compute(
+        self, x: torch.Tensor, embeddings: Embeddings | None, context: AttentionContext
+    ) -> torch.Tensor:
+        """[1, T, K] → [1, T, K], bfloat16.
+
+        Args:
+            x: in one piece.
+            embeddings: where layers turn.
+            context: of a step with the native backend.
+        """
+        backend = context.backend
+        if not isinstance(backend, NativeAttentionBackend):
+            raise TypeError(f"another backend: {type(backend).__name__}")
+        of_groups = [_address(one) for one in context.metadata]
+        caches = [context.caches[plan.index] for plan in self.plans]
+        attention = self._addresses(*[of_groups[cache.group] for cache in caches])
+        keys = self._addresses(*[cache.keys.data_ptr() for cache in caches])
+        values = self._addresses(*[cache.values.data_ptr() for cache in caches])
+        y = torch.empty_like(x)
+        cos, sin = (None, None) if embeddings is None else [one.data_ptr() for one in embeddings]
+        tokens = x.shape[1]
+        call = LayersCall(
+            ctypes.addressof(self._specs),
+            ctypes.addressof(attention),
+            ctypes.addressof(keys),
+            ctypes.addressof(values),
+            x.data_ptr(),
+            y.data_ptr(),
+            cos,
+            sin,
+            self._scratch.of(tokens * self._scratch_per_token),
+            backend.scratch.data_ptr(),
+            backend.scratch.numel(),
+            tokens,
+            len(self.plans),
+            0,
+        )
+        while needed := native_library().layers(ctypes.byref(call)):
+            backend.grow_scratch(needed)
+            call.attention_scratch = backend.scratch.data_ptr()
+            call.attention_floats = backend.scratch.numel()
+        return y
+
+
+def _address(metadata: object) -> int:
+    if not isinstance(metadata, NativeMetadata):
+        raise TypeError(f"metadata of another backend: {type(metadata).__name__}")
+    return ctypes.addressof(metadata.call)
+
+
+@dataclass(slots=True)
+class LayerPlace:
+    """Of a decoder layer whose forward is ours. A copy of the layer has none: it points to what is
+    not its own.
+
+    Attributes:
+        alone: computes it.
+        chain: computes it with others; None: there are none.
+        is_first, is_last: of these.
+    """
+
+    alone: LayerRun
+    chain: LayerRun | None = None
+    is_first: bool = False
+    is_last: bool = False
 
     def __deepcopy__(self, memo: object) -> None:
         return None
@@ -68,7 +163,7 @@ def layer_forward(
     self: torch.nn.Module,
     hidden_states: torch.Tensor,
     *arguments: Any,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+    position_embeddings: Embeddings | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Of a decoder layer: [1, T, K] → [1, T, K].
@@ -78,53 +173,58 @@ def layer_forward(
         arguments: handed on; not the engine's.
         position_embeddings: cosines and sines, bfloat16 [1, T, rotary_dim] each.
         kwargs: the step's context among them, and what the engine's steps do not need.
+
+    Raises:
+        RuntimeError: the model did something between layers that are computed in one call.
     """
-    plan: LayerPlan | None = self.__dict__[PLAN]
-    context = kwargs.get(CONTEXT_KEYWORD)
-    config: Any = self._modules["self_attn"].config  # type: ignore[union-attr]  # it has one
-    if (
-        plan is None
-        or type(context) is not AttentionContext
-        or type(context.backend) is not NativeAttentionBackend
-        or arguments
-        or _is_compiling()
-        or config._attn_implementation != ATTENTION_NAME
-        or hidden_states.dtype is not torch.bfloat16
-        or not hidden_states.is_contiguous()
-        or hidden_states.shape[0] != 1
-        or not has_embeddings(position_embeddings, hidden_states, plan.rotary_dim)
-    ):
-        return type(self).forward(  # type: ignore[no-any-return]
-            self,
-            hidden_states,
-            *arguments,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
-    return _run(plan, hidden_states, position_embeddings, context)
-
-
-def _run(
-    plan: LayerPlan,
-    x: torch.Tensor,
-    embeddings: tuple[torch.Tensor, torch.Tensor] | None,
-    context: AttentionContext,
-) -> torch.Tensor:
-    call, backend, cache = plan.call, context.backend, context.caches[plan.index]
-    metadata = context.metadata[cache.group]
-    if not isinstance(metadata, NativeMetadata) or not isinstance(backend, NativeAttentionBackend):
-        raise TypeError(f"metadata of another backend: {type(metadata).__name__}")
-    y = torch.empty_like(x)
-    if embeddings is not None:
-        call.heads.cos, call.heads.sin = embeddings[0].data_ptr(), embeddings[1].data_ptr()
-    call.attention = ctypes.addressof(metadata.call)
-    call.x, call.y, call.tokens = x.data_ptr(), y.data_ptr(), x.shape[1]
-    call.keys, call.values = cache.keys.data_ptr(), cache.values.data_ptr()
-    call.scratch = plan.scratch.of(call)
-    while True:
-        call.attention_scratch = backend.scratch.data_ptr()
-        call.attention_floats = backend.scratch.numel()
-        needed = native_library().layer(ctypes.byref(call))
-        if not needed:
+    place: LayerPlace | None = self.__dict__[PLAN]
+    if place is not None and not _is_compiling():
+        chain = place.chain
+        if chain is not None and chain.result is not None and not place.is_first:
+            return _handed_on(chain, hidden_states, is_last=place.is_last)
+        if chain is not None:
+            chain.result = None  # a step that failed may have left one
+        run = chain if chain is not None and place.is_first else place.alone
+        context = _step(self, run, hidden_states, position_embeddings, kwargs)
+        if context is not None and not arguments:
+            y = run.compute(hidden_states, position_embeddings, context)
+            if run is chain:
+                chain.result = y
             return y
-        backend.grow_scratch(needed)
+    return type(self).forward(  # type: ignore[no-any-return]
+        self, hidden_states, *arguments, position_embeddings=position_embeddings, **kwargs
+    )
+
+
+def _handed_on(chain: LayerRun, hidden_states: torch.Tensor, *, is_last: bool) -> torch.Tensor:
+    if hidden_states is not chain.result:
+        chain.result = None
+        raise RuntimeError("the model changed what its layers hand on, which it did not at load")
+    if is_last:
+        chain.result = None
+    return hidden_states
+
+
+def _step(
+    layer: torch.nn.Module,
+    run: LayerRun,
+    hidden_states: torch.Tensor,
+    embeddings: Embeddings | None,
+    named: Mapping[str, object],
+) -> AttentionContext | None:
+    """The context of a call that is the engine's, with all as the kernels read it; None: it is
+    another call.
+    """
+    config: Any = layer._modules["self_attn"].config  # type: ignore[union-attr]  # it has one
+    context = named.get(CONTEXT_KEYWORD)
+    if (
+        type(context) is AttentionContext
+        and type(context.backend) is NativeAttentionBackend
+        and config._attn_implementation == ATTENTION_NAME
+        and hidden_states.dtype is torch.bfloat16
+        and hidden_states.is_contiguous()
+        and hidden_states.shape[0] == 1
+        and has_embeddings(embeddings, hidden_states, run.rotary_dim)
+    ):
+        return context
+    return None

@@ -41,6 +41,7 @@ from engine.runner.fused import (
     rms_norm,
 )
 from engine.runner.fusing_attention import fuse_attention
+from engine.runner.fusing_chains import chain_layers
 from engine.runner.fusing_layers import fuse_layers
 from engine.runner.likeness import (
     FAILURES,
@@ -75,6 +76,7 @@ class FusingReport:
     Attributes:
         norms, gates, attentions: how many.
         layers: how many whole layers, of such parts.
+        chained: how many of these are computed with others, in one call.
         left: classes of which some stayed as they are, although they look alike.
     """
 
@@ -82,6 +84,7 @@ class FusingReport:
     gates: int
     attentions: int
     layers: int
+    chained: int
     left: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -89,6 +92,8 @@ class FusingReport:
         text = f"fused: {self.norms} norms, {self.gates} gated layers, {self.attentions} attentions"
         if self.layers:
             text += f", {self.layers} whole layers"
+        if self.chained:
+            text += f" ({self.chained} of them in one call)"
         return f"{text}; left as they are: {', '.join(self.left)}" if self.left else text
 
 
@@ -151,11 +156,13 @@ def _fuse(model: PreTrainedModel) -> FusingReport:
             if not _fuse_gate(module, likeness):
                 left.add(type(module).__name__)
         layers = fuse_layers(model, likeness)
+        chained = chain_layers(model)
     return FusingReport(
         norms=_count(model, norm_forward),
         gates=_count(model, gate_forward),
         attentions=attentions,
         layers=layers,
+        chained=chained,
         left=tuple(sorted(left)),
     )
 

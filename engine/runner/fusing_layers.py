@@ -7,6 +7,7 @@ numbers, bit by bit, and write the same into the cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from engine.attention.base import AttentionContext, BatchLayout, LayerCache
 from engine.attention.native_backend import NativeAttentionBackend
 from engine.attention.registry import ATTENTION_NAME, CONTEXT_KEYWORD, register
-from engine.native.library import HeadsCall, LayerCall, LinearWeight, NormWeight
+from engine.native.library import HeadsCall, LayerSpec, LinearWeight, NormWeight
 from engine.runner.fused import (
     PLAN,
     AttentionPlan,
@@ -28,14 +29,20 @@ from engine.runner.fused import (
     is_exchanged,
     restore,
 )
-from engine.runner.fused_layer import LayerPlan, LayerScratch, layer_forward
+from engine.runner.fused_layer import (
+    LayerPlace,
+    LayerPlan,
+    LayerRun,
+    LayerScratch,
+    layer_forward,
+)
 from engine.runner.likeness import FAILURES, Likeness, Operations, has_hooks, random_numbers
 from engine.runner.packed import PackedLinear, native_library
 
 _PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _BLOCK_SIZE = 4
 _STARTS, _COUNTS = (5, 0, 3), (1, 6, 2)
-"""Of requests that decode, begin and go on."""
+"""Of the requests of a small step."""
 _OPTIONS = {"dropout", "scaling", "sliding_window", "softcap"}
 """What a layer may tell the attention function. The window is in the metadata."""
 
@@ -52,7 +59,7 @@ def fuse_layers(model: PreTrainedModel, likeness: Likeness) -> int:
     """
     scratch = LayerScratch()
     layers = [one for one in model.modules() if one._modules.keys() == _PARTS]
-    plans = [(one, _plan(one, scratch)) for one in layers if not is_exchanged(one)]
+    plans = [(one, _plan(one)) for one in layers if not is_exchanged(one)]
     if any(plan is not None for _, plan in plans):
         register()
         before = model.config._attn_implementation
@@ -60,7 +67,7 @@ def fuse_layers(model: PreTrainedModel, likeness: Likeness) -> int:
         try:
             for layer, plan in plans:
                 if plan is not None:
-                    _fuse(layer, plan, likeness)
+                    _fuse(layer, plan, scratch, likeness)
         finally:
             model.set_attn_implementation(before)
     return sum(is_exchanged(layer) for layer in layers)
@@ -146,7 +153,7 @@ class _Held:
         return LinearWeight(*addresses, outputs, inputs)
 
 
-def _plan(layer: torch.nn.Module, scratch: LayerScratch) -> LayerPlan | None:
+def _plan(layer: torch.nn.Module) -> LayerPlan | None:
     """What our forward would have to do; None: it cannot."""
     parts = _parts(layer)
     if parts is None:
@@ -157,7 +164,7 @@ def _plan(layer: torch.nn.Module, scratch: LayerScratch) -> LayerPlan | None:
     if attention.form is not None:
         weights = [held.address(own._modules[f"{one}_norm"]._parameters["weight"]) for one in "qk"]
     scaling = attention.options.get("scaling")
-    call = LayerCall(
+    spec = LayerSpec(
         first_norm=held.norm(parts.modules["input_layernorm"], parts.first),
         second_norm=held.norm(parts.modules["post_attention_layernorm"], parts.second),
         projection=held.linear(parts.projection),
@@ -180,19 +187,20 @@ def _plan(layer: torch.nn.Module, scratch: LayerScratch) -> LayerPlan | None:
         softcap=attention.options.get("softcap") or 0.0,
     )
     return LayerPlan(
-        call=call,
+        spec=spec,
         held=tuple(held.tensors),
         index=own.layer_idx,
         rotary_dim=attention.rotary_dim,
-        scratch=scratch,
     )
 
 
-def _fuse(layer: torch.nn.Module, plan: LayerPlan, likeness: Likeness) -> None:
+def _fuse(
+    layer: torch.nn.Module, plan: LayerPlan, scratch: LayerScratch, likeness: Likeness
+) -> None:
     """Exchange one layer's forward if ours does what it does."""
     kind = _kind(layer, plan)
     magnitudes = {magnitude for magnitude, _ in likeness.probes(kind)}
-    exchange(layer, layer_forward, plan)
+    exchange(layer, layer_forward, LayerPlace(LayerRun([plan], scratch)))
     try:
         is_equal = all(_compare(layer, plan, magnitude) for magnitude in magnitudes)
     except FAILURES:
@@ -205,21 +213,21 @@ def _fuse(layer: torch.nn.Module, plan: LayerPlan, likeness: Likeness) -> None:
 
 def _kind(layer: torch.nn.Module, plan: LayerPlan) -> tuple[Any, ...]:
     """What the layers that repeat each other have in common."""
-    call = plan.call
-    heads = call.heads
+    spec = plan.spec
+    heads = spec.heads
     return (
         type(layer),
-        *((one.eps, one.form) for one in (call.first_norm, call.second_norm)),
-        *((one.outputs, one.inputs) for one in (call.projection, call.output, call.gate_up)),
+        *((one.eps, one.form) for one in (spec.first_norm, spec.second_norm)),
+        *((one.outputs, one.inputs) for one in (spec.projection, spec.output, spec.gate_up)),
         *(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.rotary_dim, heads.form),
-        *(heads.query_eps, heads.key_eps, call.activation, call.scaling, call.softcap),
+        *(heads.query_eps, heads.key_eps, spec.activation, spec.scaling, spec.softcap),
     )
 
 
 def _compare(layer: torch.nn.Module, plan: LayerPlan, magnitude: float) -> bool:
     """Whether ours does what a layer's own forward does, for one random step."""
     tokens, rotary = sum(_COUNTS), plan.rotary_dim
-    x = (random_numbers(1, tokens, plan.call.projection.inputs) * magnitude).bfloat16()
+    x = (random_numbers(1, tokens, plan.spec.projection.inputs) * magnitude).bfloat16()
     angles = random_numbers(1, tokens, rotary, seed=3)
     named = {
         "attention_mask": None,
@@ -228,7 +236,7 @@ def _compare(layer: torch.nn.Module, plan: LayerPlan, magnitude: float) -> bool:
         "past_key_values": None,
         "use_cache": False,
     }
-    theirs, ours = _context(plan), _context(plan)
+    theirs, ours = small_context([plan]), small_context([plan])
     with Operations() as operations, operations.without(list(layer.children())):
         expected = type(layer).forward(layer, x, **named, **{CONTEXT_KEYWORD: theirs})
     actual = layer.forward(x, **named, **{CONTEXT_KEYWORD: ours})
@@ -247,12 +255,27 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16)
 
 
-def _context(plan: LayerPlan) -> AttentionContext:
-    """A step of a few requests, over a cache of random numbers."""
+def small_context(plans: Sequence[LayerPlan]) -> AttentionContext:
+    """A step of a few requests, over caches of random numbers for some layers."""
+    layout = small_step()
+    slots = (1 + layout.tables.size) * _BLOCK_SIZE
+    caches = {}
+    for plan in plans:
+        heads = plan.spec.heads
+        shape = (slots, heads.num_kv_heads, heads.head_dim)
+        keys, values = random_numbers(2, *shape, seed=plan.index).bfloat16()
+        caches[plan.index] = LayerCache(keys=keys.clone(), values=values.clone(), group=0)
+    backend = NativeAttentionBackend(native_library())
+    like = next(iter(caches.values())).keys
+    return AttentionContext(backend, caches, [backend.prepare(layout, None, like)])  # type: ignore[arg-type]  # by index
+
+
+def small_step() -> BatchLayout:
+    """Of requests that decode, begin and go on."""
     ends = [start + count for start, count in zip(_STARTS, _COUNTS, strict=True)]
     width = -(-max(ends) // _BLOCK_SIZE)
     tables = 1 + np.arange(len(ends) * width, dtype=np.int32).reshape(len(ends), width)
-    layout = BatchLayout(
+    return BatchLayout(
         starts=np.array(_STARTS, dtype=np.int64),
         counts=np.array(_COUNTS, dtype=np.int64),
         num_decodes=1,
@@ -260,10 +283,3 @@ def _context(plan: LayerPlan) -> AttentionContext:
         tables=tables,
         block_size=_BLOCK_SIZE,
     )
-    heads = plan.call.heads
-    slots = (1 + tables.size) * _BLOCK_SIZE
-    keys, values = random_numbers(2, slots, heads.num_kv_heads, heads.head_dim).bfloat16()
-    cache = LayerCache(keys=keys.clone(), values=values.clone(), group=0)
-    backend = NativeAttentionBackend(native_library())
-    metadata = backend.prepare(layout, None, cache.keys)
-    return AttentionContext(backend, {plan.index: cache}, [metadata])  # type: ignore[arg-type]  # by index

@@ -67,20 +67,28 @@ struct HeadsCall {
 };
 
 // A whole decoder layer; see layer.cpp, and ../library.py for what each field means.
-struct LayerCall {
+struct LayerSpec {
   NormWeight first_norm, second_norm;
   LinearWeight projection, output, gate_up, down;
   HeadsCall heads;
-  const AttentionCall* attention;
+  int64_t activation;
+  float scaling, softcap;
+};
+
+// A step through layers that follow one another; see layer.cpp and ../library.py.
+struct LayersCall {
+  const LayerSpec* const* layers;
+  const AttentionCall* const* attention;
+  void* const* keys;
+  void* const* values;
   const void* x;
   void* y;
-  void* keys;
-  void* values;
+  const void* cos;
+  const void* sin;
   void* scratch;
   float* attention_scratch;
   int64_t attention_floats;
-  int64_t tokens, activation;
-  float scaling, softcap;
+  int64_t tokens, count, next;
 };
 
 }  // extern "C"

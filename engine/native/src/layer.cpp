@@ -1,4 +1,4 @@
-// A whole decoder layer of the plain shape, of bfloat16: the kernels that its modules call, one after
+// Whole decoder layers of the plain shape, of bfloat16: the kernels that their modules call, one after
 // the other, with nothing in between.
 //
 //   x ─┬─ norm ─ q, k, v ─ norms, rotary ─ attention ─ output ─ + ─┬─ norm ─ gate, up ─ down ─ + ─ y
@@ -23,69 +23,86 @@ struct LayerSpace {
   Half* gated;      // [T][2 I]
   int64_t size;     // of all together
 
-  LayerSpace(const LayerCall& call, Half* p) {
+  LayerSpace(const LayerSpec& layer, int64_t tokens, Half* p) {
     const Half* start = p;
-    const int64_t width = call.output.outputs;
-    normed = p, p += call.tokens * width;
-    projected = p, p += call.tokens * call.projection.outputs;
-    attended = p, p += call.tokens * call.output.inputs;
-    residual = p, p += call.tokens * width;
-    gated = p, p += call.tokens * call.gate_up.outputs;
+    const int64_t width = layer.output.outputs;
+    normed = p, p += tokens * width;
+    projected = p, p += tokens * layer.projection.outputs;
+    attended = p, p += tokens * layer.output.inputs;
+    residual = p, p += tokens * width;
+    gated = p, p += tokens * layer.gate_up.outputs;
     size = p - start;
   }
 };
 
-// Attention over what was projected: 0, or how many floats of scratch are needed.
-int64_t attend(const LayerCall& call, const LayerSpace& space, int64_t query, int64_t keys) {
-  AttentionCall step = *call.attention;
-  const int64_t stride = call.projection.outputs, dim = call.heads.head_dim;
+// Attention over what was projected, in the layer that comes next: 0, or how many floats of scratch
+// are needed.
+int64_t attend(const LayersCall& call, const LayerSpec& layer, const LayerSpace& space,
+               int64_t query, int64_t keys) {
+  AttentionCall step = *call.attention[call.next];
+  const int64_t stride = layer.projection.outputs, dim = layer.heads.head_dim;
   step.query = space.projected;
   step.key = space.projected + query;
   step.value = space.projected + query + keys;
   step.query_head_stride = step.key_head_stride = step.value_head_stride = dim;
   step.query_token_stride = step.key_token_stride = step.value_token_stride = stride;
-  step.keys = call.keys, step.values = call.values;
+  step.keys = call.keys[call.next], step.values = call.values[call.next];
   step.output = space.attended;
   step.sinks = nullptr;
   step.scratch = call.attention_scratch, step.scratch_floats = call.attention_floats;
   step.num_tokens = call.tokens;
-  step.num_heads = call.heads.num_heads, step.num_kv_heads = call.heads.num_kv_heads;
+  step.num_heads = layer.heads.num_heads, step.num_kv_heads = layer.heads.num_kv_heads;
   step.key_dim = step.value_dim = dim;
-  step.scaling = call.scaling, step.softcap = call.softcap;
+  step.scaling = layer.scaling, step.softcap = layer.softcap;
   return attention(step);
+}
+
+// The layer that comes next, from x to call.y; they may be the same, since x is read for the last
+// time before y is written. 0: done. Otherwise attention needs so many floats of scratch, and y is
+// as it was.
+int64_t compute(const LayersCall& call, const void* x) {
+  const LayerSpec& layer = *call.layers[call.next];
+  const int64_t tokens = call.tokens, width = layer.output.outputs;
+  const LayerSpace space(layer, tokens, static_cast<Half*>(call.scratch));
+  const int64_t stride = layer.projection.outputs;
+  const int64_t query = layer.heads.num_heads * layer.heads.head_dim;
+  const int64_t keys = layer.heads.num_kv_heads * layer.heads.head_dim;
+  const int64_t inner = layer.gate_up.outputs / 2;
+  const int threads = int(call.attention[call.next]->threads);
+  rms_norm(layer.first_norm, x, space.normed, tokens, threads);
+  linear(layer.projection, space.normed, width, space.projected, tokens, threads);
+  if (layer.heads.rotary_dim || layer.heads.query_weight) {
+    HeadsCall turned = layer.heads;
+    turned.query = space.projected, turned.key = space.projected + query;
+    turned.query_stride = turned.key_stride = stride;
+    turned.cos = call.cos, turned.sin = call.sin;
+    turned.tokens = tokens;
+    heads(turned, threads);
+  }
+  if (const int64_t needed = attend(call, layer, space, query, keys)) return needed;
+  linear(layer.output, space.attended, query, space.normed, tokens, threads);
+  add(x, space.normed, space.residual, tokens, width, threads);
+  rms_norm(layer.second_norm, space.residual, space.normed, tokens, threads);
+  linear(layer.gate_up, space.normed, width, space.gated, tokens, threads);
+  gate(int(layer.activation), space.gated, space.gated + inner, 2 * inner, space.gated, 2 * inner,
+       tokens, inner, threads);
+  linear(layer.down, space.gated, 2 * inner, space.normed, tokens, threads);
+  add(space.residual, space.normed, call.y, tokens, width, threads);
+  return 0;
 }
 
 }  // namespace
 
 // How many numbers of bfloat16 a layer needs for its scratch.
-int64_t layer_scratch(const LayerCall& call) { return LayerSpace(call, nullptr).size; }
+int64_t layer_scratch(const LayerSpec& layer, int64_t tokens) {
+  return LayerSpace(layer, tokens, nullptr).size;
+}
 
-// y [T][K] from x. 0: done. Otherwise y is not there yet, and attention needs so many floats of scratch.
-int64_t layer(const LayerCall& call) {
-  const LayerSpace space(call, static_cast<Half*>(call.scratch));
-  const int64_t tokens = call.tokens, width = call.output.outputs, stride = call.projection.outputs;
-  const int64_t query = call.heads.num_heads * call.heads.head_dim;
-  const int64_t keys = call.heads.num_kv_heads * call.heads.head_dim;
-  const int64_t inner = call.gate_up.outputs / 2;
-  const int threads = int(call.attention->threads);
-  rms_norm(call.first_norm, call.x, space.normed, tokens, threads);
-  linear(call.projection, space.normed, width, space.projected, tokens, threads);
-  if (call.heads.rotary_dim || call.heads.query_weight) {
-    HeadsCall turned = call.heads;
-    turned.query = space.projected, turned.key = space.projected + query;
-    turned.query_stride = turned.key_stride = stride;
-    turned.tokens = tokens;
-    heads(turned, threads);
-  }
-  if (const int64_t needed = attend(call, space, query, keys)) return needed;
-  linear(call.output, space.attended, query, space.normed, tokens, threads);
-  add(call.x, space.normed, space.residual, tokens, width, threads);
-  rms_norm(call.second_norm, space.residual, space.normed, tokens, threads);
-  linear(call.gate_up, space.normed, width, space.gated, tokens, threads);
-  gate(int(call.activation), space.gated, space.gated + inner, 2 * inner, space.gated, 2 * inner,
-       tokens, inner, threads);
-  linear(call.down, space.gated, 2 * inner, space.normed, tokens, threads);
-  add(space.residual, space.normed, call.y, tokens, width, threads);
+// y [T][K] from x, through the layers from `next` on. 0: done. Otherwise attention needs so many
+// floats of scratch in layer `next`; those before it are done.
+int64_t layers(LayersCall& call) {
+  for (; call.next < call.count; ++call.next)
+    if (const int64_t needed = compute(call, call.next ? call.y : call.x)) return needed;
   return 0;
 }
 

@@ -16,8 +16,8 @@ struct Variant {
   void (*rms_norm)(const NormWeight&, const void*, void*, int64_t, int);
   void (*gate)(int, const void*, const void*, int64_t, void*, int64_t, int64_t, int64_t, int);
   void (*heads)(const HeadsCall&, int);
-  int64_t (*layer_scratch)(const LayerCall&);
-  int64_t (*layer)(const LayerCall&);
+  int64_t (*layer_scratch)(const LayerSpec&, int64_t);
+  int64_t (*layers)(LayersCall&);
   void (*greedy)(const void*, int64_t, int64_t, int64_t, int64_t*, int);
 };
 
@@ -37,12 +37,12 @@ struct Variant {
   void gate(int activation, const void* gate, const void* up, int64_t stride, void* y,           \
             int64_t y_stride, int64_t rows, int64_t width, int threads);                         \
   void heads(const HeadsCall& call, int threads);                                                \
-  int64_t layer_scratch(const LayerCall& call);                                                  \
-  int64_t layer(const LayerCall& call);                                                          \
+  int64_t layer_scratch(const LayerSpec& layer, int64_t tokens);                                 \
+  int64_t layers(LayersCall& call);                                                              \
   void greedy(const void* logits, int64_t stride, int64_t rows, int64_t width, int64_t* tokens,  \
               int threads);                                                                      \
   const Variant VARIANT = {#isa,   attention, linear_size, linear_pack,   linear_rows, linear,   \
-                           rms_norm, gate,    heads,       layer_scratch, layer, greedy};        \
+                           rms_norm, gate,    heads,       layer_scratch, layers, greedy};       \
   }
 
 #if defined(__x86_64__)
@@ -146,12 +146,12 @@ HEADRACE_ENTRY void headrace_heads(const HeadsCall* call, int threads) {
 }
 
 // See `layer_scratch` in layer.cpp.
-HEADRACE_ENTRY int64_t headrace_layer_scratch(const LayerCall* call) {
-  return variant.layer_scratch(*call);
+HEADRACE_ENTRY int64_t headrace_layer_scratch(const LayerSpec* layer, int64_t tokens) {
+  return variant.layer_scratch(*layer, tokens);
 }
 
-// See `layer` in layer.cpp.
-HEADRACE_ENTRY int64_t headrace_layer(const LayerCall* call) { return variant.layer(*call); }
+// See `layers` in layer.cpp.
+HEADRACE_ENTRY int64_t headrace_layers(LayersCall* call) { return variant.layers(*call); }
 
 // See `greedy` in greedy.cpp.
 HEADRACE_ENTRY void headrace_greedy(const void* logits, int64_t stride, int64_t rows, int64_t width,

@@ -133,7 +133,7 @@ class _Norm(nn.Module):
 
 def test_a_norm_of_any_name_is_exchanged() -> None:
     models = nn.ModuleList([_Norm(), nn.RMSNorm(64, eps=1e-5)]).bfloat16()
-    assert fuse_model(models) == FusingReport(2, 0, 0, 0, ())
+    assert fuse_model(models) == FusingReport(2, 0, 0, 0, 0, ())
     x = torch.randn(5, 64).bfloat16()
     for one in models:
         assert torch.equal(one(x), type(one).forward(one, x))
@@ -194,7 +194,7 @@ class _TwiceFromOne(_Norm):
 )
 def test_norms_that_are_left_alone(kind: Callable[[], nn.Module]) -> None:
     model = nn.ModuleList([kind()]).bfloat16()
-    assert fuse_model(model) == FusingReport(0, 0, 0, 0, (type(model[0]).__name__,))
+    assert fuse_model(model) == FusingReport(0, 0, 0, 0, 0, (type(model[0]).__name__,))
     assert not is_exchanged(model[0])
 
 
@@ -223,7 +223,7 @@ def test_the_first_of_a_kind_is_probed_in_every_way_and_the_others_once() -> Non
 def test_the_odd_norm_out_is_left_alone() -> None:
     model = nn.ModuleList([_ToAPower() for _ in range(4)]).bfloat16()
     model[2].power = 4
-    assert fuse_model(model) == FusingReport(3, 0, 0, 0, ("_ToAPower",))
+    assert fuse_model(model) == FusingReport(3, 0, 0, 0, 0, ("_ToAPower",))
     assert [is_exchanged(one) for one in model] == [True, True, False, True]
 
 
@@ -298,7 +298,7 @@ class _PerhapsCrossed(_Mlp):
 def test_the_odd_gated_layer_out_is_left_alone() -> None:
     model = nn.ModuleList([_PerhapsCrossed() for _ in range(4)]).bfloat16()
     model[1].is_crossed = True
-    assert fuse_model(model) == FusingReport(0, 3, 0, 0, ("_PerhapsCrossed",))
+    assert fuse_model(model) == FusingReport(0, 3, 0, 0, 0, ("_PerhapsCrossed",))
     assert [is_exchanged(one) for one in model] == [True, False, True, True]
 
 
@@ -309,7 +309,7 @@ def test_gated_layers(activation: str, bias: bool, pack: bool) -> None:
     model = nn.ModuleList([_Mlp(activation, bias)]).bfloat16()
     if pack:
         pack_model(model, "native")
-    assert fuse_model(model) == FusingReport(0, 1, 0, 0, ())
+    assert fuse_model(model) == FusingReport(0, 1, 0, 0, 0, ())
     (layer,) = model
     assert (vars(layer)[fused.PLAN].joined is not None) == pack
     with torch.no_grad():
@@ -332,7 +332,7 @@ def test_gated_layers_that_are_left_alone(make: Callable[[], nn.Module], pack: b
     model = nn.ModuleList([make()]).eval().bfloat16()
     if pack:
         pack_model(model, "native")
-    assert fuse_model(model) == FusingReport(0, 0, 0, 0, (type(model[0]).__name__,))
+    assert fuse_model(model) == FusingReport(0, 0, 0, 0, 0, (type(model[0]).__name__,))
     assert not is_exchanged(model[0])
     assert fused.PLAN not in vars(model[0])
 
@@ -697,8 +697,8 @@ def test_a_wrong_kernel_is_found(kernel: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_report() -> None:
     line = "fused: 3 norms, 1 gated layers, 2 attentions"
-    assert str(FusingReport(3, 1, 2, 0, ())) == line
-    assert str(FusingReport(3, 1, 2, 0, ("A", "B"))) == f"{line}; left as they are: A, B"
+    assert str(FusingReport(3, 1, 2, 0, 0, ())) == line
+    assert str(FusingReport(3, 1, 2, 0, 0, ("A", "B"))) == f"{line}; left as they are: A, B"
 
 
 def test_choosing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ the layer's class takes over.
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from engine.attention.registry import ATTENTION_NAME, CONTEXT_KEYWORD
 from engine.native.library import NativeLibrary
 from engine.offline import LoadedModel
 from engine.runner import fused_layer, fusing
 from engine.runner.fused import PLAN, is_exchanged, restore
-from engine.runner.fused_layer import layer_forward
+from engine.runner.fused_layer import LayerRun, layer_forward
 from engine.runner.fusing import fuse_model
+from engine.runner.fusing_layers import small_context, small_step
 from engine.runner.loader import verify_model
 from engine.runner.packing import Packing, pack_model
 from tests.model_recipes import RECIPES
@@ -76,7 +80,7 @@ def test_which_are_exchanged(name: str, packing: Packing) -> None:
     model = _model(name)
     pack_model(model, packing)
     report = fuse_model(model)
-    assert report.layers == len(_layers(model)) == WHOLE[name][1]
+    assert report.layers == report.chained == len(_layers(model)) == WHOLE[name][1]
     assert ("whole layers" in str(report)) == (report.layers > 0)
     assert fuse_model(model) == report, "a second time, nothing changes"
 
@@ -111,16 +115,17 @@ def test_the_engine_yields_the_same_to_the_last_bit(
 
 def test_layers_are_what_the_engine_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = _model(), []
-    run = fused_layer._run
+    compute = LayerRun.compute
 
-    def watch(*arguments: Any) -> torch.Tensor:
-        calls.append(arguments[0].index)
-        return run(*arguments)
+    def watch(self: LayerRun, *arguments: Any) -> torch.Tensor:
+        calls.append([plan.index for plan in self.plans])
+        return compute(self, *arguments)
 
-    monkeypatch.setattr(fused_layer, "_run", watch)
+    monkeypatch.setattr(LayerRun, "compute", watch)
     _generate(model)
-    assert len(calls) > 30
-    assert calls[-3:] == [0, 1, 2]
+    assert len(calls) > 10
+    assert calls[:3] == [[0], [0], [0]], "as it is compared"
+    assert calls[-10:] == [[0, 1, 2]] * 10
 
 
 def test_any_other_call_goes_to_the_class() -> None:
@@ -165,28 +170,33 @@ def test_more_scratch_is_had_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) 
 class _Wrong:
     """The library, one of whose results is not what it was."""
 
-    def __init__(self, library: NativeLibrary) -> None:
+    def __init__(self, library: NativeLibrary, least: int) -> None:
+        """least: of how many layers at least."""
         self._library = library
+        self._least = least
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._library, name)
 
-    def layer(self, reference: Any) -> int:
-        result: int = self._library.layer(reference)
+    def layers(self, reference: Any) -> int:
+        result: int = self._library.layers(reference)
         call = reference._obj
-        torch.frombuffer((fused_layer.ctypes.c_uint16 * 4).from_address(call.y), dtype=torch.int16)[
-            0
-        ] ^= 1
+        if call.count >= self._least:
+            place = (ctypes.c_uint16 * 4).from_address(call.y)
+            torch.frombuffer(place, dtype=torch.int16)[0] ^= 1
         return result
 
 
-def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = _Wrong(fused_layer.native_library())
+@pytest.mark.parametrize(("least", "layers"), [(1, 0), (2, 3)])
+def test_a_wrong_kernel_is_found(least: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = _Wrong(fused_layer.native_library(), least)
     monkeypatch.setattr(fused_layer, "native_library", lambda: wrong)
     model = _model()
     pack_model(model, "native")
-    assert fuse_model(model).layers == 0
-    assert not _layers(model)
+    report = fuse_model(model)
+    assert (report.layers, report.chained) == (layers, 0)
+    assert len(_layers(model)) == layers
+    assert all(vars(layer)[PLAN].chain is None for layer in _layers(model))
 
 
 def _scaled(self: Any, x: torch.Tensor, *arguments: Any, **kwargs: Any) -> torch.Tensor:
@@ -207,7 +217,8 @@ def test_a_layer_that_does_something_else_is_left_alone(forward: Any) -> None:
     layers: Sequence[Any] = model.model.layers
     kind = type(layers[1])
     layers[1].__class__ = type("Other", (kind,), {"forward": forward})
-    assert fuse_model(model).layers == 2
+    report = fuse_model(model)
+    assert (report.layers, report.chained) == (2, 0)
     assert not is_exchanged(layers[1])
 
 
@@ -219,3 +230,96 @@ def test_a_layer_with_a_hook_is_left_alone(part: str) -> None:
     layers[0].get_submodule(part).register_forward_hook(lambda *_: None)
     assert fuse_model(model).layers == 2
     assert not is_exchanged(layers[0])
+
+
+# ---- layers in one call ------------------------------------------------------------------------
+
+
+class _Decoder(torch.nn.Module):
+    """A model's decoder, with its parts, that goes through its layers in a way of its own."""
+
+    def __init__(self, decoder: Any, way: str) -> None:
+        super().__init__()
+        self._modules = decoder._modules
+        self.config = decoder.config
+        self.way = way
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **named: Any) -> Any:
+        x = self.embed_tokens(input_ids)
+        embeddings = self.rotary_emb(x, position_ids)
+        first = x
+        order = {"backwards": [2, 1, 0], "one twice": [0, 1, 1, 2], "one never": [0, 1]}
+        for index in order.get(self.way, [0, 1, 2]):
+            if index == 1 and self.way == "scaled":
+                x = x * 1.0
+            if index == 1 and self.way == "scaled in place":
+                x.mul_(1.0)
+            if index == 1 and self.way == "copied":
+                x = x.clone()
+            if index == 1 and self.way == "viewed":
+                x = x.view(x.shape)
+            if index == 1 and self.way == "turned otherwise":
+                embeddings = (embeddings[0], embeddings[1])
+            if index == 2 and self.way == "an earlier one":
+                x = first
+            x = self.layers[index](x, position_embeddings=embeddings, **named)
+            first = x if index == 0 else first
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
+
+
+def _with_decoder(way: str) -> Any:
+    model: Any = _model("llama")
+    model.model = _Decoder(model.model, way)
+    pack_model(model, "native")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("way", "layers"),
+    [
+        *((way, 3) for way in ("scaled", "scaled in place", "copied", "viewed")),
+        *((way, 3) for way in ("turned otherwise", "backwards", "one twice", "an earlier one")),
+        ("one never", 2),  # its attention is not called, and cannot be compared
+    ],
+)
+def test_layers_with_something_between_them_are_computed_one_by_one(way: str, layers: int) -> None:
+    report = fuse_model(_with_decoder(way))
+    assert (report.layers, report.chained) == (layers, 0)
+    assert "in one call" not in str(report)
+
+
+def _step(model: Any, plans: Sequence[Any]) -> torch.Tensor:
+    """A step through a decoder."""
+    context, positions = small_context(plans), torch.from_numpy(small_step().positions)
+    ids = torch.arange(3, 3 + len(positions)).unsqueeze(0)
+    with torch.inference_mode():
+        output = model.model(
+            input_ids=ids, position_ids=positions.unsqueeze(0), **{CONTEXT_KEYWORD: context}
+        )
+    result: torch.Tensor = output.last_hidden_state
+    return result
+
+
+def test_a_model_that_begins_to_do_something_between_its_layers_fails() -> None:
+    model = _with_decoder("plain")
+    report = fuse_model(model)
+    assert (report.layers, report.chained) == (3, 3)
+    assert str(report).endswith("3 whole layers (3 of them in one call)")
+    model.set_attn_implementation(ATTENTION_NAME)
+    plans = [vars(layer)[PLAN].alone.plans[0] for layer in model.model.layers]
+    expected = _step(model, plans)
+    for way in ("scaled", "copied", "viewed"):
+        model.model.way = way
+        with pytest.raises(RuntimeError, match="changed what its layers hand on"):
+            _step(model, plans)
+        model.model.way = "plain"
+        assert torch.equal(_step(model, plans), expected)
+    chain = vars(model.model.layers[0])[PLAN].chain
+    assert chain.result is None, "nothing is kept"
+    for _ in range(2):
+        chain.result = expected  # as if a step had failed between two layers
+        assert torch.equal(_step(model, plans), expected)
+        chain.result = expected
+        model.set_attn_implementation("eager")  # any other call
+        assert _step(model, plans).shape == expected.shape
+        model.set_attn_implementation(ATTENTION_NAME)
