@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,6 +134,10 @@ class AttentionBackend(ABC):
     """What it computes with; None: any."""
     block_multiple: int = 1
     """Tokens in a block must be a multiple of this."""
+    turn: AbstractContextManager[object] = nullcontext()
+    """Held while a step is computed. Several engines may share a model, each with a thread of its
+    own; where steps share scratch memory, they take turns.
+    """
 
     def why_not(self, shape: LayerShape, params: AttentionParams) -> str | None:
         """What of a layer cannot be computed, as the end of a sentence about the layer; None: all

@@ -9,6 +9,7 @@ the step is the same for all layers of a group: `prepare` fills a call in as far
 from __future__ import annotations
 
 import ctypes
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,12 +43,13 @@ class NativeMetadata(AttentionMetadata):
 
 
 class NativeAttentionBackend(AttentionBackend):
-    """See the module. For one thread at a time."""
+    """See the module. Whoever computes a step holds `turn`."""
 
     def __init__(self, library: NativeLibrary) -> None:
         self.name = f"native, {library.isa}"
         self._attention = library.attention
         self.scratch = torch.empty(0)
+        self.turn = threading.Lock()
 
     def prepare(
         self, layout: BatchLayout, window: int | None, like: torch.Tensor

@@ -79,9 +79,7 @@ class ModelForward:
         token_ids = torch.from_numpy(inputs.token_ids).to(device)
         fill_in(inputs, token_ids)
         logit_rows = None
-        # Where each token is sampled from, none need be picked. That there are as many rows as
-        # tokens would not do: those of prompts stand behind the sampled ones.
-        if self.is_compiled or len(inputs.sampling) != len(inputs.token_ids):
+        if self.is_compiled or not inputs.wants_all_rows:
             logit_rows = torch.from_numpy(inputs.logit_rows).to(device)
         return self(
             inputs.path,
@@ -112,10 +110,11 @@ class ModelForward:
         """
         context = AttentionContext(self.backend, self.kv.caches, metadata)
         number = self._numbers.get(path)
-        if number is None:
-            return self._call(path, token_ids, positions, logit_rows, context)
-        with calling(number, context):
-            return self._call(path, token_ids, positions, logit_rows, number)
+        with self.backend.turn:
+            if number is None:
+                return self._call(path, token_ids, positions, logit_rows, context)
+            with calling(number, context):
+                return self._call(path, token_ids, positions, logit_rows, number)
 
     def _call(
         self,

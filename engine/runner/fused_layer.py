@@ -25,6 +25,7 @@ from engine.attention.native_backend import NativeAttentionBackend, NativeMetada
 from engine.attention.registry import ATTENTION_NAME, CONTEXT_KEYWORD
 from engine.native.library import LayersCall, LayerSpec
 from engine.runner.fused import PLAN, has_embeddings
+from engine.runner.likeness import has_hooks
 from engine.runner.packed import native_library
 
 _is_compiling = torch.compiler.is_compiling
@@ -72,6 +73,7 @@ class LayerRun:
 
     Attributes:
         plans: of the layers.
+        layers: themselves, where there are more than one.
         rotary_dim: how many numbers of a head are turned, in those layers that turn any.
         result: where it is of more layers than one: what it yielded in the step that goes through
             them, until the last one has been given it.
@@ -80,6 +82,7 @@ class LayerRun:
     def __init__(self, plans: Sequence[LayerPlan], scratch: LayerScratch) -> None:
         """plans: of layers that turn equally many numbers of a head, or none. scratch: shared."""
         self.plans = tuple(plans)
+        self.layers: tuple[torch.nn.Module, ...] = ()
         self.rotary_dim = max(plan.rotary_dim for plan in plans)
         self.result: torch.Tensor | None = None
         self._scratch = scratch
@@ -184,7 +187,9 @@ def layer_forward(
             return _handed_on(chain, hidden_states, is_last=place.is_last)
         if chain is not None:
             chain.result = None  # a step that failed may have left one
-        run = chain if chain is not None and place.is_first else place.alone
+        run = place.alone
+        if chain is not None and place.is_first and not any(map(has_hooks, chain.layers)):
+            run = chain  # a hook is given what its own layer makes
         context = _step(self, run, hidden_states, position_embeddings, kwargs)
         if context is not None and not arguments:
             y = run.compute(hidden_states, position_embeddings, context)

@@ -23,7 +23,7 @@ from engine.attention.registry import ATTENTION_NAME, CONTEXT_KEYWORD
 from engine.runner.fused import PLAN
 from engine.runner.fused_layer import LayerPlace, LayerPlan, LayerRun, LayerScratch
 from engine.runner.fusing_layers import small_context, small_step
-from engine.runner.likeness import FAILURES, Operations, has_hooks
+from engine.runner.likeness import Operations, has_hooks
 
 
 def chain_layers(model: PreTrainedModel) -> int:
@@ -66,11 +66,13 @@ def _chain(
         with Operations() as operations, watch.of(layers, operations):
             expected, theirs = _run(decoder, plans)
         if watch.is_straight(layers):
-            _tie(places, LayerRun(plans, LayerScratch()))
+            chain = LayerRun(plans, LayerScratch())
+            chain.layers = tuple(layers)
+            _tie(places, chain)
             actual, ours = _run(decoder, plans)
             if not (torch.equal(actual, expected) and _caches_equal(plans, theirs, ours)):
                 _untie(places)
-    except FAILURES:
+    except Exception:  # a decoder may raise anything at ids and a cache that it does not expect
         _untie(places)
     finally:
         model.set_attn_implementation(before)

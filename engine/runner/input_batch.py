@@ -50,6 +50,7 @@ class InputBatch:
         token_ids, positions: int64 [T], padding included: token 0 at position 0.
         logit_rows: int64 [S + P], which tokens' logits are wanted: of the S requests that sample,
             then of P prompt tokens.
+        wants_all_rows: whether these are all tokens, in their order: none need be picked.
         sampling: the S requests.
         prompts: what the P prompt tokens belong to, in order.
         layouts: one per layer group.
@@ -62,6 +63,7 @@ class InputBatch:
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     logit_rows: npt.NDArray[np.int64]
+    wants_all_rows: bool
     sampling: tuple[Request, ...]
     prompts: tuple[PromptRows, ...]
     layouts: tuple[BatchLayout, ...]
@@ -132,6 +134,9 @@ class InputBatchBuilder:
             if num_padding
             else positions,
             logit_rows=logit_rows,
+            # That there are as many rows as tokens would not do: those of prompts stand behind
+            # the sampled ones.
+            wants_all_rows=len(sampling) == len(token_ids),
             sampling=sampling,
             prompts=prompts,
             layouts=layouts,

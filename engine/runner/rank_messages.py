@@ -60,6 +60,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     token_ids: bytes
     positions: bytes
     logit_rows: bytes
+    wants_all_rows: bool
     starts: bytes
     counts: bytes
     num_decodes: int
@@ -79,6 +80,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
             token_ids=_numbers(inputs.token_ids),
             positions=_numbers(inputs.positions),
             logit_rows=_numbers(inputs.logit_rows),
+            wants_all_rows=inputs.wants_all_rows,
             starts=_numbers(first.starts),
             counts=_numbers(first.counts),
             num_decodes=first.num_decodes,
@@ -99,6 +101,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
             token_ids=_array(self.token_ids),
             positions=positions,
             logit_rows=_array(self.logit_rows),
+            wants_all_rows=self.wants_all_rows,
             sampling=(),
             prompts=(),
             layouts=tuple(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,40 @@ def test_layers_are_what_the_engine_calls(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(calls) > 10
     assert calls[:3] == [[0], [0], [0]], "as it is compared"
     assert calls[-10:] == [[0, 1, 2]] * 10
+
+
+def test_a_hook_on_a_layer_sees_what_that_layer_makes() -> None:
+    model: Any = _with_decoder("plain")
+    assert fuse_model(model).chained == 3
+    model.set_attn_implementation(ATTENTION_NAME)
+    plans = [vars(layer)[PLAN].alone.plans[0] for layer in model.model.layers]
+    expected, seen = _step(model, plans), []
+    hooks = [
+        layer.register_forward_hook(lambda _, given, made: seen.append((given[0], made)))
+        for layer in model.model.layers
+    ]
+    assert torch.equal(_step(model, plans), expected)
+    assert len(seen) == 3
+    assert all(not torch.equal(given, made) for given, made in seen)
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(_step(model, plans), expected)
+    assert len(seen) == 3
+
+
+def test_two_engines_of_one_model_take_turns() -> None:
+    """Their layers share scratch memory, and the library lets other threads run."""
+    verified = verify_model(_model(), Path(), lambda line: None, packing="native", fuse="kernels")
+    loaded = LoadedModel(verified)
+
+    def generate() -> list[Any]:
+        outputs = loaded.generate_batch(PROMPTS, max_new_tokens=60, progress_bar=False)
+        return [outputs[f"req_{i}"].generated_tokens for i in range(len(PROMPTS))]
+
+    expected = generate()
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(generate) for _ in range(8)]
+        assert all(one.result(timeout=60) == expected for one in found)
 
 
 def test_any_other_call_goes_to_the_class() -> None:

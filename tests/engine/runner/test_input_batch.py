@@ -13,7 +13,7 @@ from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.kv_cache.block_table import BlockTable
 from engine.request import Request
 from engine.runner.input_batch import InputBatch, InputBatchBuilder
-from engine.runner.options import PLAIN
+from engine.runner.options import PLAIN, RunnerOptions
 from engine.types import BlockId
 from tests.engine.runner.steps import make_request
 
@@ -34,13 +34,22 @@ def assert_same(left: InputBatch, right: InputBatch) -> None:
             np.testing.assert_array_equal(mine, other)
 
 
-def schedule(rows: list[Row]) -> ScheduledBatch:
-    """One decode step of each request."""
+def schedule(rows: list[Row], *, chunk: tuple[int, int] | None = None) -> ScheduledBatch:
+    """One decode step of each request; and of a prompt of 9 tokens, whose log-probabilities are
+    wanted, a chunk.
+    """
     parts = [
         ScheduledRequest(request, len(request.token_ids) - 1, 1, tables, samples=True)
         for request, tables in rows
     ]
-    return ScheduledBatch(tuple(parts), len(parts))
+    if chunk is not None:
+        (start, stop), (_, tables) = chunk, begin("p", 9, 900)
+        spec = make_request("p", list(range(9)), 5, prompt_logprobs=0)
+        samples = stop == 9
+        parts.append(
+            ScheduledRequest(Request(spec, 0.0, 14), start, stop - start, tables, samples=samples)
+        )
+    return ScheduledBatch(tuple(parts), sum(part.num_tokens for part in parts))
 
 
 def begin(name: str, length: int, blocks: int) -> Row:
@@ -50,11 +59,13 @@ def begin(name: str, length: int, blocks: int) -> Row:
     return request, (BlockTable(0, ids), BlockTable(0, [BlockId(one + 500) for one in ids]))
 
 
-@given(
-    st.lists(st.sampled_from(["step", "step", "join", "leave", "replace", "window"]), max_size=30)
-)
-def test_what_is_kept_between_steps_is_right(events: list[str]) -> None:
-    builder = InputBatchBuilder(2, BLOCK, PLAIN)
+EVENTS = ("step", "step", "join", "leave", "replace", "window", "chunk", "end of a prompt")
+
+
+@given(st.lists(st.sampled_from(EVENTS), max_size=30), st.sampled_from((0, 4)))
+def test_what_is_kept_between_steps_is_right(events: list[str], padding: int) -> None:
+    options = RunnerOptions(q_interval=padding)
+    builder = InputBatchBuilder(2, BLOCK, options)
     rows = [begin("first", 6, 1)]
     for number, event in enumerate(events):
         if event == "join":
@@ -71,8 +82,15 @@ def test_what_is_kept_between_steps_is_right(events: list[str]) -> None:
             for table in tables:
                 if table.length * BLOCK < len(request.token_ids):
                     table.extend([BlockId(1000 + number)])
-        batch = schedule(rows)
-        assert_same(builder.build(batch), InputBatchBuilder(2, BLOCK, PLAIN).build(batch))
+        chunk = {"chunk": (2, 6), "end of a prompt": (6, 9)}.get(event)
+        batch = schedule(rows, chunk=chunk)
+        built = builder.build(batch)
+        assert_same(built, InputBatchBuilder(2, BLOCK, options).build(batch))
+        assert len(built.token_ids) == batch.num_tokens + (-batch.num_tokens % (padding or 1))
+        prompt_rows = {"chunk": 4, "end of a prompt": 2}.get(event, 0)
+        assert len(built.logit_rows) == len(built.sampling) + prompt_rows
+        everywhere = built.logit_rows.tolist() == list(range(len(built.token_ids)))
+        assert built.wants_all_rows == (everywhere and not prompt_rows)
 
 
 def test_tables_are_stacked_again_only_when_one_has_changed() -> None:
