@@ -133,7 +133,8 @@ class Request:
         sampling_steps: what choosing its tokens takes; kept by the sampler.
         max_total_tokens: the length at which the request must stop: prompt + max_tokens, or the
             context if less.
-        request_id, num_prompt_tokens: the request's id, and the prompt's length.
+        request_id, num_prompt_tokens: the request's id, and the prompt's length; kept, since they
+            are read for every token.
     """
 
     spec: GenerationRequest

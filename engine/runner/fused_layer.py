@@ -74,18 +74,24 @@ class LayerRun:
     Attributes:
         plans: of the layers.
         layers: themselves, where there are more than one.
+        scratch: shared by all layers of a model.
         rotary_dim: how many numbers of a head are turned, in those layers that turn any.
         result: where it is of more layers than one: what it yielded in the step that goes through
             them, until the last one has been given it.
     """
 
-    def __init__(self, plans: Sequence[LayerPlan], scratch: LayerScratch) -> None:
-        """plans: of layers that turn equally many numbers of a head, or none. scratch: shared."""
+    def __init__(
+        self,
+        plans: Sequence[LayerPlan],
+        scratch: LayerScratch,
+        layers: Sequence[torch.nn.Module] = (),
+    ) -> None:
+        """plans: of layers that turn equally many numbers of a head, or none. Others: see above."""
         self.plans = tuple(plans)
-        self.layers: tuple[torch.nn.Module, ...] = ()
+        self.layers = tuple(layers)
+        self.scratch = scratch
         self.rotary_dim = max(plan.rotary_dim for plan in plans)
         self.result: torch.Tensor | None = None
-        self._scratch = scratch
         self._scratch_per_token = max(
             native_library().layer_scratch(ctypes.byref(plan.spec), 1) for plan in plans
         )
@@ -122,7 +128,7 @@ class LayerRun:
             y.data_ptr(),
             cos,
             sin,
-            self._scratch.of(tokens * self._scratch_per_token),
+            self.scratch.of(tokens * self._scratch_per_token),
             backend.scratch.data_ptr(),
             backend.scratch.numel(),
             tokens,
@@ -150,13 +156,10 @@ class LayerPlace:
     Attributes:
         alone: computes it.
         chain: computes it with others; None: there are none.
-        is_first, is_last: of these.
     """
 
     alone: LayerRun
     chain: LayerRun | None = None
-    is_first: bool = False
-    is_last: bool = False
 
     def __deepcopy__(self, memo: object) -> None:
         return None
@@ -183,12 +186,13 @@ def layer_forward(
     place: LayerPlace | None = self.__dict__[PLAN]
     if place is not None and not _is_compiling():
         chain = place.chain
-        if chain is not None and chain.result is not None and not place.is_first:
-            return _handed_on(chain, hidden_states, is_last=place.is_last)
+        is_first = chain is not None and chain.layers[0] is self
+        if chain is not None and chain.result is not None and not is_first:
+            return _handed_on(chain, hidden_states, is_last=chain.layers[-1] is self)
         if chain is not None:
             chain.result = None  # a step that failed may have left one
         run = place.alone
-        if chain is not None and place.is_first and not any(map(has_hooks, chain.layers)):
+        if chain is not None and is_first and not any(map(has_hooks, chain.layers)):
             run = chain  # a hook is given what its own layer makes
         context = _step(self, run, hidden_states, position_embeddings, kwargs)
         if context is not None and not arguments:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from engine.attention.base import AttentionContext
 from engine.attention.registry import ATTENTION_NAME, CONTEXT_KEYWORD
 from engine.runner.fused import PLAN
-from engine.runner.fused_layer import LayerPlace, LayerPlan, LayerRun, LayerScratch
+from engine.runner.fused_layer import LayerPlace, LayerPlan, LayerRun
 from engine.runner.fusing_layers import small_context, small_step
 from engine.runner.likeness import Operations, has_hooks
 
@@ -66,27 +66,19 @@ def _chain(
         with Operations() as operations, watch.of(layers, operations):
             expected, theirs = _run(decoder, plans)
         if watch.is_straight(layers):
-            chain = LayerRun(plans, LayerScratch())
-            chain.layers = tuple(layers)
-            _tie(places, chain)
+            _tie(places, LayerRun(plans, places[0].alone.scratch, layers))
             actual, ours = _run(decoder, plans)
             if not (torch.equal(actual, expected) and _caches_equal(plans, theirs, ours)):
-                _untie(places)
+                _tie(places, None)
     except Exception:  # a decoder may raise anything at ids and a cache that it does not expect
-        _untie(places)
+        _tie(places, None)
     finally:
         model.set_attn_implementation(before)
 
 
-def _tie(places: list[LayerPlace], chain: LayerRun) -> None:
+def _tie(places: list[LayerPlace], chain: LayerRun | None) -> None:
     for place in places:
         place.chain = chain
-        place.is_first, place.is_last = place is places[0], place is places[-1]
-
-
-def _untie(places: list[LayerPlace]) -> None:
-    for place in places:
-        place.chain, place.is_first, place.is_last = None, False, False
 
 
 def _run(decoder: torch.nn.Module, plans: list[LayerPlan]) -> tuple[torch.Tensor, AttentionContext]:

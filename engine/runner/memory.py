@@ -217,7 +217,6 @@ def plan_cache(
     """
     on_cuda = device.type == "cuda"
     limits = step_limits(config, device)
-    max_requests, max_batch_tokens = limits.max_requests, limits.max_batch_tokens
     percent = config.max_memory_percent or _default_percent(config, on_cuda)
     budget = int(max(0, available - step_bytes) * percent)
     free = f"{available / GIB:.2f} GiB free"
@@ -230,7 +229,7 @@ def plan_cache(
             num_blocks
             if group.window is None
             else sliding_group_blocks(
-                group.window, block_size, num_blocks, max_requests, max_batch_tokens
+                group.window, block_size, num_blocks, limits.max_requests, limits.max_batch_tokens
             )
             for group in groups
         )
@@ -241,8 +240,8 @@ def plan_cache(
             for count, group in zip(sizes(num_blocks), groups, strict=True)
         )
 
-    wanted = math.ceil(model_context / block_size) * max_requests
-    reason = f"{max_requests} requests of {model_context} tokens"
+    wanted = math.ceil(model_context / block_size) * limits.max_requests
+    reason = f"{limits.max_requests} requests of {model_context} tokens"
     if config.num_blocks is not None:
         num_blocks, reason = config.num_blocks, "num_blocks"
     elif on_cuda or cost(wanted) > budget:
@@ -251,10 +250,9 @@ def plan_cache(
     else:
         num_blocks = wanted
     if num_blocks < 1 or cost(num_blocks) > budget:
-        share = f"{percent:.0%} of {free.replace(' free', f' free on {device}')}"
         raise InsufficientMemoryError(
-            f"the KV cache needs {cost(max(1, num_blocks)) / GIB:.2f} GiB, and "
-            f"{budget / GIB:.2f} GiB may be used ({share}): "
+            f"the KV cache needs {cost(max(1, num_blocks)) / GIB:.2f} GiB, and {budget / GIB:.2f} "
+            f"GiB may be used ({percent:.0%} of {free.replace(' free', f' free on {device}')}): "
             f"{_largest(cost, budget, num_blocks) * block_size} tokens would fit; "
             f"{_remedies(percent, step_bytes)}"
         )
@@ -268,8 +266,8 @@ def plan_cache(
     plan = CachePlan(
         num_blocks=sizes(num_blocks),
         block_size=block_size,
-        max_batch_tokens=max_batch_tokens,
-        max_requests=max_requests,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_requests=limits.max_requests,
         total_bytes=device_bytes,
         host_slots=host_slots,
         host_bytes=host_bytes,

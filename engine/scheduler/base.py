@@ -276,11 +276,7 @@ class Scheduler(ABC):
         """The running requests that have something to compute, in the order of `running`. The
         others wait for their last token.
         """
-        return [
-            request
-            for request in self.running.values()
-            if not (request.num_pending_tokens and request.is_generated)
-        ]
+        return [request for request in self.running.values() if not request.is_generated]
 
     def extend_all(self, plan: StepPlan) -> bool:
         """Put all that the running requests have to compute into an empty step, if the budget and
