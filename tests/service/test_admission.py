@@ -25,7 +25,17 @@ from service.admission import (
     Limits,
 )
 from tests.service.fake_engine import FakeEngine, model_info, says
-from tests.service.helpers import Harness, Refused, details, ids_of, refused, serving, spec, until
+from tests.service.helpers import (
+    DEADLINE_S,
+    Harness,
+    Refused,
+    details,
+    ids_of,
+    refused,
+    serving,
+    spec,
+    until,
+)
 from tests.service.test_auth import add_request, bearer, callers, guarded  # noqa: F401
 
 
@@ -144,7 +154,7 @@ def test_identities_without_requests_take_no_room() -> None:
 
 async def add(h: Harness, request_id: str, text: str = "hi", **fields: Any) -> Any:
     message = rpc.AddRequestRequest(spec=spec(text, request_id=request_id, **fields))
-    return await h.generation.AddRequest(message, timeout=10)
+    return await h.generation.AddRequest(message, timeout=DEADLINE_S)
 
 
 def check_advice(error: Refused, seconds: float) -> None:

@@ -637,4 +637,4 @@ async def test_a_signal_with_streams_running_and_watches_open(tmp_path: Path) ->
             for watch in watches:
                 assert await watch.read() is grpc.aio.EOF
         assert code == 0
-        assert took < 3.0  # 0.1 s on an idle machine
+        assert took < 4.5  # 0.1 s on an idle machine

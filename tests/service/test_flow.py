@@ -107,8 +107,9 @@ async def test_a_request_that_is_not_read_in_time_ends_with_the_reason() -> None
     async with serving(FakeEngine(auto=False), max_unread_tokens=20, max_pause_s=0.2) as h:
         session = await blocked(h, "a", h.session())
         await session.add(spec(request_id="b", stop={"max_tokens": 4}))
+        await until(lambda: h.engine.num_live == 2)
         await step(h, 100)
-        assert h.engine.held
+        assert h.engine.num_holds == 1
         await session.read_until(lambda m: any(e.HasField("failed") for e in m.events))
         events = session.events()["a"]
         check_course(events)

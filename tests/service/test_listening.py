@@ -205,7 +205,7 @@ async def test_spans_tell_what_happened(monkeypatch: pytest.MonkeyPatch) -> None
         call = h.generation.GenerateStream(rpc.GenerateStreamRequest(spec=spec()))
         await call.read()
         call.cancel()
-        await refused(h.generation.Generate(rpc.GenerateRequest(spec=spec()), timeout=0.05))
+        await refused(h.generation.Generate(rpc.GenerateRequest(spec=spec()), timeout=1.0))
         await health_pb2_grpc.HealthStub(h.channel).Check(health_pb2.HealthCheckRequest())
         await until(lambda: len(exporter.get_finished_spans()) == 5)
     spans = [
@@ -216,10 +216,12 @@ async def test_spans_tell_what_happened(monkeypatch: pytest.MonkeyPatch) -> None
         )
         for span in exporter.get_finished_spans()
     ]
-    assert sorted(spans) == [
-        ("Generate", False, 4),
+    expected = [
         ("Generate", False, 12),
         ("Generate", True, 0),
         ("GenerateStream", False, 1),
         ("GenerateStream", True, 0),
     ]
+    # The server learns of the deadline from its own clock, or from the client that gives up.
+    over = [("Generate", False, code) for code in (1, 4)]
+    assert sorted(spans) in [sorted([*expected, one]) for one in over]

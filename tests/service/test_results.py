@@ -16,6 +16,7 @@ from service.delivery.kept import KeptResults
 from service.delivery.log import RequestLog
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (
+    DEADLINE_S,
     Harness,
     check_course,
     ids_of,
@@ -31,16 +32,16 @@ from tests.service.test_auth import add_request, bearer, callers, guarded  # noq
 
 async def add(h: Harness, request_id: str = "a", **fields: object) -> rpc.AddRequestResponse:
     message = rpc.AddRequestRequest(spec=spec(request_id=request_id, **fields))
-    return await h.generation.AddRequest(message, timeout=10)
+    return await h.generation.AddRequest(message, timeout=DEADLINE_S)
 
 
 async def get(h: Harness, request_id: str = "a", **fields: object) -> rpc.GetResultResponse:
     message = rpc.GetResultRequest(request_id=request_id, **fields)
-    return await h.generation.GetResult(message, timeout=10)
+    return await h.generation.GetResult(message, timeout=DEADLINE_S)
 
 
 async def cancel(h: Harness, *ids: str) -> list[int]:
-    answer = await h.generation.Cancel(rpc.CancelRequest(request_ids=ids), timeout=10)
+    answer = await h.generation.Cancel(rpc.CancelRequest(request_ids=ids), timeout=DEADLINE_S)
     assert [result.request_id for result in answer.results] == list(ids)
     return [result.status for result in answer.results]
 
@@ -148,9 +149,12 @@ async def test_out_of_range_and_not_found() -> None:
 
 
 async def test_a_kept_name_is_taken_until_it_is_forgotten() -> None:
+    async with serving(FakeEngine(script=says("x"))) as h:
+        await add(h)
+        await until(lambda: h.registry.live == 0)
+        assert (await refused(add(h))).code is grpc.StatusCode.ALREADY_EXISTS
     async with serving(FakeEngine(script=says("x")), result_retention_s=0.02) as h:
         await add(h)
-        assert (await refused(add(h))).code is grpc.StatusCode.ALREADY_EXISTS
         await until(lambda: not h.registry._logs)
         assert (await refused(get(h))).code is grpc.StatusCode.NOT_FOUND
         await add(h)

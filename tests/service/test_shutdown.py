@@ -175,10 +175,11 @@ async def test_the_first_signal_drains_and_the_second_ends_at_once(tmp_path: Pat
             session = Session(
                 generation_service_pb2_grpc.GenerationServiceStub(channel).StreamResult()
             )
-            await session.add(spec(request_id="a", stop={"max_tokens": 30}))
+            await session.add(spec(request_id="a", stop={"max_tokens": 1_000_000}))
             await session.read()
             server.send_signal(signal.SIGTERM)
             await read_until(server, "Draining: 1 live")
+            await session.send(cancel=rpc.CancelCommand(request_id="a"))
             await session.rest()
             check_course(session.events()["a"])
         assert await ended(server) == 0
@@ -218,7 +219,7 @@ async def test_an_operators_drain_ends_the_process(tmp_path: Path) -> None:
             session = Session(
                 generation_service_pb2_grpc.GenerationServiceStub(channel).StreamResult()
             )
-            await session.add(spec(request_id="a", stop={"max_tokens": 30}))
+            await session.add(spec(request_id="a", stop={"max_tokens": 1_000_000}))
             await session.read()
             answer = await control.Drain(
                 control_pb.DrainRequest(timeout={"seconds": 20}, reason="a new version")
@@ -226,6 +227,7 @@ async def test_an_operators_drain_ends_the_process(tmp_path: Path) -> None:
             assert answer.live_requests == 1
             said = await read_until(server, "Draining: 1 live requests, at most 20 s")
             assert "draining, at most 20 s: a new version" in said
+            await session.send(cancel=rpc.CancelCommand(request_id="a"))
             await session.rest()
             check_course(session.events()["a"])
         assert await ended(server) == 0
