@@ -93,6 +93,7 @@ class ScriptedEngine:
             architecture="none",
             parameters=0,
             dtype="float32",
+            quantization="none",
             device="cpu",
             vocab_size=_VOCAB_SIZE,
             eos_token_ids=(),

@@ -40,6 +40,7 @@ class ModelInfo:
         architecture: such as "LlamaForCausalLM".
         parameters: how many.
         dtype, device: such as "bfloat16", "cpu".
+        quantization: how linear layers' weights are kept: "none" (in dtype) or "int8".
         vocab_size: token ids are below this.
         eos_token_ids: the model's own end-of-sequence ids.
         max_context_tokens: prompt and output of one request together: the lesser of the model's
@@ -54,6 +55,7 @@ class ModelInfo:
     architecture: str
     parameters: int
     dtype: str
+    quantization: str
     device: str
     vocab_size: int
     eos_token_ids: tuple[TokenId, ...]

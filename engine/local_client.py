@@ -121,7 +121,12 @@ class LocalEngineClient:
             gc.collect()
             gc.freeze()
         return engine, _describe(
-            self._model, verified, limits.max_context_tokens, plan.max_requests, self._config
+            self._model,
+            verified,
+            limits.max_context_tokens,
+            plan.max_requests,
+            self._config,
+            self._load_config.quantization,
         )
 
     async def submit(self, request: GenerationRequest) -> Admission:
@@ -252,6 +257,7 @@ def _describe(
     max_context_tokens: int,
     max_requests: int,
     config: ContinuousBatchingConfig,
+    quantization: str,
 ) -> ModelInfo:
     return ModelInfo(
         name=model.rstrip("/").split("/")[-1],
@@ -259,6 +265,7 @@ def _describe(
         architecture=type(verified.model).__name__,
         parameters=verified.parameters,
         dtype=str(verified.model.dtype).removeprefix("torch."),
+        quantization=quantization,
         device=str(verified.device),
         vocab_size=verified.vocab_size,
         eos_token_ids=verified.eos_token_ids,

@@ -30,7 +30,7 @@ def welcome(
         needs = f"Try it (who may is in {config.auth_file}; `headrace-server token` makes tokens):"
     lines = [
         f"Ready in {seconds:.1f} s: {name} ({info.architecture}, {info.parameters:,} parameters, "
-        f"{info.dtype} on {info.device}), up to {info.max_running_requests} requests at once, "
+        f"{_weights(info)} on {info.device}), up to {info.max_running_requests} requests at once, "
         f"{info.max_context_tokens} tokens each.",
         f"Listening on {where}" + (" with TLS" if config.uses_tls else "") + ".",
         "",
@@ -42,6 +42,12 @@ def welcome(
         "Stop it with Ctrl-C (twice: at once).",
     ]
     return "\n".join(lines)
+
+
+def _weights(info: ModelInfo) -> str:
+    return (
+        info.dtype if info.quantization == "none" else f"{info.dtype}, {info.quantization} weights,"
+    )
 
 
 def installed(program: str) -> str:

@@ -19,7 +19,7 @@ from service.config import ServiceConfig
 from service.convert.response import sampling_message
 from service.convert.values import to_duration
 
-CONTRACT_REVISION = 3
+CONTRACT_REVISION = 4
 """Grows with every change to the contract."""
 _FEATURES = (
     "sessions",
@@ -62,6 +62,7 @@ def model_card(
         architecture=info.architecture,
         parameters=info.parameters,
         dtype=info.dtype,
+        quantization="" if info.quantization == "none" else info.quantization,
         device=info.device,
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,

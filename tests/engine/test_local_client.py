@@ -87,6 +87,16 @@ async def running(path: Path) -> AsyncIterator[Running]:
     await client.close()
 
 
+async def test_how_weights_are_kept_is_told(running: Running, path: Path) -> None:
+    assert (running.info.dtype, running.info.quantization) == ("float32", "none")
+    light = LocalEngineClient(
+        str(path), CONFIG, LoadConfig(threads=1, dtype="bfloat16", quantization="int8")
+    )
+    info = await light.start(Sink(), lambda line: None)
+    await light.close()
+    assert (info.dtype, info.quantization) == ("bfloat16", "int8")
+
+
 def request(name: str, prompt: list[int], max_tokens: int = 8) -> GenerationRequest:
     return GenerationRequest(
         request_id=RequestId(name),

@@ -115,6 +115,7 @@ def model_info(**changes: object) -> ModelInfo:
         "architecture": "FakeForCausalLM",
         "parameters": 1000,
         "dtype": "float32",
+        "quantization": "none",
         "device": "cpu",
         "vocab_size": VOCAB_SIZE,
         "eos_token_ids": (TokenId(EOS),),

@@ -106,6 +106,14 @@ def test_welcome_lines_fit_the_address() -> None:
     unix = welcome(ServiceConfig(), info, (Address(path="/run/s"),), 1.0)
     assert "grpcurl -plaintext -unix" in unix
     assert 'headrace.Client("unix:/run/s")' in unix
+    assert "float32 on cpu)" in plain
+    light = welcome(
+        ServiceConfig(),
+        model_info(dtype="bfloat16", quantization="int8"),
+        (Address("127.0.0.1", 1),),
+        1.0,
+    )
+    assert "bfloat16, int8 weights, on cpu)" in light
 
 
 def test_programs_are_called_as_a_shell_finds_them(

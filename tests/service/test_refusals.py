@@ -323,6 +323,13 @@ async def test_messages_above_the_limit_are_refused_and_the_connection_lives() -
         await h.generate(spec(stop={"max_tokens": 1}))
 
 
+async def test_the_card_tells_how_weights_are_kept() -> None:
+    for quantization, told in (("none", ""), ("int8", "int8")):
+        async with serving(FakeEngine(info=model_info(quantization=quantization))) as h:
+            card = (await h.models.GetModel(model.GetModelRequest())).model
+        assert (card.dtype, card.quantization) == ("float32", told)
+
+
 async def test_model_service() -> None:
     async with serving(served_name="mine") as h:
         card = (await h.models.GetModel(model.GetModelRequest())).model

@@ -396,6 +396,7 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
         card = m.ModelCard(name="scripted", vocab_size=100, has_chat_template=True)
         card.limits.max_context_tokens = 64
         card.limits.max_lease.FromSeconds(90)
+        card.limits.max_pause.FromMilliseconds(1500)
         card.features.append("chat")
         return m.GetModelResponse(model=card)
 

@@ -173,6 +173,7 @@ def test_the_model_and_the_server(client: Client, server: ScriptedServer) -> Non
         90.0,
         frozenset({"chat"}),
     )
+    assert (card.quantization, card.limits.max_pause) == ("", 1.5)
     assert client.tokenize("a bcd").token_ids == (1, 3)
     assert client.tokenize([Message.user("ab")], add_generation_prompt=False).token_ids == (2,)
     assert client.detokenize([1, 2]) == "x xx"

@@ -139,8 +139,10 @@ type ModelCard struct {
 	ServerVersion string `protobuf:"bytes,13,opt,name=server_version,json=serverVersion,proto3" json:"server_version,omitempty"`
 	// The revision of the contract that the server was built with: a number that grows with every change to it.
 	ContractRevision uint32 `protobuf:"varint,14,opt,name=contract_revision,json=contractRevision,proto3" json:"contract_revision,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// How the weights of its linear layers are kept where that is not dtype, such as "int8". Empty: as dtype.
+	Quantization  string `protobuf:"bytes,15,opt,name=quantization,proto3" json:"quantization,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ModelCard) Reset() {
@@ -269,6 +271,13 @@ func (x *ModelCard) GetContractRevision() uint32 {
 		return x.ContractRevision
 	}
 	return 0
+}
+
+func (x *ModelCard) GetQuantization() string {
+	if x != nil {
+		return x.Quantization
+	}
+	return ""
 }
 
 // The server's limits. A request beyond one of them is refused with the limit's name and value.
@@ -711,7 +720,7 @@ const file_headrace_v1_model_service_proto_rawDesc = "" +
 	"\x1fheadrace/v1/model_service.proto\x12\vheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cheadrace/v1/generation.proto\"\x11\n" +
 	"\x0fGetModelRequest\"@\n" +
 	"\x10GetModelResponse\x12,\n" +
-	"\x05model\x18\x01 \x01(\v2\x16.headrace.v1.ModelCardR\x05model\"\x87\x04\n" +
+	"\x05model\x18\x01 \x01(\v2\x16.headrace.v1.ModelCardR\x05model\"\xab\x04\n" +
 	"\tModelCard\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\"\n" +
 	"\farchitecture\x18\x02 \x01(\tR\farchitecture\x12\x1e\n" +
@@ -731,7 +740,8 @@ const file_headrace_v1_model_service_proto_rawDesc = "" +
 	"\vinstance_id\x18\f \x01(\tR\n" +
 	"instanceId\x12%\n" +
 	"\x0eserver_version\x18\r \x01(\tR\rserverVersion\x12+\n" +
-	"\x11contract_revision\x18\x0e \x01(\rR\x10contractRevision\"\xea\x05\n" +
+	"\x11contract_revision\x18\x0e \x01(\rR\x10contractRevision\x12\"\n" +
+	"\fquantization\x18\x0f \x01(\tR\fquantization\"\xea\x05\n" +
 	"\x06Limits\x12,\n" +
 	"\x12max_context_tokens\x18\x01 \x01(\rR\x10maxContextTokens\x12*\n" +
 	"\x11max_prompt_tokens\x18\x02 \x01(\rR\x0fmaxPromptTokens\x12,\n" +

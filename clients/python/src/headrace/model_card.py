@@ -33,6 +33,14 @@ class Limits:
     """The longest lease of a session, in seconds."""
     result_retention: float
     """How long the results of an ended request are kept, in seconds."""
+    max_unread_tokens: int
+    """How many tokens of a request may wait to be read (fewer, where each is described at length),
+    before it is paused, or ended.
+    """
+    max_pause: float | None
+    """How long a paused request waits to be read before it ends with RESULTS_NOT_READ, in seconds;
+    None: it is ended at once.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,8 @@ class ModelCard:
     parameters: int
     """How many parameters the model has."""
     dtype: str
+    quantization: str
+    """How the weights of its linear layers are kept, such as "int8"; empty: in `dtype`."""
     device: str
     vocab_size: int
     """Token ids are below this."""
@@ -63,15 +73,21 @@ class ModelCard:
     def from_proto(cls, card: model_service_pb2.ModelCard) -> ModelCard:
         """The card of a `GetModel` answer."""
         limits = card.limits
-        durations = {"max_lease": limits.max_lease, "result_retention": limits.result_retention}
-        plain = [field.name for field in dataclasses.fields(Limits) if field.name not in durations]
-        values: dict[str, Any] = {name: getattr(limits, name) for name in plain}
-        values |= {name: one.seconds + one.nanos / 1e9 for name, one in durations.items()}
+        durations = ("max_lease", "result_retention", "max_pause")
+        values: dict[str, Any] = {
+            field.name: getattr(limits, field.name) for field in dataclasses.fields(Limits)
+        }
+        for name in durations:
+            one = values[name]
+            values[name] = one.seconds + one.nanos / 1e9
+        if not limits.HasField("max_pause"):
+            values["max_pause"] = None
         return cls(
             name=card.name,
             architecture=card.architecture,
             parameters=card.parameters,
             dtype=card.dtype,
+            quantization=card.quantization,
             device=card.device,
             vocab_size=card.vocab_size,
             eos_token_ids=tuple(card.eos_token_ids),

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from headrace.v1 import generation_pb2 as headrace_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fheadrace/v1/model_service.proto\x12\x0bheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cheadrace/v1/generation.proto\"\x11\n\x0fGetModelRequest\"9\n\x10GetModelResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.headrace.v1.ModelCard\"\xdf\x02\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\x04\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\x12\x36\n\x10\x64\x65\x66\x61ult_sampling\x18\t \x01(\x0b\x32\x1c.headrace.v1.SamplingOptions\x12#\n\x06limits\x18\n \x01(\x0b\x32\x13.headrace.v1.Limits\x12\x10\n\x08\x66\x65\x61tures\x18\x0b \x03(\t\x12\x13\n\x0binstance_id\x18\x0c \x01(\t\x12\x16\n\x0eserver_version\x18\r \x01(\t\x12\x19\n\x11\x63ontract_revision\x18\x0e \x01(\r\"\xf0\x03\n\x06Limits\x12\x1a\n\x12max_context_tokens\x18\x01 \x01(\r\x12\x19\n\x11max_prompt_tokens\x18\x02 \x01(\r\x12\x1a\n\x12\x64\x65\x66\x61ult_max_tokens\x18\x03 \x01(\r\x12\x13\n\x0bmax_choices\x18\x04 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x05 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x06 \x01(\r\x12\x1d\n\x15max_stop_string_bytes\x18\x07 \x01(\r\x12\x1a\n\x12max_stop_token_ids\x18\x08 \x01(\r\x12\x16\n\x0emax_logit_bias\x18\t \x01(\r\x12\x19\n\x11max_message_bytes\x18\n \x01(\r\x12\x16\n\x0emax_queue_size\x18\x0b \x01(\r\x12\x1c\n\x14max_running_requests\x18\x0c \x01(\r\x12,\n\tmax_lease\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10result_retention\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11max_unread_tokens\x18\x0f \x01(\r\x12,\n\tmax_pause\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x81\x01\n\x0fTokenizeRequest\x12&\n\x04text\x18\x01 \x01(\x0b\x32\x16.headrace.v1.TextInputH\x00\x12&\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x16.headrace.v1.ChatInputH\x00\x12\x15\n\rtoken_details\x18\x03 \x01(\x08\x42\x07\n\x05input\"M\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12&\n\x06tokens\x18\x02 \x03(\x0b\x32\x16.headrace.v1.TokenInfo\"`\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xef\x01\n\x0cModelService\x12G\n\x08GetModel\x12\x1c.headrace.v1.GetModelRequest\x1a\x1d.headrace.v1.GetModelResponse\x12G\n\x08Tokenize\x12\x1c.headrace.v1.TokenizeRequest\x1a\x1d.headrace.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.headrace.v1.DetokenizeRequest\x1a\x1f.headrace.v1.DetokenizeResponseBN\n\x0f\x64\x65v.headrace.v1B\x11ModelServiceProtoP\x01Z&headrace.dev/go/headrace/v1;headracev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fheadrace/v1/model_service.proto\x12\x0bheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cheadrace/v1/generation.proto\"\x11\n\x0fGetModelRequest\"9\n\x10GetModelResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.headrace.v1.ModelCard\"\xf5\x02\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\x04\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\x12\x36\n\x10\x64\x65\x66\x61ult_sampling\x18\t \x01(\x0b\x32\x1c.headrace.v1.SamplingOptions\x12#\n\x06limits\x18\n \x01(\x0b\x32\x13.headrace.v1.Limits\x12\x10\n\x08\x66\x65\x61tures\x18\x0b \x03(\t\x12\x13\n\x0binstance_id\x18\x0c \x01(\t\x12\x16\n\x0eserver_version\x18\r \x01(\t\x12\x19\n\x11\x63ontract_revision\x18\x0e \x01(\r\x12\x14\n\x0cquantization\x18\x0f \x01(\t\"\xf0\x03\n\x06Limits\x12\x1a\n\x12max_context_tokens\x18\x01 \x01(\r\x12\x19\n\x11max_prompt_tokens\x18\x02 \x01(\r\x12\x1a\n\x12\x64\x65\x66\x61ult_max_tokens\x18\x03 \x01(\r\x12\x13\n\x0bmax_choices\x18\x04 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x05 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x06 \x01(\r\x12\x1d\n\x15max_stop_string_bytes\x18\x07 \x01(\r\x12\x1a\n\x12max_stop_token_ids\x18\x08 \x01(\r\x12\x16\n\x0emax_logit_bias\x18\t \x01(\r\x12\x19\n\x11max_message_bytes\x18\n \x01(\r\x12\x16\n\x0emax_queue_size\x18\x0b \x01(\r\x12\x1c\n\x14max_running_requests\x18\x0c \x01(\r\x12,\n\tmax_lease\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10result_retention\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11max_unread_tokens\x18\x0f \x01(\r\x12,\n\tmax_pause\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x81\x01\n\x0fTokenizeRequest\x12&\n\x04text\x18\x01 \x01(\x0b\x32\x16.headrace.v1.TextInputH\x00\x12&\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x16.headrace.v1.ChatInputH\x00\x12\x15\n\rtoken_details\x18\x03 \x01(\x08\x42\x07\n\x05input\"M\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12&\n\x06tokens\x18\x02 \x03(\x0b\x32\x16.headrace.v1.TokenInfo\"`\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xef\x01\n\x0cModelService\x12G\n\x08GetModel\x12\x1c.headrace.v1.GetModelRequest\x1a\x1d.headrace.v1.GetModelResponse\x12G\n\x08Tokenize\x12\x1c.headrace.v1.TokenizeRequest\x1a\x1d.headrace.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.headrace.v1.DetokenizeRequest\x1a\x1f.headrace.v1.DetokenizeResponseBN\n\x0f\x64\x65v.headrace.v1B\x11ModelServiceProtoP\x01Z&headrace.dev/go/headrace/v1;headracev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,17 +39,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELRESPONSE']._serialized_start=129
   _globals['_GETMODELRESPONSE']._serialized_end=186
   _globals['_MODELCARD']._serialized_start=189
-  _globals['_MODELCARD']._serialized_end=540
-  _globals['_LIMITS']._serialized_start=543
-  _globals['_LIMITS']._serialized_end=1039
-  _globals['_TOKENIZEREQUEST']._serialized_start=1042
-  _globals['_TOKENIZEREQUEST']._serialized_end=1171
-  _globals['_TOKENIZERESPONSE']._serialized_start=1173
-  _globals['_TOKENIZERESPONSE']._serialized_end=1250
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1252
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1348
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1350
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1384
-  _globals['_MODELSERVICE']._serialized_start=1387
-  _globals['_MODELSERVICE']._serialized_end=1626
+  _globals['_MODELCARD']._serialized_end=562
+  _globals['_LIMITS']._serialized_start=565
+  _globals['_LIMITS']._serialized_end=1061
+  _globals['_TOKENIZEREQUEST']._serialized_start=1064
+  _globals['_TOKENIZEREQUEST']._serialized_end=1193
+  _globals['_TOKENIZERESPONSE']._serialized_start=1195
+  _globals['_TOKENIZERESPONSE']._serialized_end=1272
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1274
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1370
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1372
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1406
+  _globals['_MODELSERVICE']._serialized_start=1409
+  _globals['_MODELSERVICE']._serialized_end=1648
 # @@protoc_insertion_point(module_scope)

@@ -81,6 +81,7 @@ class ModelCard(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     CONTRACT_REVISION_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The model's name: what the operator called it, or the last part of its path."""
     architecture: _builtins.str
@@ -101,6 +102,8 @@ class ModelCard(_message.Message):
     """The version of the server."""
     contract_revision: _builtins.int
     """The revision of the contract that the server was built with: a number that grows with every change to it."""
+    quantization: _builtins.str
+    """How the weights of its linear layers are kept where that is not dtype, such as "int8". Empty: as dtype."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The model's end-of-sequence ids."""
@@ -136,10 +139,11 @@ class ModelCard(_message.Message):
         instance_id: _builtins.str = ...,
         server_version: _builtins.str = ...,
         contract_revision: _builtins.int = ...,
+        quantization: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "contract_revision", b"contract_revision", "default_sampling", b"default_sampling", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "instance_id", b"instance_id", "limits", b"limits", "name", b"name", "parameters", b"parameters", "server_version", b"server_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "contract_revision", b"contract_revision", "default_sampling", b"default_sampling", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "instance_id", b"instance_id", "limits", b"limits", "name", b"name", "parameters", b"parameters", "quantization", b"quantization", "server_version", b"server_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
