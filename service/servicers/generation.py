@@ -70,10 +70,13 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             submission = await submission_of(front, identity, request, final=True)
             log = await front.registry.start(submission, stream)
             run = []
-            while not stream.finished:
-                await stream.wait()
+            while True:
                 if (batch := stream.take()) is not None:
                     run += [numbered for _, events in batch.events for numbered in events]
+                elif stream.finished:
+                    break
+                else:
+                    await stream.wait()
             _raise_failure(log, stream)
             stream.complete()
         finally:

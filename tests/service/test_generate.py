@@ -14,7 +14,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 from engine.client import Admission
 from engine.outputs import RequestFailure
 from engine.request import GenerationRequest
-from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer, says
+from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer, default_script, says
 from tests.service.helpers import (
     check_course,
     ids_of,
@@ -270,6 +270,20 @@ async def test_very_large_results_come_in_pieces() -> None:
     assert session.events()["a"] == events
     check_course(events)
     assert len(ids_of(events)) == 2000
+
+
+@pytest.mark.parametrize("n", [1, 8])
+async def test_a_large_result_of_generate_is_taken_in_parts(n: int) -> None:
+    """It is larger than what a stream takes at once, and smaller than what clients receive."""
+    wanted = spec(n=n, output={"logprobs": 48 // n}, stop={"max_tokens": 2000})
+    async with serving(FakeEngine(tokens_per_step=500)) as h:
+        answer = await h.generate(wanted)
+        [request] = h.engine.submitted
+        assert 1 << 20 < answer.ByteSize() < 4 << 20
+        for index, choice in enumerate(answer.choices):
+            oracle = list(default_script(request, index))[:2000]
+            assert [token.id for token in choice.tokens] == oracle
+            assert choice.finished.reason == pb.FINISH_REASON_LENGTH
 
 
 async def test_inputs() -> None:
