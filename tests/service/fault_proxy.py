@@ -34,6 +34,8 @@ OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 """Options of a channel that shares its connection with no other channel of this process."""
 
 _CHUNK = 16 << 10
+_ACCEPTING = 10
+"""Turns of the event loop after which a connection that was accepted is known here."""
 _TICK_S = 0.005
 
 
@@ -242,6 +244,7 @@ class FaultProxy:
         self._upstream = upstream
         self._schedule = schedule
         self._tasks: set[asyncio.Task[None]] = set()
+        self._clients: set[asyncio.StreamWriter] = set()
 
     def cut(self, *, reset: bool = True) -> None:
         """End all connections."""
@@ -252,6 +255,7 @@ class FaultProxy:
         """A client has connected."""
         plan = self._schedule(self.accepted)
         self.accepted += 1
+        self._clients.add(writer)
         task = asyncio.create_task(self._carry(reader, writer, plan))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -274,13 +278,23 @@ class FaultProxy:
         except OSError:
             pass  # nobody listens there: the client learns that its connection ended
         finally:
-            writer.transport.abort()
+            await self._drop(writer)
+
+    async def _drop(self, client: asyncio.StreamWriter) -> None:
+        client.transport.abort()
+        with contextlib.suppress(OSError):
+            await client.wait_closed()
+        self._clients.discard(client)
 
     async def close(self) -> None:
-        """End all connections and wait for that."""
+        """End all connections and wait for that. Nothing listens any more."""
+        for _ in range(_ACCEPTING):
+            await asyncio.sleep(0)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for client in list(self._clients):  # whose tasks had not begun
+            await self._drop(client)
 
 
 @asynccontextmanager

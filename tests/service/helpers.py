@@ -100,9 +100,13 @@ class Session:
 
     async def rest(self) -> list[rpc.StreamResultResponse]:
         """Read to the end, which must be OK; returns all messages of the session."""
+        while True:
+            async with asyncio.timeout(DEADLINE_S):
+                message = await self.call.read()
+            if message is grpc.aio.EOF:
+                break
+            self.messages.append(message)
         async with asyncio.timeout(DEADLINE_S):
-            while (message := await self.call.read()) is not grpc.aio.EOF:
-                self.messages.append(message)
             assert await self.call.code() is grpc.StatusCode.OK
         return self.messages
 
