@@ -146,7 +146,8 @@ class _StopFinders:
         stream = TextStream(self._tokenizer, stop_strings=stop_strings)
 
         def find(token_ids: tuple[TokenId, ...]) -> int | None:
-            stop = stream.push(token_ids).stop
-            return None if stop is None else stop.num_tokens
+            was_over = stream.stop is not None
+            stream.push(token_ids)
+            return None if stream.stop is None or was_over else stream.stop.num_tokens
 
         return find

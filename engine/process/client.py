@@ -361,30 +361,34 @@ class ProcessEngineClient:
         nothing for minutes, and wait for disks meanwhile: then it hangs only if it is stopped.
 
         It is looked at twice, so that a machine that stood still does not make it look hung before
-        what it sent meanwhile was read.
+        what it sent meanwhile was read; and only once it is silent, for a look takes up to 1 ms.
         """
-        suspected, used = False, 0.0
+        suspected = False
+        used: float | None = None  # at the last look, if it was silent then
         while self._hang_timeout_s > 0:
             await asyncio.sleep(_WATCH_INTERVAL_S)
-            used_before = used
-            used, is_stopped = self._look()
-            is_computing = used - used_before > _BUSY_SHARE * _WATCH_INTERVAL_S
             limit = max(self._hang_timeout_s, _HANG_FACTOR * max(self._durations, default=0.0))
             waits_for_step = self._makes_steps and not self._is_paused
             if self._is_loading:
-                if not is_stopped:
+                if not self._look()[1]:
                     self._last_heard = time.monotonic()
             elif not waits_for_step and self._writer is not None:
                 self._writer.write(messages.GetStats(next(self._numbers)))
             last = self._last_step if waits_for_step else self._last_heard
-            hung = time.monotonic() - last > limit
-            hung = hung and not (self._computes_on_cpu and is_computing)
-            if hung and suspected and self._process is not None:
+            if time.monotonic() - last <= limit:
+                suspected, used = False, None
+                continue
+            used_before = used
+            used, _ = self._look()
+            may_compute = self._computes_on_cpu and (
+                used_before is None or used - used_before > _BUSY_SHARE * _WATCH_INTERVAL_S
+            )
+            if suspected and not may_compute and self._process is not None:
                 logger.error("the engine was silent for %.1f s; its process is ended", limit)
                 with contextlib.suppress(ProcessLookupError):
                     self._process.kill()
                 return
-            suspected = hung
+            suspected = not may_compute
 
     @property
     def _is_loading(self) -> bool:

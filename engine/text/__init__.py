@@ -9,10 +9,10 @@ Importing this package costs `tokenizers` and `jinja2`, less than 0.1 s.
 from __future__ import annotations
 
 from engine.text.chat_template import ChatTemplate, ChatTemplates
-from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.detokenizer import IncrementalDetokenizer, incremental_detokenizer
 from engine.text.errors import ChatTemplateError, ChatTemplateUnavailableError, TokenizerError
 from engine.text.stop_strings import StopMatch, StopMatcher
-from engine.text.stream import TextDelta, TextStream
+from engine.text.stream import TextStream
 from engine.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -23,8 +23,8 @@ __all__ = [
     "IncrementalDetokenizer",
     "StopMatch",
     "StopMatcher",
-    "TextDelta",
     "TextStream",
     "Tokenizer",
     "TokenizerError",
+    "incremental_detokenizer",
 ]

@@ -44,42 +44,31 @@ _PENDING = 8
 """More pending ids than this are not one unfinished character any more."""
 
 
-class IncrementalDetokenizer:
+class IncrementalDetokenizer(Protocol):
     """Turns one output's ids into text; for one output, on one thread at a time."""
-
-    __slots__ = ("_implementation",)
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        skip_special_tokens: bool = True,
-        prompt_tail: Sequence[int] = (),
-    ) -> None:
-        """Begin an output.
-
-        Args:
-            tokenizer: the model's.
-            skip_special_tokens: whether special tokens are left out of the text.
-            prompt_tail: the ids before the output: the whole prompt, or its last ids; only the last
-                few are looked at. Empty: the output begins the text.
-        """
-        kind = _Bytes if tokenizer.piece_rules.concatenates else _Window
-        self._implementation: _Detokenizer = kind(tokenizer, skip_special_tokens, prompt_tail)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is complete now and was not before; empty within a character."""
-        return self._implementation.push(token_ids)
+        ...
 
     def flush(self) -> str:
         """The rest: U+FFFD for a character that was never completed. The output is over then."""
-        return self._implementation.flush()
+        ...
 
 
-class _Detokenizer(Protocol):
-    def push(self, token_ids: Sequence[int]) -> str: ...
+def incremental_detokenizer(
+    tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()
+) -> IncrementalDetokenizer:
+    """Begin an output.
 
-    def flush(self) -> str: ...
+    Args:
+        tokenizer: the model's.
+        skip_special_tokens: whether special tokens are left out of the text.
+        prompt_tail: the ids before the output: the whole prompt, or its last ids; only the last
+            few are looked at. Empty: the output begins the text.
+    """
+    kind = _Bytes if tokenizer.piece_rules.concatenates else _Window
+    return kind(tokenizer, skip_special_tokens, prompt_tail)
 
 
 class _Bytes:

@@ -76,11 +76,6 @@ class StopMatcher:
         self._held = ""  # the last self._state.depth characters
         self._match: StopMatch | None = None
 
-    @property
-    def match(self) -> StopMatch | None:
-        """The match that ended the text, if there was one."""
-        return self._match
-
     def push(self, text: str, num_tokens: int) -> tuple[str, StopMatch | None]:
         """Take more text, and how many output tokens there are with it; give what is safe to
         release.

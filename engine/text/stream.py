@@ -1,12 +1,12 @@
 """One output's path from token ids to the text that is sent: detokeniser, then stop strings.
 
-    token ids ──▶ IncrementalDetokenizer ──▶ StopMatcher ──▶ TextDelta
+    token ids ──▶ IncrementalDetokenizer ──▶ StopMatcher ──▶ text
                   holds parts of characters   holds what may begin a stop string
 
 The service keeps one `TextStream` for every choice of a request, and so does the offline API. Usual
 course: `push` for every step's ids; where the engine says that the last id ended the output (a stop
 or end-of-sequence id), with `ends_with_stop_token=True`; then `finish` once, whatever ended it.
-When a delta has a `stop`, only its first `num_tokens_kept` ids count, and the engine is told
+Once there is a `stop`, only the output's first `stop.num_tokens` ids count, and the engine is told
 `finish(request, stop.num_tokens)`; later pushes give nothing.
 
 The text of a stop or end-of-sequence id is left out, unless `include_stop`. A special token (most
@@ -17,38 +17,28 @@ ending belongs to the text, the other that special tokens do not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.detokenizer import incremental_detokenizer
 from engine.text.stop_strings import StopMatch, StopMatcher
 from engine.text.tokenizer import Tokenizer
 
 
-class TextDelta(NamedTuple):
-    """What one push gave.
+class TextStream:
+    """Makes one output's text; for one output, on one thread at a time.
 
     Attributes:
-        text: the new text; may be empty, and may belong to earlier tokens.
-        num_tokens_kept: how many of the pushed ids belong to the output: all, or those up to the
-            one that completed a stop string.
-        stop: the stop string that ended the output with this push.
+        num_tokens: how many tokens belong to the output so far, the one that ended it included.
+        stop: the stop string that ended the output, if one did.
     """
-
-    text: str
-    num_tokens_kept: int
-    stop: StopMatch | None = None
-
-
-class TextStream:
-    """Makes one output's text; for one output, on one thread at a time."""
 
     __slots__ = (
         "_detokenizer",
         "_include_stop",
         "_initial_text",
         "_matcher",
-        "_num_tokens",
-        "_stopped",
+        "_over",
+        "num_tokens",
+        "stop",
     )
 
     def __init__(
@@ -70,11 +60,11 @@ class TextStream:
             include_stop: whether the text that ended the output is part of it.
             min_tokens: stop strings that complete with fewer output tokens are ignored.
             skip_special_tokens: whether special tokens are left out of the text.
-            prompt_tail: the prompt's ids, or the last of them; see `IncrementalDetokenizer`.
+            prompt_tail: the prompt's ids, or the last of them; see `incremental_detokenizer`.
             initial_text: comes before the first text (echo: the prompt's); no stop strings are
                 looked for in it.
         """
-        self._detokenizer = IncrementalDetokenizer(
+        self._detokenizer = incremental_detokenizer(
             tokenizer, skip_special_tokens=skip_special_tokens, prompt_tail=prompt_tail
         )
         self._matcher = (
@@ -84,59 +74,53 @@ class TextStream:
         )
         self._include_stop = include_stop
         self._initial_text = initial_text
-        self._num_tokens = 0
-        self._stopped = False
+        self._over = False
+        self.num_tokens = 0
+        self.stop: StopMatch | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens belong to the output so far, the one that ended it included."""
-        return self._num_tokens
-
-    @property
-    def stop(self) -> StopMatch | None:
-        """The stop string that ended the output, if one did."""
-        return self._matcher.match if self._matcher is not None else None
-
-    def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> TextDelta:
+    def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> str:
         """Take the output's next ids.
 
         Args:
             token_ids: the ids, in order; may be empty.
             ends_with_stop_token: whether the last of them is the stop or end-of-sequence id that
                 ended the output.
+
+        Returns:
+            The new text; may be empty, and may belong to earlier tokens.
         """
-        if self._stopped:
-            return TextDelta("", 0)
+        if self._over:
+            return ""
         visible = token_ids
         if ends_with_stop_token and not self._include_stop:
             visible = token_ids[:-1]
         text, self._initial_text = self._initial_text, ""
         if self._matcher is None:
-            text += self._detokenizer.push(visible)
-            self._num_tokens += len(token_ids)
-            return TextDelta(text, len(token_ids))
+            self.num_tokens += len(token_ids)
+            return text + self._detokenizer.push(visible)
         for index, token_id in enumerate(visible, 1):
             released, stop = self._matcher.push(
-                self._detokenizer.push((token_id,)), self._num_tokens + index
+                self._detokenizer.push((token_id,)), self.num_tokens + index
             )
             text += released
             if stop is not None:
-                self._stopped = True
-                self._num_tokens = stop.num_tokens
-                return TextDelta(text, index, stop)
-        self._num_tokens += len(token_ids)
-        return TextDelta(text, len(token_ids))
+                self._over = True
+                self.stop = stop
+                self.num_tokens = stop.num_tokens
+                return text
+        self.num_tokens += len(token_ids)
+        return text
 
     def finish(self) -> str:
         """The output is over: what was held back. Empty after a stop string; may be called once
         more, for nothing.
         """
         text, self._initial_text = self._initial_text, ""
-        if self._stopped:
+        if self._over:
             return text
-        self._stopped = True
+        self._over = True
         rest = self._detokenizer.flush()
         if self._matcher is None:
             return text + rest
-        released, stop = self._matcher.push(rest, self._num_tokens)
-        return text + released + ("" if stop else self._matcher.flush())
+        released, self.stop = self._matcher.push(rest, self.num_tokens)
+        return text + released + ("" if self.stop else self._matcher.flush())

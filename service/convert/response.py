@@ -128,29 +128,27 @@ class Responder:
         They are filled where they stand: a message that is made first and then copied into another
         costs three times as much.
         """
-        add = target.add
+        add, is_delta = target.add, events.Delta
         for log, run in taken:
             request_id = log.request_id
-            for seq, event in run:
+            for numbered in run:
                 message = add()
                 message.request_id = request_id
-                message.seq = seq
-                if isinstance(event, events.Delta):
-                    self._fill_delta(message, event)
-                else:
+                message.seq = numbered.seq
+                event = numbered.event
+                if not isinstance(event, is_delta):
                     self._fill(message, event)
-
-    def _fill_delta(self, message: generation_pb2.ResultEvent, event: events.Delta) -> None:
-        """New output. The path of every token: kept short."""
-        delta = message.delta
-        delta.text = event.text
-        delta.token_offset = event.token_offset
-        if event.choice:
-            message.choice_index = event.choice
-        if event.detailed:
-            delta.tokens.extend(self.tokens(event))
-        else:
-            delta.token_ids.extend(event.token_ids)
+                    continue
+                # New output. The path of every token: kept short.
+                delta = message.delta
+                delta.text = event.text
+                delta.token_offset = event.token_offset
+                if event.choice:
+                    message.choice_index = event.choice
+                if event.detailed:
+                    delta.tokens.extend(self.tokens(event))
+                else:
+                    delta.token_ids.extend(event.token_ids)
 
     def _fill(
         self,

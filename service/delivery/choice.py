@@ -21,12 +21,12 @@ from engine.outputs import Finish, FinishReason, TokenLogprobs
 from engine.text import StopMatch, TextStream
 from engine.types import TokenId
 from service.delivery.events import (
+    EVENT_BYTES,
     MAX_DELTA_BYTES,
     TEXT_BYTES,
     DeliveryOptions,
     Delta,
     Finished,
-    delta_size,
 )
 
 
@@ -137,13 +137,14 @@ class ChoiceLog:
         found = None
         text = ""
         if self._text_stream is not None:
-            piece = self._text_stream.push(ids, ends_with_stop_token=ids[-1] in self._ending_ids)
-            text = piece.text
-            if piece.stop is not None:
-                ids = ids[: piece.num_tokens_kept]
-                logprobs = logprobs[: piece.num_tokens_kept] if logprobs is not None else None
-                self.stop = found = piece.stop
+            stream = self._text_stream
+            text = stream.push(ids, ends_with_stop_token=ids[-1] in self._ending_ids)
+            if stream.stop is not None:
+                self.stop = found = stream.stop
                 self._stop_time = now
+                kept = found.num_tokens - self.num_tokens
+                ids = ids[:kept]
+                logprobs = logprobs[:kept] if logprobs is not None else None
         self._ids += ids
         if text:
             self._text.append(text)
@@ -231,7 +232,7 @@ class ChoiceLog:
 
     def _delta(self, count: int, text: str) -> Delta:
         """A delta of the first pending tokens."""
-        ids = tuple(self._ids[:count])
+        ids = tuple(self._ids if count == len(self._ids) else self._ids[:count])
         times = None
         if self._times:
             arrival = self.arrival
@@ -243,7 +244,7 @@ class ChoiceLog:
             self._options.token_details,
             tuple(self._logprobs[:count]) if self._logprobs else None,
             times,
-            delta_size(text, count, self._bytes_per_token),
+            EVENT_BYTES + len(text) + count * self._bytes_per_token,
             self.index,
         )
         self._offset += count

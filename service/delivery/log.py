@@ -28,6 +28,7 @@ from service.delivery.errors import ResultGoneError
 from service.delivery.events import (
     Accepted,
     DeliveryOptions,
+    Delta,
     Event,
     Failed,
     NumberedEvent,
@@ -50,6 +51,7 @@ class RequestLog:
         engine_id: its name in the engine, unique for the life of the process.
         stream: the stream that its results go to; None: they wait to be read. Set by ResultStream.
         cursor: the number of the next event for the stream. Set by ResultStream.
+        next_seq: the number that the next new event gets.
         keep: whether events are kept after the stream took them. Set by Registry.
         durable: whether it outlives its streams (it came by AddRequest).
         accepted: event number 1, once the engine took the request in.
@@ -77,7 +79,6 @@ class RequestLog:
         "_first_token",
         "_kept",
         "_last_token",
-        "_next_seq",
         "_on_stop",
         "_options",
         "_prompt",
@@ -96,6 +97,7 @@ class RequestLog:
         "flow",
         "identity",
         "keep",
+        "next_seq",
         "priority",
         "request_id",
         "reserved_tokens",
@@ -179,7 +181,7 @@ class RequestLog:
         self._prompt: PromptProcessed | None = None
         # Numbered.
         self._kept: list[NumberedEvent] = []
-        self._next_seq = 1
+        self.next_seq = 1
         self._end_numbered = False
 
     # What the registry asks
@@ -207,12 +209,7 @@ class RequestLog:
     @property
     def delivered(self) -> bool:
         """Whether the stream has taken the last event."""
-        return self._end_numbered and self.cursor >= self._next_seq
-
-    @property
-    def next_seq(self) -> int:
-        """The number that the next new event gets."""
-        return self._next_seq
+        return self._end_numbered and self.cursor >= self.next_seq
 
     @property
     def held_size(self) -> int:
@@ -244,9 +241,10 @@ class RequestLog:
             self._prompt = self._processed(output.prompt_done, output)
             self._first_token = now
         choice = self._choices[output.choice]
-        if output.token_ids and not choice.is_over:
-            stop = choice.push(output.token_ids, output.logprobs, now)
-            self.untaken += len(output.token_ids)
+        ids = output.token_ids
+        if ids and choice.stop is None and choice.finished is None:
+            stop = choice.push(ids, output.logprobs, now)
+            self.untaken += len(ids)
             self._last_token = now
             if stop is not None:
                 self.untaken = self._untaken_from(self.cursor)  # what is behind it was dropped
@@ -318,8 +316,8 @@ class RequestLog:
     # Numbering
 
     def _number(self, event: Event) -> None:
-        self._kept.append(NumberedEvent(self._next_seq, event))
-        self._next_seq += 1
+        self._kept.append(NumberedEvent(self.next_seq, event))
+        self.next_seq += 1
         self.size += event.size
 
     def _can_number(self) -> bool:
@@ -358,7 +356,7 @@ class RequestLog:
 
     def has(self, seq: int) -> bool:
         """Whether there is an event to take from `seq` on."""
-        return seq < self._next_seq or self._can_number()
+        return seq < self.next_seq or self._can_number()
 
     def check_from(self, seq: int) -> None:
         """Check that the events from `seq` on can be had.
@@ -366,9 +364,9 @@ class RequestLog:
         Raises:
             ResultGoneError: event `seq` is no longer kept, or lies behind the next one.
         """
-        earliest = self._kept[0].seq if self._kept else self._next_seq
-        if not earliest <= seq <= self._next_seq:
-            raise ResultGoneError(self.request_id, seq, earliest, self._next_seq)
+        earliest = self._kept[0].seq if self._kept else self.next_seq
+        if not earliest <= seq <= self.next_seq:
+            raise ResultGoneError(self.request_id, seq, earliest, self.next_seq)
 
     def take_from(self, seq: int) -> list[NumberedEvent]:
         """Number what is pending and return the events from `seq` on. `seq` was checked."""
@@ -383,8 +381,10 @@ class RequestLog:
         """Whether the stream may take something now."""
         credit = self.credit
         if credit is None or credit > 0:
-            return self.has(self.cursor)
-        if self.cursor < self._next_seq:
+            if self._ready and not self._options.final and self.accepted is not None:
+                return True  # nearly always
+            return self.cursor < self.next_seq or self._can_number()
+        if self.cursor < self.next_seq:
             return num_tokens(self._kept[self.cursor - self._kept[0].seq].event) == 0
         # What has no tokens needs no credit.
         if not self._can_number():
@@ -412,12 +412,21 @@ class RequestLog:
             events = self._affordable(events)
         if self.size > limit:
             events = at_most(events, limit)
-        tokens = sum([num_tokens(numbered.event) for numbered in events])
+        tokens = 0
+        for taken in events:
+            event = taken.event
+            if isinstance(event, Delta):
+                tokens += len(event.token_ids)
         self.untaken -= tokens
         if self.credit is not None:
             self.credit -= tokens
         self.cursor += len(events)
-        if not self.keep:
+        if self.keep:
+            return events
+        if self.cursor == self.next_seq:  # nearly always
+            self._kept = []
+            self.size = 0
+        else:
             self.drop_taken()
         return events
 
@@ -447,12 +456,8 @@ class RequestLog:
 
     def drop_taken(self) -> None:
         """Forget the events that the stream took."""
-        if self.cursor == self._next_seq:  # nearly always
-            self._kept = []
-            self.size = 0
-        else:
-            self._kept = [event for event in self._kept if event.seq >= self.cursor]
-            self.size = sum(event.size for event in self._kept)
+        self._kept = [numbered for numbered in self._kept if numbered.seq >= self.cursor]
+        self.size = sum(numbered.event.size for numbered in self._kept)
 
     def pending_size(self) -> int:
         """About how many bytes the events take, the pending ones too."""

@@ -111,8 +111,9 @@ class ResultStream:
 
     def mark(self, log: RequestLog) -> None:
         """The log has something to take."""
+        if not self._dirty:  # else the writer is awake
+            self._wake.set()
         self._dirty[log] = None
-        self._wake.set()
 
     def reply(self, reply: Reply) -> None:
         """Answer a command."""
@@ -183,12 +184,12 @@ class ResultStream:
                 events.append((log, taken))
                 for numbered in taken:
                     size += numbered.event.size
-            if log.delivered:
+            if log.ended and log.delivered:
                 self._release(log)
                 continue
             if log.flow.is_held or log.credit is not None:
                 self._registry.flow.taken(log)
-            if log.is_takeable:
+            if (log.cursor < log.next_seq or log.credit is not None) and log.is_takeable:
                 self._dirty[log] = None  # it goes on in the next message
         if not replies and not events:
             return None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.text import IncrementalDetokenizer, Tokenizer
+from engine.text import Tokenizer, incremental_detokenizer
 from engine.text.detokenizer import _Bytes, _Window
 
 ODD_TEXTS = [
@@ -52,7 +52,7 @@ def stream(
     tokenizer: Tokenizer, ids: Sequence[int], sizes: Sequence[int] = (), **options: Any
 ) -> str:
     """What the detokeniser makes of ids, joined."""
-    detokenizer = IncrementalDetokenizer(tokenizer, **options)
+    detokenizer = incremental_detokenizer(tokenizer, **options)
     deltas = [detokenizer.push(group) for group in groups(ids, sizes)]
     return "".join([*deltas, detokenizer.flush()])
 
@@ -139,7 +139,7 @@ def test_fallback_bytes_keep_what_is_valid(
 def test_no_delta_shows_a_part_of_a_character(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     whole = tokenizer.decode(ids)
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = incremental_detokenizer(tokenizer)
     seen = ""
     for token_id in ids:
         seen += detokenizer.push([token_id])
@@ -148,7 +148,7 @@ def test_no_delta_shows_a_part_of_a_character(tokenizer: Tokenizer, text: str) -
 
 def test_emoji_parts_come_as_they_are_complete(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["llama_like"]
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt_tail=tokenizer.encode("the"))
+    detokenizer = incremental_detokenizer(tokenizer, prompt_tail=tokenizer.encode("the"))
     deltas = [detokenizer.push([3 + byte]) for byte in "👩\u200d🚀".encode()]
     assert deltas == ["", "", "", "👩", "", "", "\u200d", "", "", "", "🚀"]
 
@@ -158,23 +158,22 @@ def test_endless_invalid_bytes_stay_bounded(tokenizers: dict[str, Tokenizer], ki
     tokenizer = tokenizers[kind]
     table = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
     ids = [table[b"\xe6"]] * 500 + [table[bytes([b])] for b in "水".encode()]
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    inside = detokenizer._implementation
+    detokenizer = incremental_detokenizer(tokenizer)
     text = ""
     for token_id in ids:
         text += detokenizer.push([token_id])
-        if isinstance(inside, _Bytes):
-            assert len(inside._pending) <= 3
+        if isinstance(detokenizer, _Bytes):
+            assert len(detokenizer._pending) <= 3
         else:
-            assert isinstance(inside, _Window)
-            assert len(inside._ids) <= 32
+            assert isinstance(detokenizer, _Window)
+            assert len(detokenizer._ids) <= 32
     assert text + detokenizer.flush() == tokenizer.decode(ids) == "\ufffd" * 500 + "水"
 
 
 def test_endless_skipped_tokens_stay_bounded(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["word_piece"]
     word = tokenizer.encode("the", add_special_tokens=False)
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = incremental_detokenizer(tokenizer)
     assert detokenizer.push(word) == "the"
     assert detokenizer.push([2] * 1000) == ""
     assert detokenizer.push(word) == " the"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models
 from tokenizers import Tokenizer as Backend
 
-from engine.text import IncrementalDetokenizer, Tokenizer
+from engine.text import Tokenizer, incremental_detokenizer
 
 VOCABULARY = [
     *("▁", "▁a", "b", "▁▁c▁", "a</w>", "b</w>", "##x", " ", "é", "Ġé", "\ufffd", "|", "<0xzz>"),
@@ -91,7 +91,7 @@ def test_streams_by_the_law(chain: str, prompt: list[str], output: list[str]) ->
     if not whole.startswith(start):
         assert chain in ("strip right", "bpe", "bytes first")
         return
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt_tail=before)
+    detokenizer = incremental_detokenizer(tokenizer, prompt_tail=before)
     text = "".join(detokenizer.push([token_id]) for token_id in after) + detokenizer.flush()
     assert text == whole[len(start) :]
 

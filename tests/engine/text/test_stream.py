@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.text import StopMatch, TextDelta, TextStream, Tokenizer
+from engine.text import StopMatch, TextStream, Tokenizer
 
 SHARED = settings(
     deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -27,8 +27,8 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 def test_without_stop_strings_a_batch_is_one_delta(bytes_tokenizer: Tokenizer) -> None:
     stream = TextStream(bytes_tokenizer)
     ids = bytes_tokenizer.encode("the water runs", add_special_tokens=False)
-    assert stream.push(ids) == TextDelta("the water runs", len(ids))
-    assert stream.push(()) == TextDelta("", 0)
+    assert stream.push(ids) == "the water runs"
+    assert stream.push(()) == ""
     assert stream.finish() == ""
     assert stream.num_tokens == len(ids)
     assert stream.stop is None
@@ -38,12 +38,11 @@ def test_the_token_that_completes_a_stop_string_is_the_last_kept(
     bytes_tokenizer: Tokenizer,
 ) -> None:
     stream = TextStream(bytes_tokenizer, stop_strings=["END"])
-    assert stream.push(ids_of(bytes_tokenizer, "abE")) == TextDelta("ab", 3)
-    delta = stream.push(ids_of(bytes_tokenizer, "NDxyz"))
-    assert delta == TextDelta("", 2, StopMatch("END", 5))
+    assert stream.push(ids_of(bytes_tokenizer, "abE")) == "ab"
+    assert stream.push(ids_of(bytes_tokenizer, "NDxyz")) == ""
     assert stream.num_tokens == 5
     assert stream.stop == StopMatch("END", 5)
-    assert stream.push(ids_of(bytes_tokenizer, "more")) == TextDelta("", 0)
+    assert stream.push(ids_of(bytes_tokenizer, "more")) == ""
     assert stream.finish() == ""
     assert stream.num_tokens == 5
 
@@ -52,19 +51,19 @@ def test_include_stop_shows_the_stop_string_and_nothing_behind(
     bytes_tokenizer: Tokenizer,
 ) -> None:
     stream = TextStream(bytes_tokenizer, stop_strings=["END"], include_stop=True)
-    assert stream.push(ids_of(bytes_tokenizer, "aENDb")).text == "aEND"
+    assert stream.push(ids_of(bytes_tokenizer, "aENDb")) == "aEND"
 
 
 def test_a_stop_character_of_several_tokens(bytes_tokenizer: Tokenizer) -> None:
     stream = TextStream(bytes_tokenizer, stop_strings=["水"])
-    delta = stream.push(ids_of(bytes_tokenizer, "a水b"))
-    assert delta == TextDelta("a", 4, StopMatch("水", 4))
+    assert stream.push(ids_of(bytes_tokenizer, "a水b")) == "a"
+    assert stream.stop == StopMatch("水", 4)
 
 
 def test_min_tokens_counts_tokens(bytes_tokenizer: Tokenizer) -> None:
     stream = TextStream(bytes_tokenizer, stop_strings=["b"], min_tokens=3)
-    delta = stream.push(ids_of(bytes_tokenizer, "abab"))
-    assert delta == TextDelta("aba", 4, StopMatch("b", 4))
+    assert stream.push(ids_of(bytes_tokenizer, "abab")) == "aba"
+    assert stream.stop == StopMatch("b", 4)
 
 
 @pytest.mark.parametrize(
@@ -81,16 +80,16 @@ def test_a_special_ending_token(
             bytes_tokenizer, stop_strings=stops, include_stop=include, skip_special_tokens=skip
         )
         ids = [*ids_of(bytes_tokenizer, "ab"), eos]
-        delta = stream.push(ids, ends_with_stop_token=True)
-        assert delta.num_tokens_kept == 3
-        assert delta.text + stream.finish() == "ab" + shown
+        text = stream.push(ids, ends_with_stop_token=True)
+        assert stream.num_tokens == 3
+        assert text + stream.finish() == "ab" + shown
         assert stream.num_tokens == 3
 
 
 @pytest.mark.parametrize("include", [False, True])
 def test_an_ordinary_ending_token(bytes_tokenizer: Tokenizer, include: bool) -> None:
     stream = TextStream(bytes_tokenizer, include_stop=include, stop_strings=["bc!"])
-    text = stream.push(ids_of(bytes_tokenizer, "abc"), ends_with_stop_token=True).text
+    text = stream.push(ids_of(bytes_tokenizer, "abc"), ends_with_stop_token=True)
     assert text == "a"
     assert text + stream.finish() == ("abc" if include else "ab")
     assert stream.finish() == ""
@@ -99,14 +98,14 @@ def test_an_ordinary_ending_token(bytes_tokenizer: Tokenizer, include: bool) -> 
 def test_an_unfinished_character_shows_at_the_end(bytes_tokenizer: Tokenizer) -> None:
     for stops in ([], ["zz"]):
         stream = TextStream(bytes_tokenizer, stop_strings=stops)
-        assert stream.push(ids_of(bytes_tokenizer, "a水")[:-1]).text == "a"
+        assert stream.push(ids_of(bytes_tokenizer, "a水")[:-1]) == "a"
         assert stream.finish() == "\ufffd"
 
 
 def test_echo_comes_first_and_is_not_searched(bytes_tokenizer: Tokenizer) -> None:
     stream = TextStream(bytes_tokenizer, stop_strings=["x"], initial_text="x is: ")
-    assert stream.push(ids_of(bytes_tokenizer, "a")).text == "x is: a"
-    assert stream.push(ids_of(bytes_tokenizer, "b")).text == "b"
+    assert stream.push(ids_of(bytes_tokenizer, "a")) == "x is: a"
+    assert stream.push(ids_of(bytes_tokenizer, "b")) == "b"
     silent = TextStream(bytes_tokenizer, initial_text="x")
     assert silent.finish() == "x"
     assert silent.finish() == ""
@@ -139,15 +138,12 @@ def test_grouping_changes_nothing(
             min_tokens=minimum,
             prompt_tail=prompt,
         )
-        text, kept, start = "", 0, 0
+        text, start = "", 0
         for size in [*cuts, len(ids)]:
-            delta = stream.push(ids[start : start + size])
+            text += stream.push(ids[start : start + size])
             start += size
-            text += delta.text
-            kept += delta.num_tokens_kept
         text += stream.finish()
-        assert kept == stream.num_tokens
-        return text, kept, stream.stop
+        return text, stream.num_tokens, stream.stop
 
     result = run(sizes)
     assert result == run([1] * len(ids))

@@ -206,7 +206,7 @@ def test_needs_neither_torch_nor_transformers(directories: dict[str, Path]) -> N
         "from engine.text import TextStream, Tokenizer\n"
         f"t = Tokenizer.load({str(directories['byte_level'])!r})\n"
         "s = TextStream(t)\n"
-        "print(s.push(t.encode(t.apply_chat_template([{'role': 'user', 'content': 'hi'}]))).text)\n"
+        "print(s.push(t.encode(t.apply_chat_template([{'role': 'user', 'content': 'hi'}]))))\n"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
