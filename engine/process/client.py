@@ -207,6 +207,8 @@ class ProcessEngineClient:
             reply = await self._call(
                 lambda number: messages.Submit(number, request), messages.Admitted
             )
+        except asyncio.CancelledError:
+            raise  # the process may have it: `cancel`, its end or the process's death forgets it
         except BaseException:
             self._forget(request.request_id)
             raise
@@ -223,6 +225,8 @@ class ProcessEngineClient:
         reply = await self._call(
             lambda number: messages.Cancel(number, request_id), messages.Cancelled
         )
+        if not reply.was_live:
+            self._forget(request_id)
         return reply.was_live
 
     async def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> None:
@@ -303,6 +307,9 @@ class ProcessEngineClient:
         except (ValueError, msgspec.DecodeError):
             logger.exception("the engine's process sent what is no message")
             reason = "its process sent what is no message"
+        except Exception:
+            logger.exception("a message of the engine's process could not be taken")
+            reason = "a message of its process could not be taken"
         if self._process is not None and not self._closing:
             with contextlib.suppress(TimeoutError):
                 code = await asyncio.wait_for(self._process.wait(), _REAP_S)
@@ -444,6 +451,9 @@ class ProcessEngineClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(EngineUnavailableError(_LOST))
         if self._writer is not None:
             await self._writer.close()
             self._writer = None

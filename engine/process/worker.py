@@ -19,6 +19,7 @@ from typing import NoReturn
 
 import msgspec
 
+from engine.client import Admission
 from engine.config import LoadConfig
 from engine.errors import EngineUnavailableError, HeadraceError
 from engine.local_client import LocalEngineClient
@@ -49,6 +50,7 @@ from engine.process.messages import (
     to_wire,
 )
 from engine.process.wire import FrameReader, FrameWriter
+from engine.types import RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Worker:
         self._engine: LocalEngineClient | None = None
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._submitting: dict[RequestId, asyncio.Task[Admission]] = {}
 
     async def run(self) -> None:
         """Load what the first message says, then serve until the front end goes away."""
@@ -147,10 +150,22 @@ class Worker:
             self._writer.write(Refused(call, to_wire(unknown)))
 
     async def _submit(self, command: Submit) -> Admitted:
-        admission = await self._running().submit(command.request)
+        name = command.request.request_id
+        submitting = asyncio.ensure_future(self._running().submit(command.request))
+        self._submitting[name] = submitting
+        try:
+            admission = await submitting
+        except asyncio.CancelledError:
+            raise EngineUnavailableError("it was cancelled before it was taken in") from None
+        finally:
+            self._submitting.pop(name, None)
         return Admitted(command.call, admission.queue_position, admission.arrival)
 
     async def _cancel(self, command: Cancel) -> Cancelled:
+        submitting = self._submitting.get(command.request_id)
+        if submitting is not None and submitting.cancel():
+            # Its form is being compiled: the engine does not have it, and never will.
+            return Cancelled(command.call, was_live=False)
         return Cancelled(command.call, await self._running().cancel(command.request_id))
 
     async def _stats(self, command: GetStats) -> Stats:
