@@ -76,6 +76,18 @@ class FieldError(HeadraceError):
         self.description = description
 
 
+class AnswerTooLargeError(HeadraceError):
+    """An RPC's one answer is larger than a message may be. Sizes in bytes."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(
+            f"the answer takes {size} bytes and a message at most {limit}: use GenerateStream, a "
+            "session, or AddRequest and GetResult, which send it in parts, or ask for less"
+        )
+        self.size = size
+        self.limit = limit
+
+
 class MalformedMessageError(HeadraceError):
     """A message's bytes are not what its type says."""
 
@@ -160,6 +172,16 @@ def _gone(error: ResultGoneError, _prefix: str) -> _Public:
             "earliest_seq": str(error.earliest),
             "next_seq": str(error.following),
         },
+    )
+
+
+def _answer_too_large(error: AnswerTooLargeError, _prefix: str) -> _Public:
+    # Not RESOURCE_EXHAUSTED, as gRPC's own: clients try that again, and all is generated again.
+    return _Public(
+        grpc.StatusCode.OUT_OF_RANGE,
+        "ANSWER_TOO_LARGE",
+        str(error),
+        _limit("max_message_bytes", error.limit, error.size),
     )
 
 
@@ -253,6 +275,7 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
     (FieldError, _field),
     (InvalidRequestError, _invalid),
     (MalformedMessageError, _malformed),
+    (AnswerTooLargeError, _answer_too_large),
     (UnsupportedFeatureError, _unsupported),
     (DuplicateRequestError, _duplicate),
     (RequestNotFoundError, _not_found),

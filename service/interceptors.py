@@ -19,7 +19,13 @@ from google.rpc import status_pb2
 from engine.errors import HeadraceError
 from service.auth import Authenticator, set_caller
 from service.callers import Caller
-from service.errors import MalformedMessageError, status_code, to_status, trailers
+from service.errors import (
+    AnswerTooLargeError,
+    MalformedMessageError,
+    status_code,
+    to_status,
+    trailers,
+)
 from service.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -103,8 +109,11 @@ def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 class Recovery(grpc.aio.ServerInterceptor):
     """Turns exceptions into statuses: outermost, so that it sees those of the other interceptors
-    too.
+    too. So is an answer that no message can hold: gRPC would refuse it without a reason.
     """
+
+    def __init__(self, max_message_bytes: int) -> None:
+        self._max_message_bytes = max_message_bytes
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -117,7 +126,10 @@ class Recovery(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: Any) -> Any:
             try:
                 check_readable(request)
-                return await behavior(request, context)
+                response = await behavior(request, context)
+                if (size := response.ByteSize()) > self._max_message_bytes:
+                    raise AnswerTooLargeError(size, self._max_message_bytes)
+                return response
             except grpc.aio.AbortError:
                 raise
             except Exception as error:

@@ -223,7 +223,7 @@ class HeadraceServer:
         server = grpc.aio.server(
             # Recovery sees everything; spans see what authentication and readiness refuse.
             interceptors=(
-                Recovery(),
+                Recovery(self._config.max_message_bytes),
                 *self._telemetry.interceptors,
                 Authentication(self._authenticator),
                 Readiness(self.state),

@@ -2,7 +2,8 @@
 //
 // Errors of RPCs are google.rpc.Status with ErrorInfo (domain "headrace"), and BadRequest, RetryInfo where they apply.
 // The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field that this server does
-// not do yet), ALREADY_EXISTS (a request of that id lives), NOT_FOUND, OUT_OF_RANGE (a seq that is no longer kept),
+// not do yet), ALREADY_EXISTS (a request of that id lives), NOT_FOUND, OUT_OF_RANGE (a seq that is no longer kept;
+// or ANSWER_TOO_LARGE: what fits no message is sent in parts by the RPCs that stream, and by GetResult),
 // FAILED_PRECONDITION, RESOURCE_EXHAUSTED (a queue or limit is full; RetryInfo. Or RESULTS_NOT_READ), UNAVAILABLE (loading, draining or
 // restarting), ABORTED (the request's results moved to another stream, by attach), INTERNAL (ErrorInfo carries an error_id that the operator finds in the server's log).
 
