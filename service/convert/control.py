@@ -17,7 +17,7 @@ from service.convert.model import server_version
 from service.convert.response import cancel_result
 from service.convert.values import seconds, to_duration
 from service.delivery.log import RequestLog
-from service.delivery.registry import RegistryStats
+from service.delivery.stats import RegistryStats
 from service.errors import FieldError
 from service.state import Drain, Phase
 

@@ -295,6 +295,14 @@ class RequestLog:
                 f"{self.engine_id}: the engine ended the request, but not its choices {missing}"
             )
 
+    def flush(self) -> None:
+        """No more output is taken, though the engine has not ended it: what the choices held back
+        belongs to what they have.
+        """
+        for choice in self._choices:
+            if choice.finished is None:
+                choice.flush()
+
     def fail(self, failure: RequestFailure, now: float, error: HeadraceError | None = None) -> None:
         """End the request here with a failure, where the front end itself does not go on with it.
         `error`: what the caller is told, where it is no error of ours.

@@ -18,8 +18,8 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from engine.client import EngineClient
 from engine.errors import DuplicateRequestError, RequestNotFoundError
@@ -38,30 +38,15 @@ from service.delivery.flow import FlowControl, FlowOptions
 from service.delivery.kept import KeptResults, Retention
 from service.delivery.log import RequestLog
 from service.delivery.session import ResultStream
+from service.delivery.stats import RegistryStats
 from service.delivery.submission import Submission
 
 logger = logging.getLogger(__name__)
 
 UNREAD_S = 300.0
-"""How long a stream whose client reads nothing may hold requests that have ended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegistryStats:
-    """How much there is now.
-
-    Attributes:
-        live: requests that have not ended.
-        streams: streams that are open.
-        attached: requests on them, ended and unread ones too.
-        kept, kept_bytes: ended requests whose results are kept, and about how many bytes.
-    """
-
-    live: int
-    streams: int
-    attached: int
-    kept: int
-    kept_bytes: int
+"""How long a stream whose client reads nothing may hold requests that have ended; twice `max_pause`
+where that is longer, since a stream without credit takes nothing that long.
+"""
 
 
 class Registry:
@@ -93,7 +78,8 @@ class Registry:
         self._idle = asyncio.Event()
         self._idle.set()
         self._live = 0
-        self.unread_s = UNREAD_S
+        self._arriving = 0
+        self.unread_s = max(UNREAD_S, 2 * flow.max_pause_s)
         self.streams: set[ResultStream] = set()
         self.attached = 0  # requests on streams, ended and unread ones too; counted by ResultStream
 
@@ -144,6 +130,19 @@ class Registry:
     def on_taken(self, num_bytes: int) -> None:
         """A stream took about so many bytes of results."""
         self._admission.delivered(num_bytes)
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Around what is done for a request before `start`, and `start`: `wait_idle` waits for
+        it.
+        """
+        self._arriving += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._arriving -= 1
+            self._check_idle()
 
     async def start(
         self,
@@ -270,7 +269,10 @@ class Registry:
         self._admission.free(log.identity, log.reserved_tokens, served=served)
         if log.stream is None:
             self._admission.leave_place(log.identity, served=served)
-        if self._live == 0:
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if self._live == 0 and self._arriving == 0:
             self._idle.set()
 
     # Results
@@ -306,6 +308,7 @@ class Registry:
         options = self.flow.options
         waited_s = options.max_pause_s if log.flow.is_held else None
         error = OutputNotReadError(log.untaken, waited_s)
+        log.flush()
         failure = RequestFailure(str(error), secrets.token_hex(8))
         log.fail(failure, time.monotonic(), error)
         self._engine.cancel(log.engine_id)
@@ -331,7 +334,7 @@ class Registry:
             log.timer = None
         self.flow.over(log)
         if log.stream is not None:
-            log.stream.expect_reader(self.unread_s)
+            log.stream.expect_reader(log, self.unread_s)
         if log.keep:
             self._retain(log)
         elif log.stream is None and (log.accepted is not None or log.abandoned):
@@ -340,10 +343,24 @@ class Registry:
 
     def _retain(self, log: RequestLog) -> None:
         loop = asyncio.get_running_loop()
-        log.timer = loop.call_later(self._retention.retention_s, self._forget, log)
+        log.timer = loop.call_later(self._retention.retention_s, self._keep_no_more, log)
         self._kept.add(log, log.pending_size())
         while (surplus := self._kept.surplus()) is not None:
-            self._forget(surplus)
+            self._keep_no_more(surplus)
+
+    def _keep_no_more(self, log: RequestLog) -> None:
+        """Its results need not be kept. A stream that still sends them has the request, and its
+        name, until they are delivered.
+        """
+        if log.stream is None:
+            self._forget(log)
+            return
+        self._kept.discard(log)
+        if log.timer is not None:
+            log.timer.cancel()
+            log.timer = None
+        log.keep = False
+        log.drop_taken()
 
     # Streams
 
@@ -382,6 +399,7 @@ class Registry:
                 continue
             elif stream.lease_s > 0:
                 log.timer = loop.call_later(stream.lease_s, self._on_lease_end, log)
+                log.notify()  # a GetResult that waits is its reader now
             else:
                 log.keep = False
                 self.cancel_log(log)
@@ -464,7 +482,7 @@ class Registry:
             self.cancel_log(log)
 
     async def wait_idle(self) -> None:
-        """Wait until no request is live."""
+        """Wait until no request is live, or about to be."""
         await self._idle.wait()
 
     async def close(self) -> None:

@@ -68,6 +68,7 @@ class ResultStream:
         self._room.set()
         self._over = False
         self._last_taken = 0.0
+        self._ended_at: dict[RequestLog, float] = {}  # of its requests that wait to be taken
         self._unread_timer: asyncio.TimerHandle | None = None
         self.logs: set[RequestLog] = set()
         self.moved: RequestLog | None = None
@@ -98,6 +99,8 @@ class ResultStream:
             self._release(log)
         if log.stream is self:
             self._registry.flow.taken(log)
+            if log.ended:
+                self.expect_reader(log, self._registry.unread_s)
         if self._over:  # it was lost while the request was on its way
             self._drop(log)
             self._registry.on_lost(self, [log])
@@ -137,10 +140,11 @@ class ResultStream:
         """Let the writer look again whether the stream is finished."""
         self._wake.set()
 
-    def expect_reader(self, limit_s: float) -> None:
-        """One of its requests has ended: once such a one waits and nothing was taken for this many
+    def expect_reader(self, log: RequestLog, limit_s: float) -> None:
+        """One of its requests has ended: if such a one waits, and nothing was taken, for this many
         seconds, nobody reads.
         """
+        self._ended_at[log] = time.monotonic()
         if self._unread_timer is None:
             self._wait_for_reader(limit_s, limit_s)
 
@@ -150,10 +154,11 @@ class ResultStream:
 
     def _check_reader(self, limit_s: float) -> None:
         self._unread_timer = None
-        ended = [log for log in self.logs if log.ended]
+        ended = list(self._ended_at)
         if not ended or self._over:
             return
-        left_s = self._last_taken + limit_s - time.monotonic()
+        since = max(self._last_taken, min(self._ended_at.values()))
+        left_s = since + limit_s - time.monotonic()
         if left_s > 0:
             self._wait_for_reader(left_s, limit_s)
             return
@@ -200,6 +205,7 @@ class ResultStream:
     def _drop(self, log: RequestLog) -> None:
         if log in self.logs:
             self.logs.remove(log)
+            self._ended_at.pop(log, None)
             self._registry.on_detached(log)
 
     def _release(self, log: RequestLog) -> None:

@@ -26,7 +26,7 @@ from service.delivery.events import Attached, CancelAnswered, Opened, Rejected
 from service.delivery.session import ResultStream
 from service.errors import FieldError, PreconditionError
 from service.interceptors import check_readable
-from service.servicers.submit import convert_spec
+from service.servicers.submit import start_request
 from service.state import FrontEnd, ServerState
 
 Command = generation_service_pb2.StreamResultRequest
@@ -145,8 +145,13 @@ class CommandReader:
         self._state.check(new_work=True)  # an open session outlives the check of its RPC
         if not command.add.HasField("spec"):
             raise FieldError("add.spec", "is missing; say what to generate")
-        submission = await convert_spec(self._front, self._identity, command.add.spec)
-        await self._front.registry.start(submission, self._stream, command_id=command.command_id)
+        await start_request(
+            self._front,
+            self._identity,
+            command.add.spec,
+            self._stream,
+            command_id=command.command_id,
+        )
 
     async def _attach(self, command: Command) -> None:
         request_id = command.attach.request_id

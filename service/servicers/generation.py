@@ -1,9 +1,9 @@
 """GenerationService: requests and their results.
 
-Every RPC that starts a request goes the same way: refuse unknown fields, convert the spec to a
-`Submission`, hand it to the registry. They differ in where the results go: to a session, to this
-RPC's own stream, or nowhere (AddRequest), to be read later. The writers of streams take and yield;
-they are async generators, never `context.write`, because the tracing interceptor breaks that.
+Every RPC that starts a request goes the same way: refuse unknown fields, then `start_request`. They
+differ in where the results go: to a session, to this RPC's own stream, or nowhere (AddRequest), to
+be read later. The writers of streams take and yield; they are async generators, never
+`context.write`, because the tracing interceptor breaks that.
 
 A stream tells delivery that it is over in two ways, whichever comes first: the generator's
 `finally`, and the RPC's done callback. The second is needed because a generator that is suspended
@@ -31,7 +31,7 @@ from service.delivery.log import RequestLog
 from service.delivery.session import MAX_BATCH_BYTES, ResultStream
 from service.errors import FieldError
 from service.servicers.commands import CommandReader
-from service.servicers.submit import submission_of
+from service.servicers.submit import spec_of, start_request
 from service.state import FrontEnd, ServerState
 
 MAX_CANCEL_IDS = 1024
@@ -52,8 +52,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         """Start a request and keep its results."""
         front, identity = self._state.front, current_identity()
         refuse_unknown(request)
-        submission = await submission_of(front, identity, request)
-        log = await front.registry.start(submission, None, durable=True)
+        log = await start_request(front, identity, spec_of(request), None, durable=True)
         response = generation_service_pb2.AddRequestResponse(request_id=log.request_id)
         if log.accepted is not None:
             response.accepted.CopyFrom(front.responder.accepted(log.accepted))
@@ -67,8 +66,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         refuse_unknown(request)
         stream = ResultStream(front.registry, closing=True)
         try:
-            submission = await submission_of(front, identity, request, final=True)
-            log = await front.registry.start(submission, stream)
+            log = await start_request(front, identity, spec_of(request), stream, final=True)
             run = []
             while True:
                 if (batch := stream.take()) is not None:
@@ -92,8 +90,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         stream = ResultStream(front.registry, closing=True)
         context.add_done_callback(lambda _: stream.lost())
         try:
-            submission = await submission_of(front, identity, request)
-            log = await front.registry.start(submission, stream)
+            log = await start_request(front, identity, spec_of(request), stream)
             while True:
                 stream.check_given_up()
                 if (batch := stream.take()) is not None:
@@ -171,6 +168,10 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                 while not (log.ended if request.until_done else log.has(from_seq)):
                     if log.ended or wait_s == 0:
                         break
+                    if request.until_done and log.flow.is_held and log.stream is None:
+                        # It waits for a reader, which is this one. What is read is kept.
+                        log.take_from(log.next_seq)
+                        front.registry.read_by(log, log.next_seq)
                     await log.changed()
         log.check_from(from_seq)  # it may have been let go meanwhile
         events = at_most(log.take_from(from_seq), MAX_BATCH_BYTES)

@@ -1,42 +1,60 @@
-"""From an RPC's message to a submission, the same for all RPCs and commands that start a
-request.
-"""
+"""From a caller's spec to a request that runs: the same for all RPCs and commands."""
 
 from __future__ import annotations
 
 from headrace.v1 import generation_pb2, generation_service_pb2
 
-from service.delivery.submission import Submission
+from service.delivery.log import RequestLog
+from service.delivery.session import ResultStream
 from service.errors import FieldError
 from service.state import FrontEnd
 
 
-async def submission_of(
-    front: FrontEnd,
-    identity: str,
+def spec_of(
     request: generation_service_pb2.AddRequestRequest
     | generation_service_pb2.GenerateRequest
     | generation_service_pb2.GenerateStreamRequest,
-    *,
-    final: bool = False,
-) -> Submission:
-    """The submission of an RPC that has a spec. `identity`: the caller's."""
+) -> generation_pb2.GenerationSpec:
+    """The spec of an RPC's message.
+
+    Raises:
+        FieldError: it has none.
+    """
     if not request.HasField("spec"):
         raise FieldError("spec", "is missing; say what to generate")
-    return await convert_spec(front, identity, request.spec, final=final)
+    return request.spec
 
 
-async def convert_spec(
-    front: FrontEnd, identity: str, spec: generation_pb2.GenerationSpec, *, final: bool = False
-) -> Submission:
-    """Convert a caller's spec; the request's name is checked before any work is done for it."""
+async def start_request(
+    front: FrontEnd,
+    identity: str,
+    spec: generation_pb2.GenerationSpec,
+    stream: ResultStream | None,
+    *,
+    final: bool = False,
+    durable: bool = False,
+    command_id: int = 0,
+) -> RequestLog:
+    """Convert a caller's spec and start the request. Its name is checked before any work is done
+    for it, and a drain that begins meanwhile waits for it.
+
+    Args:
+        front, identity, spec: whose request it is, and what is to be generated.
+        stream: where the results go; None: they are kept.
+        final: they are wanted in one piece.
+        durable, command_id: see `Registry.start`.
+    """
     request_id = front.converter.check_id(spec)
-    await front.registry.settled(identity, request_id)
-    front.registry.check_free(identity, request_id)
-    return await front.converter.submission(
-        spec,
-        identity=identity,
-        request_id=request_id,
-        engine_id=front.registry.engine_id,
-        final=final,
-    )
+    with front.registry.arriving():
+        await front.registry.settled(identity, request_id)
+        front.registry.check_free(identity, request_id)
+        submission = await front.converter.submission(
+            spec,
+            identity=identity,
+            request_id=request_id,
+            engine_id=front.registry.engine_id,
+            final=final,
+        )
+        return await front.registry.start(
+            submission, stream, durable=durable, command_id=command_id
+        )

@@ -385,7 +385,7 @@ async def test_results_that_nobody_reads_are_given_up(lease: bool) -> None:
     """A client that reads nothing for minutes does not fill the server with what has ended."""
     engine = FakeEngine(auto=False, tokens_per_step=50)
     async with serving(engine, max_open_requests=2) as h:
-        h.registry.unread_s = 0.2
+        h.registry.unread_s = 2.0
         async with connection(h.server.addresses[0], SMALL_WINDOW) as stub:
             session = Session(stub.StreamResult())
             if lease:
@@ -406,6 +406,42 @@ async def test_results_that_nobody_reads_are_given_up(lease: bool) -> None:
             error = await refused(read_all(session))
             assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert error.reason == "RESULTS_NOT_READ"
+
+
+async def test_ended_results_that_are_attached_and_not_read_are_given_up() -> None:
+    large = spec(request_id="a", stop={"max_tokens": 12_000}, output={"logprobs": 20})
+    engine = FakeEngine(info=model_info(max_context_tokens=20_000), tokens_per_step=400)
+    async with serving(engine) as h, connection(h.server.addresses[0], SMALL_WINDOW) as stub:
+        h.registry.unread_s = 0.2
+        await h.generation.AddRequest(rpc.AddRequestRequest(spec=large))
+        await until(lambda: not engine.num_live)
+        session = Session(stub.StreamResult())
+        await session.send(attach=rpc.AttachCommand(request_id="a"))
+        await session.read()
+        await until(lambda: h.registry.attached == 0)
+        assert (await refused(read_all(session))).reason == "RESULTS_NOT_READ"
+        answer = await h.generation.GetResult(rpc.GetResultRequest(request_id="a"))
+        assert answer.events  # it is kept all the same
+
+
+async def test_what_has_just_ended_is_not_given_up_for_what_ended_before() -> None:
+    async with serving(FakeEngine()) as h:
+        session = h.session()
+        await session.send(open=rpc.OpenCommand(initial_credit=1))
+        await session.add(spec(request_id="a", stop={"max_tokens": 1}))
+        await session.read_until(lambda m: any(event.HasField("finished") for event in m.events))
+        [stream] = h.registry.streams
+        await session.add(spec(request_id="b", stop={"max_tokens": 5}))
+        await session.read_until(lambda _: ids_of(session.events().get("b", [])))
+        await until(lambda: not h.engine.num_live)
+        [log] = stream._ended_at
+        stream._last_taken -= 1000  # nothing was taken for long
+        stream._check_reader(300.0)
+        assert not stream.given_up
+        stream._ended_at[log] -= 1000
+        stream._check_reader(300.0)
+        assert stream.given_up
+        assert (await refused(read_all(session))).reason == "RESULTS_NOT_READ"
 
 
 async def read_all(session: Session) -> None:

@@ -14,8 +14,9 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import model_service_pb2
 
 from service.delivery.log import RequestLog
-from tests.service.fake_engine import FakeEngine, default_script, model_info
+from tests.service.fake_engine import FakeEngine, default_script, model_info, says
 from tests.service.helpers import (
+    DEADLINE_S,
     Harness,
     Session,
     check_course,
@@ -332,6 +333,42 @@ async def test_addrequest_is_not_held() -> None:
         await session.end()
         assert ids_of(session.events()["a"]) == oracle(h, "a", 300)
         assert finished_of(session.events()["a"]).reason == pb.FINISH_REASON_LENGTH
+
+
+async def test_getresult_until_done_is_the_reader_of_what_has_no_stream() -> None:
+    """Also of what was held before its stream was lost."""
+    async with serving(FakeEngine(), max_unread_tokens=20) as h:
+        old = h.session()
+        await old.send(open=rpc.OpenCommand(lease=LEASE, initial_credit=4))
+        await old.add(spec(request_id="a", stop={"max_tokens": 200}))
+        await until(lambda: h.engine.held)
+        [log] = h.registry._logs.values()
+        reading = asyncio.ensure_future(
+            h.generation.GetResult(
+                rpc.GetResultRequest(request_id="a", until_done=True, wait={"seconds": 60}),
+                timeout=DEADLINE_S,
+            )
+        )
+        await until(lambda: log.watchers)
+        old.call.cancel()
+        answer = await reading
+        assert answer.done
+        check_course(list(answer.events))
+        assert ids_of(answer.events) == oracle(h, "a", 200)
+        assert h.engine.num_holds >= 2
+
+
+async def test_what_is_given_up_has_the_text_that_was_held_back() -> None:
+    """Here the beginning of a stop string."""
+    engine = FakeEngine(script=says("abcXYZ" * 9, eos=False))
+    async with serving(engine, max_unread_tokens=5, slow_reader="end") as h:
+        session = h.session()
+        await session.send(open=rpc.OpenCommand(initial_credit=1))
+        await session.add(spec(request_id="a", stop={"max_tokens": 500, "stop_strings": ["cXYZb"]}))
+        await session.read_until(lambda m: any(e.HasField("failed") for e in m.events))
+        events = session.events()["a"]
+        assert text_of(events).encode() == bytes(ids_of(events))
+        await session.end()
 
 
 # ---- credits -----------------------------------------------------------------------------------

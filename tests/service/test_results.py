@@ -160,6 +160,28 @@ async def test_a_kept_name_is_taken_until_it_is_forgotten() -> None:
         await add(h)
 
 
+async def test_what_is_kept_no_more_is_delivered_and_has_its_name_till_then() -> None:
+    """Its stream has no credit for it: that is granted under a name that nobody else has."""
+    async with serving(FakeEngine(), max_kept_results=0) as h:
+        session = h.session()
+        lease = {"seconds": 60}
+        await session.send(open=rpc.OpenCommand(initial_credit=3, lease=lease))
+        await session.add(spec(request_id="a", stop={"max_tokens": 10}))
+        await session.read_until(lambda _: len(ids_of(session.events().get("a", []))) == 3)
+        await until(lambda: not h.engine.num_live)
+        await session.add(spec(request_id="a"), 7)
+        [rejection] = (await session.read_until(lambda m: m.rejections)).rejections
+        assert rejection.status.code == grpc.StatusCode.ALREADY_EXISTS.value[0]
+        await session.send(credit=rpc.CreditCommand(request_id="a", tokens=2))
+        await session.read_until(lambda m: m.events)
+        assert len(ids_of(session.events()["a"])) == 5
+        await session.send(credit=rpc.CreditCommand(request_id="a", tokens=5))
+        await session.end()
+        check_course(session.events()["a"])
+        assert len(ids_of(session.events()["a"])) == 10
+        assert not h.registry._logs
+
+
 async def test_kept_results_are_bounded_in_count_and_bytes() -> None:
     for bounds in ({"max_kept_results": 3}, {"max_kept_bytes": 2000}):
         async with serving(FakeEngine(script=says("x" * 200)), **bounds) as h:

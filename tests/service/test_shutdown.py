@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.v1 import control_service_pb2 as control_pb
 from headrace.v1 import generation_pb2 as pb
@@ -74,6 +75,33 @@ async def test_drain_ends_watches_and_idle_sessions_and_finishes_live_requests()
         assert h.engine.closed
     check_course(live.events()["a"])
     assert text_of(live.events()["a"]) == "abc"
+
+
+async def test_a_drain_waits_for_a_request_that_is_being_converted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(FakeEngine(script=says("abc"))) as h:
+        gate, reached = asyncio.Event(), asyncio.Event()
+        encoder = h.server.state.front.encoder
+        real = encoder.encode_spec
+
+        async def slow(*arguments: Any) -> Any:
+            reached.set()
+            await gate.wait()
+            return await real(*arguments)
+
+        monkeypatch.setattr(encoder, "encode_spec", slow)
+        answer = asyncio.ensure_future(h.generate(spec()))
+        await asyncio.wait_for(reached.wait(), DEADLINE_S)
+        draining = asyncio.ensure_future(h.server.drain())
+        await until(lambda: h.server.state.phase.value == "draining")
+        idle = asyncio.ensure_future(h.registry.wait_idle())
+        await asyncio.wait({idle}, timeout=0.05)
+        assert not idle.done()
+        gate.set()
+        assert (await answer).choices[0].text == "abc"
+        await draining
+        await idle
 
 
 async def test_after_the_drain_timeout_the_rest_is_cancelled() -> None:
