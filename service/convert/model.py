@@ -19,7 +19,7 @@ from service.config import ServiceConfig
 from service.convert.response import sampling_message
 from service.convert.values import to_duration
 
-CONTRACT_REVISION = 4
+CONTRACT_REVISION = 5
 """Grows with every change to the contract."""
 _FEATURES = (
     "sessions",

@@ -290,6 +290,8 @@ class Responder:
                     request_id=reply.request_id,
                     from_seq=reply.from_seq,
                 )
+            case events.Detached():
+                message.detached.add(request_id=reply.request_id)
             case events.CancelAnswered():
                 message.cancelled.append(
                     cancel_result(reply.request_id, reply.outcome, reply.command_id)

@@ -234,8 +234,15 @@ class CancelAnswered:
     outcome: str
 
 
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """Another stream has a request's results now."""
+
+    request_id: str
+
+
 CANCELLED = "cancelled"
 ALREADY_FINISHED = "already_finished"
 NOT_FOUND = "not_found"
 
-Reply = Rejected | Opened | Attached | CancelAnswered
+Reply = Rejected | Opened | Attached | Detached | CancelAnswered

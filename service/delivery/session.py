@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from service.delivery.errors import ResultsNotReadError
-from service.delivery.events import NumberedEvent, Reply
+from service.delivery.events import Detached, NumberedEvent, Reply
 
 if TYPE_CHECKING:
     from service.delivery.log import RequestLog
@@ -59,7 +59,8 @@ class ResultStream:
         given_up: whether ended requests were let go, because the client read nothing for minutes.
     """
 
-    def __init__(self, registry: Registry, *, closing: bool = False) -> None:
+    def __init__(self, registry: Registry, *, is_session: bool = False) -> None:
+        """A stream: of a session, or of an RPC that has one request and takes no commands."""
         self._registry = registry
         self._dirty: dict[RequestLog, None] = {}
         self._replies: list[Reply] = []
@@ -75,7 +76,8 @@ class ResultStream:
         self.given_up = False
         self.lease_s = 0.0
         self.initial_credit: int | None = None
-        self.closing = closing
+        self.closing = not is_session
+        self._is_session = is_session
         self.busy = 0
         registry.streams.add(self)
 
@@ -110,6 +112,8 @@ class ResultStream:
         self._drop(log)
         self._dirty.pop(log, None)
         self.moved = log
+        if self._is_session:
+            self.reply(Detached(log.request_id))
         self._wake.set()
 
     def mark(self, log: RequestLog) -> None:

@@ -64,7 +64,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         """Run one request and return its whole result."""
         front, identity = self._state.front, current_identity()
         refuse_unknown(request)
-        stream = ResultStream(front.registry, closing=True)
+        stream = ResultStream(front.registry)
         try:
             log = await start_request(front, identity, spec_of(request), stream, final=True)
             run = []
@@ -87,7 +87,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         """Run one request and stream its events."""
         front, identity = self._state.front, current_identity()
         refuse_unknown(request)
-        stream = ResultStream(front.registry, closing=True)
+        stream = ResultStream(front.registry)
         context.add_done_callback(lambda _: stream.lost())
         try:
             log = await start_request(front, identity, spec_of(request), stream)
@@ -111,7 +111,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[generation_service_pb2.StreamResultResponse]:
         """A session: the reader carries out commands, and this writer sends what they bring."""
         front, identity = self._state.front, current_identity()
-        stream = ResultStream(front.registry)
+        stream = ResultStream(front.registry, is_session=True)
         context.add_done_callback(lambda _: stream.lost())
         reader = asyncio.create_task(
             CommandReader(front, self._state, identity, stream).run(request_iterator)

@@ -319,6 +319,27 @@ async def test_lease_survives_a_loss_and_attach_resumes() -> None:
     assert text_of(events) == "abcdef"
 
 
+async def test_a_session_is_told_that_another_one_has_its_request() -> None:
+    async with serving(FakeEngine(script=says("abcdef"), auto=False)) as h:
+        first, second = h.session(), h.session()
+        await first.add(spec(request_id="a"))
+        await first.add(spec(request_id="b"))
+        await first.read_until(lambda _: len(first.events()) == 2)
+        await second.send(3, attach=rpc.AttachCommand(request_id="a", from_seq=2))
+        await second.read_until(lambda m: m.attached)
+        message = await first.read_until(lambda m: m.detached)
+        assert [one.request_id for one in message.detached] == ["a"]
+        had = len(first.events()["a"])
+        h.engine.run()
+        for session in (first, second):
+            await session.end()
+        assert len(first.events()["a"]) == had
+        assert text_of(first.events()["b"]) == "abcdef"
+        assert not any(message.detached for message in second.messages)
+        check_course(second.events()["a"], first=2)
+        assert text_of(second.events()["a"]) == "abcdef"
+
+
 async def test_an_expired_lease_cancels() -> None:
     async with serving(FakeEngine(auto=False)) as h:
         session = h.session()

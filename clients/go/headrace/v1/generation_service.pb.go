@@ -520,7 +520,9 @@ type StreamResultResponse struct {
 	// The answers to `attach`; the events follow.
 	Attached []*SessionAttached `protobuf:"bytes,4,rep,name=attached,proto3" json:"attached,omitempty"`
 	// The answers to `cancel`.
-	Cancelled     []*CancelResult `protobuf:"bytes,5,rep,name=cancelled,proto3" json:"cancelled,omitempty"`
+	Cancelled []*CancelResult `protobuf:"bytes,5,rep,name=cancelled,proto3" json:"cancelled,omitempty"`
+	// Requests that another stream took over by `attach`: no event of them follows here.
+	Detached      []*SessionDetached `protobuf:"bytes,6,rep,name=detached,proto3" json:"detached,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -586,6 +588,13 @@ func (x *StreamResultResponse) GetAttached() []*SessionAttached {
 func (x *StreamResultResponse) GetCancelled() []*CancelResult {
 	if x != nil {
 		return x.Cancelled
+	}
+	return nil
+}
+
+func (x *StreamResultResponse) GetDetached() []*SessionDetached {
+	if x != nil {
+		return x.Detached
 	}
 	return nil
 }
@@ -783,6 +792,52 @@ func (x *SessionAttached) GetFromSeq() uint64 {
 	return 0
 }
 
+// A request has left the session.
+type SessionDetached struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The request.
+	RequestId     string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SessionDetached) Reset() {
+	*x = SessionDetached{}
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SessionDetached) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SessionDetached) ProtoMessage() {}
+
+func (x *SessionDetached) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SessionDetached.ProtoReflect.Descriptor instead.
+func (*SessionDetached) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *SessionDetached) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
 // The request of AddRequest.
 type AddRequestRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -794,7 +849,7 @@ type AddRequestRequest struct {
 
 func (x *AddRequestRequest) Reset() {
 	*x = AddRequestRequest{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[10]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -806,7 +861,7 @@ func (x *AddRequestRequest) String() string {
 func (*AddRequestRequest) ProtoMessage() {}
 
 func (x *AddRequestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[10]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -819,7 +874,7 @@ func (x *AddRequestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddRequestRequest.ProtoReflect.Descriptor instead.
 func (*AddRequestRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{10}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *AddRequestRequest) GetSpec() *GenerationSpec {
@@ -842,7 +897,7 @@ type AddRequestResponse struct {
 
 func (x *AddRequestResponse) Reset() {
 	*x = AddRequestResponse{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[11]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -854,7 +909,7 @@ func (x *AddRequestResponse) String() string {
 func (*AddRequestResponse) ProtoMessage() {}
 
 func (x *AddRequestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[11]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -867,7 +922,7 @@ func (x *AddRequestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddRequestResponse.ProtoReflect.Descriptor instead.
 func (*AddRequestResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{11}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *AddRequestResponse) GetRequestId() string {
@@ -895,7 +950,7 @@ type CancelRequest struct {
 
 func (x *CancelRequest) Reset() {
 	*x = CancelRequest{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[12]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -907,7 +962,7 @@ func (x *CancelRequest) String() string {
 func (*CancelRequest) ProtoMessage() {}
 
 func (x *CancelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[12]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -920,7 +975,7 @@ func (x *CancelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRequest.ProtoReflect.Descriptor instead.
 func (*CancelRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{12}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *CancelRequest) GetRequestIds() []string {
@@ -941,7 +996,7 @@ type CancelResponse struct {
 
 func (x *CancelResponse) Reset() {
 	*x = CancelResponse{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[13]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -953,7 +1008,7 @@ func (x *CancelResponse) String() string {
 func (*CancelResponse) ProtoMessage() {}
 
 func (x *CancelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[13]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -966,7 +1021,7 @@ func (x *CancelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelResponse.ProtoReflect.Descriptor instead.
 func (*CancelResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{13}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *CancelResponse) GetResults() []*CancelResult {
@@ -991,7 +1046,7 @@ type CancelResult struct {
 
 func (x *CancelResult) Reset() {
 	*x = CancelResult{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[14]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1003,7 +1058,7 @@ func (x *CancelResult) String() string {
 func (*CancelResult) ProtoMessage() {}
 
 func (x *CancelResult) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[14]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1016,7 +1071,7 @@ func (x *CancelResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelResult.ProtoReflect.Descriptor instead.
 func (*CancelResult) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{14}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *CancelResult) GetRequestId() string {
@@ -1051,7 +1106,7 @@ type GenerateRequest struct {
 
 func (x *GenerateRequest) Reset() {
 	*x = GenerateRequest{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[15]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1063,7 +1118,7 @@ func (x *GenerateRequest) String() string {
 func (*GenerateRequest) ProtoMessage() {}
 
 func (x *GenerateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[15]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1076,7 +1131,7 @@ func (x *GenerateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateRequest.ProtoReflect.Descriptor instead.
 func (*GenerateRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{15}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *GenerateRequest) GetSpec() *GenerationSpec {
@@ -1105,7 +1160,7 @@ type GenerateResponse struct {
 
 func (x *GenerateResponse) Reset() {
 	*x = GenerateResponse{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[16]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1117,7 +1172,7 @@ func (x *GenerateResponse) String() string {
 func (*GenerateResponse) ProtoMessage() {}
 
 func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[16]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1130,7 +1185,7 @@ func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateResponse.ProtoReflect.Descriptor instead.
 func (*GenerateResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{16}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *GenerateResponse) GetRequestId() string {
@@ -1187,7 +1242,7 @@ type GeneratedChoice struct {
 
 func (x *GeneratedChoice) Reset() {
 	*x = GeneratedChoice{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[17]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1199,7 +1254,7 @@ func (x *GeneratedChoice) String() string {
 func (*GeneratedChoice) ProtoMessage() {}
 
 func (x *GeneratedChoice) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[17]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1212,7 +1267,7 @@ func (x *GeneratedChoice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GeneratedChoice.ProtoReflect.Descriptor instead.
 func (*GeneratedChoice) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{17}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *GeneratedChoice) GetIndex() uint32 {
@@ -1261,7 +1316,7 @@ type GenerateStreamRequest struct {
 
 func (x *GenerateStreamRequest) Reset() {
 	*x = GenerateStreamRequest{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[18]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1273,7 +1328,7 @@ func (x *GenerateStreamRequest) String() string {
 func (*GenerateStreamRequest) ProtoMessage() {}
 
 func (x *GenerateStreamRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[18]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1286,7 +1341,7 @@ func (x *GenerateStreamRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateStreamRequest.ProtoReflect.Descriptor instead.
 func (*GenerateStreamRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{18}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *GenerateStreamRequest) GetSpec() *GenerationSpec {
@@ -1307,7 +1362,7 @@ type GenerateStreamResponse struct {
 
 func (x *GenerateStreamResponse) Reset() {
 	*x = GenerateStreamResponse{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[19]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1319,7 +1374,7 @@ func (x *GenerateStreamResponse) String() string {
 func (*GenerateStreamResponse) ProtoMessage() {}
 
 func (x *GenerateStreamResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[19]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1332,7 +1387,7 @@ func (x *GenerateStreamResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateStreamResponse.ProtoReflect.Descriptor instead.
 func (*GenerateStreamResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{19}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *GenerateStreamResponse) GetEvents() []*ResultEvent {
@@ -1359,7 +1414,7 @@ type GetResultRequest struct {
 
 func (x *GetResultRequest) Reset() {
 	*x = GetResultRequest{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[20]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1371,7 +1426,7 @@ func (x *GetResultRequest) String() string {
 func (*GetResultRequest) ProtoMessage() {}
 
 func (x *GetResultRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[20]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1384,7 +1439,7 @@ func (x *GetResultRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetResultRequest.ProtoReflect.Descriptor instead.
 func (*GetResultRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{20}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *GetResultRequest) GetRequestId() string {
@@ -1430,7 +1485,7 @@ type GetResultResponse struct {
 
 func (x *GetResultResponse) Reset() {
 	*x = GetResultResponse{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[21]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1442,7 +1497,7 @@ func (x *GetResultResponse) String() string {
 func (*GetResultResponse) ProtoMessage() {}
 
 func (x *GetResultResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[21]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1455,7 +1510,7 @@ func (x *GetResultResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetResultResponse.ProtoReflect.Descriptor instead.
 func (*GetResultResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{21}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *GetResultResponse) GetEvents() []*ResultEvent {
@@ -1509,7 +1564,7 @@ const file_headrace_v1_generation_service_proto_rawDesc = "" +
 	"\rCreditCommand\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x16\n" +
-	"\x06tokens\x18\x02 \x01(\rR\x06tokens\"\xae\x02\n" +
+	"\x06tokens\x18\x02 \x01(\rR\x06tokens\"\xe8\x02\n" +
 	"\x14StreamResultResponse\x120\n" +
 	"\x06events\x18\x01 \x03(\v2\x18.headrace.v1.ResultEventR\x06events\x12=\n" +
 	"\n" +
@@ -1517,7 +1572,8 @@ const file_headrace_v1_generation_service_proto_rawDesc = "" +
 	"rejections\x122\n" +
 	"\x06opened\x18\x03 \x01(\v2\x1a.headrace.v1.SessionOpenedR\x06opened\x128\n" +
 	"\battached\x18\x04 \x03(\v2\x1c.headrace.v1.SessionAttachedR\battached\x127\n" +
-	"\tcancelled\x18\x05 \x03(\v2\x19.headrace.v1.CancelResultR\tcancelled\"|\n" +
+	"\tcancelled\x18\x05 \x03(\v2\x19.headrace.v1.CancelResultR\tcancelled\x128\n" +
+	"\bdetached\x18\x06 \x03(\v2\x1c.headrace.v1.SessionDetachedR\bdetached\"|\n" +
 	"\x10CommandRejection\x12\x1d\n" +
 	"\n" +
 	"command_id\x18\x01 \x01(\x04R\tcommandId\x12\x1d\n" +
@@ -1535,7 +1591,10 @@ const file_headrace_v1_generation_service_proto_rawDesc = "" +
 	"command_id\x18\x01 \x01(\x04R\tcommandId\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x02 \x01(\tR\trequestId\x12\x19\n" +
-	"\bfrom_seq\x18\x03 \x01(\x04R\afromSeq\"D\n" +
+	"\bfrom_seq\x18\x03 \x01(\x04R\afromSeq\"0\n" +
+	"\x0fSessionDetached\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x01 \x01(\tR\trequestId\"D\n" +
 	"\x11AddRequestRequest\x12/\n" +
 	"\x04spec\x18\x01 \x01(\v2\x1b.headrace.v1.GenerationSpecR\x04spec\"f\n" +
 	"\x12AddRequestResponse\x12\x1d\n" +
@@ -1611,7 +1670,7 @@ func file_headrace_v1_generation_service_proto_rawDescGZIP() []byte {
 }
 
 var file_headrace_v1_generation_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_headrace_v1_generation_service_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_headrace_v1_generation_service_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
 var file_headrace_v1_generation_service_proto_goTypes = []any{
 	(CancelStatus)(0),              // 0: headrace.v1.CancelStatus
 	(*StreamResultRequest)(nil),    // 1: headrace.v1.StreamResultRequest
@@ -1624,27 +1683,28 @@ var file_headrace_v1_generation_service_proto_goTypes = []any{
 	(*CommandRejection)(nil),       // 8: headrace.v1.CommandRejection
 	(*SessionOpened)(nil),          // 9: headrace.v1.SessionOpened
 	(*SessionAttached)(nil),        // 10: headrace.v1.SessionAttached
-	(*AddRequestRequest)(nil),      // 11: headrace.v1.AddRequestRequest
-	(*AddRequestResponse)(nil),     // 12: headrace.v1.AddRequestResponse
-	(*CancelRequest)(nil),          // 13: headrace.v1.CancelRequest
-	(*CancelResponse)(nil),         // 14: headrace.v1.CancelResponse
-	(*CancelResult)(nil),           // 15: headrace.v1.CancelResult
-	(*GenerateRequest)(nil),        // 16: headrace.v1.GenerateRequest
-	(*GenerateResponse)(nil),       // 17: headrace.v1.GenerateResponse
-	(*GeneratedChoice)(nil),        // 18: headrace.v1.GeneratedChoice
-	(*GenerateStreamRequest)(nil),  // 19: headrace.v1.GenerateStreamRequest
-	(*GenerateStreamResponse)(nil), // 20: headrace.v1.GenerateStreamResponse
-	(*GetResultRequest)(nil),       // 21: headrace.v1.GetResultRequest
-	(*GetResultResponse)(nil),      // 22: headrace.v1.GetResultResponse
-	(*durationpb.Duration)(nil),    // 23: google.protobuf.Duration
-	(*GenerationSpec)(nil),         // 24: headrace.v1.GenerationSpec
-	(*ResultEvent)(nil),            // 25: headrace.v1.ResultEvent
-	(*status.Status)(nil),          // 26: google.rpc.Status
-	(*Accepted)(nil),               // 27: headrace.v1.Accepted
-	(*PromptProcessed)(nil),        // 28: headrace.v1.PromptProcessed
-	(*Usage)(nil),                  // 29: headrace.v1.Usage
-	(*TokenInfo)(nil),              // 30: headrace.v1.TokenInfo
-	(*Finished)(nil),               // 31: headrace.v1.Finished
+	(*SessionDetached)(nil),        // 11: headrace.v1.SessionDetached
+	(*AddRequestRequest)(nil),      // 12: headrace.v1.AddRequestRequest
+	(*AddRequestResponse)(nil),     // 13: headrace.v1.AddRequestResponse
+	(*CancelRequest)(nil),          // 14: headrace.v1.CancelRequest
+	(*CancelResponse)(nil),         // 15: headrace.v1.CancelResponse
+	(*CancelResult)(nil),           // 16: headrace.v1.CancelResult
+	(*GenerateRequest)(nil),        // 17: headrace.v1.GenerateRequest
+	(*GenerateResponse)(nil),       // 18: headrace.v1.GenerateResponse
+	(*GeneratedChoice)(nil),        // 19: headrace.v1.GeneratedChoice
+	(*GenerateStreamRequest)(nil),  // 20: headrace.v1.GenerateStreamRequest
+	(*GenerateStreamResponse)(nil), // 21: headrace.v1.GenerateStreamResponse
+	(*GetResultRequest)(nil),       // 22: headrace.v1.GetResultRequest
+	(*GetResultResponse)(nil),      // 23: headrace.v1.GetResultResponse
+	(*durationpb.Duration)(nil),    // 24: google.protobuf.Duration
+	(*GenerationSpec)(nil),         // 25: headrace.v1.GenerationSpec
+	(*ResultEvent)(nil),            // 26: headrace.v1.ResultEvent
+	(*status.Status)(nil),          // 27: google.rpc.Status
+	(*Accepted)(nil),               // 28: headrace.v1.Accepted
+	(*PromptProcessed)(nil),        // 29: headrace.v1.PromptProcessed
+	(*Usage)(nil),                  // 30: headrace.v1.Usage
+	(*TokenInfo)(nil),              // 31: headrace.v1.TokenInfo
+	(*Finished)(nil),               // 32: headrace.v1.Finished
 }
 var file_headrace_v1_generation_service_proto_depIdxs = []int32{
 	2,  // 0: headrace.v1.StreamResultRequest.open:type_name -> headrace.v1.OpenCommand
@@ -1652,47 +1712,48 @@ var file_headrace_v1_generation_service_proto_depIdxs = []int32{
 	4,  // 2: headrace.v1.StreamResultRequest.attach:type_name -> headrace.v1.AttachCommand
 	5,  // 3: headrace.v1.StreamResultRequest.cancel:type_name -> headrace.v1.CancelCommand
 	6,  // 4: headrace.v1.StreamResultRequest.credit:type_name -> headrace.v1.CreditCommand
-	23, // 5: headrace.v1.OpenCommand.lease:type_name -> google.protobuf.Duration
-	24, // 6: headrace.v1.AddCommand.spec:type_name -> headrace.v1.GenerationSpec
-	25, // 7: headrace.v1.StreamResultResponse.events:type_name -> headrace.v1.ResultEvent
+	24, // 5: headrace.v1.OpenCommand.lease:type_name -> google.protobuf.Duration
+	25, // 6: headrace.v1.AddCommand.spec:type_name -> headrace.v1.GenerationSpec
+	26, // 7: headrace.v1.StreamResultResponse.events:type_name -> headrace.v1.ResultEvent
 	8,  // 8: headrace.v1.StreamResultResponse.rejections:type_name -> headrace.v1.CommandRejection
 	9,  // 9: headrace.v1.StreamResultResponse.opened:type_name -> headrace.v1.SessionOpened
 	10, // 10: headrace.v1.StreamResultResponse.attached:type_name -> headrace.v1.SessionAttached
-	15, // 11: headrace.v1.StreamResultResponse.cancelled:type_name -> headrace.v1.CancelResult
-	26, // 12: headrace.v1.CommandRejection.status:type_name -> google.rpc.Status
-	23, // 13: headrace.v1.SessionOpened.lease:type_name -> google.protobuf.Duration
-	24, // 14: headrace.v1.AddRequestRequest.spec:type_name -> headrace.v1.GenerationSpec
-	27, // 15: headrace.v1.AddRequestResponse.accepted:type_name -> headrace.v1.Accepted
-	15, // 16: headrace.v1.CancelResponse.results:type_name -> headrace.v1.CancelResult
-	0,  // 17: headrace.v1.CancelResult.status:type_name -> headrace.v1.CancelStatus
-	24, // 18: headrace.v1.GenerateRequest.spec:type_name -> headrace.v1.GenerationSpec
-	27, // 19: headrace.v1.GenerateResponse.accepted:type_name -> headrace.v1.Accepted
-	28, // 20: headrace.v1.GenerateResponse.prompt:type_name -> headrace.v1.PromptProcessed
-	18, // 21: headrace.v1.GenerateResponse.choices:type_name -> headrace.v1.GeneratedChoice
-	29, // 22: headrace.v1.GenerateResponse.usage:type_name -> headrace.v1.Usage
-	30, // 23: headrace.v1.GeneratedChoice.tokens:type_name -> headrace.v1.TokenInfo
-	31, // 24: headrace.v1.GeneratedChoice.finished:type_name -> headrace.v1.Finished
-	24, // 25: headrace.v1.GenerateStreamRequest.spec:type_name -> headrace.v1.GenerationSpec
-	25, // 26: headrace.v1.GenerateStreamResponse.events:type_name -> headrace.v1.ResultEvent
-	23, // 27: headrace.v1.GetResultRequest.wait:type_name -> google.protobuf.Duration
-	25, // 28: headrace.v1.GetResultResponse.events:type_name -> headrace.v1.ResultEvent
-	1,  // 29: headrace.v1.GenerationService.StreamResult:input_type -> headrace.v1.StreamResultRequest
-	11, // 30: headrace.v1.GenerationService.AddRequest:input_type -> headrace.v1.AddRequestRequest
-	13, // 31: headrace.v1.GenerationService.Cancel:input_type -> headrace.v1.CancelRequest
-	16, // 32: headrace.v1.GenerationService.Generate:input_type -> headrace.v1.GenerateRequest
-	19, // 33: headrace.v1.GenerationService.GenerateStream:input_type -> headrace.v1.GenerateStreamRequest
-	21, // 34: headrace.v1.GenerationService.GetResult:input_type -> headrace.v1.GetResultRequest
-	7,  // 35: headrace.v1.GenerationService.StreamResult:output_type -> headrace.v1.StreamResultResponse
-	12, // 36: headrace.v1.GenerationService.AddRequest:output_type -> headrace.v1.AddRequestResponse
-	14, // 37: headrace.v1.GenerationService.Cancel:output_type -> headrace.v1.CancelResponse
-	17, // 38: headrace.v1.GenerationService.Generate:output_type -> headrace.v1.GenerateResponse
-	20, // 39: headrace.v1.GenerationService.GenerateStream:output_type -> headrace.v1.GenerateStreamResponse
-	22, // 40: headrace.v1.GenerationService.GetResult:output_type -> headrace.v1.GetResultResponse
-	35, // [35:41] is the sub-list for method output_type
-	29, // [29:35] is the sub-list for method input_type
-	29, // [29:29] is the sub-list for extension type_name
-	29, // [29:29] is the sub-list for extension extendee
-	0,  // [0:29] is the sub-list for field type_name
+	16, // 11: headrace.v1.StreamResultResponse.cancelled:type_name -> headrace.v1.CancelResult
+	11, // 12: headrace.v1.StreamResultResponse.detached:type_name -> headrace.v1.SessionDetached
+	27, // 13: headrace.v1.CommandRejection.status:type_name -> google.rpc.Status
+	24, // 14: headrace.v1.SessionOpened.lease:type_name -> google.protobuf.Duration
+	25, // 15: headrace.v1.AddRequestRequest.spec:type_name -> headrace.v1.GenerationSpec
+	28, // 16: headrace.v1.AddRequestResponse.accepted:type_name -> headrace.v1.Accepted
+	16, // 17: headrace.v1.CancelResponse.results:type_name -> headrace.v1.CancelResult
+	0,  // 18: headrace.v1.CancelResult.status:type_name -> headrace.v1.CancelStatus
+	25, // 19: headrace.v1.GenerateRequest.spec:type_name -> headrace.v1.GenerationSpec
+	28, // 20: headrace.v1.GenerateResponse.accepted:type_name -> headrace.v1.Accepted
+	29, // 21: headrace.v1.GenerateResponse.prompt:type_name -> headrace.v1.PromptProcessed
+	19, // 22: headrace.v1.GenerateResponse.choices:type_name -> headrace.v1.GeneratedChoice
+	30, // 23: headrace.v1.GenerateResponse.usage:type_name -> headrace.v1.Usage
+	31, // 24: headrace.v1.GeneratedChoice.tokens:type_name -> headrace.v1.TokenInfo
+	32, // 25: headrace.v1.GeneratedChoice.finished:type_name -> headrace.v1.Finished
+	25, // 26: headrace.v1.GenerateStreamRequest.spec:type_name -> headrace.v1.GenerationSpec
+	26, // 27: headrace.v1.GenerateStreamResponse.events:type_name -> headrace.v1.ResultEvent
+	24, // 28: headrace.v1.GetResultRequest.wait:type_name -> google.protobuf.Duration
+	26, // 29: headrace.v1.GetResultResponse.events:type_name -> headrace.v1.ResultEvent
+	1,  // 30: headrace.v1.GenerationService.StreamResult:input_type -> headrace.v1.StreamResultRequest
+	12, // 31: headrace.v1.GenerationService.AddRequest:input_type -> headrace.v1.AddRequestRequest
+	14, // 32: headrace.v1.GenerationService.Cancel:input_type -> headrace.v1.CancelRequest
+	17, // 33: headrace.v1.GenerationService.Generate:input_type -> headrace.v1.GenerateRequest
+	20, // 34: headrace.v1.GenerationService.GenerateStream:input_type -> headrace.v1.GenerateStreamRequest
+	22, // 35: headrace.v1.GenerationService.GetResult:input_type -> headrace.v1.GetResultRequest
+	7,  // 36: headrace.v1.GenerationService.StreamResult:output_type -> headrace.v1.StreamResultResponse
+	13, // 37: headrace.v1.GenerationService.AddRequest:output_type -> headrace.v1.AddRequestResponse
+	15, // 38: headrace.v1.GenerationService.Cancel:output_type -> headrace.v1.CancelResponse
+	18, // 39: headrace.v1.GenerationService.Generate:output_type -> headrace.v1.GenerateResponse
+	21, // 40: headrace.v1.GenerationService.GenerateStream:output_type -> headrace.v1.GenerateStreamResponse
+	23, // 41: headrace.v1.GenerationService.GetResult:output_type -> headrace.v1.GetResultResponse
+	36, // [36:42] is the sub-list for method output_type
+	30, // [30:36] is the sub-list for method input_type
+	30, // [30:30] is the sub-list for extension type_name
+	30, // [30:30] is the sub-list for extension extendee
+	0,  // [0:30] is the sub-list for field type_name
 }
 
 func init() { file_headrace_v1_generation_service_proto_init() }
@@ -1714,7 +1775,7 @@ func file_headrace_v1_generation_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_headrace_v1_generation_service_proto_rawDesc), len(file_headrace_v1_generation_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   22,
+			NumMessages:   23,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -270,6 +270,7 @@ class StreamResultResponse(_message.Message):
     OPENED_FIELD_NUMBER: _builtins.int
     ATTACHED_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
+    DETACHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.ResultEvent]:
         """Events, in order within each request."""
@@ -290,6 +291,10 @@ class StreamResultResponse(_message.Message):
     def cancelled(self) -> _containers.RepeatedCompositeFieldContainer[Global___CancelResult]:
         """The answers to `cancel`."""
 
+    @_builtins.property
+    def detached(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionDetached]:
+        """Requests that another stream took over by `attach`: no event of them follows here."""
+
     def __init__(
         self,
         *,
@@ -298,10 +303,11 @@ class StreamResultResponse(_message.Message):
         opened: Global___SessionOpened | None = ...,
         attached: _abc.Iterable[Global___SessionAttached] | None = ...,
         cancelled: _abc.Iterable[Global___CancelResult] | None = ...,
+        detached: _abc.Iterable[Global___SessionDetached] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["opened", b"opened"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "cancelled", b"cancelled", "events", b"events", "opened", b"opened", "rejections", b"rejections"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "cancelled", b"cancelled", "detached", b"detached", "events", b"events", "opened", b"opened", "rejections", b"rejections"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -402,6 +408,28 @@ class SessionAttached(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionAttached: _TypeAlias = SessionAttached  # noqa: Y015
+
+@_typing.final
+class SessionDetached(_message.Message):
+    """A request has left the session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionDetached: _TypeAlias = SessionDetached  # noqa: Y015
 
 @_typing.final
 class AddRequestRequest(_message.Message):

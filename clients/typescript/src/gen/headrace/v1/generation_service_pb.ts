@@ -25,7 +25,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file headrace/v1/generation_service.proto.
  */
 export const file_headrace_v1_generation_service: GenFile = /*@__PURE__*/
-  fileDesc("CiRoZWFkcmFjZS92MS9nZW5lcmF0aW9uX3NlcnZpY2UucHJvdG8SC2hlYWRyYWNlLnYxIpACChNTdHJlYW1SZXN1bHRSZXF1ZXN0EhIKCmNvbW1hbmRfaWQYASABKAQSKAoEb3BlbhgCIAEoCzIYLmhlYWRyYWNlLnYxLk9wZW5Db21tYW5kSAASJgoDYWRkGAMgASgLMhcuaGVhZHJhY2UudjEuQWRkQ29tbWFuZEgAEiwKBmF0dGFjaBgEIAEoCzIaLmhlYWRyYWNlLnYxLkF0dGFjaENvbW1hbmRIABIsCgZjYW5jZWwYBSABKAsyGi5oZWFkcmFjZS52MS5DYW5jZWxDb21tYW5kSAASLAoGY3JlZGl0GAYgASgLMhouaGVhZHJhY2UudjEuQ3JlZGl0Q29tbWFuZEgAQgkKB2NvbW1hbmQiTwoLT3BlbkNvbW1hbmQSKAoFbGVhc2UYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFgoOaW5pdGlhbF9jcmVkaXQYAiABKA0iNwoKQWRkQ29tbWFuZBIpCgRzcGVjGAEgASgLMhsuaGVhZHJhY2UudjEuR2VuZXJhdGlvblNwZWMiNQoNQXR0YWNoQ29tbWFuZBISCgpyZXF1ZXN0X2lkGAEgASgJEhAKCGZyb21fc2VxGAIgASgEIiMKDUNhbmNlbENvbW1hbmQSEgoKcmVxdWVzdF9pZBgBIAEoCSIzCg1DcmVkaXRDb21tYW5kEhIKCnJlcXVlc3RfaWQYASABKAkSDgoGdG9rZW5zGAIgASgNIv0BChRTdHJlYW1SZXN1bHRSZXNwb25zZRIoCgZldmVudHMYASADKAsyGC5oZWFkcmFjZS52MS5SZXN1bHRFdmVudBIxCgpyZWplY3Rpb25zGAIgAygLMh0uaGVhZHJhY2UudjEuQ29tbWFuZFJlamVjdGlvbhIqCgZvcGVuZWQYAyABKAsyGi5oZWFkcmFjZS52MS5TZXNzaW9uT3BlbmVkEi4KCGF0dGFjaGVkGAQgAygLMhwuaGVhZHJhY2UudjEuU2Vzc2lvbkF0dGFjaGVkEiwKCWNhbmNlbGxlZBgFIAMoCzIZLmhlYWRyYWNlLnYxLkNhbmNlbFJlc3VsdCJeChBDb21tYW5kUmVqZWN0aW9uEhIKCmNvbW1hbmRfaWQYASABKAQSEgoKcmVxdWVzdF9pZBgCIAEoCRIiCgZzdGF0dXMYAyABKAsyEi5nb29nbGUucnBjLlN0YXR1cyJiCg1TZXNzaW9uT3BlbmVkEhIKCmNvbW1hbmRfaWQYASABKAQSEwoLaW5zdGFuY2VfaWQYAiABKAkSKAoFbGVhc2UYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iSwoPU2Vzc2lvbkF0dGFjaGVkEhIKCmNvbW1hbmRfaWQYASABKAQSEgoKcmVxdWVzdF9pZBgCIAEoCRIQCghmcm9tX3NlcRgDIAEoBCI+ChFBZGRSZXF1ZXN0UmVxdWVzdBIpCgRzcGVjGAEgASgLMhsuaGVhZHJhY2UudjEuR2VuZXJhdGlvblNwZWMiUQoSQWRkUmVxdWVzdFJlc3BvbnNlEhIKCnJlcXVlc3RfaWQYASABKAkSJwoIYWNjZXB0ZWQYAiABKAsyFS5oZWFkcmFjZS52MS5BY2NlcHRlZCIkCg1DYW5jZWxSZXF1ZXN0EhMKC3JlcXVlc3RfaWRzGAEgAygJIjwKDkNhbmNlbFJlc3BvbnNlEioKB3Jlc3VsdHMYASADKAsyGS5oZWFkcmFjZS52MS5DYW5jZWxSZXN1bHQiYQoMQ2FuY2VsUmVzdWx0EhIKCnJlcXVlc3RfaWQYASABKAkSKQoGc3RhdHVzGAIgASgOMhkuaGVhZHJhY2UudjEuQ2FuY2VsU3RhdHVzEhIKCmNvbW1hbmRfaWQYAyABKAQiPAoPR2VuZXJhdGVSZXF1ZXN0EikKBHNwZWMYASABKAsyGy5oZWFkcmFjZS52MS5HZW5lcmF0aW9uU3BlYyLPAQoQR2VuZXJhdGVSZXNwb25zZRISCgpyZXF1ZXN0X2lkGAEgASgJEicKCGFjY2VwdGVkGAIgASgLMhUuaGVhZHJhY2UudjEuQWNjZXB0ZWQSLAoGcHJvbXB0GAMgASgLMhwuaGVhZHJhY2UudjEuUHJvbXB0UHJvY2Vzc2VkEi0KB2Nob2ljZXMYBCADKAsyHC5oZWFkcmFjZS52MS5HZW5lcmF0ZWRDaG9pY2USIQoFdXNhZ2UYBSABKAsyEi5oZWFkcmFjZS52MS5Vc2FnZSKSAQoPR2VuZXJhdGVkQ2hvaWNlEg0KBWluZGV4GAEgASgNEgwKBHRleHQYAiABKAkSEQoJdG9rZW5faWRzGAMgAygNEiYKBnRva2VucxgEIAMoCzIWLmhlYWRyYWNlLnYxLlRva2VuSW5mbxInCghmaW5pc2hlZBgFIAEoCzIVLmhlYWRyYWNlLnYxLkZpbmlzaGVkIkIKFUdlbmVyYXRlU3RyZWFtUmVxdWVzdBIpCgRzcGVjGAEgASgLMhsuaGVhZHJhY2UudjEuR2VuZXJhdGlvblNwZWMiQgoWR2VuZXJhdGVTdHJlYW1SZXNwb25zZRIoCgZldmVudHMYASADKAsyGC5oZWFkcmFjZS52MS5SZXN1bHRFdmVudCJ1ChBHZXRSZXN1bHRSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSEAoIZnJvbV9zZXEYAiABKAQSJwoEd2FpdBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhISCgp1bnRpbF9kb25lGAQgASgIIl0KEUdldFJlc3VsdFJlc3BvbnNlEigKBmV2ZW50cxgBIAMoCzIYLmhlYWRyYWNlLnYxLlJlc3VsdEV2ZW50EhAKCG5leHRfc2VxGAIgASgEEgwKBGRvbmUYAyABKAgqiwEKDENhbmNlbFN0YXR1cxIdChlDQU5DRUxfU1RBVFVTX1VOU1BFQ0lGSUVEEAASGwoXQ0FOQ0VMX1NUQVRVU19DQU5DRUxMRUQQARIiCh5DQU5DRUxfU1RBVFVTX0FMUkVBRFlfRklOSVNIRUQQAhIbChdDQU5DRUxfU1RBVFVTX05PVF9GT1VORBADMvADChFHZW5lcmF0aW9uU2VydmljZRJXCgxTdHJlYW1SZXN1bHQSIC5oZWFkcmFjZS52MS5TdHJlYW1SZXN1bHRSZXF1ZXN0GiEuaGVhZHJhY2UudjEuU3RyZWFtUmVzdWx0UmVzcG9uc2UoATABEk0KCkFkZFJlcXVlc3QSHi5oZWFkcmFjZS52MS5BZGRSZXF1ZXN0UmVxdWVzdBofLmhlYWRyYWNlLnYxLkFkZFJlcXVlc3RSZXNwb25zZRJBCgZDYW5jZWwSGi5oZWFkcmFjZS52MS5DYW5jZWxSZXF1ZXN0GhsuaGVhZHJhY2UudjEuQ2FuY2VsUmVzcG9uc2USRwoIR2VuZXJhdGUSHC5oZWFkcmFjZS52MS5HZW5lcmF0ZVJlcXVlc3QaHS5oZWFkcmFjZS52MS5HZW5lcmF0ZVJlc3BvbnNlElsKDkdlbmVyYXRlU3RyZWFtEiIuaGVhZHJhY2UudjEuR2VuZXJhdGVTdHJlYW1SZXF1ZXN0GiMuaGVhZHJhY2UudjEuR2VuZXJhdGVTdHJlYW1SZXNwb25zZTABEkoKCUdldFJlc3VsdBIdLmhlYWRyYWNlLnYxLkdldFJlc3VsdFJlcXVlc3QaHi5oZWFkcmFjZS52MS5HZXRSZXN1bHRSZXNwb25zZUJTCg9kZXYuaGVhZHJhY2UudjFCFkdlbmVyYXRpb25TZXJ2aWNlUHJvdG9QAVomaGVhZHJhY2UuZGV2L2dvL2hlYWRyYWNlL3YxO2hlYWRyYWNldjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_rpc_status, file_headrace_v1_generation]);
+  fileDesc("CiRoZWFkcmFjZS92MS9nZW5lcmF0aW9uX3NlcnZpY2UucHJvdG8SC2hlYWRyYWNlLnYxIpACChNTdHJlYW1SZXN1bHRSZXF1ZXN0EhIKCmNvbW1hbmRfaWQYASABKAQSKAoEb3BlbhgCIAEoCzIYLmhlYWRyYWNlLnYxLk9wZW5Db21tYW5kSAASJgoDYWRkGAMgASgLMhcuaGVhZHJhY2UudjEuQWRkQ29tbWFuZEgAEiwKBmF0dGFjaBgEIAEoCzIaLmhlYWRyYWNlLnYxLkF0dGFjaENvbW1hbmRIABIsCgZjYW5jZWwYBSABKAsyGi5oZWFkcmFjZS52MS5DYW5jZWxDb21tYW5kSAASLAoGY3JlZGl0GAYgASgLMhouaGVhZHJhY2UudjEuQ3JlZGl0Q29tbWFuZEgAQgkKB2NvbW1hbmQiTwoLT3BlbkNvbW1hbmQSKAoFbGVhc2UYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFgoOaW5pdGlhbF9jcmVkaXQYAiABKA0iNwoKQWRkQ29tbWFuZBIpCgRzcGVjGAEgASgLMhsuaGVhZHJhY2UudjEuR2VuZXJhdGlvblNwZWMiNQoNQXR0YWNoQ29tbWFuZBISCgpyZXF1ZXN0X2lkGAEgASgJEhAKCGZyb21fc2VxGAIgASgEIiMKDUNhbmNlbENvbW1hbmQSEgoKcmVxdWVzdF9pZBgBIAEoCSIzCg1DcmVkaXRDb21tYW5kEhIKCnJlcXVlc3RfaWQYASABKAkSDgoGdG9rZW5zGAIgASgNIq0CChRTdHJlYW1SZXN1bHRSZXNwb25zZRIoCgZldmVudHMYASADKAsyGC5oZWFkcmFjZS52MS5SZXN1bHRFdmVudBIxCgpyZWplY3Rpb25zGAIgAygLMh0uaGVhZHJhY2UudjEuQ29tbWFuZFJlamVjdGlvbhIqCgZvcGVuZWQYAyABKAsyGi5oZWFkcmFjZS52MS5TZXNzaW9uT3BlbmVkEi4KCGF0dGFjaGVkGAQgAygLMhwuaGVhZHJhY2UudjEuU2Vzc2lvbkF0dGFjaGVkEiwKCWNhbmNlbGxlZBgFIAMoCzIZLmhlYWRyYWNlLnYxLkNhbmNlbFJlc3VsdBIuCghkZXRhY2hlZBgGIAMoCzIcLmhlYWRyYWNlLnYxLlNlc3Npb25EZXRhY2hlZCJeChBDb21tYW5kUmVqZWN0aW9uEhIKCmNvbW1hbmRfaWQYASABKAQSEgoKcmVxdWVzdF9pZBgCIAEoCRIiCgZzdGF0dXMYAyABKAsyEi5nb29nbGUucnBjLlN0YXR1cyJiCg1TZXNzaW9uT3BlbmVkEhIKCmNvbW1hbmRfaWQYASABKAQSEwoLaW5zdGFuY2VfaWQYAiABKAkSKAoFbGVhc2UYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iSwoPU2Vzc2lvbkF0dGFjaGVkEhIKCmNvbW1hbmRfaWQYASABKAQSEgoKcmVxdWVzdF9pZBgCIAEoCRIQCghmcm9tX3NlcRgDIAEoBCIlCg9TZXNzaW9uRGV0YWNoZWQSEgoKcmVxdWVzdF9pZBgBIAEoCSI+ChFBZGRSZXF1ZXN0UmVxdWVzdBIpCgRzcGVjGAEgASgLMhsuaGVhZHJhY2UudjEuR2VuZXJhdGlvblNwZWMiUQoSQWRkUmVxdWVzdFJlc3BvbnNlEhIKCnJlcXVlc3RfaWQYASABKAkSJwoIYWNjZXB0ZWQYAiABKAsyFS5oZWFkcmFjZS52MS5BY2NlcHRlZCIkCg1DYW5jZWxSZXF1ZXN0EhMKC3JlcXVlc3RfaWRzGAEgAygJIjwKDkNhbmNlbFJlc3BvbnNlEioKB3Jlc3VsdHMYASADKAsyGS5oZWFkcmFjZS52MS5DYW5jZWxSZXN1bHQiYQoMQ2FuY2VsUmVzdWx0EhIKCnJlcXVlc3RfaWQYASABKAkSKQoGc3RhdHVzGAIgASgOMhkuaGVhZHJhY2UudjEuQ2FuY2VsU3RhdHVzEhIKCmNvbW1hbmRfaWQYAyABKAQiPAoPR2VuZXJhdGVSZXF1ZXN0EikKBHNwZWMYASABKAsyGy5oZWFkcmFjZS52MS5HZW5lcmF0aW9uU3BlYyLPAQoQR2VuZXJhdGVSZXNwb25zZRISCgpyZXF1ZXN0X2lkGAEgASgJEicKCGFjY2VwdGVkGAIgASgLMhUuaGVhZHJhY2UudjEuQWNjZXB0ZWQSLAoGcHJvbXB0GAMgASgLMhwuaGVhZHJhY2UudjEuUHJvbXB0UHJvY2Vzc2VkEi0KB2Nob2ljZXMYBCADKAsyHC5oZWFkcmFjZS52MS5HZW5lcmF0ZWRDaG9pY2USIQoFdXNhZ2UYBSABKAsyEi5oZWFkcmFjZS52MS5Vc2FnZSKSAQoPR2VuZXJhdGVkQ2hvaWNlEg0KBWluZGV4GAEgASgNEgwKBHRleHQYAiABKAkSEQoJdG9rZW5faWRzGAMgAygNEiYKBnRva2VucxgEIAMoCzIWLmhlYWRyYWNlLnYxLlRva2VuSW5mbxInCghmaW5pc2hlZBgFIAEoCzIVLmhlYWRyYWNlLnYxLkZpbmlzaGVkIkIKFUdlbmVyYXRlU3RyZWFtUmVxdWVzdBIpCgRzcGVjGAEgASgLMhsuaGVhZHJhY2UudjEuR2VuZXJhdGlvblNwZWMiQgoWR2VuZXJhdGVTdHJlYW1SZXNwb25zZRIoCgZldmVudHMYASADKAsyGC5oZWFkcmFjZS52MS5SZXN1bHRFdmVudCJ1ChBHZXRSZXN1bHRSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSEAoIZnJvbV9zZXEYAiABKAQSJwoEd2FpdBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhISCgp1bnRpbF9kb25lGAQgASgIIl0KEUdldFJlc3VsdFJlc3BvbnNlEigKBmV2ZW50cxgBIAMoCzIYLmhlYWRyYWNlLnYxLlJlc3VsdEV2ZW50EhAKCG5leHRfc2VxGAIgASgEEgwKBGRvbmUYAyABKAgqiwEKDENhbmNlbFN0YXR1cxIdChlDQU5DRUxfU1RBVFVTX1VOU1BFQ0lGSUVEEAASGwoXQ0FOQ0VMX1NUQVRVU19DQU5DRUxMRUQQARIiCh5DQU5DRUxfU1RBVFVTX0FMUkVBRFlfRklOSVNIRUQQAhIbChdDQU5DRUxfU1RBVFVTX05PVF9GT1VORBADMvADChFHZW5lcmF0aW9uU2VydmljZRJXCgxTdHJlYW1SZXN1bHQSIC5oZWFkcmFjZS52MS5TdHJlYW1SZXN1bHRSZXF1ZXN0GiEuaGVhZHJhY2UudjEuU3RyZWFtUmVzdWx0UmVzcG9uc2UoATABEk0KCkFkZFJlcXVlc3QSHi5oZWFkcmFjZS52MS5BZGRSZXF1ZXN0UmVxdWVzdBofLmhlYWRyYWNlLnYxLkFkZFJlcXVlc3RSZXNwb25zZRJBCgZDYW5jZWwSGi5oZWFkcmFjZS52MS5DYW5jZWxSZXF1ZXN0GhsuaGVhZHJhY2UudjEuQ2FuY2VsUmVzcG9uc2USRwoIR2VuZXJhdGUSHC5oZWFkcmFjZS52MS5HZW5lcmF0ZVJlcXVlc3QaHS5oZWFkcmFjZS52MS5HZW5lcmF0ZVJlc3BvbnNlElsKDkdlbmVyYXRlU3RyZWFtEiIuaGVhZHJhY2UudjEuR2VuZXJhdGVTdHJlYW1SZXF1ZXN0GiMuaGVhZHJhY2UudjEuR2VuZXJhdGVTdHJlYW1SZXNwb25zZTABEkoKCUdldFJlc3VsdBIdLmhlYWRyYWNlLnYxLkdldFJlc3VsdFJlcXVlc3QaHi5oZWFkcmFjZS52MS5HZXRSZXN1bHRSZXNwb25zZUJTCg9kZXYuaGVhZHJhY2UudjFCFkdlbmVyYXRpb25TZXJ2aWNlUHJvdG9QAVomaGVhZHJhY2UuZGV2L2dvL2hlYWRyYWNlL3YxO2hlYWRyYWNldjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_rpc_status, file_headrace_v1_generation]);
 
 /**
  * One command of a session.
@@ -276,6 +276,13 @@ export type StreamResultResponse = Message<"headrace.v1.StreamResultResponse"> &
    * @generated from field: repeated headrace.v1.CancelResult cancelled = 5;
    */
   cancelled: CancelResult[];
+
+  /**
+   * Requests that another stream took over by `attach`: no event of them follows here.
+   *
+   * @generated from field: repeated headrace.v1.SessionDetached detached = 6;
+   */
+  detached: SessionDetached[];
 };
 
 /**
@@ -392,6 +399,27 @@ export const SessionAttachedSchema: GenMessage<SessionAttached> = /*@__PURE__*/
   messageDesc(file_headrace_v1_generation_service, 9);
 
 /**
+ * A request has left the session.
+ *
+ * @generated from message headrace.v1.SessionDetached
+ */
+export type SessionDetached = Message<"headrace.v1.SessionDetached"> & {
+  /**
+   * The request.
+   *
+   * @generated from field: string request_id = 1;
+   */
+  requestId: string;
+};
+
+/**
+ * Describes the message headrace.v1.SessionDetached.
+ * Use `create(SessionDetachedSchema)` to create a new message.
+ */
+export const SessionDetachedSchema: GenMessage<SessionDetached> = /*@__PURE__*/
+  messageDesc(file_headrace_v1_generation_service, 10);
+
+/**
  * The request of AddRequest.
  *
  * @generated from message headrace.v1.AddRequestRequest
@@ -410,7 +438,7 @@ export type AddRequestRequest = Message<"headrace.v1.AddRequestRequest"> & {
  * Use `create(AddRequestRequestSchema)` to create a new message.
  */
 export const AddRequestRequestSchema: GenMessage<AddRequestRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 10);
+  messageDesc(file_headrace_v1_generation_service, 11);
 
 /**
  * The request was taken in.
@@ -438,7 +466,7 @@ export type AddRequestResponse = Message<"headrace.v1.AddRequestResponse"> & {
  * Use `create(AddRequestResponseSchema)` to create a new message.
  */
 export const AddRequestResponseSchema: GenMessage<AddRequestResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 11);
+  messageDesc(file_headrace_v1_generation_service, 12);
 
 /**
  * The request of Cancel.
@@ -459,7 +487,7 @@ export type CancelRequest = Message<"headrace.v1.CancelRequest"> & {
  * Use `create(CancelRequestSchema)` to create a new message.
  */
 export const CancelRequestSchema: GenMessage<CancelRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 12);
+  messageDesc(file_headrace_v1_generation_service, 13);
 
 /**
  * The answers of Cancel.
@@ -480,7 +508,7 @@ export type CancelResponse = Message<"headrace.v1.CancelResponse"> & {
  * Use `create(CancelResponseSchema)` to create a new message.
  */
 export const CancelResponseSchema: GenMessage<CancelResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 13);
+  messageDesc(file_headrace_v1_generation_service, 14);
 
 /**
  * What became of a cancel.
@@ -515,7 +543,7 @@ export type CancelResult = Message<"headrace.v1.CancelResult"> & {
  * Use `create(CancelResultSchema)` to create a new message.
  */
 export const CancelResultSchema: GenMessage<CancelResult> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 14);
+  messageDesc(file_headrace_v1_generation_service, 15);
 
 /**
  * The request of Generate.
@@ -536,7 +564,7 @@ export type GenerateRequest = Message<"headrace.v1.GenerateRequest"> & {
  * Use `create(GenerateRequestSchema)` to create a new message.
  */
 export const GenerateRequestSchema: GenMessage<GenerateRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 15);
+  messageDesc(file_headrace_v1_generation_service, 16);
 
 /**
  * The whole result of a request.
@@ -585,7 +613,7 @@ export type GenerateResponse = Message<"headrace.v1.GenerateResponse"> & {
  * Use `create(GenerateResponseSchema)` to create a new message.
  */
 export const GenerateResponseSchema: GenMessage<GenerateResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 16);
+  messageDesc(file_headrace_v1_generation_service, 17);
 
 /**
  * One whole output.
@@ -634,7 +662,7 @@ export type GeneratedChoice = Message<"headrace.v1.GeneratedChoice"> & {
  * Use `create(GeneratedChoiceSchema)` to create a new message.
  */
 export const GeneratedChoiceSchema: GenMessage<GeneratedChoice> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 17);
+  messageDesc(file_headrace_v1_generation_service, 18);
 
 /**
  * The request of GenerateStream.
@@ -655,7 +683,7 @@ export type GenerateStreamRequest = Message<"headrace.v1.GenerateStreamRequest">
  * Use `create(GenerateStreamRequestSchema)` to create a new message.
  */
 export const GenerateStreamRequestSchema: GenMessage<GenerateStreamRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 18);
+  messageDesc(file_headrace_v1_generation_service, 19);
 
 /**
  * What happened since the last message.
@@ -676,7 +704,7 @@ export type GenerateStreamResponse = Message<"headrace.v1.GenerateStreamResponse
  * Use `create(GenerateStreamResponseSchema)` to create a new message.
  */
 export const GenerateStreamResponseSchema: GenMessage<GenerateStreamResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 19);
+  messageDesc(file_headrace_v1_generation_service, 20);
 
 /**
  * The request of GetResult.
@@ -718,7 +746,7 @@ export type GetResultRequest = Message<"headrace.v1.GetResultRequest"> & {
  * Use `create(GetResultRequestSchema)` to create a new message.
  */
 export const GetResultRequestSchema: GenMessage<GetResultRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 20);
+  messageDesc(file_headrace_v1_generation_service, 21);
 
 /**
  * Results of a request.
@@ -753,7 +781,7 @@ export type GetResultResponse = Message<"headrace.v1.GetResultResponse"> & {
  * Use `create(GetResultResponseSchema)` to create a new message.
  */
 export const GetResultResponseSchema: GenMessage<GetResultResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 21);
+  messageDesc(file_headrace_v1_generation_service, 22);
 
 /**
  * What became of a cancel.
