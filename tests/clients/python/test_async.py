@@ -111,6 +111,24 @@ async def test_session(aclient: AsyncClient, server: ScriptedServer) -> None:
         session.submit("late")
 
 
+async def test_a_waiter_that_gave_up_leaves_nothing(aclient: AsyncClient) -> None:
+    async with aclient.session() as session:
+        handle = session.submit("hold on")
+        assert await handle.accepted()
+        async for _ in handle:
+            break  # its last event before the end is here
+        for wait in [handle.result, handle.result, handle.accepted, handle.result]:
+            waiter = asyncio.create_task(wait())  # type: ignore[operator]
+            await asyncio.sleep(0)
+            waiter.cancel()
+            await asyncio.wait([waiter])
+        assert not handle._waiting
+        waiters = [asyncio.create_task(handle.result()) for _ in range(3)]
+        handle.cancel()
+        assert {result.text for result in await asyncio.gather(*waiters)} == {"hold"}
+        assert not handle._waiting
+
+
 async def test_leaving_by_an_exception_cancels(
     aclient: AsyncClient, server: ScriptedServer
 ) -> None:

@@ -223,7 +223,7 @@ class AsyncRequestHandle:
     def __init__(self, session: AsyncSession, record: Record) -> None:
         self._session = session
         self._record = record
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: set[asyncio.Future[None]] = set()
         record.wake = self._wake
 
     @property
@@ -297,11 +297,13 @@ class AsyncRequestHandle:
 
     async def _change(self) -> None:
         future = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
-        await future
+        self._waiting.add(future)
+        try:
+            await future
+        finally:  # a waiter that gave up is nobody to wake
+            self._waiting.discard(future)
 
     def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for future in waiting:
+        for future in self._waiting:
             if not future.done():
                 future.set_result(None)
