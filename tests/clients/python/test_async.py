@@ -8,7 +8,7 @@ import headrace
 import pytest
 from headrace import AsyncClient, FinishReason, Result
 
-from tests.clients.python.scripted import ScriptedServer
+from tests.clients.python.scripted import WAIT, ScriptedServer
 
 
 async def until(server: ScriptedServer, condition: object) -> None:
@@ -109,6 +109,29 @@ async def test_session(aclient: AsyncClient, server: ScriptedServer) -> None:
         assert (await again).text == " b"
     with pytest.raises(headrace.UnavailableError):
         session.submit("late")
+
+
+async def test_what_had_ended_is_resumed_without_the_server(
+    aclient: AsyncClient, server: ScriptedServer
+) -> None:
+    async with aclient.session(lease=5) as session:
+        good, failed = session.submit("one two"), session.submit("fail")
+        whole = await good
+        with pytest.raises(headrace.InternalError):
+            await failed
+    commands = len(server.commands)
+    async with aclient.session() as session:
+        resumed = session.resume(good)
+        assert resumed.done
+        async with asyncio.timeout(WAIT):
+            assert await resumed == whole
+            assert [chunk.text async for chunk in session.resume(resumed)] == ["one", " two"]
+            with pytest.raises(headrace.InternalError) as caught:
+                await session.resume(failed)
+        assert caught.value.error_id == "e-1"
+        resumed.cancel()
+        assert session.live == 0
+    assert len(server.commands) == commands
 
 
 async def test_a_waiter_that_gave_up_leaves_nothing(aclient: AsyncClient) -> None:

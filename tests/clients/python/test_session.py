@@ -132,6 +132,33 @@ def test_lease_attach_and_resume(client: Client, server: ScriptedServer) -> None
         assert part.result(WAIT).text == " two"
 
 
+def test_what_had_ended_is_resumed_without_the_server(
+    client: Client, server: ScriptedServer
+) -> None:
+    with client.session(lease=5) as session:
+        good, failed, several = [
+            session.submit(prompt, n=n) for prompt, n in (("one two", 1), ("fail", 1), ("a b", 2))
+        ]
+        whole = [good.result(WAIT), several.result(WAIT)]
+        with pytest.raises(headrace.InternalError):
+            failed.result(WAIT)
+    commands = len(server.commands)
+    with client.session() as session:
+        resumed = session.resume(good)
+        assert resumed.done
+        assert (resumed.result(WAIT), session.resume(several).result(WAIT)) == tuple(whole)
+        assert [chunk.text for chunk in session.resume(resumed)] == ["one", " two"]
+        assert resumed.accepted(WAIT) == good.accepted(WAIT)
+        with pytest.raises(headrace.InternalError) as caught:
+            session.resume(failed).result(WAIT)
+        assert caught.value.error_id == "e-1"
+        resumed.cancel()
+        assert session.live == 0
+    assert len(server.commands) == commands
+    with pytest.raises(headrace.UnavailableError):
+        session.resume(good)
+
+
 def test_credits_are_paid_as_chunks_are_read(client: Client, server: ScriptedServer) -> None:
     def credits() -> list[int]:
         return [c.credit.tokens for c in server.commands if c.HasField("credit")]

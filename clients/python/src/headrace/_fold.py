@@ -38,6 +38,7 @@ class Fold:
         self._finished: dict[int, Finished] = {}
         self._token_counts: dict[int, int] = {}
         self._from_start = self.next_seq == 1
+        self._end_was_told = False  # by its events: nothing follows
 
     def add(self, event: ResultEvent) -> Chunk | None:
         """Takes in the next event; returns its output, if any. Faults are in `error`."""
@@ -55,9 +56,10 @@ class Fold:
             self.prompt = results.prompt_from_proto(event.prompt)
         elif kind == "finished":
             self._finished[event.choice_index] = event.finished
-            self.done = 0 < self.n <= len(self._finished)
+            self.done = self._end_was_told = 0 < self.n <= len(self._finished)
         elif kind == "failed":
             self.fail(error_from_status(event.failed.status))
+            self._end_was_told = True
         return None  # an event that is newer than this client is counted and passed over
 
     def fail(self, error: HeadraceError) -> None:
@@ -69,13 +71,18 @@ class Fold:
         self.done = True
 
     def reopened(self) -> Fold:
-        """A fold that continues where this one was broken off, with all that it has."""
+        """A fold that continues where this one was broken off, with all that it has. Where the
+        server told the request's end, it has that too, and there is nothing to continue.
+        """
         fold = Fold(self.request_id, n=self.n, from_seq=self.next_seq)
         fold.chunks = list(self.chunks)
         fold.accepted, fold.prompt = self.accepted, self.prompt
         fold._finished = dict(self._finished)
         fold._token_counts = dict(self._token_counts)
         fold._from_start = self._from_start
+        if self._end_was_told:
+            fold.done = fold._end_was_told = True
+            fold.error = self.error
         return fold
 
     def end(self) -> None:

@@ -100,13 +100,16 @@ class SessionCore:
         return record
 
     def attach(self, fold: Fold) -> Record:
-        """Continues a request of another stream, from the event that its fold needs next.
+        """Continues a request of another stream, from the event that its fold needs next. Of one
+        that has ended nothing is asked: its record is as the fold is.
 
         Raises:
             AlreadyExistsError: a live request of this session has the id.
             HeadraceError: the session has ended.
         """
         self._check_open()
+        if fold.done:
+            return Record(fold)
         record = self._new_record(fold)
         record.paid = len(fold.chunks)
         command = AttachCommand(request_id=fold.request_id, from_seq=fold.next_seq)

@@ -84,7 +84,7 @@ class AsyncSession:
         """Continues a request whose session was lost, where its handle left off.
 
         The new handle has all output from the beginning. This works while the lost session's
-        lease holds.
+        lease holds. Of a request whose end had come, the new handle has the same end at once.
 
         Raises:
             AlreadyExistsError: the request is live on this session.
