@@ -68,6 +68,7 @@ class Live:
         self.sink = sink
         self.seq = 0
         self.sent: list[g.ResultEvent] = []
+        self.by_itself = False
 
     def send(self, **event: Any) -> None:
         self.seq += 1
@@ -136,7 +137,8 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
             live = Live(spec, sink)
             self.live[spec.request_id] = self.kept[spec.request_id] = live
             self.peak = max(self.peak, len(self.live))
-            accepted = g.Accepted(instance_id="one", prompt_tokens=len(words), command_id=command)
+            accepted = g.Accepted(instance_id="one", prompt_tokens=len(words), n=spec.n or 1)
+            accepted.command_id = command
             accepted.sampling.seed = spec.sampling.seed or 7
             live.send(accepted=accepted)
             live.send(prompt=g.PromptProcessed(prompt_tokens=len(words)))
@@ -162,7 +164,8 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
 
     def lose(self, request_id: str) -> None:
         """The request's RPC is gone."""
-        self.cancel(request_id)
+        if request_id not in self.kept or not self.kept[request_id].by_itself:
+            self.cancel(request_id)
 
     def _words(self, spec: g.GenerationSpec) -> list[str]:
         kind = spec.WhichOneof("input")
@@ -299,6 +302,7 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
     def AddRequest(self, request: Any, context: Any) -> Any:
         try:
             live = self.start(request.spec, lambda events: None)
+            live.by_itself = True
         except Refusal as refusal:
             abort(context, refusal.status)
             raise
@@ -344,7 +348,7 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
             state["half_closed"] = True
             out.put(None)
 
-        context.add_callback(lambda: [self.cancel(one) for one in mine])
+        context.add_callback(lambda: [self.lose(one) for one in mine])
         threading.Thread(target=read, daemon=True).start()
         while True:
             if state["half_closed"] and out.empty() and not (mine & self.live.keys()):
@@ -385,8 +389,11 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
             attached = s.SessionAttached(
                 command_id=id_, request_id=live.spec.request_id, from_seq=command.attach.from_seq
             )
-            events = [event for event in live.sent if event.seq >= command.attach.from_seq]
-            out.put(s.StreamResultResponse(attached=[attached], events=events))
+            with self.changed:
+                events = [event for event in live.sent if event.seq >= command.attach.from_seq]
+                out.put(s.StreamResultResponse(attached=[attached], events=events))
+                live.sink = sink
+            mine.add(live.spec.request_id)
         with self.changed:
             self.changed.notify_all()
 

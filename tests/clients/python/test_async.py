@@ -105,7 +105,7 @@ async def test_session(aclient: AsyncClient, server: ScriptedServer) -> None:
         assert (await held).finish_reason is FinishReason.CANCELLED
         assert (await good.accepted()).prompt_tokens == 2
         assert session.lease == 3.0
-        again = session.attach(good.request_id, from_seq=4)
+        again = session.attach(good.request_id, from_seq=4, n=1)
         assert (await again).text == " b"
     with pytest.raises(headrace.UnavailableError):
         session.submit("late")

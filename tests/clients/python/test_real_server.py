@@ -82,7 +82,7 @@ async def test_requests_that_run_by_themselves(aclient: AsyncClient) -> None:
         }
         async with aclient.attach("mine") as stream:
             assert (await stream.result()).text == "once upon a time"
-        again = session.attach("mine", from_seq=3)
+        again = session.attach("mine", from_seq=3, n=1)
         assert (await again).text == "once upon a time"
 
 
@@ -147,6 +147,20 @@ async def test_choices_everywhere(engine: FakeEngine, aclient: AsyncClient) -> N
     assert [c.text for c in (await aclient.get_result(name, timeout=10)).choices] == texts
     async with aclient.attach(name) as attached:
         assert [choice.text for choice in (await attached.result()).choices] == texts
+
+
+async def test_attaching_to_several_choices(engine: FakeEngine, aclient: AsyncClient) -> None:
+    engine.script = says("abc", "abcdefgh")
+    engine.hold_at = 1
+    await aclient.add_request("hi", request_id="a", n=2)
+    async with aclient.session() as session:
+        handle = session.attach("a")
+        assert await handle.accepted()
+        engine.go_on()
+        async with asyncio.timeout(30):
+            result = await handle
+    assert [choice.text for choice in result.choices] == ["abc", "abcdefgh"]
+    assert engine.cancelled == []
 
 
 async def test_a_failure_after_a_choice_finished(engine: FakeEngine, aclient: AsyncClient) -> None:

@@ -128,8 +128,45 @@ def test_lease_attach_and_resume(client: Client, server: ScriptedServer) -> None
         with pytest.raises(headrace.ProtocolError):
             broken.result()
     with client.session() as session:
-        part = session.attach(accepted.request_id, from_seq=4)
+        part = session.attach(accepted.request_id, from_seq=4, n=1)
         assert part.result(WAIT).text == " two"
+
+
+def test_attaching_learns_how_many_choices_there_are(
+    client: Client, server: ScriptedServer
+) -> None:
+    client.add_request("hold on", request_id="a", n=2)
+    with client.session() as session:
+        handle = session.attach("a")
+        assert handle.accepted(WAIT).prompt_tokens == 2
+        server.release("a")
+        result = handle.result(WAIT)
+        assert [choice.text for choice in result.choices] == ["hold", ""]
+        assert {choice.finish_reason for choice in result.choices} == {FinishReason.STOP}
+        assert session.attach("a", n=1).result(WAIT) == result  # the server knows better
+        rest = session.attach("a", from_seq=4, n=2).result(WAIT)
+        assert [choice.finish_reason for choice in rest.choices] == [FinishReason.STOP] * 2
+        for wrong in ({"from_seq": 4}, {"n": 0}):
+            with pytest.raises(headrace.InvalidArgumentError) as caught:
+                session.attach("a", **wrong)
+            assert [violation.field for violation in caught.value.field_violations] == ["n"]
+    assert client.get_result("a").choices == result.choices
+
+
+def test_what_was_only_attached_is_not_cancelled(client: Client, server: ScriptedServer) -> None:
+    client.add_request("hold on", request_id="a")
+    with client.session() as session:
+        handle = session.attach("a")
+        assert next(iter(handle)).text == "hold"
+        with server.changed:
+            server.live["a"].seq += 1
+            server.live["a"].send(prompt={})
+        with pytest.raises(headrace.ProtocolError):
+            handle.result(WAIT)
+        assert session.submit("still here").result(WAIT).text == "still here"
+        server.release("a")
+    assert not [command for command in server.commands if command.HasField("cancel")]
+    assert server.cancelled == []
 
 
 def test_what_had_ended_is_resumed_without_the_server(

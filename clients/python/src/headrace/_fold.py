@@ -18,7 +18,8 @@ class Fold:
 
     Args:
         request_id: the request; empty takes the id of the first event.
-        n: how many choices it has; it has ended when all of them have. 0: not known; `end` tells.
+        n: how many choices it has; it has ended when all of them have. 0: not known. The
+            Accepted event tells.
         from_seq: the number of the first event that will come.
     """
 
@@ -52,6 +53,7 @@ class Fold:
             return self._delta(event)
         if kind == "accepted":
             self.accepted = results.accepted_from_proto(self.request_id, event.accepted)
+            self.n = event.accepted.n or self.n or 1
         elif kind == "prompt":
             self.prompt = results.prompt_from_proto(event.prompt)
         elif kind == "finished":

@@ -24,6 +24,7 @@ from headrace.errors import (
     HeadraceError,
     UnavailableError,
     error_from_status,
+    invalid_argument,
 )
 from headrace.options import choices_of, duration
 from headrace.v1.generation_pb2 import GenerationSpec, ResultEvent
@@ -39,11 +40,27 @@ from headrace.v1.generation_service_pb2 import (
 )
 
 
-class Record:
-    """One request of a session."""
+def fold_to_attach(request_id: str, *, from_seq: int, n: int | None) -> Fold:
+    """The fold of a request that others may have started, from an event of it on.
 
-    def __init__(self, fold: Fold) -> None:
+    Raises:
+        InvalidArgumentError: `n` is not given, and the event that tells it will not come.
+    """
+    if n is None and from_seq > 1:
+        raise invalid_argument(
+            "n", "is not given; event 1 tells it, which does not come again with this from_seq"
+        )
+    if n is not None and n < 1:
+        raise invalid_argument("n", f"is {n}; a request has at least 1 choice")
+    return Fold(request_id, n=n or 0, from_seq=from_seq)
+
+
+class Record:
+    """One request of a session. `is_ours`: the session started it, it was not only attached."""
+
+    def __init__(self, fold: Fold, *, is_ours: bool) -> None:
         self.fold = fold
+        self.is_ours = is_ours
         self.wake: Callable[[], None] = lambda: None
         """Called by the flavour when the record has changed; set by its handle."""
         self.on_done: Callable[[], None] | None = None
@@ -95,7 +112,7 @@ class SessionCore:
         self._check_open()
         if not spec.request_id:
             spec.request_id = uuid.uuid4().hex
-        record = self._new_record(Fold(spec.request_id, n=choices_of(spec)))
+        record = self._new_record(Fold(spec.request_id, n=choices_of(spec)), is_ours=True)
         self._send_for(record, StreamResultRequest(add=AddCommand(spec=spec)))
         return record
 
@@ -109,8 +126,8 @@ class SessionCore:
         """
         self._check_open()
         if fold.done:
-            return Record(fold)
-        record = self._new_record(fold)
+            return Record(fold, is_ours=False)
+        record = self._new_record(fold, is_ours=False)
         record.paid = len(fold.chunks)
         command = AttachCommand(request_id=fold.request_id, from_seq=fold.next_seq)
         self._send_for(record, StreamResultRequest(attach=command))
@@ -193,8 +210,9 @@ class SessionCore:
         if event.HasField("accepted"):
             self._commands.pop(event.accepted.command_id, None)
         if fold.done:
-            if fold.error is not None and not event.HasField("failed"):
-                self.cancel(record)  # the contract was broken: do not let it run for nobody
+            is_broken = fold.error is not None and not event.HasField("failed")
+            if is_broken and record.is_ours:  # do not let it run for nobody
+                self.cancel(record)
             del self.records[event.request_id]
         return record
 
@@ -202,13 +220,13 @@ class SessionCore:
         if self.ended:
             raise _copy(self.error) if self.error else UnavailableError("the session has ended")
 
-    def _new_record(self, fold: Fold) -> Record:
+    def _new_record(self, fold: Fold, *, is_ours: bool) -> Record:
         if fold.request_id in self.records:
             raise AlreadyExistsError(
                 f"a request {fold.request_id!r} is live on this session",
                 request_id=fold.request_id,
             )
-        record = Record(fold)
+        record = Record(fold, is_ours=is_ours)
         self.records[fold.request_id] = record
         return record
 

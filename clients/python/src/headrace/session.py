@@ -15,7 +15,7 @@ import grpc
 from headrace._calls import open_call
 from headrace._channel import ChannelSettings
 from headrace._fold import Fold
-from headrace._session import Record, SessionCore
+from headrace._session import Record, SessionCore, fold_to_attach
 from headrace.errors import DeadlineExceededError, HeadraceError, error_from_rpc
 from headrace.messages import Prompt
 from headrace.options import GenerationOptions, build_spec
@@ -72,19 +72,21 @@ class Session:
         """
         return self._submit(build_spec(prompt, options))
 
-    def attach(self, request_id: str, *, from_seq: int = 1, n: int = 1) -> RequestHandle:
+    def attach(self, request_id: str, *, from_seq: int = 1, n: int | None = None) -> RequestHandle:
         """Continues a request of an earlier session, or of `Client.add_request`, on this one.
 
         Args:
             request_id: the request.
             from_seq: the number of the first event wanted; the handle knows only what follows.
-            n: how many choices the request has.
+            n: how many choices the request has; needed where `from_seq` is above 1, since the
+                first event tells it.
 
         Raises:
+            InvalidArgumentError: `n` is needed.
             AlreadyExistsError: a live request of this session has that `request_id`.
             UnavailableError: the session has ended.
         """
-        return self._attach(Fold(request_id, n=n, from_seq=from_seq))
+        return self._attach(fold_to_attach(request_id, from_seq=from_seq, n=n))
 
     def resume(self, handle: RequestHandle) -> RequestHandle:
         """Continues a request whose session was lost, where its handle left off.
