@@ -96,6 +96,9 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
         self.finish_at = 0
         self.busy_left = 2
         self.unavailable_left = 0
+        self.answer_bytes = 1 << 20
+        self.polls: list[s.GetResultRequest] = []
+        self.on_poll: Callable[[], None] = lambda: None
         self._made = 0
         self._server = grpc.server(
             futures.ThreadPoolExecutor(32), options=[("grpc.so_reuseport", 0)]
@@ -321,12 +324,20 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
             raise AssertionError
         wanted = max(request.from_seq, 1)
         with self.changed:
+            self.polls.append(request)
+            self.on_poll()
             self.changed.wait_for(
                 lambda: live.done or (live.seq >= wanted and not request.until_done),
                 min(request.wait.ToNanoseconds() / 1e9, WAIT),
             )
-            events = [event for event in live.sent if event.seq >= wanted]
-        return s.GetResultResponse(events=events, next_seq=live.seq + 1, done=live.done)
+            events: list[g.ResultEvent] = []
+            for event in live.sent[wanted - 1 :]:  # as many as fit, at least one
+                if events and sum(e.ByteSize() for e in [*events, event]) > self.answer_bytes:
+                    break
+                events.append(event)
+            following = wanted + len(events)
+            done = live.done and following > live.seq
+        return s.GetResultResponse(events=events, next_seq=following, done=done)
 
     def StreamResult(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
         out: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -207,6 +207,20 @@ async def test_requests_that_run_by_themselves(
     assert (await aclient.get_result(accepted.request_id)).text == "hold"
 
 
+async def test_a_result_of_several_answers_is_read_whole(
+    aclient: AsyncClient, server: ScriptedServer
+) -> None:
+    server.answer_bytes = 200_000
+    words = [letter * 90_000 for letter in "abcdefgh"]
+    await aclient.add_request(" ".join(words), request_id="a")
+    assert (await aclient.get_result("a", timeout=0)).text == " ".join(words)
+    assert len(server.polls) > 3
+    await aclient.add_request("hold on", request_id="b")
+    server.on_poll = lambda: server.live["b"].send(delta={"text": " on", "token_offset": 1})
+    with pytest.raises(headrace.DeadlineExceededError):
+        await aclient.get_result("b", timeout=0)
+
+
 async def test_the_model_and_the_server(aclient: AsyncClient) -> None:
     assert (await aclient.model()).name == "scripted"
     assert len(await aclient.tokenize("a b c")) == 3

@@ -152,6 +152,28 @@ def test_requests_that_run_by_themselves(client: Client, server: ScriptedServer)
         client.get_result("nobody")
 
 
+def test_a_result_of_several_answers_is_read_whole(client: Client, server: ScriptedServer) -> None:
+    server.answer_bytes = 200_000
+    words = [letter * 90_000 for letter in "abcdefgh"]
+    client.add_request(" ".join(words), request_id="a")
+    assert client.get_result("a", timeout=0).text == " ".join(words)
+    assert len(server.polls) > 3
+    assert client.get_result("a", timeout=1e-6).text == " ".join(words)
+    assert client.get_result("a").text == " ".join(words)
+
+
+def test_a_request_that_runs_is_not_waited_for_beyond_the_timeout(
+    client: Client, server: ScriptedServer
+) -> None:
+    client.add_request("hold on", request_id="a")
+    server.on_poll = lambda: server.live["a"].send(delta={"text": " on", "token_offset": 1})
+    with pytest.raises(headrace.DeadlineExceededError) as caught:
+        client.get_result("a", timeout=0)
+    assert caught.value.partial
+    assert caught.value.partial.text.startswith("hold on")
+    assert len(server.polls) <= 3
+
+
 def test_cancel(client: Client, server: ScriptedServer) -> None:
     client.add_request("hold", request_id="a")
     client.add_request("x", request_id="b")

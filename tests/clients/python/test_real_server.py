@@ -86,6 +86,15 @@ async def test_requests_that_run_by_themselves(aclient: AsyncClient) -> None:
         assert (await again).text == "once upon a time"
 
 
+async def test_a_large_result_is_read_whole(engine: FakeEngine, aclient: AsyncClient) -> None:
+    await aclient.add_request(
+        "hi", request_id="a", n=4, max_tokens=2000, logprobs=20, ignore_eos=True
+    )
+    whole = await aclient.get_result("a", timeout=30)
+    assert [len(choice.token_ids) for choice in whole.choices] == [2000] * 4
+    assert await aclient.get_result("a", timeout=0) == whole
+
+
 async def test_the_sync_client(real: HeadraceServer) -> None:
     def run() -> None:
         with headrace.Client(real.addresses[0]) as client:

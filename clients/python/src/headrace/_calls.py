@@ -4,30 +4,39 @@ the answers.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpc_health.v1 import health_pb2
 
-from headrace.errors import UnavailableError
+from headrace._fold import Fold
+from headrace.errors import DeadlineExceededError, UnavailableError
 from headrace.messages import Message, MessageDict
 from headrace.options import set_chat_option, set_input
 from headrace.results import (
     CancelStatus,
     HealthStatus,
+    Result,
     Tokenization,
     cancel_status_from_proto,
     tokens_from_proto,
 )
 from headrace.v1 import model_service_pb2
 from headrace.v1.generation_pb2 import GenerationSpec
-from headrace.v1.generation_service_pb2 import CancelRequest, CancelResponse, GetResultRequest
+from headrace.v1.generation_service_pb2 import (
+    CancelRequest,
+    CancelResponse,
+    GetResultRequest,
+    GetResultResponse,
+)
 
 GENERATION_SERVICE = "headrace.v1.GenerationService"
 POLL_SECONDS = 30  # of the 60 that the contract allows: proxies cut quiet calls
 READY_POLL_SECONDS = 0.2
 _CANCELS_PER_CALL = 1024  # the contract's limit
+_SMALL_BYTES = 64 * 1024  # far less than what a server cuts a result into
 
 _HEALTH = {
     health_pb2.HealthCheckResponse.SERVING: HealthStatus.SERVING,
@@ -69,7 +78,7 @@ def cancel_statuses(response: CancelResponse) -> dict[str, CancelStatus]:
 
 
 def poll_request(
-    fold: Any, *, until_done: bool = False, wait: float = POLL_SECONDS
+    fold: Fold, *, until_done: bool = False, wait: float = POLL_SECONDS
 ) -> GetResultRequest:
     """The call that reads a request's next events, waiting for them at most `wait` seconds."""
     request = GetResultRequest(
@@ -77,6 +86,52 @@ def poll_request(
     )
     request.wait.FromNanoseconds(int(max(wait, 0.0) * 1e9))
     return request
+
+
+class ResultWait:
+    """A wait for the end of a request that runs by itself: which calls to make, and when to give
+    up.
+
+    A large result comes in several answers. So an answer that is not the last one may be a part of
+    a result that is there, and is read on whatever the time; or all that a running request has, of
+    which there is more with each call. The two are told apart by size: of two parts in a row, cut
+    because they would be too large together, one is large.
+    """
+
+    def __init__(self, request_id: str, timeout: float | None) -> None:
+        self._fold = Fold(request_id, n=0)
+        self._timeout = timeout
+        self._end = None if timeout is None else time.monotonic() + timeout
+        self._last_bytes = _SMALL_BYTES  # of the last answer that came after the end of the time
+
+    def request(self) -> GetResultRequest:
+        """The next call."""
+        left = POLL_SECONDS if self._end is None else self._end - time.monotonic()
+        return poll_request(self._fold, until_done=True, wait=min(left, POLL_SECONDS))
+
+    def take(self, response: GetResultResponse) -> Result | None:
+        """Takes in an answer; returns the whole result, or None: call again.
+
+        Raises:
+            DeadlineExceededError: the time is over, and the request has not ended.
+            HeadraceError: the request failed.
+        """
+        fold = self._fold
+        for event in response.events:
+            fold.add(event)
+        if response.done or fold.done:
+            return fold.result()
+        if self._end is None or time.monotonic() < self._end:
+            return None
+        size = response.ByteSize()
+        if not response.events or max(size, self._last_bytes) < _SMALL_BYTES:
+            raise DeadlineExceededError(
+                f"request {fold.request_id} has not ended within {self._timeout} s",
+                request_id=fold.request_id,
+                partial=fold.partial(),
+            )
+        self._last_bytes = size
+        return None
 
 
 def tokenize_request(

@@ -26,7 +26,6 @@ from headrace.control import Control
 from headrace.errors import (
     AlreadyExistsError,
     CallCancelledError,
-    DeadlineExceededError,
     NotFoundError,
     UnavailableError,
     error_from_rpc,
@@ -281,29 +280,19 @@ class Client:
 
         Args:
             request_id: the request.
-            timeout: how many seconds to wait at most; None: as long as it takes.
+            timeout: how many seconds to wait at most for the end; None: as long as it takes. What
+                has ended is read whole, however long that takes.
 
         Raises:
             NotFoundError: there is no such request, or its result is no longer kept.
             DeadlineExceededError: `timeout` passed first; the request goes on.
             HeadraceError: the request failed.
         """
-        fold = Fold(request_id, n=0)
-        end = None if timeout is None else time.monotonic() + timeout
+        wait = _calls.ResultWait(request_id, timeout)
         while True:
-            left = _calls.POLL_SECONDS if end is None else max(end - time.monotonic(), 0.0)
-            wait = min(left, _calls.POLL_SECONDS)
-            response = self._get_result(_calls.poll_request(fold, until_done=True, wait=wait))
-            for event in response.events:
-                fold.add(event)
-            if response.done or fold.done:
-                return fold.result()
-            if end is not None and time.monotonic() >= end:
-                raise DeadlineExceededError(
-                    f"request {request_id} has not ended within {timeout} s",
-                    request_id=request_id,
-                    partial=fold.partial(),
-                )
+            result = wait.take(self._get_result(wait.request()))
+            if result is not None:
+                return result
 
     def attach(self, request_id: str, *, from_seq: int = 1) -> Stream:
         """Reads the output of a request that runs by itself, from its beginning, as it comes.
