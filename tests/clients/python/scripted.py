@@ -119,6 +119,10 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
         with self.changed:
             assert self.changed.wait_for(condition, WAIT)
 
+    @property
+    def credits(self) -> list[int]:
+        return [one.credit.tokens for one in self.commands if one.HasField("credit")]
+
     def release(self, request_id: str) -> None:
         with self.changed:
             self._finish(self.live[request_id])

@@ -152,6 +152,52 @@ async def test_a_waiter_that_gave_up_leaves_nothing(aclient: AsyncClient) -> Non
         assert not handle._waiting
 
 
+async def test_closing_pays_takes_nothing_more_and_still_cancels(
+    aclient: AsyncClient, server: ScriptedServer
+) -> None:
+    async with aclient.session(initial_credit=8) as session:
+        held, unwanted = session.submit("hold on"), session.submit("hold up")
+        closing = [asyncio.create_task(session.close()) for _ in range(2)]
+        await until(server, lambda: server.credits == [1, 1])
+        for call in (session.submit, session.attach):
+            with pytest.raises(headrace.UnavailableError, match="being closed"):
+                call("late")
+        with pytest.raises(headrace.UnavailableError, match="being closed"):
+            session.resume(held)
+        unwanted.cancel()
+        async with asyncio.timeout(WAIT):
+            assert (await unwanted).finish_reason is FinishReason.CANCELLED
+            assert not any(task.done() for task in closing)
+            server.release(held.request_id)
+            await asyncio.gather(*closing)
+    assert (await held).finish_reason is FinishReason.STOP
+    assert server.cancelled == [unwanted.request_id]
+    with pytest.raises(headrace.UnavailableError, match="has ended"):
+        session.submit("late")
+
+
+async def test_a_close_that_waits_is_cut_short(
+    aclient: AsyncClient, server: ScriptedServer
+) -> None:
+    async with aclient.session(initial_credit=8) as session:
+        cancelled = session.submit("hold on")
+        closing = asyncio.create_task(session.close())
+        await until(server, lambda: server.credits == [1])
+        async with asyncio.timeout(WAIT):
+            await session.close(cancel=True)
+            await closing
+        assert (await cancelled).finish_reason is FinishReason.CANCELLED
+    async with aclient.session(initial_credit=8) as session:
+        lost = session.submit("hold on")
+        closing = asyncio.create_task(session.close())
+        await until(server, lambda: server.credits == [1, 1])
+        await asyncio.to_thread(server.stop)
+        async with asyncio.timeout(WAIT):
+            await closing
+        with pytest.raises(headrace.UnavailableError):
+            await lost
+
+
 async def test_leaving_by_an_exception_cancels(
     aclient: AsyncClient, server: ScriptedServer
 ) -> None:

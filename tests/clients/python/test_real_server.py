@@ -13,6 +13,7 @@ from engine.outputs import RequestFailure
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer, says
+from tests.service.helpers import until
 
 
 @pytest.fixture
@@ -68,6 +69,33 @@ async def test_session_and_batch(aclient: AsyncClient) -> None:
     outcomes = [pair async for pair in aclient.batch(["x"] * 200, max_tokens=4, ordered=True)]
     assert [index for index, _ in outcomes] == list(range(200))
     assert {str(outcome) for _, outcome in outcomes} == {"once"}
+
+
+async def test_leaving_a_session_with_credits(
+    engine: FakeEngine, real: HeadraceServer, aclient: AsyncClient
+) -> None:
+    def use_threads() -> int:
+        with headrace.Client(real.addresses[0]) as client:
+            with client.session(initial_credit=8) as session:
+                handle = session.submit("hi", max_tokens=200, ignore_eos=True)
+            return len(handle.result().token_ids)
+
+    async with asyncio.timeout(30):  # what is out of credit is sent without after a minute
+        async with aclient.session(initial_credit=8) as session:
+            handle = session.submit("hi", max_tokens=200, ignore_eos=True)
+        assert len((await handle).token_ids) == 200
+        assert await asyncio.to_thread(use_threads) == 200
+        engine.hold_at = engine.steps + 20
+        async with aclient.session(initial_credit=8) as session:
+            handle = session.submit("hi", max_tokens=200, ignore_eos=True)
+            assert await handle.accepted()
+            closing = asyncio.create_task(session.close())
+            await asyncio.sleep(0)  # it has begun
+            handle.cancel()
+            await until(lambda: engine.cancelled)
+            engine.go_on()
+            await closing
+        assert (await handle).finish_reason is FinishReason.CANCELLED
 
 
 async def test_requests_that_run_by_themselves(aclient: AsyncClient) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -197,16 +198,63 @@ def test_what_had_ended_is_resumed_without_the_server(
 
 
 def test_credits_are_paid_as_chunks_are_read(client: Client, server: ScriptedServer) -> None:
-    def credits() -> list[int]:
-        return [c.credit.tokens for c in server.commands if c.HasField("credit")]
-
     with client.session(initial_credit=8) as session:
         handle = session.submit("hold on")
         server.wait_for(lambda: bool(server.live))
-        assert credits() == []
+        assert server.credits == []
         assert next(iter(handle)).token_ids == (4,)
-        server.wait_for(lambda: credits() == [1])
+        server.wait_for(lambda: server.credits == [1])
         handle.cancel()
+
+
+def test_closing_pays_takes_nothing_more_and_still_cancels(
+    client: Client, server: ScriptedServer
+) -> None:
+    session = client.session(initial_credit=8)
+    held, unwanted = session.submit("hold on"), session.submit("hold up")
+    server.wait_for(lambda: len(server.live) == 2)
+    with ThreadPoolExecutor(2) as pool:
+        closing = pool.submit(session.close)
+        server.wait_for(lambda: server.credits == [1, 1])
+        again = pool.submit(session.close)
+        refused: list[Callable[[], object]] = [
+            lambda: session.submit("late"),
+            lambda: session.attach("any"),
+            lambda: session.resume(held),
+        ]
+        for call in refused:
+            with pytest.raises(headrace.UnavailableError, match="being closed"):
+                call()
+        unwanted.cancel()
+        assert unwanted.result(WAIT).finish_reason is FinishReason.CANCELLED
+        assert not closing.done()
+        server.release(held.request_id)
+        closing.result(WAIT)
+        again.result(WAIT)
+    assert held.result().finish_reason is FinishReason.STOP
+    assert server.cancelled == [unwanted.request_id]
+    session.close()
+    with pytest.raises(headrace.UnavailableError, match="has ended"):
+        session.submit("late")
+
+
+def test_a_close_that_waits_is_cut_short(client: Client, server: ScriptedServer) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        session = client.session(initial_credit=8)
+        cancelled = session.submit("hold on")
+        closing = pool.submit(session.close)
+        server.wait_for(lambda: server.credits == [1])
+        session.close(cancel=True)
+        closing.result(WAIT)
+        assert cancelled.result().finish_reason is FinishReason.CANCELLED
+        session = client.session(initial_credit=8)
+        lost = session.submit("hold on")
+        closing = pool.submit(session.close)
+        server.wait_for(lambda: server.credits == [1, 1])
+        server.stop()
+        closing.result(WAIT)
+        with pytest.raises(headrace.UnavailableError):
+            lost.result()
 
 
 def test_batch_keeps_to_its_window(client: Client, server: ScriptedServer) -> None:

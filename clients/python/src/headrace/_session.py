@@ -5,7 +5,8 @@ an answer belongs to.
 2. The flavour (threads or asyncio) sends it, and hands every message of the server to `receive`.
 3. `receive` folds events into their requests' records and returns the records that changed, to be
    woken.
-4. When the stream ends, `end` fails what is still live, so that nobody waits for ever.
+4. `close` takes no more requests; the flavour half-closes once the core `has_said_all`.
+5. When the stream ends, `end` fails what is still live, so that nobody waits for ever.
 
 Nothing here is thread-safe: the threaded flavour holds its lock around every call.
 """
@@ -64,7 +65,9 @@ class Record:
         self.wake: Callable[[], None] = lambda: None
         """Called by the flavour when the record has changed; set by its handle."""
         self.on_done: Callable[[], None] | None = None
-        """Called once, when the request has ended."""
+        """Called once, when the request has ended; with the threaded flavour's lock held, so it
+        must not use the session.
+        """
         self.refused = False
         """Whether the request was refused before it had any event."""
         self.unlimited = False
@@ -88,6 +91,8 @@ class SessionCore:
         self.error: HeadraceError | None = None
         """Why the session ended, once it has."""
         self.ended = False
+        self.closing = False
+        """Whether no more requests are taken."""
         self.outbox: list[StreamResultRequest] = []
         """Commands that `receive` and the handles want sent; the flavour drains it."""
         self._credits = initial_credit > 0
@@ -107,7 +112,7 @@ class SessionCore:
 
         Raises:
             AlreadyExistsError: a live request of this session has the id.
-            HeadraceError: the session has ended.
+            HeadraceError: the session has ended, or is being closed.
         """
         self._check_open()
         if not spec.request_id:
@@ -122,7 +127,7 @@ class SessionCore:
 
         Raises:
             AlreadyExistsError: a live request of this session has the id.
-            HeadraceError: the session has ended.
+            HeadraceError: the session has ended, or is being closed.
         """
         self._check_open()
         if fold.done:
@@ -132,6 +137,23 @@ class SessionCore:
         command = AttachCommand(request_id=fold.request_id, from_seq=fold.next_seq)
         self._send_for(record, StreamResultRequest(attach=command))
         return record
+
+    def close(self, *, cancel: bool) -> None:
+        """Takes no more requests. Those that live go on to their end without waiting for their
+        readers, or are cancelled.
+        """
+        self.closing = True
+        for record in list(self.records.values()):
+            if cancel:
+                self.cancel(record)
+            self.pay_all(record)  # a cancelled one, too, ends behind its last token
+
+    @property
+    def has_said_all(self) -> bool:
+        """Whether nothing is left to send. As long as a request lives, its credits and a cancel
+        may be, also of a session that is being closed.
+        """
+        return self.ended or (self.closing and not self.records)
 
     def cancel(self, record: Record) -> None:
         """Asks the server to end a request; does nothing if it has ended."""
@@ -219,6 +241,8 @@ class SessionCore:
     def _check_open(self) -> None:
         if self.ended:
             raise _copy(self.error) if self.error else UnavailableError("the session has ended")
+        if self.closing:
+            raise UnavailableError("the session is being closed; it takes no more requests")
 
     def _new_record(self, fold: Fold, *, is_ours: bool) -> Record:
         if fold.request_id in self.records:

@@ -62,7 +62,7 @@ class AsyncSession:
         Raises:
             InvalidArgumentError: a value cannot be sent at all.
             AlreadyExistsError: a live request of this session has that `request_id`.
-            UnavailableError: the session was not entered, or has ended.
+            UnavailableError: the session was not entered, has ended, or is being closed.
         """
         return self._submit(build_spec(prompt, options))
 
@@ -80,7 +80,7 @@ class AsyncSession:
         Raises:
             InvalidArgumentError: `n` is needed.
             AlreadyExistsError: a live request of this session has that `request_id`.
-            UnavailableError: the session was not entered, or has ended.
+            UnavailableError: the session was not entered, has ended, or is being closed.
         """
         return self._attach(fold_to_attach(request_id, from_seq=from_seq, n=n))
 
@@ -92,7 +92,7 @@ class AsyncSession:
 
         Raises:
             AlreadyExistsError: the request is live on this session.
-            UnavailableError: the session was not entered, or has ended.
+            UnavailableError: the session was not entered, has ended, or is being closed.
         """
         return self._attach(handle._record.fold.reopened())
 
@@ -112,18 +112,15 @@ class AsyncSession:
     async def close(self, *, cancel: bool = False) -> None:
         """Ends the session: no more requests; returns when the live ones have ended.
 
+        They need no reader for that, also with credits; they may still be cancelled meanwhile.
+
         Args:
             cancel: whether to cancel the live requests instead of waiting for them.
         """
         if self._reader is None or self._call is None:
             return
-        if cancel:
-            for record in list(self._core.records.values()):
-                self._core.cancel(record)
+        self._core.close(cancel=cancel)
         self._flush()
-        if not self._half_closed:
-            self._half_closed = True
-            self._outgoing.put_nowait(None)
         try:
             await asyncio.wait([self._reader], timeout=_CLOSE_SECONDS if cancel else None)
         finally:
@@ -158,8 +155,6 @@ class AsyncSession:
     def _check_entered(self) -> None:
         if self._reader is None:
             raise UnavailableError("the session is not open: use `async with client.session()`")
-        if self._half_closed and not self._core.ended:
-            raise UnavailableError("the session is closed")
 
     def _handle(
         self, record: Record, on_done: Callable[[AsyncRequestHandle], None] | None
@@ -174,6 +169,9 @@ class AsyncSession:
         if not self._half_closed:
             for command in self._core.outbox:
                 self._outgoing.put_nowait(command)
+            if self._core.has_said_all:
+                self._half_closed = True
+                self._outgoing.put_nowait(None)
         self._core.outbox.clear()
 
     async def _commands(self) -> AsyncIterator[StreamResultRequest]:
@@ -203,8 +201,7 @@ class AsyncSession:
         finally:
             if not self._core.ended:
                 _wake(self._core.end(error))
-            self._half_closed = True
-            self._outgoing.put_nowait(None)
+            self._flush()
             call.cancel()
 
 

@@ -68,7 +68,7 @@ class Session:
         Raises:
             InvalidArgumentError: a value cannot be sent at all.
             AlreadyExistsError: a live request of this session has that `request_id`.
-            UnavailableError: the session has ended.
+            UnavailableError: the session has ended, or is being closed.
         """
         return self._submit(build_spec(prompt, options))
 
@@ -84,7 +84,7 @@ class Session:
         Raises:
             InvalidArgumentError: `n` is needed.
             AlreadyExistsError: a live request of this session has that `request_id`.
-            UnavailableError: the session has ended.
+            UnavailableError: the session has ended, or is being closed.
         """
         return self._attach(fold_to_attach(request_id, from_seq=from_seq, n=n))
 
@@ -96,7 +96,7 @@ class Session:
 
         Raises:
             AlreadyExistsError: the request is live on this session.
-            UnavailableError: the session has ended.
+            UnavailableError: the session has ended, or is being closed.
         """
         return self._attach(handle._record.fold.reopened())
 
@@ -118,17 +118,14 @@ class Session:
     def close(self, *, cancel: bool = False) -> None:
         """Ends the session: no more requests; returns when the live ones have ended.
 
+        They need no reader for that, also with credits; they may still be cancelled meanwhile.
+
         Args:
             cancel: whether to cancel the live requests instead of waiting for them.
         """
         with self._lock:
-            if cancel:
-                for record in list(self._core.records.values()):
-                    self._core.cancel(record)
+            self._core.close(cancel=cancel)
             self._flush()
-            if not self._half_closed:
-                self._half_closed = True
-                self._outgoing.put(None)
         try:
             self._reader.join(_CLOSE_SECONDS if cancel else None)
         finally:
@@ -171,6 +168,9 @@ class Session:
         if not self._half_closed:
             for command in self._core.outbox:
                 self._outgoing.put(command)
+            if self._core.has_said_all:
+                self._half_closed = True
+                self._outgoing.put(None)
         self._core.outbox.clear()
 
     def _read(self) -> None:
@@ -194,8 +194,7 @@ class Session:
             with self._lock:
                 if not self._core.ended:
                     _wake(self._core.end(error))
-                self._half_closed = True
-            self._outgoing.put(None)  # lets gRPC's sending thread go
+                self._flush()  # lets gRPC's sending thread go
 
 
 def _wake(records: list[Record]) -> None:
