@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import grpc
 import headrace
 import pytest
 from headrace import AsyncClient, CancelStatus, FinishReason, HealthStatus, Message
@@ -198,6 +199,29 @@ async def test_attaching_to_several_choices(engine: FakeEngine, aclient: AsyncCl
             result = await handle
     assert [choice.text for choice in result.choices] == ["abc", "abcdefgh"]
     assert engine.cancelled == []
+
+
+async def test_another_session_takes_a_request_over(
+    engine: FakeEngine, aclient: AsyncClient
+) -> None:
+    engine.hold_at = 4
+    async with aclient.session(lease=60) as first, aclient.session(lease=60) as second:
+        handle = first.submit("hi", request_id="a")
+        async for _ in handle:
+            break
+        taken = second.attach("a")
+        async with asyncio.timeout(30):
+            with pytest.raises(headrace.HeadraceError) as caught:
+                await handle
+        assert (caught.value.code, caught.value.reason) == (
+            grpc.StatusCode.ABORTED,
+            "REQUEST_MOVED",
+        )
+        assert caught.value.partial is not None
+        engine.go_on()
+        assert (await taken).text == "once upon a time"
+        assert (await first.submit("hi", max_tokens=4)).text == "once"
+        assert engine.cancelled == []
 
 
 async def test_a_failure_after_a_choice_finished(engine: FakeEngine, aclient: AsyncClient) -> None:

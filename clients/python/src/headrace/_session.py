@@ -26,6 +26,7 @@ from headrace.errors import (
     UnavailableError,
     error_from_status,
     invalid_argument,
+    moved_error,
 )
 from headrace.options import choices_of, duration
 from headrace.v1.generation_pb2 import GenerationSpec, ResultEvent
@@ -195,6 +196,11 @@ class SessionCore:
                 record.refused = record.fold.next_seq == 1
                 record.fold.fail(error)
                 self.records.pop(record.request_id, None)
+                changed[id(record)] = record
+        for detached in response.detached:
+            record = self.records.pop(detached.request_id, None)
+            if record is not None:
+                record.fold.fail(moved_error(record.request_id))
                 changed[id(record)] = record
         for attached in response.attached:
             self._commands.pop(attached.command_id, None)

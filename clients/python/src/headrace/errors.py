@@ -280,6 +280,17 @@ def error_from_rpc(
     return error_from_status(status, request_id=request_id, partial=partial)
 
 
+def moved_error(request_id: str) -> HeadraceError:
+    """The error for a request whose results continue on another stream."""
+    info = error_details_pb2.ErrorInfo(domain="headrace", reason="REQUEST_MOVED")
+    status = status_pb2.Status(
+        code=code_pb2.ABORTED,
+        message=f"the results of request {request_id!r} moved to a stream that attached to it",
+    )
+    status.details.add().Pack(info)
+    return error_from_status(status, request_id=request_id)
+
+
 def invalid_argument(field: str, description: str) -> InvalidArgumentError:
     """The error for a value that this client cannot even put in a message."""
     message = f"{field}: {description}"
