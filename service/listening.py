@@ -20,27 +20,58 @@ from service.tls import Tls
 _MAX_GROUP = 2**32 - 2  # of Linux; the number after it means "no change"
 
 
+class UnixSockets:
+    """The files of the Unix sockets that were bound here, to be removed at the end.
+
+    gRPC removes a file as soon as it listens no longer, which may be long before the end: by then
+    another server may have bound a socket of its own there. So a file is only removed while it is
+    the one that was bound here. Each is kept open (not the socket, its place in the file system):
+    the number of its inode is no other file's until `unlink`, and it stays the same file when
+    somebody changes its permissions.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[str, int] = {}
+
+    def add(self, path: str) -> None:
+        """Take note of a file that was bound just now."""
+        self._files[path] = os.open(path, os.O_PATH | os.O_NOFOLLOW)
+
+    def unlink(self) -> None:
+        """Remove the files, where they are still there."""
+        for path, file in self._files.items():
+            with suppress(OSError):  # gone already, most often
+                if os.path.samestat(os.fstat(file), os.lstat(path)):
+                    os.unlink(path)
+            os.close(file)
+        self._files.clear()
+
+
 def bind(
-    config: ServiceConfig, server_of: Callable[[Address], grpc.aio.Server]
+    config: ServiceConfig,
+    server_of: Callable[[Address], grpc.aio.Server],
+    sockets: UnixSockets,
 ) -> tuple[Address, ...]:
     """Bind all addresses; returns them with the ports that were chosen.
 
     Args:
         config: the addresses, and the certificate.
         server_of: the server that serves on an address.
+        sockets: takes the files of Unix sockets.
 
     Raises:
         ConfigError: an address is taken or cannot be used.
     """
     tls = Tls(config)
     group = _group_id(config.unix_socket_group)
-    bound = []
+    bound: list[Address] = []
     for text in config.listen:
         address = parse_address(text)
         server = server_of(address)
         try:
             if address.path is not None:
-                _bind_unix(server, address, config.unix_socket_mode, group)
+                _bind_unix(server, address, sockets)
+                _hand_over(address.path, config.unix_socket_mode, group)
                 bound.append(address)
             elif (credentials := tls.credentials()) is not None:
                 port = server.add_secure_port(address.target, credentials)
@@ -56,15 +87,7 @@ def bind(
     return tuple(bound)
 
 
-def unlink_sockets(addresses: tuple[Address, ...]) -> None:
-    """Remove the files of Unix sockets."""
-    for address in addresses:
-        if address.path is not None:
-            with suppress(OSError):
-                os.unlink(address.path)
-
-
-def _bind_unix(server: grpc.aio.Server, address: Address, mode: int, group: int | None) -> None:
+def _bind_unix(server: grpc.aio.Server, address: Address, sockets: UnixSockets) -> None:
     path = address.path or ""
     _remove_stale(path)
     # TLS adds nothing on a Unix socket: its file's permissions say who may connect. Until they are
@@ -74,6 +97,11 @@ def _bind_unix(server: grpc.aio.Server, address: Address, mode: int, group: int 
         server.add_insecure_port(address.target)
     finally:
         os.umask(former)
+    sockets.add(path)
+
+
+def _hand_over(path: str, mode: int, group: int | None) -> None:
+    """Open a socket's file to those who may connect."""
     if group is not None:
         os.chown(path, -1, group)
     os.chmod(path, mode)

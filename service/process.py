@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 from engine.client import EngineClient
 from engine.errors import HeadraceError
 from service.config import ServiceConfig
-from service.listening import unlink_sockets
 from service.options import describe
 from service.server import HeadraceServer, TokenizerLoader, load_tokenizer
 from service.welcome import welcome
@@ -168,5 +167,5 @@ class _Process:
 
     def _exit(self, code: int) -> None:
         """End without waiting for anything: threads that load or compute cannot be interrupted."""
-        unlink_sockets(self._server.bound)
+        self._server.sockets.unlink()
         end(code)

@@ -58,7 +58,7 @@ from service.delivery.kept import Retention
 from service.delivery.registry import Registry
 from service.health import HealthServicer
 from service.interceptors import Authentication, Readiness, Recovery
-from service.listening import bind, unlink_sockets
+from service.listening import UnixSockets, bind
 from service.reflection import add_reflection
 from service.servicers.control import ControlServicer
 from service.servicers.generation import GenerationServicer
@@ -192,6 +192,7 @@ class HeadraceServer:
         self._unreachable = asyncio.Event()
         self._closed = False
         self.bound: tuple[Address, ...] = ()
+        self.sockets = UnixSockets()
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -208,7 +209,7 @@ class HeadraceServer:
             self._config.auth_file, client_certificates=self._config.tls_client_ca is not None
         )
         self._telemetry = telemetry.set_up(os.environ)
-        self.bound = bind(self._config, self._server_of)
+        self.bound = bind(self._config, self._server_of, self.sockets)
         for server in self._servers.values():
             await server.start()
         self._loading = asyncio.create_task(self._load_first())
@@ -388,5 +389,5 @@ class HeadraceServer:
             if task is not None:
                 await asyncio.gather(task, return_exceptions=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
-        unlink_sockets(self.bound)
+        self.sockets.unlink()
         self._telemetry.shutdown()

@@ -48,6 +48,32 @@ async def test_unix_socket_its_mode_and_a_stale_file(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+async def test_a_server_that_ends_leaves_the_socket_of_the_one_that_follows(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "headrace.sock"
+    listen = (f"unix:{path}",)
+    closing, gate = asyncio.Event(), asyncio.Event()
+
+    class Engine(FakeEngine):
+        async def close(self) -> None:
+            closing.set()
+            await gate.wait()
+            await super().close()
+
+    async with serving(Engine(), listen=listen) as old:
+        draining = asyncio.ensure_future(old.server.drain(0))
+        async with asyncio.timeout(DEADLINE_S):
+            await closing.wait()  # the gRPC server has stopped
+        async with serving(FakeEngine(script=says("x")), listen=listen) as new:
+            gate.set()
+            await draining
+            async with grpc.aio.insecure_channel(new.server.addresses[0]) as channel:
+                result = await Harness(new.server, new.engine, channel).generate(spec())
+                assert result.choices[0].text == "x"
+    assert not path.exists()
+
+
 async def test_the_group_of_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "headrace.sock"
     mine = os.stat(tmp_path).st_gid

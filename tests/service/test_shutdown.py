@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
@@ -226,6 +227,28 @@ async def test_the_first_signal_drains_and_the_second_ends_at_once(tmp_path: Pat
             server.send_signal(signal.SIGINT)
             assert await ended(server) == 128 + signal.SIGINT
     assert not (tmp_path / "s").exists()
+
+
+async def test_a_second_signal_leaves_a_socket_that_another_server_has_bound(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "s"
+    async with process(f"unix:{path}") as server:
+        await read_until(server, "Stop it with")
+        async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+            session = Session(
+                generation_service_pb2_grpc.GenerationServiceStub(channel).StreamResult()
+            )
+            await session.add(spec(request_id="a", stop={"max_tokens": 1_000_000}))
+            await session.read()
+            server.send_signal(signal.SIGTERM)
+            await read_until(server, "Draining")
+            path.unlink()
+            with socket.socket(socket.AF_UNIX) as other:
+                other.bind(str(path))
+                server.send_signal(signal.SIGTERM)
+                assert await ended(server) == 128 + signal.SIGTERM
+                assert path.exists()
 
 
 async def test_a_model_that_cannot_be_loaded_and_a_signal_while_loading(tmp_path: Path) -> None:
