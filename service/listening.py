@@ -60,7 +60,8 @@ def bind(
         sockets: takes the files of Unix sockets.
 
     Raises:
-        ConfigError: an address is taken or cannot be used.
+        ConfigError: an address is taken or cannot be used; the files of those that were bound
+            before it are gone again.
     """
     tls = Tls(config)
     group = _group_id(config.unix_socket_group)
@@ -80,6 +81,7 @@ def bind(
                 port = server.add_insecure_port(address.target)
                 bound.append(Address(host=address.host, port=port))
         except (RuntimeError, OSError) as error:
+            sockets.unlink()
             raise ConfigError(
                 "listen",
                 f"cannot listen on {text}: {_reason(address, error)}",

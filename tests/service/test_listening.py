@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import grp
 import os
 import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -72,6 +74,29 @@ async def test_a_server_that_ends_leaves_the_socket_of_the_one_that_follows(
                 result = await Harness(new.server, new.engine, channel).generate(spec())
                 assert result.choices[0].text == "x"
     assert not path.exists()
+
+
+async def test_a_start_that_fails_leaves_no_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "headrace.sock"
+    async with serving() as h:
+        for listen in ((f"unix:{path}", *h.server.addresses), (f"unix:{path}",) * 2):
+            with pytest.raises(ConfigError, match="cannot listen"):
+                async with serving(listen=listen):
+                    pass
+            assert not path.exists()
+
+    def refuse(*_arguments: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    for name in ("chown", "chmod"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, refuse)
+            with pytest.raises(ConfigError, match="Operation not permitted"):
+                async with serving(listen=(f"unix:{path}",), unix_socket_group="1"):
+                    pass
+        assert not path.exists()
 
 
 async def test_the_group_of_a_unix_socket(tmp_path: Path) -> None:
