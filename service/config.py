@@ -8,7 +8,9 @@ Frozen and checked when made: a config that exists is valid.
 from __future__ import annotations
 
 import ipaddress
+import os
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from engine.errors import ConfigError
 from engine.sampling_params import MAX_CHOICES
@@ -234,9 +236,11 @@ class Address:
 
     @property
     def target(self) -> str:
-        """The address as gRPC writes it, for servers and clients."""
+        """The address as gRPC writes it, for servers and clients: a path's characters that mean
+        something in a URI are escaped, since it takes `unix:` for one.
+        """
         if self.path is not None:
-            return f"unix:{self.path}"
+            return f"unix:{quote(os.fsencode(self.path))}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -251,7 +255,7 @@ def parse_address(text: str) -> Address:
         if path.startswith("//"):
             path = path[2:]
         # The kernel's sockaddr_un has room for 107 bytes of path.
-        if not path or "\0" in path or len(path.encode()) > 107:
+        if not path or "\0" in path or len(os.fsencode(path)) > 107:
             raise ConfigError(
                 "listen", f"{text!r} is not a path of 1 to 107 bytes, as in unix:/run/headrace.sock"
             )

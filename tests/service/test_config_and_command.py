@@ -76,6 +76,9 @@ def test_addresses() -> None:
     assert parse_address("[::1]:0").target == "[::1]:0"
     assert parse_address("unix:/run/s").target == "unix:/run/s"
     assert parse_address("unix:///run/s").path == "/run/s"
+    assert parse_address("unix:/run/a%20b").path == "/run/a%20b"
+    assert parse_address("unix:/run/a%20b").target == "unix:/run/a%2520b"
+    assert parse_address("unix:/run/\udcff").target == "unix:/run/%FF"  # bytes that are no UTF-8
     assert parse_address("127.8.0.1:1").is_local
     assert not parse_address("10.0.0.1:1").is_local
     ServiceConfig(listen=("0.0.0.0:1", "[::]:2"), insecure=True)

@@ -99,6 +99,17 @@ async def test_a_start_that_fails_leaves_no_socket(
         assert not path.exists()
 
 
+@pytest.mark.parametrize("name", ["a%20b", "a%2fb", "a%", "a b", "a#b", "a?b", "a:b", "@a", "é"])
+async def test_the_path_of_a_unix_socket_is_what_was_written(tmp_path: Path, name: str) -> None:
+    listen = (f"unix:{tmp_path}/{name}",)
+    async with serving(FakeEngine(script=says("x")), listen=listen) as h:
+        assert os.listdir(tmp_path) == [name]
+        async with grpc.aio.insecure_channel(h.server.addresses[0]) as channel:
+            result = await Harness(h.server, h.engine, channel).generate(spec())
+            assert result.choices[0].text == "x"
+    assert not os.listdir(tmp_path)
+
+
 async def test_the_group_of_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "headrace.sock"
     mine = os.stat(tmp_path).st_gid
