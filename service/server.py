@@ -390,4 +390,4 @@ class HeadraceServer:
                 await asyncio.gather(task, return_exceptions=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.sockets.unlink()
-        self._telemetry.shutdown()
+        await self._telemetry.shutdown()

@@ -10,7 +10,10 @@ happened.
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +30,13 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
 
+logger = logging.getLogger(__name__)
+
+LAST_EXPORT_S = 5.0
+"""How long the server waits at its end for what is left to be exported."""
+
 _HEALTH = "/grpc.health."
 _CODE = "rpc.grpc.status_code"
-_LAST_EXPORT_MS = 5000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +54,38 @@ class Telemetry:
     provider: Any = None
     meter_provider: Any = None
 
-    def shutdown(self) -> None:
-        """Export what is left."""
-        if self.provider is not None:
-            self.provider.shutdown()
-        if self.meter_provider is not None:
-            self.meter_provider.shutdown(timeout_millis=_LAST_EXPORT_MS)
+    async def shutdown(self) -> None:
+        """Export what is left, for at most LAST_EXPORT_S. The event loop goes on meanwhile: a
+        collector that does not answer must not keep a second signal waiting.
+        """
+        providers = [one for one in (self.provider, self.meter_provider) if one is not None]
+        ended = [asyncio.Event() for _ in providers]
+        loop = asyncio.get_running_loop()
+        for provider, event in zip(providers, ended, strict=True):
+            # Neither waits for the other. Nor does anything wait for these threads: the SDK's own
+            # limits are not kept to by all exporters, and an executor would be waited for.
+            threading.Thread(
+                target=_shut_down, args=(provider, loop, event), name="telemetry-end", daemon=True
+            ).start()
+        try:
+            async with asyncio.timeout(LAST_EXPORT_S):
+                for event in ended:
+                    await event.wait()
+        except TimeoutError:
+            logger.warning(
+                "the last spans or metrics were not exported within %g s; they are lost",
+                LAST_EXPORT_S,
+            )
+
+
+def _shut_down(provider: Any, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+    try:
+        provider.shutdown()
+    except Exception:
+        logger.exception("the last spans or metrics could not be exported")
+    finally:
+        with suppress(RuntimeError):  # it took too long, and the loop is closed
+            loop.call_soon_threadsafe(ended.set)
 
 
 def is_wanted(environ: Mapping[str, str], signal: str = "TRACES") -> bool:

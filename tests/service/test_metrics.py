@@ -155,7 +155,7 @@ def test_when_there_are_metrics(environment: dict[str, str], wanted: bool) -> No
     assert telemetry.is_wanted(environment, "METRICS") is wanted
 
 
-def test_the_last_figures_reach_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_last_figures_reach_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     requests: list[metrics_service_pb2.ExportMetricsServiceRequest] = []
 
     class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):
@@ -177,7 +177,7 @@ def test_the_last_figures_reach_a_collector(monkeypatch: pytest.MonkeyPatch) -> 
     assert made.metrics is not None
     assert not made.interceptors
     made.metrics.on_step(StepOutputs(1.0, (), StepRecord(0.25, 2, 40, 7)))
-    made.shutdown()
+    await made.shutdown()
     collector.stop(None).wait()
     [resource] = [part for request in requests for part in request.resource_metrics]
     attributes = {one.key: one.value.string_value for one in resource.resource.attributes}

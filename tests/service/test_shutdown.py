@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import sys
+import threading
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -22,6 +23,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import generation_service_pb2_grpc
 from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 
+from service import telemetry
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (
     DEADLINE_S,
@@ -155,6 +157,50 @@ async def test_while_the_model_loads() -> None:
 async def test_stop_while_the_model_loads() -> None:
     async with serving(FakeEngine(load_gate=asyncio.Event()), ready=False) as h:
         await h.server.stop()
+
+
+class SilentCollector:
+    """A provider of spans or metrics whose last export takes until `answered`."""
+
+    def __init__(self) -> None:
+        self.asked, self.answered, self.ended = (threading.Event() for _ in range(3))
+
+    def shutdown(self) -> None:
+        self.asked.set()
+        if self.answered.wait(DEADLINE_S):
+            self.ended.set()
+
+
+async def test_the_loop_goes_on_while_the_last_spans_and_metrics_are_exported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spans, metrics = SilentCollector(), SilentCollector()
+    made = telemetry.Telemetry(provider=spans, meter_provider=metrics)
+    monkeypatch.setattr(telemetry, "set_up", lambda _environ: made)
+    monkeypatch.setattr(telemetry, "LAST_EXPORT_S", 2 * DEADLINE_S)
+    async with serving() as h:
+        stopping = asyncio.ensure_future(h.server.stop())
+        await until(lambda: spans.asked.is_set() and metrics.asked.is_set())  # neither waits
+        assert not stopping.done()
+        for collector in (spans, metrics):
+            collector.answered.set()
+        await stopping
+        assert spans.ended.is_set()
+        assert metrics.ended.is_set()
+
+
+async def test_a_collector_that_does_not_answer_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spans = SilentCollector()
+    made = telemetry.Telemetry(provider=spans)
+    monkeypatch.setattr(telemetry, "set_up", lambda _environ: made)
+    monkeypatch.setattr(telemetry, "LAST_EXPORT_S", 0.05)
+    async with serving() as h:
+        await h.server.stop()
+        assert not spans.ended.is_set()
+    assert "were not exported within 0.05 s" in caplog.text
+    spans.answered.set()
 
 
 # As a process
