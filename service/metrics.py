@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
@@ -122,6 +123,29 @@ _COUNTERS: Final[tuple[tuple[str, str, str, Callable[[EngineStats], int]], ...]]
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """The engine's figures, as exporters are told them.
+
+    Attributes:
+        before: what counters had come to when engines ended that were there before this one, by
+            the counter's name.
+        stats: the last figures of this one; None: it has given none yet.
+        is_there: whether it gave them when it was last asked.
+    """
+
+    before: Mapping[str, int] = field(default_factory=dict)
+    stats: EngineStats | None = None
+    is_there: bool = False
+
+    def totals(self) -> Mapping[str, int]:
+        """What all counters have come to; empty where no engine has given figures yet."""
+        stats = self.stats
+        if stats is None:
+            return self.before
+        return {name: self.before.get(name, 0) + read(stats) for name, *_, read in _COUNTERS}
+
+
 class Metrics:
     """All instruments. Its methods run on the event loop; exporters read from a thread."""
 
@@ -131,7 +155,7 @@ class Metrics:
         Args:
             meter: of whatever provider exports them.
         """
-        self._stats: EngineStats | None = None
+        self._figures = _Figures()  # replaced as a whole: exporters read it from their thread
         self._attributes = {
             "gen_ai.operation.name": "text_completion",
             "gen_ai.provider.name": "headrace",
@@ -173,9 +197,15 @@ class Metrics:
             "headrace.step.tokens", "{token}", "Tokens computed in a step.", (0.0, *_SIZES)
         )
         for name, unit, text, read in _GAUGES:
-            meter.create_observable_gauge(name, [self._reader(read)], unit, text)
-        for name, unit, text, read in _COUNTERS:
-            meter.create_observable_counter(name, [self._reader(read)], unit, text)
+            meter.create_observable_gauge(name, [self._gauge(read)], unit, text)
+        for name, unit, text, _ in _COUNTERS:
+            meter.create_observable_counter(name, [self._counter(name)], unit, text)
+
+    def engine_starts(self) -> None:
+        """An engine is being started, whether it is the first one or the last one has died. It
+        counts from 0: counters go on from where they were.
+        """
+        self._figures = _Figures(self._figures.totals())
 
     def loaded(self, model: str) -> None:
         """The model is there, under this name."""
@@ -215,16 +245,27 @@ class Metrics:
         """Ask for the engine's figures again and again, until cancelled."""
         while True:
             try:
-                self._stats = await client.stats()
+                stats = await client.stats()
+                self._figures = replace(self._figures, stats=stats, is_there=True)
             except HeadraceError as error:  # it is being stopped, or has died: others tell
+                self._figures = replace(self._figures, is_there=False)
                 logger.debug("no figures from the engine: %s", error)
             await asyncio.sleep(POLL_S)
 
-    def _reader(
+    def _gauge(
         self, read: Callable[[EngineStats], int]
     ) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(_options: CallbackOptions) -> Iterable[Observation]:
-            stats = self._stats
-            return () if stats is None else (Observation(read(stats)),)
+            figures = self._figures
+            if figures.stats is None or not figures.is_there:
+                return ()  # nobody knows: neither what it was nor 0 would be true
+            return (Observation(read(figures.stats)),)
+
+        return observe
+
+    def _counter(self, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        def observe(_options: CallbackOptions) -> Iterable[Observation]:
+            total = self._figures.totals().get(name)
+            return () if total is None else (Observation(total),)
 
         return observe

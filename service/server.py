@@ -259,6 +259,8 @@ class HeadraceServer:
 
     async def _load(self) -> None:
         """Start the engine, make the front end of what it loaded, and say that it serves."""
+        if self._telemetry.metrics is not None:
+            self._telemetry.metrics.engine_starts()
         info = await self._client.start(self._on_step, self._progress)
         tokenizer = await asyncio.get_running_loop().run_in_executor(
             self._pool, self._load_tokenizer, info

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, cast
 
 import grpc
@@ -25,7 +27,7 @@ from engine.outputs import (
 )
 from engine.stats import EngineStats
 from engine.types import RequestId
-from service import telemetry
+from service import metrics, telemetry
 from service.metrics import Metrics
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import serving, spec, until
@@ -139,6 +141,44 @@ async def test_a_server_records_its_requests_and_the_engine_s_figures(
     assert (requests, per_token) == (2, 3)
     assert steps == h.engine.steps
     assert seconds == 0.25 * steps
+
+
+async def test_counters_go_on_and_gauges_say_nothing_when_the_engine_has_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    book = Book()
+    made = telemetry.Telemetry(metrics=book.metrics, meter_provider=book.provider)
+    monkeypatch.setattr(telemetry, "set_up", lambda _environ: made)
+    monkeypatch.setattr(metrics, "POLL_S", 0.01)
+    figures = EngineStats(
+        running=7, waiting=0, blocks_total=9, blocks_used=3, steps=100, prompt_tokens=50,
+        generated_tokens=20, requests_accepted=4, requests_finished=0, preemptions=0,
+        last_step_s=0.5,
+    )  # fmt: skip
+
+    class Engine(FakeEngine):
+        async def stats(self) -> EngineStats:
+            self._running()
+            return figures
+
+    engine = Engine(restartable=True)
+    running, steps = "headrace.requests.running", "headrace.steps"
+    async with serving(engine) as h:
+        await until(lambda: book.points(running))
+        assert (book.value(running), book.value(steps)) == (7, 100)
+        for restarts, total in ((1, 103), (2, 353)):
+            engine.load_gate = asyncio.Event()
+            engine.die(RuntimeError("gone"))
+            await until(lambda: not book.points(running))
+            before = book.value(steps)
+            await until(lambda: h.server.state.phase.value == "restarting")
+            # The new one counts from 0, and may soon have counted more than the last one.
+            figures = replace(figures, running=restarts, steps=total - before)
+            engine.load_gate.set()
+            engine.load_gate = None
+            await until(lambda: book.points(running))
+            assert (book.value(running), book.value(steps)) == (restarts, total)
+            assert book.value("headrace.tokens.prompt") == 50 * (restarts + 1)
 
 
 @pytest.mark.parametrize(
