@@ -175,7 +175,7 @@ class Metrics:
         self._per_token = histogram(
             "gen_ai.server.time_per_output_token",
             "s",
-            "Between tokens after the first, on average over a choice.",
+            "Between tokens after the first, on average over a choice that did not fail.",
             _PER_TOKEN,
         )
         self._queued = histogram(
@@ -228,7 +228,8 @@ class Metrics:
     def _record(self, output: RequestOutput, finish: Finish) -> None:
         timings, tokens = finish.timings, finish.usage.completion_tokens
         first, last = timings.first_token, timings.last_token
-        if first is not None and last is not None and tokens > 1:
+        # A failure says the tokens of all choices that had not ended, and the times of one of them.
+        if finish.failure is None and first is not None and last is not None and tokens > 1:
             self._per_token.record(max(last - first, 0.0) / (tokens - 1), self._attributes)
         if not output.ends_request:
             return  # of several choices: the request counts once, with its last one

@@ -84,6 +84,8 @@ def test_steps_and_requests_are_recorded_once() -> None:
         RequestOutput(one, choice=1, finish=finish, ends_request=True),
         RequestOutput(RequestId("two"), finish=failure, ends_request=True),
     )
+    late = replace(failure, usage=Usage(5, 0, 44), timings=timings)  # of four choices together
+    outputs = (*outputs, RequestOutput(RequestId("three"), finish=late, ends_request=True))
     book.metrics.on_step(StepOutputs(1.0, outputs, StepRecord(0.25, 2, 40, 7)))
     book.metrics.on_step(StepOutputs(2.0, ()))
     assert book.sum("headrace.step.duration") == (1, 0.25)
@@ -91,12 +93,12 @@ def test_steps_and_requests_are_recorded_once() -> None:
     assert book.sum("headrace.step.tokens", headrace__step__phase="prompt") == (1, 40)
     assert book.sum("headrace.step.tokens", headrace__step__phase="decode") == (1, 7)
     assert book.sum("headrace.request.cached_tokens") == (1, 3)
-    assert book.sum("headrace.request.queue.duration") == (1, 0.5)
+    assert book.sum("headrace.request.queue.duration") == (2, 1.0)
     duration = "gen_ai.server.request.duration"
-    assert book.sum(duration, gen_ai__request__model="m") == (2, 5.5)
-    assert book.sum(duration, error__type="unavailable") == (1, 2.0)
+    assert book.sum(duration, gen_ai__request__model="m") == (3, 9.0)
+    assert book.sum(duration, error__type="unavailable") == (2, 5.5)
     assert book.sum(duration, gen_ai__response__finish_reasons="stop") == (1, 3.5)
-    assert book.sum("gen_ai.server.time_to_first_token") == (1, 1.0)
+    assert book.sum("gen_ai.server.time_to_first_token") == (2, 2.0)
     assert book.sum("gen_ai.server.time_per_output_token") == (2, 1.0)  # 2 s, 4 gaps: each choice
     book.provider.shutdown()
 
