@@ -177,7 +177,10 @@ class AdmissionControl:
             return
         began = self._clock()
         if began >= self._measure_at:
-            self._undelivered = measure()
+            measured = measure()
+            if measured and not self._undelivered:
+                self._byte_rate.begin()  # all had been read
+            self._undelivered = measured
             now = self._clock()
             self._measure_at = now + max(MEASURE_S, MEASURE_PART * (now - began))
         present = self._undelivered
@@ -234,6 +237,8 @@ class AdmissionControl:
 
     def take_place(self, identity: str) -> None:
         """A request begins, or one that had ended has a reader again."""
+        if not self._all.open:
+            self._byte_rate.begin()  # without requests there was nothing to be read
         self._all.take_place()
         self._own(identity).take_place()
 

@@ -339,6 +339,34 @@ def test_unread_bytes_are_measured_now_and_then() -> None:
     assert found == [1000, 1500, 1500, 7]
 
 
+def test_time_in_which_nothing_was_unread_is_no_time_in_which_nothing_was_read() -> None:
+    clock = Clock()
+    control = AdmissionControl(Limits(max_open=9, max_undelivered_bytes=100), clock)
+
+    def advice(size: int) -> float:
+        clock.now += MEASURE_S
+        return limit_of(lambda: control.check_bytes(lambda: size)).retry_after_s
+
+    clock.now += 3600
+    control.take_place("a")
+    assert advice(200) == 1.0  # nothing has left yet
+    control.delivered(200)
+    control.leave_place("a")
+    clock.now += 3600  # nobody asks, so nothing is measured
+    control.take_place("a")
+    assert advice(200) == 1.0
+    control.delivered(200)
+    clock.now += MEASURE_S
+    control.check_bytes(lambda: 0)  # all is read, and the request goes on
+    clock.now += 3600
+    assert advice(200) == 1.0
+    clock.now += 1.0
+    control.delivered(100)
+    assert advice(200) == pytest.approx(1.0, abs=0.2)  # 100 at 100 a second
+    clock.now += 20.0
+    assert advice(200) == pytest.approx(20.0, abs=0.5)  # nothing has left since
+
+
 async def test_unread_results_bar_new_requests_until_they_are_read() -> None:
     clock = Clock()
     engine = FakeEngine(auto=False, info=model_info(max_context_tokens=1 << 20))
