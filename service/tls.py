@@ -44,8 +44,9 @@ class _Files:
         if self.client_ca is not None:
             client_ca = _pem("tls_client_ca", self.client_ca, b"CERTIFICATE-----")
             try:
-                context.load_verify_locations(cadata=client_ca.decode("ascii"))
-            except (ssl.SSLError, ValueError) as error:
+                # The file, not its text: comments need not be ASCII.
+                context.load_verify_locations(cafile=self.client_ca)
+            except (ssl.SSLError, OSError, ValueError) as error:
                 raise ConfigError(
                     "tls_client_ca", f"{self.client_ca} cannot be used: {error}"
                 ) from error

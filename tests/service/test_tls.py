@@ -200,14 +200,36 @@ async def test_authorities_are_renewed_too(
                 assert (await refused(generate(channel))).code is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+async def test_authorities_with_comments(
+    tmp_path: Path, served: dict[str, str], pairs: dict[str, Pair], encoding: str
+) -> None:
+    authorities = tmp_path / "ca.pem"
+    comment = "# Prüfstelle: größte\n".encode(encoding)
+    texts = [pairs[name][0].read_bytes() for name in ("second", "ca")]
+    authorities.write_bytes(comment + texts[0] + comment + texts[1] + comment)
+    engine = FakeEngine(script=says("x"))
+    async with serving(engine, **served, tls_client_ca=str(authorities)) as h:
+        for own, works in (("alice", True), ("second", True), ("stranger", False)):
+            async with secure(port_of(h), pairs["first"], pairs[own]) as channel:
+                if works:
+                    assert await generate(channel) == "x"
+                else:
+                    error = await refused(generate(channel))
+                    assert error.code is grpc.StatusCode.UNAVAILABLE
+
+
 def test_files_that_do_not_fit(pairs: dict[str, Pair], tmp_path: Path) -> None:
     (cert, key), other_key = pairs["first"], pairs["second"][1]
     junk = tmp_path / "junk.pem"
     junk.write_text("-----BEGIN CERTIFICATE-----\nx\n-----END CERTIFICATE-----\n")
+    half = tmp_path / "half.pem"
+    half.write_text(cert.read_text() + junk.read_text())
     for option, files in (
         ("tls_cert", {"tls_cert": cert, "tls_key": other_key}),
         ("tls_cert", {"tls_cert": junk, "tls_key": key}),
         ("tls_client_ca", {"tls_cert": cert, "tls_key": key, "tls_client_ca": junk}),
+        ("tls_client_ca", {"tls_cert": cert, "tls_key": key, "tls_client_ca": half}),
         ("tls_client_ca", {"tls_cert": cert, "tls_key": key, "tls_client_ca": key}),
     ):
         with pytest.raises(ConfigError) as caught:
