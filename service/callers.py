@@ -98,8 +98,10 @@ def parse_callers(text: str) -> CallerTable:
     """
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # not TOMLDecodeError alone: numbers may be too long for Python
         raise ConfigError("auth_file", f"is not TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError("auth_file", "has lists or tables that are nested too deeply") from error
     entries = content.get("callers")
     if set(content) != {"callers"} or not isinstance(entries, list):
         raise ConfigError("auth_file", "must have [[callers]] entries, and nothing else")

@@ -388,6 +388,9 @@ async def test_refusals_are_logged_but_not_all(
         (entry("a", '"*"', ""), "empty token"),
         (entry("a", '"*"', "x") + entry("b", '"*"', "x"), "a token is there twice"),
         (entry("a", '"*"', None, "n") + entry("b", '"*"', None, "n"), "is there twice"),
+        ("x = " + "9" * 5000, "is not TOML: "),
+        ("x = " + "[" * 100_000, "nested too deeply"),
+        ("x = " + "{a = " * 100_000, "nested too deeply"),
         (
             entry("a", '"*"')
             + f"token_sha256 = {[f'{number:064x}' for number in range(1025)]}".replace("'", '"'),
@@ -401,6 +404,21 @@ def test_files_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> None
     with pytest.raises(ConfigError, match=re.escape(said)) as caught:
         Authenticator(str(path))
     assert caught.value.option == "auth_file"
+
+
+@pytest.mark.parametrize("text", ["x = " + "9" * 5000, "x = " + "[" * 100_000])
+async def test_a_file_that_python_cannot_read_leaves_the_last_one_in_force(
+    callers: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    async with guarded(callers) as h:
+        replace(callers, text)
+        for _ in range(2):
+            assert await h.models.GetModel(model.GetModelRequest(), metadata=bearer("alice"))
+        assert caplog.text.count("callers stay as they were: auth_file: ") == 1
+        replace(callers, entry("probe", '"*"', TOKENS["probe"]))
+        assert await h.models.GetModel(model.GetModelRequest(), metadata=bearer("probe"))
+        error = await generate_with(h, *bearer("alice"))
+        assert error.code is UNAUTHENTICATED
 
 
 async def test_the_server_does_not_start_without_its_file(tmp_path: Path) -> None:
