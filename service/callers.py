@@ -86,8 +86,16 @@ class CallerTable:
         return found
 
     def by_names(self, names: Iterable[str]) -> frozenset[Caller]:
-        """The callers to whom a certificate with these names belongs."""
-        return frozenset(self.certificates[name] for name in names if name in self.certificates)
+        """The callers to whom a certificate with these names belongs, one for each identity: names
+        in several entries of one identity may call what any of these entries grants.
+        """
+        granted: dict[str, frozenset[str]] = {}
+        for name in names:
+            caller = self.certificates.get(name)
+            if caller is not None:
+                before = granted.get(caller.identity, frozenset())
+                granted[caller.identity] = before | caller.services
+        return frozenset(Caller(identity, services) for identity, services in granted.items())
 
 
 def parse_callers(text: str) -> CallerTable:

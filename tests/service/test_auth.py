@@ -450,7 +450,9 @@ def test_certificates_that_nobody_is_asked_for(
 
 def test_names_of_certificates(callers: Path) -> None:
     callers.write_text(
-        entry("a", '["ModelService"]', None, "a.example") + entry("b", '"*"', "token", "b.example")
+        entry("a", '["ModelService"]', None, "a.example")
+        + entry("a", '["ControlService"]', None, "ops.a.example")
+        + entry("b", '"*"', "token", "b.example")
     )
     found = Authenticator(str(callers), client_certificates=True)
     get_model = "/headrace.v1.ModelService/GetModel"
@@ -460,6 +462,14 @@ def test_names_of_certificates(callers: Path) -> None:
     for names in ([], ["other"], ["A.example"], ["a.example", "b.example"]):
         with pytest.raises(UnauthenticatedError):
             found.by_certificate(get_model, names)
+    # Names in two entries of one identity: it may do what either grants, and no more.
+    both = ["a.example", "ops.a.example"]
+    for method in (get_model, "/headrace.v1.ControlService/Drain"):
+        assert found.by_certificate(method, both).identity == "a"
+    with pytest.raises(PermissionDeniedError):
+        found.by_certificate(GENERATE, both)
+    with pytest.raises(UnauthenticatedError):
+        found.by_certificate(get_model, [*both, "b.example"])
     assert found.by_token(get_model, []) is None
     with pytest.raises(UnauthenticatedError):  # a wrong token is not made good by a certificate
         found.by_token(get_model, [("authorization", "Bearer wrong")])
