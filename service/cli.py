@@ -160,8 +160,9 @@ def _engine_client(
     process: options.ProcessOptions,
 ) -> EngineClient:
     from engine.config import ContinuousBatchingConfig
+    from engine.errors import ConfigError
     from engine.local_client import LocalEngineClient
-    from engine.process.client import ProcessEngineClient
+    from engine.process.client import DEFAULT_HANG_TIMEOUT_S, ProcessEngineClient
 
     batching = ContinuousBatchingConfig(
         block_size=engine.block_size,
@@ -179,14 +180,21 @@ def _engine_client(
         per_request_processors=True,
     )
     model = engine.model or default_model()
+    hang_timeout_s = process.hang_timeout_s
     if process.in_process:
+        if hang_timeout_s is not None:
+            raise ConfigError(
+                "hang_timeout_s",
+                "is of an engine in a process of its own, which can be ended when it hangs; leave "
+                "it out, or in_process",
+            )
         return LocalEngineClient(model, batching, load)
     return ProcessEngineClient(
         model,
         batching,
         load,
         log_level=config.log_level,
-        hang_timeout_s=process.hang_timeout_s,
+        hang_timeout_s=DEFAULT_HANG_TIMEOUT_S if hang_timeout_s is None else hang_timeout_s,
     )
 
 

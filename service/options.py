@@ -502,7 +502,7 @@ class ProcessOptions:
         ),
     ] = False
     hang_timeout_s: Annotated[
-        float,
+        float | None,
         _option(
             "hang-timeout",
             "Seconds without a step, with requests to compute, after which the engine's process is "
@@ -510,8 +510,9 @@ class ProcessOptions:
             "with a model on a CPU only if it does not compute meanwhile). Without requests: "
             "seconds without an answer; while it loads: seconds for which it is stopped. 0: never.",
             _PROCESS,
+            show_default="10",
         ),
-    ] = 10.0
+    ] = None
     log_level: Annotated[
         str,
         _option("log-level", "debug, info, warning or error.", _PROCESS),

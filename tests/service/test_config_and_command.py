@@ -163,6 +163,7 @@ def run_serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: s
     ):
         stand_in = type(sys)(module)
         setattr(stand_in, name, type(name, (Client,), {}))
+        vars(stand_in)["DEFAULT_HANG_TIMEOUT_S"] = 10.0
         monkeypatch.setitem(sys.modules, module, stand_in)
     monkeypatch.setattr(
         "service.process.run_to_the_end", lambda config, client: started.extend((config, client))
@@ -239,6 +240,8 @@ def test_the_engine_has_a_process_of_its_own_unless_told_otherwise(
     client = started[-1]
     assert type(client).__name__ == "ProcessEngineClient"
     assert client.more == {"log_level": "info", "hang_timeout_s": 3.0}
+    _, started = run_serve(monkeypatch)
+    assert started[-1].more["hang_timeout_s"] == 10.0
     _, started = run_serve(monkeypatch, "--in-process")
     assert type(started[-1]).__name__ == "LocalEngineClient"
     assert started[-1].more == {}
@@ -270,6 +273,8 @@ def test_several_addresses_from_the_environment(monkeypatch: pytest.MonkeyPatch)
         (["--max-reserved-tokens", "1"], "--max-reserved-tokens"),
         (["--max-message-bytes", "65536"], "--max-message-bytes"),
         (["--tls-cert", "c.pem"], "--tls-cert"),
+        (["--in-process", "--hang-timeout", "5"], "--hang-timeout"),
+        (["--in-process", "--hang-timeout", "10"], "--hang-timeout"),
     ],
 )
 def test_wrong_options_name_the_flag(
