@@ -520,13 +520,14 @@ class ProcessOptions:
 
 
 _RENAMED = {
+    "hang_timeout": "hang_timeout_s",
     "default_compile_level": "compile_level",
     "scheduler_type": "scheduler",
     "allow_block_sharing": "prefix_cache",
     "use_async_batching": "async_batching",
     "use_cuda_graph": "cuda_graphs",
 }
-"""Options of the engine's configs whose fields here have other names."""
+"""Options of the engine whose fields here have other names."""
 _FLAGS = {
     one.name: "--" + one.name.removesuffix("_s").replace("_", "-")
     for group in (NetworkOptions, EngineOptions, RequestOptions, ProcessOptions)

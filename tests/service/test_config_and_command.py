@@ -286,6 +286,13 @@ def test_wrong_options_name_the_flag(
     assert not started
 
 
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
+def test_a_hang_timeout_out_of_bounds_names_the_flag(seconds: str) -> None:
+    result = CliRunner().invoke(cli.app, ["serve", f"--hang-timeout={seconds}"])
+    assert result.exit_code == 2
+    assert f"headrace-server: --hang-timeout: is {seconds}; it must be" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
