@@ -22,8 +22,10 @@ def token(
 ) -> None:
     """Make a random bearer token.
 
-    The token goes to stdout, to be given to the caller; its entry for the callers' file, which
-    holds a digest only, goes to stderr: headrace-server token --identity search 2>>callers.toml
+    The token goes to stdout, to be given to the caller. Its entry for the callers' file, which
+    holds a digest only, goes to stderr; so do errors, which do not belong in that file:
+
+    headrace-server token --identity search 2>entry && cat entry >>callers.toml
     """
     # Imported here: --help is to be fast.
     from engine.errors import ConfigError

@@ -8,6 +8,8 @@ import logging
 import os
 import re
 import struct
+import subprocess
+import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -557,6 +559,36 @@ def test_the_example_of_the_documentation() -> None:
     table = parse_callers(example)
     assert [caller.identity for _, caller in table.tokens] == ["search"]
     assert [caller.identity for caller in table.certificates.values()] == ["operators"]
+
+
+@pytest.mark.parametrize("source", ["docs", "help"])
+def test_an_error_does_not_end_in_the_callers_file(tmp_path: Path, source: str) -> None:
+    if source == "docs":
+        text = (ROOT / "docs" / "operations.md").read_text()
+        [command] = re.findall(
+            r"^(TOKEN=\$\(headrace-server token .*?)^headrace ", text, re.S | re.M
+        )
+    else:
+        shown = CliRunner().invoke(cli.app, ["token", "--help"], env={"COLUMNS": "80"}).stdout
+        [command] = re.findall(r"headrace-server token .*callers\.toml", shown)
+    program = tmp_path / "headrace-server"
+    main = "from service.cli import main; main()"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{main}" "$@"\n')
+    program.chmod(0o700)
+    path = tmp_path / "callers.toml"
+    for identity, count in (("search", 1), ("other", 2), ("a/b", 2)):
+        script = command.replace("--identity search", f"--identity {identity}")
+        done = subprocess.run(
+            ["sh", "-c", script],
+            cwd=tmp_path,
+            env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert len(parse_callers(path.read_text()).tokens) == count
+        assert "identity must be" not in path.read_text()
+        if source == "docs":
+            assert ("identity must be" in done.stdout) is (identity == "a/b")
 
 
 def test_the_command_that_makes_tokens() -> None:
