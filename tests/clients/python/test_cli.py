@@ -117,6 +117,26 @@ def test_help_and_version(run: Run) -> None:
     assert run("--version").stdout == f"headrace {headrace.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["top", "-i", value] for value in ("nan", "inf", "-inf", "1e20", "0.01", "-1")),
+        *(["control", "drain", "--timeout", value] for value in ("nan", "inf", "1e30", "-1")),
+        ["control", "drain", "--reason", "\udcff"],
+        ["control", "pause", "--reason", "\udcff"],
+        ["control", "cancel", "a", "--identity", "\udcff"],
+        ["control", "cancel", "\udcff"],
+        ["control", "list", "--identity", "\udcff"],
+    ],
+    ids=lambda words: repr(" ".join(words)),
+)
+def test_a_value_that_cannot_be_sent_is_wrong_usage(run: Run, words: list[str]) -> None:
+    found = run(*words)
+    assert found.exit_code == 2, found.exception
+    [line] = found.stderr.splitlines()
+    assert line.startswith("headrace: ")
+
+
 def test_interrupting_generate_cancels(server: ScriptedServer) -> None:
     process = start(server, "generate", "hold on", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with process:

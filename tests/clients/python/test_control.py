@@ -183,7 +183,7 @@ def test_top_in_lines(server: Server, run: Callable[..., Result]) -> None:
     assert "generated/s=0.0" in lines[1]
     [one] = run("top", "-c", "1", "--json").stdout.splitlines()
     assert json.loads(one)["instance_id"] == server.server.instance_id
-    assert run("top", "-i", "0.01").exit_code == 1
+    assert run("top", "-i", "0.01").exit_code == 2
 
 
 def test_top_on_a_terminal(server: Server) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import ssl
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,7 +46,10 @@ class Connection:
 
     def open(self) -> Client:
         """A client of that server; wrong arguments end the command."""
+        if self.token and not (self.token.isascii() and self.token.isprintable()):
+            fail("the token may hold printable ASCII characters alone", EXIT_USAGE)
         try:
+            self._check_certificates()
             return Client(
                 self.target,
                 tls=self.tls,
@@ -55,6 +60,27 @@ class Connection:
             )
         except (ValueError, OSError) as error:
             fail(str(error), EXIT_USAGE)
+
+    def _check_certificates(self) -> None:
+        """Finds files that gRPC would stumble over when it connects, and then only log.
+
+        Raises:
+            ValueError: a file holds something else, or the key is another certificate's.
+            OSError: a file cannot be read.
+        """
+        # What is no regular file, such as a shell's pipe, can be read only once: by gRPC.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        cert, key = self.client_cert, self.client_key
+        try:
+            if self.ca and self.ca.is_file():
+                what = f"--ca {self.ca}"
+                context.load_verify_locations(cadata=self.ca.read_text(encoding="latin-1"))
+            if cert and key and cert.is_file() and key.is_file():
+                what = f"--client-cert {cert} with --client-key {key}"
+                # gRPC takes no password: none is asked for.
+                context.load_cert_chain(cert, key, password=lambda: "")
+        except (ssl.SSLError, ValueError) as error:
+            raise ValueError(f"{what} cannot be used: {error}") from None
 
 
 def connection(
@@ -87,6 +113,18 @@ def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
     """Says what is wrong on stderr and ends the command."""
     typer.echo(f"headrace: {message}", err=True)
     raise typer.Exit(code)
+
+
+def check_text(value: str, what: str) -> None:
+    """Ends the command if an argument's bytes are no text: they cannot be put in a message."""
+    if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+        fail(f"{what} is not UTF-8: {value!r}", EXIT_USAGE)
+
+
+def check_seconds(value: float, what: str, least: float, most: float) -> None:
+    """Ends the command if a time is out of its bounds, or no number."""
+    if math.isnan(value) or not least <= value <= most:
+        fail(f"{what} is {value:g}; it must be {least:g} to {most:.12g} seconds", EXIT_USAGE)
 
 
 def explain(error: HeadraceError) -> str:
@@ -167,7 +205,7 @@ def make_options(pairs: list[str] | None, **named: Any) -> GenerationOptions:
             fail(f"-o wants name=value with one of these names: {known}", EXIT_USAGE)
         try:
             options[name] = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # no JSON, or numbers and depths beyond Python's
             options[name] = text
     return cast(GenerationOptions, options)
 

@@ -17,6 +17,8 @@ app = typer.Typer(
     help="Look at a server and steer it: its operators' commands.", no_args_is_help=True
 )
 
+_MAX_SECONDS = 315_576_000_000  # what a protobuf Duration holds: ten thousand years
+
 Reason = Annotated[str, typer.Option(help="Why; other operators see it.")]
 Identity = Annotated[str, typer.Option(help="Whose requests.")]
 
@@ -37,6 +39,7 @@ def list_requests(
     identity: Annotated[str, typer.Option(help="Only the requests of this identity.")] = "",
 ) -> None:
     """List the live requests, the oldest first, one a line."""
+    common.check_text(identity, "--identity")
     with common.of(context).open() as client:
         for one in client.control.requests(identity):
             typer.echo(_line(one))
@@ -58,6 +61,9 @@ def cancel(
     identity: Identity = "anonymous",
 ) -> None:
     """End requests, whoever started them. Exit code 1 if one of them is not there."""
+    common.check_text(identity, "--identity")
+    for name in ids:
+        common.check_text(name, "an id")
     with common.of(context).open() as client:
         found = client.control.cancel((identity, name) for name in ids)
     for (_, name), status in found.items():
@@ -70,6 +76,7 @@ def cancel(
 @common.tells_errors
 def pause(context: typer.Context, reason: Reason = "") -> None:
     """Stop the engine between two steps; requests stay and wait."""
+    common.check_text(reason, "--reason")
     with common.of(context).open() as client:
         answer = client.control.pause(reason)
     typer.echo("paused" + (" (it was already)" if answer.was_paused else ""))
@@ -88,11 +95,14 @@ def resume(context: typer.Context) -> None:
 def drain(
     context: typer.Context,
     timeout: Annotated[
-        float | None, typer.Option(min=0, help="Seconds that live requests may go on.")
+        float | None, typer.Option(help="Seconds that live requests may go on.")
     ] = None,
     reason: Reason = "",
 ) -> None:
     """Begin to end the server: live requests finish, new ones are refused."""
+    common.check_text(reason, "--reason")
+    if timeout is not None:
+        common.check_seconds(timeout, "--timeout", 0, _MAX_SECONDS)
     with common.of(context).open() as client:
         answer = client.control.drain(timeout, reason)
     seconds = answer.drain.timeout.ToNanoseconds() / 1e9

@@ -44,6 +44,7 @@ def top(
     Where stdout is no terminal, each look is one line. Needs the server's ControlService, which is
     offered on loopback addresses and Unix sockets unless the server was told otherwise.
     """
+    common.check_seconds(interval, "--interval", 0.1, 3600)
     connection = common.connection(context, target, tls, ca, token, client_cert, client_key)
     with connection.open() as client:
         looks = client.control.watch(interval)
