@@ -155,7 +155,7 @@ def test_interrupting_generate_cancels(server: ScriptedServer) -> None:
 def test_chat(run: Run, server: ScriptedServer) -> None:
     said = "hello you\n/history\nand again\n/reset\nrefuse\n/nonsense\nlast\n/quit\nnever\n"
     found = run("chat", "--system", "Be kind.", stdin=said)
-    assert found.exit_code == 0
+    assert found.exit_code == 1  # one was refused
     assert found.stdout == "hello you\nand again\nlast\n"
     assert "assistant: hello you" in found.stderr
     assert "top_p is wrong" in found.stderr
@@ -167,6 +167,11 @@ def test_chat(run: Run, server: ScriptedServer) -> None:
         ["Be kind.", "refuse"],
         ["Be kind.", "last"],
     ]
+
+
+def test_chat_that_goes_well_or_fails_on_its_way(run: Run) -> None:
+    assert run("chat", stdin="hello you\n/nonsense\n").exit_code == 0
+    assert run("chat", stdin="fail now\nhello you\n").exit_code == 1
 
 
 def test_interrupting_chat_cancels_the_answer_alone(server: ScriptedServer) -> None:

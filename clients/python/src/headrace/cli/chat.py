@@ -42,6 +42,9 @@ def chat(
 ) -> None:
     """Hold a conversation. Ctrl-C cancels the running answer, Ctrl-D leaves; /help tells more.
 
+    Where stdin is no terminal, each line is a question, and the exit code is 1 if one was refused
+    or failed.
+
     Examples:
 
         headrace chat
@@ -63,11 +66,14 @@ def chat(
         card = client.model()
         if not card.has_chat_template:
             common.fail(f"{card.name} has no chat template; use `headrace generate`")
-        _Chat(client, options, system, interactive=sys.stdin.isatty()).run(card.name)
+        conversation = _Chat(client, options, system, interactive=sys.stdin.isatty())
+        conversation.run(card.name)
+    if conversation.failed and not conversation.interactive:
+        raise typer.Exit(common.EXIT_FAILED)
 
 
 class _Chat:
-    """The state of a conversation."""
+    """The state of a conversation; `failed`: whether a request was refused or failed."""
 
     def __init__(
         self, client: Client, options: GenerationOptions, system: str | None, *, interactive: bool
@@ -75,11 +81,12 @@ class _Chat:
         self._client = client
         self._options = options
         self._system = system
-        self._interactive = interactive
+        self.interactive = interactive
+        self.failed = False
         self._messages: list[Message] = []
 
     def run(self, model: str) -> None:
-        if self._interactive:
+        if self.interactive:
             with contextlib.suppress(ImportError):  # not everywhere; only line editing is lost
                 import readline  # noqa: F401  # input() uses it once it is imported
             typer.echo(f"{model} - /help for commands, Ctrl-D to leave", err=True)
@@ -96,14 +103,14 @@ class _Chat:
         """The next line; None: no more. Ctrl-C at the prompt clears the line."""
         while True:
             try:
-                if self._interactive:
+                if self.interactive:
                     return input("> ")
                 return sys.stdin.readline() or None
             except EOFError:
                 typer.echo()
                 return None
             except KeyboardInterrupt:
-                if not self._interactive:
+                if not self.interactive:
                     raise
                 typer.echo()
 
@@ -140,8 +147,9 @@ class _Chat:
             if not pieces:
                 return
         except HeadraceError as error:
-            if isinstance(error, UnavailableError) and not self._interactive:
+            if isinstance(error, UnavailableError) and not self.interactive:
                 raise
+            self.failed = True
             typer.echo(f"\nheadrace: {common.explain(error)}", err=True)
             return
         typer.echo()
