@@ -6,6 +6,7 @@ outcomes come back.
 3. A request that the server had no room for goes back in, and nothing is sent until the server's
    `retry_after` passed.
 4. `BatchWindow.ready` gives the outcomes that may be handed to the caller.
+5. Requests that arrive slowly, such as from a pipe, come through a `BatchFeed`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from __future__ import annotations
 import contextlib
 import queue
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeAlias
+
+from google.protobuf.message import DecodeError, EncodeError
 
 from headrace.errors import (
     AlreadyExistsError,
@@ -30,6 +34,7 @@ from headrace.messages import Prompt
 from headrace.options import OPTION_NAMES, GenerationOptions, Request, build_spec
 from headrace.results import Result
 from headrace.v1.generation_pb2 import GenerationSpec
+from headrace.v1.generation_service_pb2 import AddCommand, StreamResultRequest
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -44,6 +49,9 @@ a bad input line).
 _MAX_ATTEMPTS = 12
 _FIRST_DELAY = 0.05  # seconds
 _MAX_DELAY = 5.0  # seconds
+# A signal that comes to another thread, or just before a wait, does not end the wait; and Python
+# calls its handler only after it.
+_LOOK_SECONDS = 0.2
 _ORDERED_AHEAD = 16  # with ordered: how many windows of outcomes may wait for an earlier one
 
 
@@ -63,12 +71,81 @@ class Item:
         self.attempts = 0
 
 
+class BatchFeed:
+    """Requests that a thread of their own reads, so that no outcome waits for the next request to
+    come; and the end of a batch from outside.
+
+    As an iterator it gives None where no request has arrived. `wake` is then called when one has.
+    """
+
+    def __init__(self, requests: Iterable[BatchInput], *, ahead: int) -> None:
+        """`ahead`: how many requests are read before they are needed, at most."""
+        self.wake: Callable[[], None] = lambda: None
+        self.interrupted = False
+        self._requests = requests
+        self._arrived: deque[BatchInput] = deque()
+        self._room = threading.Semaphore(ahead)
+        self._failure: BaseException | None = None
+        self._ended = False
+        self._closed = False
+        # A daemon: a read of a pipe that stays quiet cannot be broken off.
+        self._thread = threading.Thread(target=self._read, name="headrace-feed", daemon=True)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> BatchInput | None:
+        ended = self._ended  # looked at first: all that has arrived before it is given
+        if self._arrived:
+            self._room.release()
+            return self._arrived.popleft()
+        if not ended:
+            return None
+        if self._failure is not None:
+            raise self._failure
+        raise StopIteration
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._closed = True
+        self._room.release()
+
+    def interrupt(self) -> None:
+        """Ends the batch: what has ended is given, then KeyboardInterrupt is raised and what runs
+        is cancelled. May be called from a signal handler.
+        """
+        self.interrupted = True
+        self.wake()
+
+    def _read(self) -> None:
+        try:
+            for request in self._requests:
+                self._room.acquire()
+                if self._closed:
+                    return
+                self._arrived.append(request)
+                self.wake()
+        except BaseException as failure:  # told where the outcomes are read, not in this thread
+            self._failure = failure
+        finally:
+            self._ended = True
+            self.wake()
+
+
 class BatchWindow:
     """Which requests of a batch are in flight. Times are seconds of `time.monotonic`."""
 
     def __init__(
         self,
-        requests: Iterable[BatchInput],
+        requests: Iterable[BatchInput | None],
         options: GenerationOptions,
         *,
         max_in_flight: int,
@@ -81,7 +158,9 @@ class BatchWindow:
         if unknown := sorted(options.keys() - OPTION_NAMES):
             raise TypeError(f"no such generation option: {', '.join(unknown)}")
         self.total = len(requests) if isinstance(requests, Sized) else None
-        self._source = enumerate(requests)
+        self._source = iter(requests)
+        self._taken = 0
+        self._starved = False
         self._options = options
         self._max_in_flight = max_in_flight
         self._ordered = ordered
@@ -121,11 +200,12 @@ class BatchWindow:
         return item
 
     def wait_seconds(self, now: float) -> float | None:
-        """How long to wait for an outcome before asking `next` again; None: for as long as it
-        takes.
+        """How long to wait for an outcome (or a request that arrives) before asking `next` again;
+        None: for as long as it takes.
         """
         waits = self._not_before > now and (self._again or not self._exhausted)
-        return max(self._not_before - now, 0.0) if waits or not self._in_flight else None
+        idle = not self._in_flight and not self._starved
+        return max(self._not_before - now, 0.0) if waits or idle else None
 
     def ended(
         self, item: Item, outcome: Result | HeadraceError, *, refused: bool, now: float
@@ -151,25 +231,55 @@ class BatchWindow:
             self._next_index += 1
             yield self._outcomes.pop(self._next_index - 1)
 
+    def rest(self) -> Iterator[BatchItem]:
+        """All outcomes that have not been given, in the order of their requests: with `ordered`
+        those too that wait for an earlier one.
+        """
+        for index in sorted(self._outcomes):
+            yield self._outcomes.pop(index)
+
     def _take(self) -> Item | None:
         far = self._ordered and len(self._outcomes) >= _ORDERED_AHEAD * self._max_in_flight
         if self._exhausted or far:
             return None
         try:
-            index, given = next(self._source)
+            given = next(self._source)
         except StopIteration:
             self._exhausted = True
+            self._starved = False
             return None
+        self._starved = given is None
+        if given is None:
+            return None
+        index = self._taken
+        self._taken += 1
         if isinstance(given, HeadraceError):
             return Item(index, GenerationSpec(), given)
         prompt, own = (given.prompt, given.options) if isinstance(given, Request) else (given, {})
         options: GenerationOptions = {**self._options, **own}
         try:
-            return Item(index, build_spec(prompt, options), None)
+            spec = build_spec(prompt, options)
+            _check_depth(spec)
+            return Item(index, spec, None)
         except HeadraceError as error:
             return Item(index, GenerationSpec(), error)
-        except TypeError as error:
+        except (TypeError, RecursionError) as error:
             return Item(index, GenerationSpec(), invalid_argument("request", str(error)))
+
+
+def _check_depth(spec: GenerationSpec) -> None:
+    """Finds a request of which no message can be made, which would end the session.
+
+    Raises:
+        InvalidArgumentError: its values are nested deeper than protobuf reads.
+    """
+    if not spec.HasField("chat"):  # nothing else holds nested values
+        return
+    try:
+        add = StreamResultRequest(add=AddCommand(spec=spec))
+        StreamResultRequest.FromString(add.SerializeToString())
+    except (DecodeError, EncodeError):
+        raise invalid_argument("request", "is nested too deeply") from None
 
 
 class BatchProgress:
@@ -224,60 +334,87 @@ class BatchProgress:
         self._bar.update(self._task, advance=1, note=note)
 
 
+_Ended: TypeAlias = "tuple[Item, RequestHandle] | None"
+"""A request that has ended; None: only to look again."""
+
+
 def run_batch(
     open_session: Callable[[], Session],
-    requests: Iterable[BatchInput],
+    requests: Iterable[BatchInput] | BatchFeed,
     *,
     max_in_flight: int,
     ordered: bool,
     progress: bool,
     options: GenerationOptions,
 ) -> Iterator[BatchItem]:
-    """`Client.batch`."""
+    """`Client.batch`; and with a `BatchFeed`, the command's."""
     window = BatchWindow(requests, options, max_in_flight=max_in_flight, ordered=ordered)
-    return _run(open_session, window, progress)
+    return _run(
+        open_session, window, progress, requests if isinstance(requests, BatchFeed) else None
+    )
 
 
 def _run(
-    open_session: Callable[[], Session], window: BatchWindow, progress: bool
+    open_session: Callable[[], Session],
+    window: BatchWindow,
+    progress: bool,
+    feed: BatchFeed | None,
 ) -> Iterator[BatchItem]:
-    ended: queue.SimpleQueue[tuple[Item, RequestHandle]] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()
+    if feed is not None:
+        feed.wake = lambda: ended.put(None)
     lost: HeadraceError | None = None
-    with open_session() as session, BatchProgress(progress, window.total) as bar:
-        while True:
-            while lost is None and (item := window.next(time.monotonic())) is not None:
+    with (
+        feed or contextlib.nullcontext(),
+        open_session() as session,
+        BatchProgress(progress, window.total) as bar,
+    ):
+        while feed is None or not feed.interrupted:
+            item = window.next(time.monotonic()) if lost is None else None
+            if item is not None:
                 try:
                     _send(session, window, item, ended)
                 except HeadraceError as error:
                     lost = error
                     window.ended(item, error, refused=False, now=0.0)
                     window.stop(error)
-                for done in window.ready():
-                    bar.advance(done[1])
-                    yield done
             for done in window.ready():
                 bar.advance(done[1])
                 yield done
+            if item is not None:
+                continue
             if window.finished:
                 break
-            with contextlib.suppress(queue.Empty):
-                item, handle = ended.get(timeout=window.wait_seconds(time.monotonic()))
-                fold = handle._record.fold
-                window.ended(
-                    item,
-                    fold.error or fold.partial(),
-                    refused=handle._record.refused,
-                    now=time.monotonic(),
-                )
+            seconds = window.wait_seconds(time.monotonic())
+            if feed is not None:
+                seconds = _LOOK_SECONDS if seconds is None else min(seconds, _LOOK_SECONDS)
+            _wait(window, ended, seconds)
+        else:
+            while not ended.empty():
+                _wait(window, ended, 0.0)
+            yield from window.rest()
+            raise KeyboardInterrupt
     if lost is not None:
         raise lost
+
+
+def _wait(window: BatchWindow, ended: queue.SimpleQueue[_Ended], seconds: float | None) -> None:
+    """Waits so long for the end of a request, or for a call to look again."""
+    try:
+        found = ended.get(timeout=seconds)
+    except queue.Empty:
+        return
+    if found is not None:
+        item, handle = found
+        fold, refused = handle._record.fold, handle._record.refused
+        window.ended(item, fold.error or fold.partial(), refused=refused, now=time.monotonic())
 
 
 def _send(
     session: Session,
     window: BatchWindow,
     item: Item,
-    ended: queue.SimpleQueue[tuple[Item, RequestHandle]],
+    ended: queue.SimpleQueue[_Ended],
 ) -> None:
     """Submits a request; its end comes on the queue. Raises only if the session has ended."""
     error = item.error

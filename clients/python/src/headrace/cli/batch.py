@@ -1,31 +1,49 @@
 """`headrace batch`: a file of requests in, a file of results out.
 
-1. Each line of the input is a request; a line that is none becomes an error of its own.
-2. All go through one session with a bounded window (`Client.batch`).
-3. Each outcome is written as one whole line, so that the output is valid whenever the command ends.
-4. `--resume` keeps the results that are there, forgets error lines (they are tried again) and
+1. Everything that can be wrong about the command is looked for before the output is touched.
+2. Each line of the input is a request; a line that is none becomes an error of its own
+   (`batch_input`).
+3. All go through one session with a bounded window (`run_batch`), as they arrive.
+4. Each outcome is written as one whole line, so that the output is valid whenever the command ends
+   (`batch_output`).
+5. `--resume` keeps the results that are there, forgets error lines (they are tried again) and
    half a last line.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
+import signal
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, cast
+from typing import Annotated
 
 import typer
 
-from headrace._batch import BatchInput
+from headrace._batch import BatchFeed, run_batch
 from headrace.cli import common
-from headrace.errors import HeadraceError, UnavailableError, invalid_argument
-from headrace.options import OPTION_NAMES, GenerationOptions, Request
-from headrace.results import Result
+from headrace.cli.batch_input import Reader, open_source, split_lines
+from headrace.cli.batch_output import Sink, check_output, keep_results
+from headrace.client import Client
+from headrace.errors import HeadraceError, InvalidArgumentError, UnavailableError
+from headrace.messages import Message
+from headrace.options import GenerationOptions, build_spec
 
-_INPUTS = ("prompt", "messages", "token_ids")
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is to be done."""
+
+    source: Path
+    output: Path
+    max_in_flight: int
+    keep_order: bool
+    resume: bool
+    overwrite: bool
+    progress: bool
+    options: GenerationOptions
 
 
 @common.tells_errors
@@ -40,7 +58,8 @@ def batch(
         bool, typer.Option("--keep-order", help="Write results in the order of the input.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep the results in OUT; run only what is missing.")
+        bool,
+        typer.Option("--resume", help="Keep the results in OUT; run what is missing or failed."),
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT if it is there.")
@@ -65,11 +84,15 @@ def batch(
 ) -> None:
     """Run a file of requests, one JSON object a line, and write one JSON object a line.
 
-    A request has "prompt", "messages" or "token_ids"; an "id" (else its line number); and any
-    option of a request, such as "max_tokens", which goes before those of the command line.
-    A result has "id", "text", "token_ids", "finish_reason" and "usage"; a request that failed
-    has "id" and "error" instead, and makes the exit code 1. Ctrl-C cancels what runs; what was
-    written stays, and --resume goes on from there.
+    A request has "prompt", "messages" or "token_ids"; an "id", a string or a whole number (else
+    its line number); and any option of a request, such as "max_tokens", which goes before those
+    of the command line. A result has "id", "text", "token_ids", "finish_reason" and "usage"; a
+    request that failed has "id" and "error" instead, and makes the exit code 1. So does a line
+    that is no request, or whose id an earlier line has (2 and "2" are two ids): the others run.
+
+    Results are written as they end, also while more requests are awaited from a pipe. Ctrl-C
+    writes what has ended and cancels what runs; --resume goes on from there: it keeps the results
+    in OUT and runs what is missing or failed.
 
     Examples:
 
@@ -89,126 +112,82 @@ def batch(
         priority=priority,
         time_limit=time_limit,
     )
-    to_stdout = str(output) == "-"
-    if not to_stdout and output.exists() and not (resume or overwrite):
-        common.fail(f"{output} is there: pass --resume or --overwrite", common.EXIT_USAGE)
-    done = _keep_results(output) if resume and not to_stdout and output.exists() else set()
-    reader = _Reader(done)
-    failed, lost = 0, None
+    job = _Job(source, output, max_in_flight, keep_order, resume, overwrite, progress, defaults)
+    _check_options(defaults)
+    connection = common.connection(context, target, tls, ca, token, client_cert, client_key)
+    with connection.open() as client:
+        _run(client, job)
+
+
+def _check_options(options: GenerationOptions) -> None:
+    """Ends the command if no request could have these options."""
+    if "request_id" in options:
+        common.fail("-o request_id: a batch's requests cannot share one", common.EXIT_USAGE)
+    reasons: dict[str, None] = {}
+    for prompt in ("x", [Message.user("x")]):  # some options belong to one of these alone
+        try:
+            build_spec(prompt, options)
+            return
+        except InvalidArgumentError as error:
+            reasons[error.message] = None
+    common.fail("; or: ".join(reasons), common.EXIT_USAGE)
+
+
+def _run(client: Client, job: _Job) -> None:
+    """Does the job; the exit code is in the exception that is raised, if one is."""
+    done = failed = 0
+    lost = None
     with ExitStack() as stack:
-        lines = _open_source(source, stack)
-        sink = sys.stdout if to_stdout else stack.enter_context(
-            output.open("a" if resume else "w", encoding="utf-8")
-        )  # fmt: skip
-        connection = common.connection(context, target, tls, ca, token, client_cert, client_key)
-        client = stack.enter_context(connection.open())
-        outcomes = client.batch(
-            reader.requests(lines),
-            max_in_flight=max_in_flight,
-            ordered=keep_order,
-            progress=progress,
-            **defaults,
+        source = open_source(job.source, stack)
+        check_output(job.output, source, resume=job.resume, overwrite=job.overwrite)
+        try:
+            kept = keep_results(job.output) if job.resume else set()
+        except OSError as error:
+            common.fail(f"cannot keep the results: {error}", common.EXIT_USAGE)
+        sink = Sink(job.output, resume=job.resume, overwrite=job.overwrite, stack=stack)
+        reader = Reader(kept)
+        feed = BatchFeed(reader.requests(split_lines(source)), ahead=job.max_in_flight)
+        stack.enter_context(_interrupting(feed))
+        outcomes = run_batch(
+            client.session,
+            feed,
+            max_in_flight=job.max_in_flight,
+            ordered=job.keep_order,
+            progress=job.progress,
+            options=job.options,
         )
         stack.callback(outcomes.close)  # type: ignore[attr-defined]  # it is a generator
         for index, outcome in outcomes:
-            failed += isinstance(outcome, HeadraceError)
+            if isinstance(outcome, HeadraceError):
+                failed += 1
+            else:
+                done += 1
             if isinstance(outcome, UnavailableError) and not outcome.reached_server:
                 lost = outcome
-            _write(sink, _line(reader.ids.pop(index), outcome))
-    told = f"{reader.count - failed} done, {failed} failed, {reader.skipped} skipped"
-    typer.echo(told, err=True)
+            sink.write(reader.ids.pop(index), outcome)
+    typer.echo(f"{done} done, {failed} failed, {reader.skipped} skipped", err=True)
     if lost is not None:
         raise lost
     if failed:
         raise typer.Exit(common.EXIT_FAILED)
 
 
-class _Reader:
-    """Turns lines into requests and remembers the ids of those that are in flight."""
+@contextmanager
+def _interrupting(feed: BatchFeed) -> Iterator[None]:
+    """Makes the first Ctrl-C end the batch in order, so that no outcome is lost on its way to the
+    output; the second one interrupts at once.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals are the main one's
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
 
-    def __init__(self, done: set[str]) -> None:
-        self.ids: dict[int, Any] = {}
-        self.count = 0
-        self.skipped = 0
-        self._done = done
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        feed.interrupt()
 
-    def requests(self, lines: IO[str]) -> Iterator[BatchInput]:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            id_: Any = number
-            request: BatchInput
-            try:
-                fields = _fields(line)
-                id_ = fields.pop("id", number)
-                request = _request(fields)
-            except HeadraceError as error:
-                request = error
-            if str(id_) in self._done:
-                self.skipped += 1
-                continue
-            self.ids[self.count] = id_
-            self.count += 1
-            yield request
-
-
-def _fields(line: str) -> dict[str, Any]:
+    signal.signal(signal.SIGINT, interrupt)
     try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise invalid_argument("line", f"is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise invalid_argument("line", "is not a JSON object")
-    return fields
-
-
-def _request(fields: dict[str, Any]) -> Request:
-    given = [name for name in _INPUTS if fields.get(name) is not None]
-    if len(given) != 1:
-        raise invalid_argument("line", f"has not exactly one of {', '.join(_INPUTS)}")
-    kind, prompt = given[0], fields[given[0]]
-    options = {name: value for name, value in fields.items() if name not in _INPUTS}
-    if not isinstance(prompt, str if kind == "prompt" else list):
-        wanted = "a string" if kind == "prompt" else "an array"
-        raise invalid_argument(kind, f"is not {wanted}")
-    if unknown := sorted(options.keys() - OPTION_NAMES):
-        raise invalid_argument(unknown[0], "is no option of a request")
-    return Request(prompt, **cast(GenerationOptions, options))
-
-
-def _line(id_: Any, outcome: Result | HeadraceError) -> str:
-    if isinstance(outcome, HeadraceError):
-        return json.dumps({"id": id_, "error": outcome.to_dict()}, ensure_ascii=False)
-    return json.dumps({"id": id_, **outcome.to_dict()}, ensure_ascii=False)
-
-
-def _write(sink: IO[str], line: str) -> None:
-    """Writes one whole line: what Ctrl-C keeps from being flushed here, closing the file does."""
-    sink.write(line + "\n")
-    sink.flush()
-
-
-def _open_source(source: Path, stack: ExitStack) -> IO[str]:
-    if str(source) == "-":
-        return sys.stdin
-    try:
-        return stack.enter_context(source.open(encoding="utf-8"))
-    except OSError as error:
-        common.fail(f"cannot read the requests: {error}", common.EXIT_USAGE)
-
-
-def _keep_results(output: Path) -> set[str]:
-    """Rewrites the output with its good results alone, and returns their ids."""
-    done: set[str] = set()
-    kept = output.with_name(output.name + ".tmp")
-    with output.open(encoding="utf-8") as old, kept.open("w", encoding="utf-8") as new:
-        for line in old:
-            try:
-                fields = json.loads(line)
-            except ValueError:  # the last line of a run that was killed
-                continue
-            if isinstance(fields, dict) and "id" in fields and "error" not in fields:
-                done.add(str(fields["id"]))
-                new.write(line if line.endswith("\n") else line + "\n")
-    os.replace(kept, output)
-    return done
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,110 @@
+"""The output of `headrace batch`: what is there already, and one whole line for each outcome."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from contextlib import ExitStack, suppress
+from io import FileIO, RawIOBase
+from pathlib import Path
+from typing import Any
+
+from headrace.cli import common
+from headrace.cli.batch_input import Id, unbuffered
+from headrace.errors import HeadraceError
+from headrace.results import Result
+
+
+def check_output(output: Path, source: RawIOBase, *, resume: bool, overwrite: bool) -> None:
+    """Ends the command if the results cannot go there; opens nothing and changes nothing."""
+    if resume and overwrite:
+        common.fail("--resume and --overwrite contradict each other", common.EXIT_USAGE)
+    to_stdout = str(output) == "-"
+    if resume and to_stdout:
+        common.fail("--resume needs a file as OUT", common.EXIT_USAGE)
+    try:
+        found = os.fstat(sys.stdout.fileno()) if to_stdout else os.stat(output)
+    except OSError:  # it is not there, or cannot be looked at: opening it tells
+        return
+    if not to_stdout and not (resume or overwrite):
+        common.fail(f"{output} is there: pass --resume or --overwrite", common.EXIT_USAGE)
+    if resume and not stat.S_ISREG(found.st_mode):
+        common.fail(f"{output} is no file of results: --resume cannot be", common.EXIT_USAGE)
+    given = _stat_of(source)
+    # A terminal, or /dev/null, may well be both.
+    if given is not None and stat.S_ISREG(found.st_mode) and os.path.samestat(given, found):
+        common.fail(f"{output} is the file of the requests itself", common.EXIT_USAGE)
+
+
+def _stat_of(source: RawIOBase) -> os.stat_result | None:
+    try:
+        return os.fstat(source.fileno())
+    except OSError:  # it is no file of the system's
+        return None
+
+
+def keep_results(output: Path) -> set[Id]:
+    """Rewrites the output with its results alone, without errors and without what a run that was
+    killed left of its last line; returns their ids.
+    """
+    if not output.exists():
+        return set()
+    path = output.resolve()  # a link stays a link
+    done: set[Id] = set()
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with path.open("rb") as old, open(handle, "wb") as new:
+            for line in old:
+                fields = _fields(line)
+                if "id" in fields and "error" not in fields:
+                    if isinstance(fields["id"], (str, int)):
+                        done.add(fields["id"])
+                    new.write(line if line.endswith(b"\n") else line + b"\n")
+        shutil.copymode(path, name)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+    return done
+
+
+def _fields(line: bytes) -> dict[str, Any]:
+    """A line's JSON object; empty where it is none."""
+    try:
+        fields = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+class Sink:
+    """Where the outcomes are written, each at once and as a whole line."""
+
+    def __init__(self, output: Path, *, resume: bool, overwrite: bool, stack: ExitStack) -> None:
+        """Opens it; the command ends if it cannot be opened. The stack closes it."""
+        if str(output) == "-":
+            self._file = unbuffered(sys.stdout)
+            return
+        mode = "a" if resume else "w" if overwrite else "x"
+        try:
+            # Unbuffered: nothing is left to be written, and to fail, when it is closed.
+            self._file = stack.enter_context(FileIO(output, mode))
+        except OSError as error:
+            common.fail(f"cannot write the results: {error}", common.EXIT_USAGE)
+
+    def write(self, id_: Id, outcome: Result | HeadraceError) -> None:
+        """Writes an outcome; the command ends if that fails."""
+        told = outcome.to_dict()
+        fields = {"error": told} if isinstance(outcome, HeadraceError) else told
+        line = json.dumps({"id": id_, **fields}, ensure_ascii=False) + "\n"
+        left = memoryview(line.encode("utf-8"))
+        try:
+            while left:
+                left = left[self._file.write(left) or 0 :]
+        except OSError as error:
+            common.fail(f"cannot write the results: {error}")
