@@ -165,6 +165,11 @@ export class Ledger {
     }
   }
 
+  /** Writes a line about what went wrong outside of the requests, and remembers it. */
+  broken(line: string): void {
+    this.#fault(line);
+  }
+
   /** Writes a line about what went wrong, and remembers that something did. */
   #fault(line: string): void {
     this.#faults += 1;

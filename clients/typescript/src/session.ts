@@ -16,10 +16,10 @@
 //
 // The exit code is 0 if every request finished (or was cancelled by Ctrl-C), and 1 if one was refused or failed, the
 // stream broke, or the server broke the contract: an event's number was missing or came twice, or a request had no
-// end; 2 for wrong flags. What went wrong is told on the standard error.
+// end; 2 for wrong flags. What went wrong is told on the standard error. A line that is not UTF-8 and a line of more
+// than 4 MiB are told and not sent, and make the exit code 1. When the output cannot be written, the program ends.
 import { randomBytes } from "node:crypto";
 import { connect } from "node:net";
-import { createInterface } from "node:readline";
 import { parseArgs } from "node:util";
 
 import { create, type MessageInitShape } from "@bufbuild/protobuf";
@@ -32,6 +32,7 @@ import {
   type StreamResultRequest,
   StreamResultRequestSchema,
 } from "./gen/headrace/v1/generation_service_pb.js";
+import { readLines } from "./input.js";
 import { Ledger } from "./ledger.js";
 
 const USAGE = `usage: session [flags] [prompt ...]
@@ -114,17 +115,21 @@ async function run(options: Options, prompts: string[]): Promise<number> {
   const client = createGenerationClient(options.target);
   // Ids are made here, not by the server, so that a request can be cancelled before it was accepted.
   const ledger = new Ledger(`session-${randomBytes(5).toString("hex")}`, options.json);
-  const lines = prompts.length > 0 ? undefined : createInterface({ input: process.stdin, crlfDelay: Infinity });
-  // Taken now, not when the transport asks for the first command: readline does not keep what was read before.
-  const inputs = lines?.[Symbol.asyncIterator]() ?? prompts;
+  const reads = prompts.length === 0;
+  const inputs = reads ? readLines(process.stdin, (line) => ledger.broken(line)) : prompts;
 
   // Nothing aborts the RPC: an aborted stream counts as lost, and the requests' ends would not be received. The
   // interrupt becomes `cancel`, and the second one finds no handler any more.
   const interrupt = new AbortController();
   let halfClosed = false;
+  const closeInput = (): void => {
+    if (reads) {
+      process.stdin.destroy();
+    }
+  };
   process.once("SIGINT", () => {
     interrupt.abort();
-    lines?.close();
+    closeInput();
     if (halfClosed) {
       void cancelAfterHalfClose(client, ledger);
     }
@@ -137,9 +142,7 @@ async function run(options: Options, prompts: string[]): Promise<number> {
       if (interrupt.signal.aborted) {
         break;
       }
-      if (lines === undefined || prompt !== "") {
-        yield addCommand(options, ledger.add(), prompt);
-      }
+      yield addCommand(options, ledger.add(), prompt);
     }
     if (interrupt.signal.aborted) {
       for (const id of ledger.live()) {
@@ -159,7 +162,7 @@ async function run(options: Options, prompts: string[]): Promise<number> {
     console.error(`session: ${describeError(error)}`);
   }
   // The server may have ended the stream while there was still input to read.
-  lines?.close();
+  closeInput();
   const complete = ledger.close();
   return complete && !broken ? 0 : 1;
 }
@@ -200,6 +203,13 @@ function cancelCommand(requestId: string): StreamResultRequest {
 function command(init: MessageInitShape<typeof StreamResultRequestSchema>): StreamResultRequest {
   return create(StreamResultRequestSchema, init);
 }
+
+// Nobody would learn what follows: the program ends, without the trace that an event without a listener makes.
+process.stdout.on("error", (error) => {
+  console.error(`session: standard output: ${error.message}`);
+  process.exit(1);
+});
+process.stderr.on("error", () => process.exit(1));
 
 let flags: ReturnType<typeof parseFlags>;
 try {

@@ -304,6 +304,65 @@ def test_deltas_are_printed_with_their_requests_number(
 # --- requests that do not -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        (b"caf\xe9", "session: line 2 is not UTF-8\n"),
+        (b"x" * (4 * 2**20 + 1), f"session: line 2 has more than {4 * 2**20} bytes\n"),
+    ],
+    ids=["not UTF-8", "too long"],
+)
+def test_a_line_that_cannot_be_sent_leaves_the_others_alone(
+    program: list[str], scripted_addresses: Addresses, bad: bytes, complaint: str
+) -> None:
+    done = subprocess.run(
+        [*program, "--target", scripted_addresses.tcp],
+        input=b"\n".join([b"good", bad, "né".encode(), b"last"]),
+        capture_output=True,
+        timeout=RUN_SECONDS,
+    )
+
+    assert (done.returncode, done.stderr.decode()) == (1, complaint)
+    assert done.stdout.decode().count("finished: LENGTH") == 3
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_output_that_cannot_be_written_ends_the_program(
+    program: list[str], scripted_addresses: Addresses, flags: list[str]
+) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*program, "--target", scripted_addresses.tcp, *flags, "one", "two"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=RUN_SECONDS,
+        )
+
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("session: standard output: ")
+
+
+def test_output_that_nobody_reads_ends_the_program(
+    program: list[str], scripted_addresses: Addresses
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as pipe:
+        done = subprocess.run(
+            [*program, "--target", scripted_addresses.tcp, "one"],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=RUN_SECONDS,
+        )
+
+    assert done.returncode != 0
+    assert len(done.stderr.splitlines()) <= 1  # Go ends by the signal, which says nothing
+
+
 def test_a_refused_request_leaves_the_others_alone(
     program: list[str], headrace_address: str
 ) -> None:

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"os"
 	"strings"
 	"sync"
 
@@ -157,9 +158,7 @@ func (l *ledger) close() bool {
 		lines := json.NewEncoder(l.out)
 		lines.SetEscapeHTML(false)
 		for _, r := range l.requests {
-			if err := lines.Encode(r.line()); err != nil {
-				l.fault("standard output: %v", err)
-			}
+			l.written(lines.Encode(r.line()))
 		}
 	}
 	return l.faults == 0
@@ -168,8 +167,24 @@ func (l *ledger) close() bool {
 // print writes a line of progress.
 func (l *ledger) print(format string, arguments ...any) {
 	if !l.json {
-		fmt.Fprintf(l.out, format+"\n", arguments...)
+		_, err := fmt.Fprintf(l.out, format+"\n", arguments...)
+		l.written(err)
 	}
+}
+
+// written ends the program if something could not be written to its output: nobody would learn what follows.
+func (l *ledger) written(err error) {
+	if err != nil {
+		fmt.Fprintln(l.err, "session: standard output:", err)
+		os.Exit(1)
+	}
+}
+
+// broken is fault for those who do not hold the lock.
+func (l *ledger) broken(format string, arguments ...any) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.fault(format, arguments...)
 }
 
 // fault writes a line about what went wrong, and remembers that something did.

@@ -16,13 +16,15 @@
 //
 // The exit code is 0 if every request finished (or was cancelled by Ctrl-C), and 1 if one was refused or failed, the
 // stream broke, or the server broke the contract: an event's number was missing or came twice, or a request had no
-// end; 2 for wrong flags. What went wrong is told on the standard error.
+// end; 2 for wrong flags. What went wrong is told on the standard error. A prompt that is not UTF-8 and a line of more
+// than 4 MiB are told and not sent, and make the exit code 1. When the output cannot be written, the program ends.
 package main
 
 import (
 	"bufio"
 	"context"
 	"crypto/rand"
+	"errors"
 	"flag"
 	"fmt"
 	"io"
@@ -31,6 +33,7 @@ import (
 	"strconv"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
@@ -134,7 +137,7 @@ func run(opts options, prompts []string, interrupt <-chan struct{}) bool {
 	ledger := newLedger("session-"+strings.ToLower(rand.Text()[:10]), opts.json, os.Stdout, os.Stderr)
 
 	inputs := make(chan string)
-	go readPrompts(ctx, prompts, os.Stdin, inputs)
+	go readPrompts(ctx, prompts, os.Stdin, inputs, ledger)
 	go send(ctx, opts, client, stream, ledger, inputs, interrupt)
 
 	err = receive(stream, ledger)
@@ -144,10 +147,16 @@ func run(opts options, prompts []string, interrupt <-chan struct{}) bool {
 	return ledger.close() && err == nil
 }
 
-// readPrompts sends the prompts, or where there are none the lines of in that are not empty, and closes inputs.
-func readPrompts(ctx context.Context, prompts []string, in io.Reader, inputs chan<- string) {
+// readPrompts sends the prompts, or where there are none the lines of in that are not empty, and closes inputs. What
+// cannot be sent is told to the ledger: a message that is not UTF-8, or too large, would end the stream and so every
+// request on it.
+func readPrompts(ctx context.Context, prompts []string, in io.Reader, inputs chan<- string, ledger *ledger) {
 	defer close(inputs)
-	put := func(prompt string) bool {
+	put := func(prompt, place string) bool {
+		if !utf8.ValidString(prompt) {
+			ledger.broken("session: %s is not UTF-8", place)
+			return true
+		}
 		select {
 		case inputs <- prompt:
 			return true
@@ -156,21 +165,45 @@ func readPrompts(ctx context.Context, prompts []string, in io.Reader, inputs cha
 		}
 	}
 	if len(prompts) > 0 {
-		for _, prompt := range prompts {
-			if !put(prompt) {
+		for i, prompt := range prompts {
+			if !put(prompt, fmt.Sprintf("prompt %d", i+1)) {
 				return
 			}
 		}
 		return
 	}
-	lines := bufio.NewScanner(in)
-	lines.Buffer(nil, maxLineBytes)
-	for lines.Scan() {
-		if line := lines.Text(); line != "" && !put(line) {
+	lines := bufio.NewReader(in)
+	for number := 1; ; number++ {
+		place := fmt.Sprintf("line %d", number)
+		line, isTooLong, err := readLine(lines)
+		if isTooLong {
+			ledger.broken("session: %s has more than %d bytes", place, maxLineBytes)
+		} else if line != "" && !put(line, place) {
+			return
+		}
+		if errors.Is(err, io.EOF) {
+			return
+		}
+		if err != nil {
+			ledger.broken("session: standard input: %v", err)
 			return
 		}
 	}
-	if err := lines.Err(); err != nil {
-		fmt.Fprintln(os.Stderr, "session: standard input:", err)
+}
+
+// readLine reads a line and takes its end off. Of one that is too long it keeps nothing.
+func readLine(in *bufio.Reader) (line string, isTooLong bool, err error) {
+	var kept []byte
+	for {
+		piece, err := in.ReadSlice('\n')
+		if isTooLong = isTooLong || len(kept)+len(piece) > maxLineBytes; isTooLong {
+			kept = nil
+		} else {
+			kept = append(kept, piece...)
+		}
+		if !errors.Is(err, bufio.ErrBufferFull) {
+			line = strings.TrimSuffix(strings.TrimSuffix(string(kept), "\n"), "\r")
+			return line, isTooLong, err
+		}
 	}
 }
