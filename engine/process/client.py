@@ -207,9 +207,9 @@ class ProcessEngineClient:
             reply = await self._call(
                 lambda number: messages.Submit(number, request), messages.Admitted
             )
-        except asyncio.CancelledError:
-            raise  # the process may have it: `cancel`, its end or the process's death forgets it
-        except BaseException:
+        except Exception:
+            # Not where this is cancelled: the process may have the request then, and `cancel`, its
+            # end or the process's death forgets it.
             self._forget(request.request_id)
             raise
         if request.request_id in self._live:  # else it has ended already

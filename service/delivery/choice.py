@@ -102,11 +102,6 @@ class ChoiceLog:
         return len(self._ids)
 
     @property
-    def is_over(self) -> bool:
-        """Whether it takes no more tokens: its end is there, or its stop string was found."""
-        return self.stop is not None or self.finished is not None
-
-    @property
     def is_ready(self) -> bool:
         """Whether its delivery options let something go now."""
         return len(self._ids) >= self._at_least or (

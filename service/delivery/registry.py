@@ -28,12 +28,7 @@ from engine.types import RequestId
 from service.admission import AdmissionControl
 from service.delivery.calls import EngineCalls
 from service.delivery.errors import OutputNotReadError
-from service.delivery.events import (
-    ALREADY_FINISHED,
-    CANCELLED,
-    NOT_FOUND,
-    Accepted,
-)
+from service.delivery.events import ALREADY_FINISHED, CANCELLED, NOT_FOUND, Accepted
 from service.delivery.flow import FlowControl, FlowOptions
 from service.delivery.kept import KeptResults, Retention
 from service.delivery.log import RequestLog

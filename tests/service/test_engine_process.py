@@ -15,13 +15,14 @@ import pytest
 from headrace.v1 import generation_service_pb2 as rpc
 
 from engine.client import ModelInfo, ProgressSink, StepSink
+from engine.errors import EngineUnavailableError
 from engine.outputs import StepOutputs
 from engine.process import messages
 from engine.process.client import ProcessEngineClient
 from engine.process.wire import FrameReader, FrameWriter
 from engine.process.worker import Worker
 from tests.service.fake_engine import FakeEngine
-from tests.service.helpers import Harness, serving, spec, until
+from tests.service.helpers import DEADLINE_S, Harness, serving, spec, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -113,6 +114,16 @@ async def test_the_process_ends_before_a_request_that_nobody_wants_has() -> None
         await until(lambda: there.client.failure is not None)
         await until(lambda: there.h.registry.live == 0)
         assert not there.client._live
+
+
+async def test_calls_that_were_not_answered_end_with_the_process() -> None:
+    async with scene(FakeEngine(auto=False)) as there:
+        there.writer.kinds = (messages.Stats,)
+        asking = asyncio.ensure_future(there.client.stats())
+        await until(lambda: there.client._calls)
+        await there.client._end_process()
+        with pytest.raises(EngineUnavailableError):
+            await asyncio.wait_for(asking, DEADLINE_S)
 
 
 async def test_an_end_that_cannot_be_taken_is_the_engines_failure() -> None:
