@@ -34,8 +34,10 @@ OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 """Options of a channel that shares its connection with no other channel of this process."""
 
 _CHUNK = 16 << 10
-_ACCEPTING = 10
-"""Turns of the event loop after which a connection that was accepted is known here."""
+_TURNS = 10
+"""Turns of the event loop after which a connection that was accepted is known here, and one that
+was aborted has closed its socket.
+"""
 _TICK_S = 0.005
 
 
@@ -278,23 +280,18 @@ class FaultProxy:
         except OSError:
             pass  # nobody listens there: the client learns that its connection ended
         finally:
-            await self._drop(writer)
-
-    async def _drop(self, client: asyncio.StreamWriter) -> None:
-        client.transport.abort()
-        with contextlib.suppress(OSError):
-            await client.wait_closed()
-        self._clients.discard(client)
+            writer.transport.abort()
+            self._clients.discard(writer)
 
     async def close(self) -> None:
         """End all connections and wait for that. Nothing listens any more."""
-        for _ in range(_ACCEPTING):
-            await asyncio.sleep(0)
+        await _turns()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for client in list(self._clients):  # whose tasks had not begun
-            await self._drop(client)
+        for client in self._clients:  # whose tasks had not begun
+            client.transport.abort()
+        await _turns()
 
 
 @asynccontextmanager
@@ -318,6 +315,11 @@ async def fault_proxy(
         finally:
             listener.close()
             await proxy.close()
+
+
+async def _turns() -> None:
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
 
 
 def _reset_on_close(writer: asyncio.StreamWriter) -> None:
