@@ -170,16 +170,28 @@ def test_start_waits_for_a_warm_up() -> None:
 
 
 class Steps:
-    """Fails when a step runs where none may."""
+    """Fails when a step runs where none may. The second step waits until the test has asked for
+    what it is about: the requests would be over by then on a busy machine.
+    """
 
     def __init__(self, rig: Rig) -> None:
         self.count = 0
         self.may_run = True
+        self.paused = False
         self.wrong = False
+        self.asked_for: Callable[[], bool] = lambda: True
         rig.runner.hook = self
+
+    def wait_for_pause(self, rig: Rig) -> None:
+        """Have the second step wait until somebody pauses, or has paused before it."""
+        self.asked_for = lambda: rig.manager._pause.is_wanted or self.paused
 
     def __call__(self, batch: ScheduledBatch) -> None:
         self.count += 1
+        deadline = time.monotonic() + WAIT
+        while self.count == 2 and not self.asked_for():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
         self.wrong = self.wrong or not self.may_run
 
 
@@ -191,9 +203,11 @@ def steps(rig: Rig) -> Iterator[Steps]:
 
 
 def test_nothing_runs_in_a_pause_and_all_goes_on_behind_it(rig: Rig, steps: Steps) -> None:
+    steps.wait_for_pause(rig)
     rig.manager.add_request([1], request_id="a", max_new_tokens=600, streaming=True)
     first = result(rig.manager, "a")
     with rig.manager.pause():
+        steps.paused = True
         steps.may_run = False
         before = steps.count
         rig.manager.add_request([2], request_id="b", max_new_tokens=4)
@@ -223,12 +237,14 @@ def test_a_step_in_flight_is_over_before_the_window_opens(streaming: bool) -> No
 
 
 def test_the_last_of_several_holders_lets_the_loop_go_on(rig: Rig, steps: Steps) -> None:
+    steps.wait_for_pause(rig)
     rig.manager.add_request([1], request_id="a", max_new_tokens=900)
     inside = threading.Barrier(4, timeout=WAIT)
     leave = [threading.Event() for _ in range(3)]
 
     def hold(index: int) -> None:
         with rig.manager.pause(), rig.manager.pause():  # the same thread may hold twice
+            steps.paused = True
             inside.wait()
             assert leave[index].wait(WAIT)
             if index == 2:
@@ -329,10 +345,14 @@ def test_death_before_the_window_opens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_hold_takes_no_step_and_carries_out_commands(rig: Rig, steps: Steps) -> None:
+    asked = threading.Event()
+    steps.asked_for = asked.is_set
     rig.manager.add_request([1], request_id="a", max_new_tokens=600, streaming=True)
     rig.manager.add_request([3], request_id="c", max_new_tokens=600)
     result(rig.manager, "a")
-    rig.manager.hold().result(WAIT)
+    held = rig.manager.hold()
+    asked.set()
+    held.result(WAIT)
     steps.may_run = False
     before = steps.count
     rig.manager.hold().result(WAIT)  # again: harmless
