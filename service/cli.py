@@ -100,9 +100,14 @@ def _service_config(
     process: options.ProcessOptions,
 ) -> ServiceConfig:
     from service.config import ServiceConfig
+    from service.receiving import default_receive_bytes
 
+    receive = network.max_receive_bytes
     given = {
         **vars(network),
+        "max_receive_bytes": (
+            default_receive_bytes(engine.model or default_model()) if receive is None else receive
+        ),
         "listen": tuple(network.listen),
         "unix_socket_mode": _mode(network.unix_socket_mode),
         **vars(requests),

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from engine.errors import ConfigError
 from engine.sampling_params import MAX_CHOICES
+from service.receiving import MIN_RECEIVE_BYTES
 
 SCHEDULERS = ("fifo", "prefill_first", "priority")
 SLOW_READERS = ("pause", "end")
@@ -62,8 +63,10 @@ class ServiceConfig:
         default_time_limit_s: the time limit where a request does not say; 0: none; at most
             max_time_limit_s.
         max_time_limit_s: the longest time limit of a request; 0: any.
-        max_message_bytes: the largest message received or sent; 4 MiB (a session's messages come
-            to 2 MiB and one event more) to 1 GiB.
+        max_receive_bytes: the largest message that is received; 64 KiB to 1 GiB. It is parsed on
+            the event loop, at worst about 30 ms a MiB (`service.receiving`).
+        max_send_bytes: the largest message that is sent; 4 MiB (a session's messages come to 2 MiB
+            and one event more) to 1 GiB.
         max_lease_s: the longest lease of a session; 0 to a day.
         result_retention_s: how long an ended request's results are kept; 0 to a day.
         max_kept_results, max_kept_bytes: how many ended requests are kept, and about how many
@@ -105,7 +108,8 @@ class ServiceConfig:
     default_max_tokens: int = 256
     default_time_limit_s: float = 3600.0
     max_time_limit_s: float = DAY_S
-    max_message_bytes: int = 16 * MIB
+    max_receive_bytes: int = MIN_RECEIVE_BYTES
+    max_send_bytes: int = 16 * MIB
     max_lease_s: float = 300.0
     result_retention_s: float = 300.0
     max_kept_results: int = 1000
@@ -163,7 +167,8 @@ class ServiceConfig:
                 "default_time_limit_s",
                 "is 0 (none), above max_time_limit_s; set max_time_limit_s to 0 too",
             )
-        _within("max_message_bytes", self.max_message_bytes, 4 * MIB, 1 << 30)
+        _within("max_receive_bytes", self.max_receive_bytes, 64 << 10, 1 << 30)
+        _within("max_send_bytes", self.max_send_bytes, 4 * MIB, 1 << 30)
         _within("max_lease_s", self.max_lease_s, 0, DAY_S)
         _within("result_retention_s", self.result_retention_s, 0, DAY_S)
         _within("max_kept_results", self.max_kept_results, 0, 1_000_000)

@@ -88,6 +88,18 @@ class AnswerTooLargeError(HeadraceError):
         self.limit = limit
 
 
+class MessageTooLargeError(HeadraceError):
+    """A message is larger than the server receives. Sizes in bytes."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(
+            f"the message takes {size} bytes, and at most {limit} are received "
+            "(limits.max_message_bytes): send less in one message"
+        )
+        self.size = size
+        self.limit = limit
+
+
 class MalformedMessageError(HeadraceError):
     """A message's bytes are not what its type says."""
 
@@ -136,6 +148,16 @@ def _malformed(error: MalformedMessageError, _prefix: str) -> _Public:
     return _Public(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", str(error))
 
 
+def _message_too_large(error: MessageTooLargeError, _prefix: str) -> _Public:
+    # Not RESOURCE_EXHAUSTED, as gRPC's own: to try it again is of no use.
+    return _Public(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "MESSAGE_TOO_LARGE",
+        str(error),
+        _limit("max_receive_bytes", error.limit, error.size),
+    )
+
+
 def _unsupported(error: UnsupportedFeatureError, prefix: str) -> _Public:
     path = prefix + error.field
     return _Public(
@@ -181,7 +203,7 @@ def _answer_too_large(error: AnswerTooLargeError, _prefix: str) -> _Public:
         grpc.StatusCode.OUT_OF_RANGE,
         "ANSWER_TOO_LARGE",
         str(error),
-        _limit("max_message_bytes", error.limit, error.size),
+        _limit("max_send_bytes", error.limit, error.size),
     )
 
 
@@ -275,6 +297,7 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
     (FieldError, _field),
     (InvalidRequestError, _invalid),
     (MalformedMessageError, _malformed),
+    (MessageTooLargeError, _message_too_large),
     (AnswerTooLargeError, _answer_too_large),
     (UnsupportedFeatureError, _unsupported),
     (DuplicateRequestError, _duplicate),

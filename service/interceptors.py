@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -22,6 +23,7 @@ from service.callers import Caller
 from service.errors import (
     AnswerTooLargeError,
     MalformedMessageError,
+    MessageTooLargeError,
     status_code,
     to_status,
     trailers,
@@ -81,30 +83,23 @@ async def abort(context: Any, status: status_pb2.Status) -> None:
     await context.abort(status_code(status), status.message, trailers(status))
 
 
-class Malformed:
+@dataclass(frozen=True, slots=True)
+class Unreadable:
     """Stands for a message that could not be read. gRPC's own answer would be UNKNOWN, with the
     parser's inside; for a stream it would be a reader that ends without a word.
     """
+
+    error: HeadraceError
 
 
 def check_readable(message: object) -> None:
     """Refuse a message that could not be read.
 
     Raises:
-        MalformedMessageError: it could not.
+        MalformedMessageError, MessageTooLargeError: it could not.
     """
-    if isinstance(message, Malformed):
-        raise MalformedMessageError
-
-
-def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def read(raw: bytes) -> Any:
-        try:
-            return deserialize(raw)
-        except DecodeError:
-            return Malformed()
-
-    return read
+    if isinstance(message, Unreadable):
+        raise message.error
 
 
 class Recovery(grpc.aio.ServerInterceptor):
@@ -112,23 +107,37 @@ class Recovery(grpc.aio.ServerInterceptor):
     too. So is an answer that no message can hold: gRPC would refuse it without a reason.
     """
 
-    def __init__(self, max_message_bytes: int) -> None:
-        self._max_message_bytes = max_message_bytes
+    def __init__(self, max_receive_bytes: int, max_send_bytes: int) -> None:
+        self._max_receive_bytes = max_receive_bytes
+        self._max_send_bytes = max_send_bytes
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
         """Wrap one RPC's handler."""
         handler = await continuation(handler_call_details)
-        return wrap(handler, self._unary, self._stream, _tolerant)
+        return wrap(handler, self._unary, self._stream, self._deserializer)
+
+    def _deserializer(self, deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+        most = self._max_receive_bytes
+
+        def read(raw: bytes) -> Any:
+            if len(raw) > most:  # it is not parsed
+                return Unreadable(MessageTooLargeError(len(raw), most))
+            try:
+                return deserialize(raw)
+            except DecodeError:
+                return Unreadable(MalformedMessageError())
+
+        return read
 
     def _unary(self, behavior: Unary) -> Unary:
         async def call(request: Any, context: Any) -> Any:
             try:
                 check_readable(request)
                 response = await behavior(request, context)
-                if (size := response.ByteSize()) > self._max_message_bytes:
-                    raise AnswerTooLargeError(size, self._max_message_bytes)
+                if (size := response.ByteSize()) > self._max_send_bytes:
+                    raise AnswerTooLargeError(size, self._max_send_bytes)
                 return response
             except grpc.aio.AbortError:
                 raise

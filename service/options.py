@@ -161,11 +161,20 @@ class NetworkOptions:
             show_default="the process's",
         ),
     ] = None
-    max_message_bytes: Annotated[
+    max_receive_bytes: Annotated[
+        int | None,
+        _option(
+            "max-receive-bytes",
+            "The largest message that is received.",
+            _NETWORK,
+            show_default="1 MiB, or 8 bytes for each token of the model's context if that is more",
+        ),
+    ] = None
+    max_send_bytes: Annotated[
         int,
         _option(
-            "max-message-bytes",
-            "The largest message, either way.",
+            "max-send-bytes",
+            "The largest message that is sent.",
             _NETWORK,
         ),
     ] = 16 << 20

@@ -74,6 +74,7 @@ SERVICES = (
 )
 CONTROL = control_service_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_READ_BEYOND = 512 << 10
 _TEXT_THREADS = 2
 _STOP_GRACE_S = 5.0
 _CANCEL_GRACE_S = 5.0
@@ -88,8 +89,10 @@ def load_tokenizer(info: ModelInfo) -> Tokenizer:
 
 def _grpc_options(config: ServiceConfig) -> list[tuple[str, int]]:
     options = [
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", config.max_message_bytes),
+        # What is a little too large is read, so that it can be refused with details
+        # (`interceptors.Recovery`); what is far too large gRPC refuses by its length.
+        ("grpc.max_receive_message_length", config.max_receive_bytes + _READ_BEYOND),
+        ("grpc.max_send_message_length", config.max_send_bytes),
         # Off: two servers on one port would share its connections silently; a taken port is an
         # error instead.
         ("grpc.so_reuseport", 0),
@@ -224,7 +227,7 @@ class HeadraceServer:
         server = grpc.aio.server(
             # Recovery sees everything; spans see what authentication and readiness refuse.
             interceptors=(
-                Recovery(self._config.max_message_bytes),
+                Recovery(self._config.max_receive_bytes, self._config.max_send_bytes),
                 *self._telemetry.interceptors,
                 Authentication(self._authenticator),
                 Readiness(self.state),
@@ -284,7 +287,7 @@ class HeadraceServer:
             default_time_limit_s=config.default_time_limit_s or None,
             max_time_limit_s=config.max_time_limit_s or None,
             max_choices=config.max_choices,
-            max_message_bytes=config.max_message_bytes,
+            max_send_bytes=config.max_send_bytes,
             knows_priorities=config.knows_priorities,
         )
         return FrontEnd(

@@ -79,7 +79,7 @@ def model_card(
             max_stop_string_bytes=MAX_STOP_STRING_BYTES,
             max_stop_token_ids=MAX_STOP_TOKEN_IDS,
             max_logit_bias=MAX_LOGIT_BIAS,
-            max_message_bytes=config.max_message_bytes,
+            max_message_bytes=config.max_receive_bytes,
             max_queue_size=info.max_queue_size,
             max_running_requests=info.max_running_requests,
             max_lease=to_duration(config.max_lease_s),

@@ -41,7 +41,7 @@ class RequestLimits:
         default_time_limit_s: the time limit where a request does not say; None: none.
         max_time_limit_s: the longest one that may be asked for; None: any.
         max_choices: the most choices of one request.
-        max_message_bytes: the largest message that can be sent.
+        max_send_bytes: the largest message that can be sent.
         knows_priorities: whether the engine's scheduler heeds priorities.
     """
 
@@ -49,7 +49,7 @@ class RequestLimits:
     default_time_limit_s: float | None
     max_time_limit_s: float | None
     max_choices: int
-    max_message_bytes: int
+    max_send_bytes: int
     knows_priorities: bool
 
 
@@ -203,13 +203,13 @@ class Converter:
         """
         if not options.describe_prompt:
             return
-        size, most = prompt_size(prompt_tokens, options), self._limits.max_message_bytes // 2
+        size, most = prompt_size(prompt_tokens, options), self._limits.max_send_bytes // 2
         if size > most:
             raise InvalidRequestError(
                 "output.prompt_logprobs",
                 f"asks for about {size} bytes with a prompt of {prompt_tokens} tokens; at most "
-                f"{most} are allowed, half of limits.max_message_bytes: ask for fewer candidates, "
-                "or shorten the prompt",
+                f"{most} are allowed, half of what the server sends in one message (its option "
+                "max_send_bytes): ask for fewer candidates, or shorten the prompt",
             )
 
     def _check_prompt(self, spec: generation_pb2.GenerationSpec, length: int) -> None:

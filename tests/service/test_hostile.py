@@ -114,7 +114,7 @@ async def place(tmp_path: Path) -> AsyncIterator[Harness]:
     everything = '["GenerationService", "ModelService", "ControlService"]'
     replace(path, CALLERS + entry("mallory", everything, TOKEN))
     engine = SteadyEngine()
-    async with serving(engine, auth_file=str(path), max_message_bytes=MAX_BYTES) as h:
+    async with serving(engine, auth_file=str(path), max_receive_bytes=MAX_BYTES) as h:
         async with neighbours(h):
             yield h
         await until(lambda: not h.registry.streams)
@@ -202,11 +202,15 @@ async def test_bytes_of_any_kind(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 async def test_messages_that_are_too_large(tmp_path: Path) -> None:
     async with place(tmp_path) as h:
-        for size in (MAX_BYTES + 1, 2 * MAX_BYTES):
-            for method in METHODS:
-                error = await send(h, method, bytes(size))
-                assert error is not None
-                assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED, method
+        for method in METHODS:
+            error = await send(h, method, bytes(MAX_BYTES + 1))
+            assert error is not None
+            assert error.reason == "MESSAGE_TOO_LARGE", method
+            assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert str(MAX_BYTES) in error.message
+            error = await send(h, method, bytes(2 * MAX_BYTES))
+            assert error is not None
+            assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED, method
 
 
 async def test_wrong_tokens_and_services(tmp_path: Path) -> None:

@@ -179,13 +179,13 @@ async def test_a_priority_that_no_scheduler_heeds_is_refused(scheduler: str) -> 
 
 
 async def test_prompt_logprobs_that_fit_no_message_are_refused() -> None:
-    async with serving(max_message_bytes=4 << 20) as h:
+    async with serving(max_send_bytes=4 << 20) as h:
         error = await refused(h.generate(spec("x" * 2000, output={"prompt_logprobs": 24})))
         assert not h.engine.submitted
         await h.generate(spec("x" * 2000, output={"prompt_logprobs": 20}, stop={"max_tokens": 0}))
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT
     assert error.field == "spec.output.prompt_logprobs"
-    assert "limits.max_message_bytes" in error.message
+    assert "max_send_bytes" in error.message
 
 
 GRAMMAR_BYTES = 256 * 1024
@@ -317,21 +317,38 @@ async def test_long_texts_in_errors_are_cut() -> None:
 
 
 async def test_messages_above_the_limit_are_refused_and_the_connection_lives() -> None:
-    async with serving(max_message_bytes=4 << 20) as h:
-        error = await refused(h.generate(spec("x" * (4 << 20))))
-        assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    async with serving(max_receive_bytes=64 << 10) as h:
+        error = await refused(h.generate(spec("x" * (64 << 10))))
+        assert (error.code, error.reason) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "MESSAGE_TOO_LARGE",
+        )
+        metadata = error.details["ErrorInfo"].metadata
+        assert (metadata["limit"], metadata["max_receive_bytes"]) == (
+            "max_receive_bytes",
+            str(64 << 10),
+        )
+        assert int(metadata["present"]) > 64 << 10
+        far = await refused(h.generate(spec("x" * (1 << 20))))
+        assert far.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        session = h.session()
+        await session.add(spec("x" * (64 << 10)))
+        ended = await refused(session.call.read())
+        assert ended.reason == "MESSAGE_TOO_LARGE"
+        card = (await h.models.GetModel(model.GetModelRequest())).model
+        assert card.limits.max_message_bytes == 64 << 10
         await h.generate(spec(stop={"max_tokens": 1}))
 
 
 async def test_an_answer_that_no_message_holds_is_refused_with_what_to_do() -> None:
     info = model_info(max_context_tokens=20_000)
-    async with serving(FakeEngine(info=info, tokens_per_step=500), max_message_bytes=4 << 20) as h:
+    async with serving(FakeEngine(info=info, tokens_per_step=500), max_send_bytes=4 << 20) as h:
         large = spec(stop={"max_tokens": 19_000}, output={"logprobs": 20})
         error = await refused(h.generate(large))
         assert (error.code, error.reason) == (grpc.StatusCode.OUT_OF_RANGE, "ANSWER_TOO_LARGE")
         metadata = error.details["ErrorInfo"].metadata
-        assert (metadata["limit"], metadata["max_message_bytes"]) == (
-            "max_message_bytes",
+        assert (metadata["limit"], metadata["max_send_bytes"]) == (
+            "max_send_bytes",
             str(4 << 20),
         )
         assert int(metadata["present"]) > 4 << 20
