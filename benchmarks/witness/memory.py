@@ -1,0 +1,55 @@
+"""Resident memory of processes, read from /proc."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.witness.report import Memory
+
+
+@dataclass(slots=True)
+class Watched:
+    """A process whose memory is watched.
+
+    Attributes:
+        pid: the process.
+        start, peak, now: as of Memory.
+    """
+
+    pid: int
+    start: int = 0
+    peak: int = 0
+    now: int = 0
+    _mark: int = 0
+
+    def begin(self) -> None:
+        """A new window."""
+        self.now, self._mark = resident(self.pid)
+        self.start = self.peak = self.now
+
+    def sample(self) -> None:
+        """Look."""
+        self.now, mark = resident(self.pid)
+        self.peak = max(self.peak, self.now)
+        if mark > self._mark:  # the peak lay between two samples
+            self.peak = max(self.peak, mark)
+
+    def memory(self) -> Memory:
+        """The figures now."""
+        self.sample()
+        return Memory(self.pid, self.start, self.now, self.peak)
+
+
+def resident(pid: int) -> tuple[int, int]:
+    """Resident memory of a process now and its high-water mark, bytes; 0 once it has gone."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0, 0
+    found = dict.fromkeys(("VmRSS", "VmHWM"), 0)  # a zombie has neither
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name in found:
+            found[name] = int(value.split()[0]) * 1024
+    return found["VmRSS"], found["VmHWM"]
