@@ -77,6 +77,7 @@ _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _READ_BEYOND = 512 << 10
 _TEXT_THREADS = 2
 _STOP_GRACE_S = 5.0
+_ANY_NUMBER = 2**31 - 1
 _CANCEL_GRACE_S = 5.0
 
 TokenizerLoader = Callable[[ModelInfo], Tokenizer]
@@ -106,6 +107,10 @@ def _grpc_options(config: ServiceConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", int(config.keepalive_interval_s * 1000)),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.max_pings_without_data", 0),
+        # Calls that wait for Python: gRPC ends those above 1,000 with a bare CANCELLED. As many as
+        # there may be at all wait here, so that it is admission that refuses.
+        ("grpc.server.max_pending_requests", _ANY_NUMBER),
+        ("grpc.server.max_pending_requests_hard_limit", _ANY_NUMBER),
     ]
     # Off by default. Calls go on after the age without limit, unless a grace is given: it would
     # end long generations in the middle.
