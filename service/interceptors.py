@@ -20,6 +20,7 @@ from google.rpc import status_pb2
 from engine.errors import HeadraceError
 from service.auth import Authenticator, set_caller
 from service.callers import Caller
+from service.calls import OpenCalls
 from service.errors import (
     AnswerTooLargeError,
     MalformedMessageError,
@@ -104,10 +105,12 @@ def check_readable(message: object) -> None:
 
 class Recovery(grpc.aio.ServerInterceptor):
     """Turns exceptions into statuses: outermost, so that it sees those of the other interceptors
-    too. So is an answer that no message can hold: gRPC would refuse it without a reason.
+    too. So is an answer that no message can hold: gRPC would refuse it without a reason. For the
+    same place in the chain it also tells `calls` of every call.
     """
 
-    def __init__(self, max_receive_bytes: int, max_send_bytes: int) -> None:
+    def __init__(self, max_receive_bytes: int, max_send_bytes: int, calls: OpenCalls) -> None:
+        self._calls = calls
         self._max_receive_bytes = max_receive_bytes
         self._max_send_bytes = max_send_bytes
 
@@ -133,6 +136,7 @@ class Recovery(grpc.aio.ServerInterceptor):
 
     def _unary(self, behavior: Unary) -> Unary:
         async def call(request: Any, context: Any) -> Any:
+            self._calls.add(context)
             try:
                 check_readable(request)
                 response = await behavior(request, context)
@@ -149,6 +153,7 @@ class Recovery(grpc.aio.ServerInterceptor):
 
     def _stream(self, behavior: Stream) -> Stream:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+            self._calls.add(context)
             try:
                 check_readable(request)
                 async for response in behavior(request, context):

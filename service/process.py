@@ -55,12 +55,17 @@ def run(
     return asyncio.run(_Process(config, client, tokenizer_loader).run())
 
 
-def run_to_the_end(config: ServiceConfig, client: EngineClient) -> NoReturn:
+def run_to_the_end(
+    config: ServiceConfig,
+    client: EngineClient,
+    *,
+    tokenizer_loader: TokenizerLoader = load_tokenizer,
+) -> NoReturn:
     """Serve until a signal comes, and end the process with the exit code. All that must be closed
     is closed then; to take the interpreter's modules apart would take longer than the rest of a
     drain.
     """
-    end(run(config, client))
+    end(run(config, client, tokenizer_loader=tokenizer_loader))
 
 
 def end(code: int) -> NoReturn:
@@ -136,12 +141,12 @@ class _Process:
 
     async def _interrupted(self, loading: asyncio.Task[None]) -> int:
         """A signal or a drain while the model loads: its thread cannot be interrupted, so the
-        process ends around it, once whoever asked for the drain has an answer.
+        process ends around it, once everybody who was answered, or refused, has read that.
         """
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
-        if self._server.state.drain is not None:
-            await self._server.unreachable()
+        self._server.begin_drain()
+        await self._server.unreachable()
         say("Stopped while loading.")
         self._exit(0)
         return 0

@@ -11,7 +11,9 @@ Shutdown (`drain`):
 2. streams are told that nothing follows: idle sessions end now, others with their last request;
 3. live requests finish; after the timeout they are cancelled, and their streams still get their
    ends;
-4. the gRPC servers stop, with a short grace for last messages on their way;
+4. the gRPC servers stop: first all calls end, with what their clients are still to read; then the
+   clients are told to go away, and their connections close when they have read that (a few seconds
+   at most, for those that do not read: `service.calls`);
 5. the engine is closed, then the threads, the Unix sockets' files and telemetry.
 
 Where some addresses serve ControlService and others do not, there are two gRPC servers in the
@@ -47,6 +49,7 @@ from engine.text import Tokenizer
 from service import telemetry
 from service.admission import AdmissionControl, Limits
 from service.auth import Authenticator
+from service.calls import OpenCalls
 from service.config import Address, ServiceConfig, parse_address
 from service.control import Control
 from service.convert.inputs import InputEncoder
@@ -76,8 +79,9 @@ CONTROL = control_service_pb2.DESCRIPTOR.services_by_name["ControlService"].full
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _READ_BEYOND = 512 << 10
 _TEXT_THREADS = 2
-_STOP_GRACE_S = 5.0
 _ANY_NUMBER = 2**31 - 1
+_CALLS_GRACE_S = 3.0
+_CONNECTIONS_GRACE_S = 2.0
 _CANCEL_GRACE_S = 5.0
 
 TokenizerLoader = Callable[[ModelInfo], Tokenizer]
@@ -181,6 +185,7 @@ class HeadraceServer:
         self._telemetry = telemetry.Telemetry()
         self._servers: dict[bool, grpc.aio.Server] = {}  # by whether they serve ControlService
         self._authenticator = Authenticator(None)
+        self._calls = OpenCalls()
         self._loading: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[Exception] | None = None
         self._supervisor = Supervisor(
@@ -232,7 +237,7 @@ class HeadraceServer:
         server = grpc.aio.server(
             # Recovery sees everything; spans see what authentication and readiness refuse.
             interceptors=(
-                Recovery(self._config.max_receive_bytes, self._config.max_send_bytes),
+                Recovery(self._config.max_receive_bytes, self._config.max_send_bytes, self._calls),
                 *self._telemetry.interceptors,
                 Authentication(self._authenticator),
                 Readiness(self.state),
@@ -356,12 +361,12 @@ class HeadraceServer:
             )
             self.registry.cancel_all()
             await self._idle_within(_CANCEL_GRACE_S)
-        await self._shut_down(_STOP_GRACE_S)
+        await self._shut_down(_CALLS_GRACE_S, _CONNECTIONS_GRACE_S)
 
     async def stop(self) -> None:
         """Stop at once; live requests are lost."""
         self._enter_drain()
-        await self._shut_down(0)
+        await self._shut_down(0, 0)
         if self._draining is not None:
             await asyncio.gather(self._draining, return_exceptions=True)
 
@@ -381,7 +386,10 @@ class HeadraceServer:
             return False
         return True
 
-    async def _shut_down(self, grace_s: float) -> None:
+    async def _shut_down(self, calls_grace_s: float, connections_grace_s: float) -> None:
+        """End everything. Graces in seconds: how long calls may go on, and how long clients then
+        have to read what was sent.
+        """
         if self._closed:
             return
         self._closed = True
@@ -389,7 +397,9 @@ class HeadraceServer:
             if task is not None:
                 task.cancel()
         self.control.ending.set()
-        await asyncio.gather(*(server.stop(grace_s) for server in self._servers.values()))
+        await self._calls.settle(calls_grace_s)
+        servers = self._servers.values()
+        await asyncio.gather(*(server.stop(connections_grace_s) for server in servers))
         self._unreachable.set()
         if self._loading is not None and not self._loading.done():
             self._loading.cancel()

@@ -1,5 +1,5 @@
-"""The real process around the fake engine: `python -m tests.service.fake_server ADDRESS [--refuse
-| --hang]`.
+"""The real process around the fake engine: `python -m tests.service.fake_server ADDRESS …
+[--refuse | --hang]`.
 
 Every request goes on until it is cancelled or reaches max_tokens, one token every 5 ms.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from typing import NoReturn
 
 from engine.client import ModelInfo, ProgressSink, StepSink
 from engine.errors import ModelRefusedError
 from service.config import ServiceConfig
-from service.process import run
-from tests.service.fake_engine import FakeEngine, byte_tokenizer, says
+from service.process import run_to_the_end
+from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info, says
 
 
 class SlowEngine(FakeEngine):
@@ -33,15 +34,18 @@ class HangingEngine(FakeEngine):
         raise AssertionError
 
 
-def main() -> int:
-    """Serve."""
-    address, *options = sys.argv[1:]
-    engine = HangingEngine() if "--hang" in options else SlowEngine(script=says("x", eos=False))
+def main() -> NoReturn:
+    """Serve, and end as `headrace-server` ends."""
+    options = {argument for argument in sys.argv[1:] if argument.startswith("--")}
+    addresses = tuple(argument for argument in sys.argv[1:] if argument not in options)
+    info = model_info(max_context_tokens=1 << 20)
+    slow = SlowEngine(script=says("x", eos=False), info=info)
+    engine = HangingEngine() if "--hang" in options else slow
     if "--refuse" in options:
         engine.load_error = ModelRefusedError("the model is of a kind that would be run wrongly")
-    config = ServiceConfig(listen=(address,), drain_timeout_s=30)
-    return run(config, engine, tokenizer_loader=lambda _info: byte_tokenizer())
+    config = ServiceConfig(listen=addresses, drain_timeout_s=30)
+    run_to_the_end(config, engine, tokenizer_loader=lambda _info: byte_tokenizer())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

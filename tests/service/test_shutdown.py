@@ -23,6 +23,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import generation_service_pb2_grpc
 from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 
+from benchmarks import drains
 from service import telemetry
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (
@@ -134,6 +135,49 @@ async def test_stop_ends_live_requests_and_leaves_nothing() -> None:
         assert error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         assert not h.registry._logs
         await h.server.stop()  # again: harmless
+
+
+async def test_the_servers_stop_when_the_last_call_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Whoever is told to go away before the end of its call may lose the end.
+    async with serving(FakeEngine(script=says("x", eos=False), auto=False)) as h:
+        calls, open_at_stop = h.server._calls, []
+        for server in h.server._servers.values():
+            real = server.stop
+
+            async def stop(grace: float | None, real: Any = real) -> None:
+                open_at_stop.append(len(calls._open))
+                await real(grace)
+
+            monkeypatch.setattr(server, "stop", stop)
+        session = h.session()
+        await session.add(spec(request_id="a"))
+        answer = asyncio.ensure_future(h.generate(spec()))
+        await until(lambda: h.engine.num_live == 2)
+        assert len(calls._open) == 2
+        draining = asyncio.ensure_future(h.server.drain())
+        h.engine.run()
+        await draining
+        assert open_at_stop == [0]
+        await session.rest()
+        await answer
+
+
+async def test_a_client_that_does_not_go_away_holds_a_drain_for_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("service.server._CONNECTIONS_GRACE_S", 0.05)
+    async with serving() as h:
+        host, port = h.server.addresses[0].rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        # The beginning of a connection, and then no word, not even an answer to pings.
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+        assert await reader.readexactly(9)
+        async with asyncio.timeout(DEADLINE_S):
+            await h.server.drain()
+            await reader.read()  # to its end
+        writer.close()
 
 
 async def test_while_the_model_loads() -> None:
@@ -273,6 +317,35 @@ async def test_the_first_signal_drains_and_the_second_ends_at_once(tmp_path: Pat
             server.send_signal(signal.SIGINT)
             assert await ended(server) == 128 + signal.SIGINT
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("by_operator", [False, True], ids=["signal", "operator"])
+async def test_every_last_message_of_a_drained_server_arrives(
+    tmp_path: Path, by_operator: bool
+) -> None:
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        outcome = await drains.drain_once(folder, by_operator=by_operator)
+        assert outcome.failures == []
+
+
+async def test_what_a_client_has_not_read_when_the_server_is_gone_is_not_lost(
+    tmp_path: Path,
+) -> None:
+    address = f"unix:{tmp_path}/s"
+    async with process(address) as server:
+        await read_until(server, "Stop it with")
+        async with grpc.aio.insecure_channel(address) as channel:
+            session = Session(
+                generation_service_pb2_grpc.GenerationServiceStub(channel).StreamResult()
+            )
+            await session.add(spec(request_id="a", stop={"max_tokens": 50}))
+            await session.read()
+            server.send_signal(signal.SIGTERM)
+            assert await ended(server) == 0
+            await session.rest()
+            check_course(session.events()["a"])
 
 
 async def test_a_second_signal_leaves_a_socket_that_another_server_has_bound(

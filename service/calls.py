@@ -1,0 +1,40 @@
+"""The calls that have not ended yet, so that a drain can wait for the last of them.
+
+gRPC stops politely: it says GOAWAY and pings, and knows by the answer that the client has read what
+was sent before. But from then on it closes the connection with the last of its calls, and a client
+that is writing at that moment finds the connection broken, and throws away what it has not read:
+its end. So a server is stopped only when its calls have ended: then all ends come before the ping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+
+class OpenCalls:
+    """All calls whose handlers run, or whose status is being sent. Of one event loop."""
+
+    def __init__(self) -> None:
+        self._open: set[asyncio.Future[None]] = set()
+
+    def add(self, context: Any) -> None:
+        """A call has begun; its context tells when its status was sent, or it was cut."""
+        ended = asyncio.get_running_loop().create_future()
+        self._open.add(ended)
+
+        def end(_context: Any) -> None:
+            self._open.discard(ended)
+            if not ended.done():  # else the loop is being closed
+                ended.set_result(None)
+
+        context.add_done_callback(end)
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Wait until those that are open now have ended: not for later ones, for clients may try
+        again and again. False: some had not after so many seconds.
+        """
+        if not self._open:
+            return True
+        _, pending = await asyncio.wait(self._open, timeout=timeout_s)
+        return not pending
