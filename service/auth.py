@@ -1,21 +1,25 @@
 """Who calls, and what they may call.
 
     metadata `authorization: Bearer …` ─┐
-    certificate of the client (mTLS) ───┴─▶ Authenticator ─▶ Caller(identity, services) ─▶ allowed?
+    certificate of the client (mTLS) ───┴─▶ Authenticator ─▶ Permit(caller) ─▶ check, check, …
 
 Callers stand in a file (`service.callers`), which is read again when it changes. Without a file
 everyone is "anonymous" and may call everything; with one, nobody may call anything that the file
 does not grant, health checks excepted. A token that is sent decides alone; only without one does
 the certificate count.
 
-`interceptors.Authentication` asks here for every RPC and sets the caller in the RPC's task;
-servicers read it once, at their start, with `current_identity`.
+`interceptors.Authentication` asks here for every RPC and sets the permit in the RPC's task;
+servicers read it once, at their start, with `current_identity`, or `current_permit` where an RPC
+may go on for long: what it does later is checked again, by the callers' file as it is then. That
+costs a look at the file's times, and one comparison as long as nothing has changed. Of a token no
+more than its digest is kept for that.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 
 from engine.errors import ConfigError, HeadraceError
@@ -27,7 +31,7 @@ logger = logging.getLogger(__name__)
 Metadata = Iterable[tuple[str, str | bytes]]
 
 _MISSING = "authorization is missing: send 'authorization: Bearer <token>'"
-_caller: ContextVar[Caller] = ContextVar("caller")
+_permit: ContextVar[Permit] = ContextVar("permit")
 
 
 class UnauthenticatedError(HeadraceError):
@@ -42,9 +46,67 @@ class PermissionDeniedError(HeadraceError):
     """The caller is known and may not call this."""
 
 
-def set_caller(caller: Caller) -> None:
-    """Set the caller of the RPC whose task this is."""
-    _caller.set(caller)
+class Permit:
+    """That a caller may make an RPC, for as long as the callers' file says so.
+
+    Attributes:
+        caller: who calls.
+    """
+
+    __slots__ = ("_find", "_table", "_tables", "caller")
+
+    def __init__(
+        self,
+        caller: Caller,
+        tables: Watched[CallerTable] | None = None,
+        table: CallerTable | None = None,
+        find: Callable[[CallerTable], Caller] | None = None,
+    ) -> None:
+        """A permit.
+
+        Args:
+            caller: who calls.
+            tables: the callers' file; None: everyone may call everything.
+            table: the version of it that `caller` was found in.
+            find: finds out in another version who calls; raises as `check`.
+        """
+        self.caller = caller
+        self._tables = tables
+        self._table = table
+        self._find = find
+
+    def check(self) -> None:
+        """Refuse what the callers' file no longer allows.
+
+        Raises:
+            UnauthenticatedError: the token or certificate is not that caller's any more.
+            PermissionDeniedError: the caller may not call this service any more.
+        """
+        if self._tables is None or self._find is None:
+            return
+        table = self._tables.current()
+        if table is self._table:
+            return
+        if self._find(table).identity != self.caller.identity:
+            raise UnauthenticatedError(
+                "IDENTITY_CHANGED",
+                "what this call was opened with belongs to another identity by now; open a new one",
+            )
+        self._table = table
+
+
+def set_permit(permit: Permit) -> None:
+    """Set the permit of the RPC whose task this is."""
+    _permit.set(permit)
+
+
+def current_permit() -> Permit:
+    """The permit of the RPC's caller.
+
+    Raises:
+        LookupError: nobody was authenticated in this task.
+    """
+    return _permit.get()
 
 
 def current_identity() -> str:
@@ -53,7 +115,10 @@ def current_identity() -> str:
     Raises:
         LookupError: nobody was authenticated in this task.
     """
-    return _caller.get().identity
+    return _permit.get().caller.identity
+
+
+_ANYBODY = Permit(EVERYONE)
 
 
 class Authenticator:
@@ -74,7 +139,7 @@ class Authenticator:
         if path is not None:
             self._table = Watched("callers", (path,), lambda: self._load(path), private=(path,))
 
-    def by_token(self, method: str, metadata: Metadata) -> Caller | None:
+    def by_token(self, method: str, metadata: Metadata) -> Permit | None:
         """Who calls a method, as far as the metadata tell; None: the certificate will tell.
 
         Args:
@@ -86,7 +151,7 @@ class Authenticator:
             PermissionDeniedError: the caller may not call this service.
         """
         if self._table is None:
-            return EVERYONE
+            return _ANYBODY
         given = [value for key, value in metadata if key == "authorization"]
         if not given:
             if self._client_certificates:
@@ -96,14 +161,20 @@ class Authenticator:
             raise UnauthenticatedError("TOKEN_INVALID", "authorization was sent more than once")
         value = given[0].encode("utf-8", "replace") if isinstance(given[0], str) else given[0]
         scheme, _, token = value.partition(b" ")
-        found = self._table.current().by_token(token.strip(b" "))
-        if found is None or scheme.lower() != b"bearer":
-            raise UnauthenticatedError(
-                "TOKEN_INVALID", "authorization is not a bearer token that this server knows"
-            )
-        return _allowed(found, method)
+        digest = hashlib.sha256(token.strip(b" ")).digest()
+        is_bearer = scheme.lower() == b"bearer"
 
-    def by_certificate(self, method: str, names: Iterable[str]) -> Caller:
+        def find(table: CallerTable) -> Caller:
+            found = table.by_digest(digest)
+            if found is None or not is_bearer:
+                raise UnauthenticatedError(
+                    "TOKEN_INVALID", "authorization is not a bearer token that this server knows"
+                )
+            return _allowed(found, method)
+
+        return _permit_of(self._table, find)
+
+    def by_certificate(self, method: str, names: Iterable[str]) -> Permit:
         """Who calls a method without a token.
 
         Args:
@@ -115,20 +186,24 @@ class Authenticator:
             PermissionDeniedError: the caller may not call this service.
         """
         if self._table is None:
-            return EVERYONE
+            return _ANYBODY
         names = tuple(names)
         if not names:
             raise UnauthenticatedError("TOKEN_MISSING", _MISSING)
-        found = self._table.current().by_names(names)
-        if len(found) != 1:
-            what = "of more than one caller" if found else "that this server does not know"
-            raise UnauthenticatedError(
-                "CERTIFICATE_UNKNOWN",
-                f"the client certificate has names {what}; send 'authorization: Bearer <token>', "
-                "or use another certificate",
-            )
-        [caller] = found
-        return _allowed(caller, method)
+
+        def find(table: CallerTable) -> Caller:
+            found = table.by_names(names)
+            if len(found) != 1:
+                what = "of more than one caller" if found else "that this server does not know"
+                raise UnauthenticatedError(
+                    "CERTIFICATE_UNKNOWN",
+                    f"the client certificate has names {what}; send 'authorization: Bearer "
+                    "<token>', or use another certificate",
+                )
+            [caller] = found
+            return _allowed(caller, method)
+
+        return _permit_of(self._table, find)
 
     def _load(self, path: str) -> CallerTable:
         try:
@@ -148,3 +223,8 @@ def _allowed(caller: Caller, method: str) -> Caller:
             f"{caller.identity!r} may not call {method}; its service must be granted to them"
         )
     return caller
+
+
+def _permit_of(tables: Watched[CallerTable], find: Callable[[CallerTable], Caller]) -> Permit:
+    table = tables.current()
+    return Permit(find(table), tables, table, find)

@@ -76,9 +76,10 @@ class CallerTable:
     tokens: tuple[tuple[bytes, Caller], ...]
     certificates: Mapping[str, Caller]
 
-    def by_token(self, token: bytes) -> Caller | None:
-        """The caller whose token it is. Takes equally long whoever it is, and if it is nobody."""
-        digest = hashlib.sha256(token).digest()
+    def by_digest(self, digest: bytes) -> Caller | None:
+        """The caller whose token has this SHA-256. Takes equally long whoever it is, and if it is
+        nobody.
+        """
         found: Caller | None = None
         for known, caller in self.tokens:
             if hmac.compare_digest(known, digest):

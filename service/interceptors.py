@@ -18,8 +18,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from engine.errors import HeadraceError
-from service.auth import Authenticator, set_caller
-from service.callers import Caller
+from service.auth import Authenticator, Permit, set_permit
 from service.calls import OpenCalls
 from service.errors import (
     AnswerTooLargeError,
@@ -168,7 +167,7 @@ class Recovery(grpc.aio.ServerInterceptor):
 
 
 class Authentication(grpc.aio.ServerInterceptor):
-    """Refuses RPCs whose caller is not known or may not make them, and sets the caller of the
+    """Refuses RPCs whose caller is not known or may not make them, and sets the permit of the
     others (`service.auth`). Health checks are everybody's.
 
     A token is judged before the RPC's message is read: a stranger cannot make the server read
@@ -188,12 +187,12 @@ class Authentication(grpc.aio.ServerInterceptor):
             return await continuation(handler_call_details)
         metadata = handler_call_details.invocation_metadata or ()
         try:
-            caller = self._authenticator.by_token(method, metadata)
+            permit = self._authenticator.by_token(method, metadata)
         except HeadraceError as error:
             return self._refusal(method, error)
 
         def enter(context: Any) -> None:
-            set_caller(caller or self._by_certificate(method, context))
+            set_permit(permit or self._by_certificate(method, context))
 
         def unary(behavior: Unary) -> Unary:
             async def call(request: Any, context: Any) -> Any:
@@ -212,7 +211,7 @@ class Authentication(grpc.aio.ServerInterceptor):
 
         return wrap(await continuation(handler_call_details), unary, stream)
 
-    def _by_certificate(self, method: str, context: Any) -> Caller:
+    def _by_certificate(self, method: str, context: Any) -> Permit:
         try:
             return self._authenticator.by_certificate(method, certificate_names(context))
         except HeadraceError as error:

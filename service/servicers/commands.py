@@ -3,7 +3,10 @@
     commands ──▶ open, cancel, credit: at once ───────────────────▶ answers
              └─▶ add, attach: a task each, which may wait ────────▶ answers
 
-A refused command is answered by a CommandRejection and disturbs nothing else. An add may wait for
+A refused command is answered by a CommandRejection and disturbs nothing else, but for one that the
+session's caller may not give any more: a session may be open for days, and the token that opened it
+be taken away meanwhile. So the permit is checked with each command, and where it holds no longer
+the session ends with that status, behind the rejection. An add may wait for
 long: its prompt is tokenized, its form compiled. Commands of other requests do not wait for it; a
 command of the same request does, whatever it is, so that a cancel that follows an add finds the
 request. What need not wait is begun in the order of the commands.
@@ -19,6 +22,8 @@ from typing import Any
 
 from headrace.v1 import generation_service_pb2
 
+from engine.errors import HeadraceError
+from service.auth import Permit
 from service.convert.request import check_request_id
 from service.convert.unknown import refuse_unknown
 from service.convert.values import seconds
@@ -38,14 +43,15 @@ MAX_WAITING_BYTES = 32 << 20
 
 
 class CommandReader:
-    """Reads one session's commands. `identity`: of who opened it."""
+    """Reads one session's commands. `permit`: of who opened it."""
 
     def __init__(
-        self, front: FrontEnd, state: ServerState, identity: str, stream: ResultStream
+        self, front: FrontEnd, state: ServerState, permit: Permit, stream: ResultStream
     ) -> None:
         self._front = front
         self._state = state
-        self._identity = identity
+        self._permit = permit
+        self._identity = permit.caller.identity
         self._stream = stream
         self._first = True
         self._waiting: dict[asyncio.Task[None], int] = {}  # with their commands' bytes
@@ -55,11 +61,16 @@ class CommandReader:
     async def run(self, commands: Any) -> None:
         """Read until the client half-closes (or the connection is lost, which looks the same
         here), and until what was read is carried out.
+
+        Raises:
+            UnauthenticatedError, PermissionDeniedError: the caller may not do this any more.
+            MalformedMessageError, MessageTooLargeError: a command could not be read.
         """
         stream, waiting = self._stream, self._waiting
         try:
             async for command in commands:
                 check_readable(command)
+                self._check_permit(command)
                 self._begin(command)
                 while len(waiting) >= MAX_WAITING or self._waiting_bytes >= MAX_WAITING_BYTES:
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -70,6 +81,13 @@ class CommandReader:
         finally:
             for task in waiting:
                 task.cancel()
+
+    def _check_permit(self, command: Command) -> None:
+        try:
+            self._permit.check()
+        except HeadraceError as error:
+            self._reject(command, error)
+            raise
 
     def _begin(self, command: Command) -> None:
         """Carry out a command, at once where it need not wait."""

@@ -14,6 +14,7 @@ from typing import Any
 from headrace.v1 import control_service_pb2 as pb
 from headrace.v1 import control_service_pb2_grpc
 
+from service.auth import current_permit
 from service.control import Control
 from service.convert import control as convert
 from service.convert.unknown import refuse_unknown
@@ -39,13 +40,17 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
     async def WatchStatistics(
         self, request: pb.WatchStatisticsRequest, context: Any
     ) -> AsyncIterator[pb.WatchStatisticsResponse]:
-        """The figures, every interval, until the server stops."""
+        """The figures, every interval, until the server stops or the caller may not see them any
+        more.
+        """
+        permit = current_permit()
         refuse_unknown(request)
         interval_s = convert.interval_of(request)
         ending = self._control.ending
         before = None
         while True:
             is_last = ending.is_set()
+            permit.check()
             snapshot = await self._control.snapshot()
             yield pb.WatchStatisticsResponse(
                 statistics=convert.statistics_message(snapshot, before)

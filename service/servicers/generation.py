@@ -20,7 +20,7 @@ from typing import Any
 from headrace.v1 import generation_service_pb2, generation_service_pb2_grpc
 
 from engine.errors import InvalidRequestError
-from service.auth import current_identity
+from service.auth import current_identity, current_permit
 from service.convert.request import check_request_id
 from service.convert.response import cancel_result
 from service.convert.unknown import refuse_unknown
@@ -110,24 +110,26 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[generation_service_pb2.StreamResultResponse]:
         """A session: the reader carries out commands, and this writer sends what they bring."""
-        front, identity = self._state.front, current_identity()
+        front, permit = self._state.front, current_permit()
         stream = ResultStream(front.registry, is_session=True)
         context.add_done_callback(lambda _: stream.lost())
         reader = asyncio.create_task(
-            CommandReader(front, self._state, identity, stream).run(request_iterator)
+            CommandReader(front, self._state, permit, stream).run(request_iterator)
         )
         reader.add_done_callback(lambda _: stream.nudge())
         try:
             while True:
                 stream.check_given_up()
+                # It only ends by itself at the half-close; with an error it has said its last word.
+                is_refused = reader.done() and not stream.closing
                 if (batch := stream.take()) is not None:
                     yield front.responder.batch(batch)
                 elif stream.finished:
                     break
-                elif reader.done() and not stream.closing:
-                    await reader  # raises: it only ends by itself at the half-close
-                else:
+                elif not is_refused:
                     await stream.wait()
+                if is_refused:
+                    await reader  # raises
             stream.complete()
         finally:
             stream.lost()

@@ -181,6 +181,27 @@ async def test_client_certificates_tell_who_calls(
             assert await generate(channel, metadata=bearer("bob")) == "x"
 
 
+async def test_a_session_ends_when_its_certificate_counts_no_longer(
+    tmp_path: Path, served: dict[str, str], pairs: dict[str, Pair]
+) -> None:
+    callers = tmp_path / "callers.toml"
+    replace(callers, CALLERS + entry("carol", '["GenerationService"]', None, "alice.example"))
+    options = {**served, "tls_client_ca": str(pairs["ca"][0]), "auth_file": str(callers)}
+    engine = FakeEngine(script=says("x"), auto=False)
+    async with (
+        serving(engine, **options) as h,
+        secure(port_of(h), pairs["first"], pairs["alice"]) as channel,
+    ):
+        session: Session = Harness(h.server, engine, channel).session()
+        await session.add(spec(request_id="a"))
+        await session.read_until(lambda message: message.events)
+        replace(callers, CALLERS)
+        await session.add(spec(request_id="b"))
+        assert (await session.read_until(lambda message: message.rejections)).rejections
+        assert (await refused(session.rest())).code is grpc.StatusCode.UNAUTHENTICATED
+        assert len(engine.submitted) == 1
+
+
 async def test_authorities_are_renewed_too(
     tmp_path: Path, served: dict[str, str], pairs: dict[str, Pair]
 ) -> None:
