@@ -311,7 +311,11 @@ def check_stop_strings(stop_strings: tuple[object, ...]) -> None:
 
 
 def _is_encodable(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _between(

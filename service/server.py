@@ -291,7 +291,7 @@ class HeadraceServer:
 
     def _front_end(self, info: ModelInfo, tokenizer: Tokenizer) -> FrontEnd:
         config = self._config
-        encoder = InputEncoder(tokenizer, self._pool, info.vocab_size)
+        encoder = InputEncoder(tokenizer, self._pool)
         limits = RequestLimits(
             default_max_tokens=config.default_max_tokens,
             default_time_limit_s=config.default_time_limit_s or None,

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.v1 import generation_pb2
 
 from engine.errors import InvalidRequestError
 from engine.text import Tokenizer
-from engine.types import TokenId
-from service.convert.values import check_enum, check_ids, from_struct
+from service.convert.values import check_enum, from_struct
 
 INLINE_CHARACTERS = 4096
 """Texts up to this length are tokenized at once, on the event loop."""
@@ -34,26 +34,9 @@ _ROLES = {
 class InputEncoder:
     """Makes token ids of inputs."""
 
-    def __init__(self, tokenizer: Tokenizer, pool: ThreadPoolExecutor, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, pool: ThreadPoolExecutor) -> None:
         self._tokenizer = tokenizer
         self._pool = pool
-        self._vocab_size = vocab_size
-
-    async def encode_spec(self, spec: generation_pb2.GenerationSpec) -> list[int]:
-        """The token ids of a spec's input, before truncation.
-
-        Raises:
-            InvalidRequestError, ChatTemplateUnavailableError: as they say.
-        """
-        match spec.WhichOneof("input"):
-            case "text":
-                return await self.encode_text(spec.text)
-            case "tokens":
-                return self.check_ids(spec.tokens.ids, "tokens.ids")
-            case "chat":
-                return await self.encode_chat(spec.chat)
-            case _:
-                raise InvalidRequestError("input", "is missing; set one of text, tokens and chat")
 
     async def encode_text(self, text: generation_pb2.TextInput) -> list[int]:
         """The token ids of a text."""
@@ -98,23 +81,41 @@ class InputEncoder:
             return decode()
         return await asyncio.get_running_loop().run_in_executor(self._pool, decode)
 
-    def check_ids(self, ids: Sequence[int], field: str) -> list[int]:
-        """The ids, which must all be in the vocabulary."""
-        return check_ids(ids, field, self._vocab_size)
 
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How an input is cut, where it is longer.
 
-def truncate(spec: generation_pb2.GenerationSpec, ids: list[int]) -> tuple[TokenId, ...]:
-    """Cut the input as the spec asks for."""
-    if not spec.HasField("truncation"):
-        return tuple(TokenId(token_id) for token_id in ids)
-    check_enum(generation_pb2.TruncationSide, spec.truncation.side, "truncation.side")
-    limit = spec.truncation.max_prompt_tokens
-    if limit == 0:
-        raise InvalidRequestError("truncation.max_prompt_tokens", "is 0; it must be 1 or more")
-    if len(ids) > limit:
-        right = spec.truncation.side == generation_pb2.TRUNCATION_SIDE_RIGHT
-        ids = ids[:limit] if right else ids[-limit:]
-    return tuple(TokenId(token_id) for token_id in ids)
+    Attributes:
+        most: how many tokens are kept; None: all.
+        right: whether those at the end go, else those at the beginning.
+    """
+
+    most: int | None
+    right: bool
+
+    @classmethod
+    def of(cls, spec: generation_pb2.GenerationSpec) -> Truncation:
+        """What a spec asks for.
+
+        Raises:
+            InvalidRequestError: it is out of its bounds.
+        """
+        if not spec.HasField("truncation"):
+            return cls(None, right=False)
+        check_enum(generation_pb2.TruncationSide, spec.truncation.side, "truncation.side")
+        if spec.truncation.max_prompt_tokens == 0:
+            raise InvalidRequestError("truncation.max_prompt_tokens", "is 0; it must be 1 or more")
+        return cls(
+            spec.truncation.max_prompt_tokens,
+            right=spec.truncation.side == generation_pb2.TRUNCATION_SIDE_RIGHT,
+        )
+
+    def kept(self, length: int) -> slice:
+        """Which of this many tokens are kept."""
+        if self.most is None or length <= self.most:
+            return slice(0, length)
+        return slice(0, self.most) if self.right else slice(length - self.most, length)
 
 
 def _messages(chat: generation_pb2.ChatInput) -> list[dict[str, object]]:

@@ -10,19 +10,28 @@ import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from headrace.v1 import generation_pb2
 
 from engine.client import ModelInfo
 from engine.errors import InvalidRequestError
 from engine.request import GenerationRequest
-from engine.sampling_params import MAX_LOGPROBS, LogprobParams, StopParams, check_stop_strings
+from engine.sampling_params import (
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    LogprobParams,
+    StopParams,
+    check_stop_strings,
+)
 from engine.text import TextStream, Tokenizer
 from engine.types import RequestId, TokenId
-from service.convert.inputs import InputEncoder, truncate
+from service.convert.inputs import InputEncoder, Truncation
 from service.convert.sampling import check_min_tokens, grammar_params, sampling_params
 from service.convert.unsupported import refuse_unsupported
-from service.convert.values import check_enum, seconds
+from service.convert.values import check_enum, check_ids, seconds
 from service.delivery.events import DeliveryOptions, prompt_size
 from service.delivery.submission import Submission
 
@@ -119,8 +128,7 @@ class Converter:
         )
         logprobs = self._logprobs(output)
         options = _delivery(output, logprobs, final)
-        stop_strings = tuple(spec.stop.stop_strings)
-        check_stop_strings(stop_strings)
+        stop_strings = _stop_strings(spec.stop)
         if stop_strings and output.omit_text:
             raise InvalidRequestError(
                 "stop.stop_strings", "are matched in the text; they exclude output.omit_text"
@@ -128,8 +136,7 @@ class Converter:
         if output.echo and output.omit_text:
             raise InvalidRequestError("output.echo", "asks for text; it excludes output.omit_text")
         time_limit_s = self._time_limit(spec.scheduling)
-        prompt = truncate(spec, await self._encoder.encode_spec(spec))
-        self._check_prompt(spec, len(prompt))
+        prompt = await self._prompt(spec)
         self._check_prompt_size(options, len(prompt))
         stop = self._stop(spec.stop, len(prompt))
         room = self._info.max_context_tokens - len(prompt)
@@ -174,6 +181,35 @@ class Converter:
             include_stop=spec.stop.include_stop,
         )
 
+    async def _prompt(self, spec: generation_pb2.GenerationSpec) -> tuple[TokenId, ...]:
+        """The token ids of the input, cut as the spec asks for, and not too many."""
+        truncation = Truncation.of(spec)
+        match spec.WhichOneof("input"):
+            case "tokens":
+                # Those that are left out are not looked at, and no more than fit are.
+                ids = spec.tokens.ids
+                kept = truncation.kept(len(ids))
+                length = kept.stop - kept.start
+                self._check_prompt(spec, length)
+                return tuple(
+                    check_ids(
+                        ids[kept],
+                        "tokens.ids",
+                        self._info.vocab_size,
+                        most=length,
+                        skipped=kept.start,
+                    )
+                )
+            case "text":
+                encoded = await self._encoder.encode_text(spec.text)
+            case "chat":
+                encoded = await self._encoder.encode_chat(spec.chat)
+            case _:
+                raise InvalidRequestError("input", "is missing; set one of text, tokens and chat")
+        encoded = encoded[truncation.kept(len(encoded))]
+        self._check_prompt(spec, len(encoded))
+        return cast(tuple[TokenId, ...], tuple(encoded))
+
     def _choices(self, spec: generation_pb2.GenerationSpec) -> int:
         n = spec.n if spec.HasField("n") else 1
         most = self._limits.max_choices
@@ -192,10 +228,13 @@ class Converter:
             )
         if not output.HasField("logprobs") and not output.logprob_token_ids:
             return None
-        ids = self._encoder.check_ids(output.logprob_token_ids, "output.logprob_token_ids")
-        return LogprobParams(
-            top_n=output.logprobs, token_ids=tuple(TokenId(token_id) for token_id in ids)
+        ids = check_ids(
+            output.logprob_token_ids,
+            "output.logprob_token_ids",
+            self._info.vocab_size,
+            most=MAX_LOGPROB_TOKEN_IDS,
         )
+        return LogprobParams(top_n=output.logprobs, token_ids=tuple(ids))
 
     def _check_prompt_size(self, options: DeliveryOptions, prompt_tokens: int) -> None:
         """PromptProcessed is one event and cannot be cut: it must fit one message, with room for
@@ -235,14 +274,14 @@ class Converter:
         else:
             room = self._info.max_context_tokens - prompt_tokens
             max_tokens = min(self._limits.default_max_tokens, room)
-        check = self._encoder.check_ids
-        eos = check(options.eos_token_ids, "stop.eos_token_ids")
-        stop_ids = check(options.stop_token_ids, "stop.stop_token_ids")
+        check, size, most = check_ids, self._info.vocab_size, MAX_STOP_TOKEN_IDS
+        eos = check(options.eos_token_ids, "stop.eos_token_ids", size, most=most)
+        stop_ids = check(options.stop_token_ids, "stop.stop_token_ids", size, most=most)
         return StopParams(
             max_tokens=max_tokens,
             min_tokens=options.min_tokens,
-            stop_token_ids=tuple(TokenId(token_id) for token_id in stop_ids),
-            eos_token_ids=tuple(TokenId(token_id) for token_id in eos) or self._info.eos_token_ids,
+            stop_token_ids=tuple(stop_ids),
+            eos_token_ids=tuple(eos) or self._info.eos_token_ids,
             ignore_eos=options.ignore_eos,
         )
 
@@ -273,6 +312,19 @@ def cache_salt(identity: str, salt: str) -> bytes:
     # Each part is hashed for itself, so that no boundary can be moved from one into the other.
     name = hashlib.sha256(identity.encode()).digest()
     return hashlib.sha256(name + hashlib.sha256(raw).digest()).digest()
+
+
+def _stop_strings(options: generation_pb2.StopOptions) -> tuple[str, ...]:
+    given = options.stop_strings
+    if len(given) > MAX_STOP_STRINGS:  # before they are looked at
+        raise InvalidRequestError(
+            "stop.stop_strings",
+            f"has {len(given)} entries; at most {MAX_STOP_STRINGS} are allowed "
+            "(limits.max_stop_strings)",
+        )
+    stop_strings = tuple(given)
+    check_stop_strings(stop_strings)
+    return stop_strings
 
 
 def _priority(options: generation_pb2.SchedulingOptions) -> int:

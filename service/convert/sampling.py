@@ -24,6 +24,9 @@ from engine.sampling_params import (
 from engine.types import TokenId
 from service.convert.values import check_ids
 
+MAX_CHOICE_STRINGS = 16_384
+"""The most strings of which an output may be one."""
+
 _TEXT_FORMATS = {
     "json_schema": GrammarKind.JSON_SCHEMA,
     "regex": GrammarKind.REGEX,
@@ -64,7 +67,7 @@ def sampling_params(options: generation_pb2.SamplingOptions, info: ModelInfo) ->
         listed: Sequence[int] = getattr(options, name)
         taken = check_ids(listed, f"sampling.{name}", info.vocab_size)
         inherited: tuple[TokenId, ...] = getattr(default, name)
-        return tuple(TokenId(token_id) for token_id in taken) or inherited
+        return tuple(taken) or inherited
 
     params = SamplingParams(
         temperature=pick("temperature"),
@@ -140,7 +143,13 @@ def grammar_params(output: generation_pb2.StructuredOutput) -> GrammarParams:
                 )
             return GrammarParams(kind=GrammarKind.JSON_OBJECT)
         case "choice":
-            return GrammarParams(kind=GrammarKind.CHOICE, choices=tuple(output.choice.choices))
+            choices = output.choice.choices
+            if len(choices) > MAX_CHOICE_STRINGS:  # before they are looked at
+                raise InvalidRequestError(
+                    "structured_output.choice",
+                    f"has {len(choices)} strings; at most {MAX_CHOICE_STRINGS} are allowed",
+                )
+            return GrammarParams(kind=GrammarKind.CHOICE, choices=tuple(choices))
         case _:
             raise InvalidRequestError(
                 "structured_output",

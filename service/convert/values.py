@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf import duration_pb2, struct_pb2
 
 from engine.errors import InvalidRequestError
+from engine.types import TokenId
 
 _MAX_SECONDS = 315_576_000_000
 _NANO = 1_000_000_000
@@ -39,19 +40,33 @@ def check_enum(enum: Any, value: int, field: str) -> None:
         raise InvalidRequestError(field, f"has the unknown value {value}")
 
 
-def check_ids(ids: Sequence[int], field: str, vocab_size: int) -> list[int]:
+def check_ids(
+    ids: Sequence[int], field: str, vocab_size: int, *, most: int | None = None, skipped: int = 0
+) -> list[TokenId]:
     """The token ids, which must all be in the vocabulary.
 
+    Args:
+        ids: of a message: not negative.
+        field: what to call them.
+        vocab_size: of the model.
+        most: how many there may be, which is looked at first; None: no more than the vocabulary
+            has, for lists in which an id says nothing twice.
+        skipped: how many were left out before the first of them.
+
     Raises:
-        InvalidRequestError: with the first that is not.
+        InvalidRequestError: there are too many, or one is not in the vocabulary: with the first
+            that is not.
     """
+    most = vocab_size if most is None else most
+    if len(ids) > most:
+        raise InvalidRequestError(field, f"has {len(ids)} token ids; at most {most} are allowed")
     if ids and max(ids) >= vocab_size:
         index = next(i for i, token_id in enumerate(ids) if token_id >= vocab_size)
         raise InvalidRequestError(
-            f"{field}[{index}]",
+            f"{field}[{index + skipped}]",
             f"is {ids[index]}; token ids are below {vocab_size} (ModelCard.vocab_size)",
         )
-    return list(ids)
+    return cast(list[TokenId], list(ids))
 
 
 def from_struct(struct: struct_pb2.Struct, field: str) -> dict[str, object]:

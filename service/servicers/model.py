@@ -8,8 +8,14 @@ from headrace.v1 import model_service_pb2, model_service_pb2_grpc
 
 from engine.errors import InvalidRequestError
 from service.convert.unknown import refuse_unknown
+from service.convert.values import check_ids
 from service.errors import FieldError
 from service.state import FrontEnd, ServerState
+
+MIN_MOST_TOKENS = 1 << 17
+"""So many token ids may be turned into text, or described, in one call, or as many as the model's
+context has if that is more.
+"""
 
 
 class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
@@ -48,7 +54,12 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
         front = self._state.front
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         try:
-            ids = front.encoder.check_ids(request.token_ids, "token_ids")
+            ids = check_ids(
+                request.token_ids,
+                "token_ids",
+                front.info.vocab_size,
+                most=max(MIN_MOST_TOKENS, front.info.max_context_tokens),
+            )
         except InvalidRequestError as error:
             raise FieldError(error.field, error.description) from error
         return model_service_pb2.DetokenizeResponse(text=await front.encoder.decode(ids, skip))

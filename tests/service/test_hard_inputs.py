@@ -237,7 +237,7 @@ REFUSED = [
     ({"stop": {"eos_token_ids": [3, VOCAB_SIZE]}}, INVALID, "stop.eos_token_ids[1]", ""),
     ({"stop": {"min_tokens": UINT32}}, INVALID, "stop.min_tokens", ""),
     ({"stop": {"stop_strings": ["x" * 257]}}, INVALID, "stop.stop_strings[0]", "257 bytes"),
-    ({"stop": {"stop_strings": ["x" * (1 << 20)]}}, INVALID, "stop.stop_strings[0]", ""),
+    ({"stop": {"stop_strings": ["x" * (1 << 19)]}}, INVALID, "stop.stop_strings[0]", ""),
     ({"stop": {"stop_strings": ["x"] * 1000}}, INVALID, "stop.stop_strings", "at most 16"),
     ({"output": {"logprobs": UINT32}}, INVALID, "output.logprobs", "128"),
     ({"sampling": {"temperature": math.nan}}, INVALID, "sampling.temperature", "nan"),
