@@ -170,8 +170,9 @@ class StepOutputs:
 def end_of_lost(
     request_id: RequestId, failure: RequestFailure, arrival: float, now: float
 ) -> RequestOutput:
-    """The end of an accepted request that no core knows, or whose core is gone. Times in monotonic
-    seconds.
+    """The end of an accepted request that no core knows, or whose core is gone, and with it what
+    was counted: the usage is 0, and whoever took the request's outputs knows better. Times in
+    monotonic seconds.
     """
     timings = Timings(arrival, None, None, None, now, 0)
     finish = Finish(FinishReason.ERROR, Usage(0, 0, 0), timings, failure=failure)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.errors import HeadraceError
@@ -280,11 +281,28 @@ class RequestLog:
         unfinished = [choice for choice in self._choices if choice.finished is None]
         for other in unfinished:
             other.flush()
+        finish = self._counted(finish, unfinished)
         if all(other.stop is not None for other in unfinished):
             for other in unfinished:
                 other.end(finish)
         else:
             self.failure = Failed(finish)
+
+    def _counted(self, finish: Finish, unfinished: Sequence[ChoiceLog]) -> Finish:
+        """A failure with what was delivered, or will be, of the choices that it ends. The engine
+        may be gone, and with it whatever it had counted.
+        """
+        tokens = sum(choice.num_tokens for choice in unfinished)
+        first, last = finish.timings.first_token, finish.timings.last_token
+        return replace(
+            finish,
+            usage=Usage(self._prompt_tokens, self._cached_tokens, tokens),
+            timings=replace(
+                finish.timings,
+                first_token=self._first_token if first is None else first,
+                last_token=self._last_token if last is None else last,
+            ),
+        )
 
     def _check_ended(self) -> None:
         if self.failure is not None:
@@ -309,16 +327,14 @@ class RequestLog:
         """
         if self.ended:
             return
-        first, last = self._first_token, self._last_token
-        self.failure = Failed(
-            Finish(
-                FinishReason.ERROR,
-                Usage(self._prompt_tokens, self._cached_tokens, self.output_tokens),
-                Timings(self._arrival, None, first, last, now, 0),
-                failure=failure,
-            ),
-            error,
+        finish = Finish(
+            FinishReason.ERROR,
+            Usage(0, 0, 0),
+            Timings(self._arrival, None, None, None, now, 0),
+            failure=failure,
         )
+        unfinished = [choice for choice in self._choices if choice.finished is None]
+        self.failure = Failed(self._counted(finish, unfinished), error)
         self.ended = True
 
     # Numbering

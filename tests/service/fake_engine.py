@@ -50,6 +50,7 @@ from engine.outputs import (
     Timings,
     TokenLogprobs,
     Usage,
+    end_of_lost,
 )
 from engine.request import GenerationRequest
 from engine.sampling_params import GrammarKind, GrammarParams, SamplingParams
@@ -373,7 +374,9 @@ class FakeEngine:
         self._end(request_id, FinishReason.TIME_LIMIT)
 
     def die(self, error: Exception) -> None:
-        """The engine dies: all live requests fail, retryably."""
+        """The engine dies, as its process does: all live requests fail, retryably, and nobody says
+        any more what they have cost.
+        """
         self._dead = error
         self._died.set()
         self._fail_all("the engine has stopped")
@@ -534,9 +537,18 @@ class FakeEngine:
         self.ended += 1
 
     def _fail_all(self, message: str) -> None:
-        for live in self._live.values():
-            live.failure = RequestFailure(message, "fake-error-id", retryable=True)
-        self.step()
+        """All live requests end, with the little that is known of them once their engine's process
+        is gone.
+        """
+        now = time.monotonic()
+        failure = RequestFailure(message, "fake-error-id", retryable=True)
+        lost = list(self._live.values())
+        outputs = [end_of_lost(one.spec.request_id, failure, one.arrival, now) for one in lost]
+        for live in lost:
+            self._forget(live)
+        self._waiting.clear()
+        if outputs and self._sink is not None:
+            self._sink(StepOutputs(now, tuple(outputs)))
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -144,6 +144,8 @@ class Line:
             case "accepted":
                 self.accepted.add(name)
             case "failed":
+                tokens = sum(len(one.delta.token_ids) for one in self.events[name])
+                assert event.failed.usage.completion_tokens == tokens
                 self._end(name, now, event.failed.status)
             case "finished":
                 cancelled = event.finished.reason == pb.FINISH_REASON_CANCELLED

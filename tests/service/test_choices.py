@@ -151,6 +151,8 @@ async def test_a_failure_ends_the_whole_request_and_what_was_sent_stays() -> Non
     check_course(events, n=3)
     assert events[-1].failed.status.message == "it broke"
     assert kinds(events).count("finished") == 1  # of choice 0, before
+    usages = (finished_of(events, 0).usage, events[-1].failed.usage)
+    assert [(usage.prompt_tokens, usage.completion_tokens) for usage in usages] == [(2, 2), (2, 8)]
     assert [text_of(events, i) for i in range(3)] == ["a", "long", "long"]
     assert error.code is grpc.StatusCode.INTERNAL
 
@@ -167,6 +169,36 @@ async def test_choices_that_found_their_stop_strings_had_ended_before_a_failure(
     assert [choice.text for choice in result.choices] == ["a", "c"]
     assert {choice.finished.stop_string for choice in result.choices} == {"!"}
     assert result.usage.completion_tokens == 4
+
+
+async def test_usage_is_what_was_delivered_when_the_engine_dies() -> None:
+    async with serving(FakeEngine(script=says("a", "longer"), auto=False)) as h:
+        await h.generation.AddRequest(rpc.AddRequestRequest(spec=spec(request_id="a", n=3)))
+        for _ in range(4):
+            h.engine.step()
+        h.engine.die(RuntimeError("gone"))
+        result = await h.generation.GetResult(rpc.GetResultRequest(request_id="a"))
+    events = list(result.events)
+    check_course(events, n=3)
+    assert [len(ids_of(events, i)) for i in range(3)] == [2, 4, 4]
+    finished, failed = finished_of(events, 0), events[-1].failed
+    assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (2, 2)
+    # Of the choices that say nothing more of themselves.
+    assert (failed.usage.prompt_tokens, failed.usage.completion_tokens) == (2, 8)
+    assert failed.timings.first_token.ToNanoseconds() <= failed.timings.last_token.ToNanoseconds()
+    assert failed.timings.HasField("first_token")
+
+
+async def test_usage_of_choices_that_found_their_stop_strings_before_the_engine_died() -> None:
+    async with serving(FakeEngine(script=says("a!b", "c!d"), auto=False)) as h:
+        call = asyncio.ensure_future(h.generate(spec(n=2, stop={"stop_strings": ["!"]})))
+        await until(lambda: h.engine.num_live)
+        h.engine.step()
+        h.engine.step()
+        h.engine.die(RuntimeError("gone"))
+        result = await call
+    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (2, 4)
+    assert all(choice.finished.timings.HasField("last_token") for choice in result.choices)
 
 
 async def test_an_engine_that_forgets_a_choice_fails_the_request() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 
 from engine.config import ContinuousBatchingConfig, LoadConfig
@@ -17,7 +18,17 @@ from engine.process.client import ProcessEngineClient
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from tests.service.fake_engine import FakeEngine, says
-from tests.service.helpers import DEADLINE_S, Harness, details, refused, serving, spec, until
+from tests.service.helpers import (
+    DEADLINE_S,
+    Harness,
+    check_course,
+    details,
+    ids_of,
+    refused,
+    serving,
+    spec,
+    until,
+)
 
 GENERATION = "headrace.v1.GenerationService"
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
@@ -89,6 +100,16 @@ async def test_an_engine_of_this_process_stays_dead_and_kept_results_can_be_read
         assert (await h.generation.GetResult(rpc.GetResultRequest(request_id="a"))).done
 
 
+def check_usage(events: list[pb.ResultEvent], n: int) -> None:
+    """An engine's death was the end, and what was delivered until then is its usage."""
+    check_course(events, n=n)
+    usage = events[-1].failed.usage
+    assert usage.prompt_tokens == events[0].accepted.prompt_tokens > 0
+    delivered = [len(ids_of(events, choice)) for choice in range(n)]
+    assert usage.completion_tokens == sum(delivered)
+    assert min(delivered) > 0
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 async def test_a_real_engine_process_that_is_killed_or_hangs(number: int) -> None:
@@ -107,13 +128,30 @@ async def test_a_real_engine_process_that_is_killed_or_hangs(number: int) -> Non
             h = Harness(server, engine, channel)  # type: ignore[arg-type]
             long = spec("Once", stop={"max_tokens": 1500, "ignore_eos": True})
             call = asyncio.ensure_future(refused(h.generate(long)))
-            await until(lambda: server.registry.live)
+            session = h.session()
+            for name, n in (("one", 1), ("three", 3)):
+                twin = spec("Once", request_id=name, n=n, stop=long.stop)
+                await session.add(twin)
+                kept = spec("Once", request_id=f"kept-{name}", n=n, stop=long.stop)
+                await h.generation.AddRequest(rpc.AddRequestRequest(spec=kept))
+            await until(
+                lambda: (
+                    [log.output_tokens > 30 for log in server.registry.live_logs()] == [True] * 5
+                )
+            )
             assert engine.pid is not None
             os.kill(engine.pid, number)
             async with asyncio.timeout(DEADLINE_S):
                 error = await call
             assert error.code is grpc.StatusCode.UNAVAILABLE
             await until(lambda: server.state.phase.value == "restarting")
+            await session.end()
+            for name, n in (("one", 1), ("three", 3)):
+                answer = await h.generation.GetResult(
+                    rpc.GetResultRequest(request_id=f"kept-{name}")
+                )
+                for events in (session.events()[name], list(answer.events)):
+                    check_usage(events, n)
             async with asyncio.timeout(4 * DEADLINE_S):
                 while not await _is_ready(h):  # noqa: ASYNC110  # a probe polls
                     await asyncio.sleep(0.05)
