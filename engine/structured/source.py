@@ -3,7 +3,8 @@
 The text of a form is a stranger's. llguidance bounds most of what it does with it, but not all: a
 chain of thousands of definitions overflows its stack, `multipleOf` costs time and memory in
 proportion to the number, and a long regular expression of optional parts in proportion to the
-square of its length. So those are bounded here, before it sees them.
+square of its length. So those are bounded before it sees them: schemas in `schema`, the others
+here.
 
 Every form becomes a grammar in llguidance's dialect of Lark, since only there can forced tokens be
 turned off: with them on, text that the form dictates may be written in one tokenization alone,
@@ -13,29 +14,27 @@ which the tokenizer is asked for, in Python, in the middle of a step.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from decimal import Decimal
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from llguidance import LLMatcher
 
 from engine.errors import InvalidRequestError
 from engine.sampling_params import GrammarKind, GrammarParams
+from engine.structured.schema import JSON_ESCAPES, prepare_schema
 
 MAX_REGEX_BYTES = 16 * 1024
-"""The longest regular expression, in bytes; of a schema, all its patterns together."""
+"""The longest regular expression, in bytes."""
 MAX_LARK_BYTES = 64 * 1024
 """The longest Lark grammar, in bytes."""
-MAX_SCHEMA_DEPTH = 96
-"""How deep arrays and objects may be nested in a schema's text."""
-MAX_MULTIPLE_OF = 100_000
-"""The largest product of a schema's different multipleOf values, each without its decimal point."""
 MAX_BLANKS = 32
 """How many blanks and line ends, at most, may stand between two parts of a JSON text."""
 
 _OPTIONS = '\n%llguidance {"no_forcing": true, "allow_invalid_utf8": false}\n'
 """Comes last, so that it holds whatever a grammar's own options say."""
-_JSON_OPTIONS = json.dumps({"whitespace_pattern": f"[ \\n\\r\\t]{{1,{MAX_BLANKS}}}"})
+_JSON_OPTIONS: dict[str, object] = {
+    "whitespace_pattern": f"[ \\n\\r\\t]{{1,{MAX_BLANKS}}}",
+    "json_allowed_escapes": JSON_ESCAPES,
+}
 
 
 def to_lark(params: GrammarParams) -> str:
@@ -46,9 +45,9 @@ def to_lark(params: GrammarParams) -> str:
     """
     match params.kind:
         case GrammarKind.JSON_SCHEMA:
-            source = _from_schema(params.text)
+            source = "start: %json " + prepare_schema(params.text, _JSON_OPTIONS)
         case GrammarKind.JSON_OBJECT:
-            source = _from_schema('{"type": "object"}')
+            source = "start: %json " + prepare_schema('{"type": "object"}', _JSON_OPTIONS)
         case GrammarKind.REGEX:
             _check_size("regex", len(params.text.encode()), MAX_REGEX_BYTES)
             source = _lark_of(LLMatcher.grammar_from_regex(params.text))
@@ -73,76 +72,9 @@ def _lark_of(grammar: str) -> str:
     return source
 
 
-def _from_schema(text: str) -> str:
-    try:
-        schema = json.loads(text, parse_float=Decimal, parse_constant=_no_constant)
-    except RecursionError:
-        _refuse("json_schema", f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
-    except ValueError as error:
-        raise InvalidRequestError(
-            "structured_output.json_schema", f"is not valid JSON: {error}"
-        ) from None
-    if isinstance(schema, bool):
-        schema, text = {}, "{}" if schema else '{"enum": []}'
-    if not isinstance(schema, dict):
-        _refuse("json_schema", "is neither a JSON object nor true or false")
-    if "x-guidance" in schema:
-        _refuse("json_schema", "has the keyword x-guidance, which is not taken; leave it out")
-    _check_schema(schema)
-    # The schema's own text goes on, so that no number changes on the way; the options go in front.
-    body = text.strip()[1:].lstrip()
-    comma = "" if body == "}" else ", "
-    return f'start: %json {{"x-guidance": {_JSON_OPTIONS}{comma}{body}'
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _check_schema(schema: dict[str, Any]) -> None:
-    """Refuse what would cost llguidance too much."""
-    pattern_bytes = 0
-    multiples: set[int] = set()
-    for value, depth in _walk(schema):
-        if depth > MAX_SCHEMA_DEPTH:
-            _refuse("json_schema", f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
-        if not isinstance(value, dict):
-            continue
-        if isinstance(pattern := value.get("pattern"), str):
-            pattern_bytes += len(pattern.encode("utf-8", "replace"))
-        if isinstance(patterns := value.get("patternProperties"), dict):
-            pattern_bytes += sum(len(key.encode("utf-8", "replace")) for key in patterns)
-        multiple = value.get("multipleOf")
-        if isinstance(multiple, (int, Decimal)) and not isinstance(multiple, bool):
-            digits = Decimal(multiple).as_tuple().digits
-            multiples.add(int("".join(map(str, digits[:20]))) or 1)
-    _check_size("json_schema", pattern_bytes, MAX_REGEX_BYTES, "bytes of patterns")
-    product = 1
-    for multiple in multiples:
-        product *= multiple
-        if product > MAX_MULTIPLE_OF:
-            _refuse(
-                "json_schema",
-                "has multipleOf values that are too large or too many; the product of their "
-                f"digits, without the decimal point, must not exceed {MAX_MULTIPLE_OF}",
-            )
-
-
-def _walk(root: object) -> Iterator[tuple[object, int]]:
-    """All values in a JSON value, each with its depth; the root has 1. Does not recurse."""
-    stack = [(root, 1)]
-    while stack:
-        value, depth = stack.pop()
-        yield value, depth
-        if isinstance(value, dict):
-            stack += [(part, depth + 1) for part in value.values()]
-        elif isinstance(value, list):
-            stack += [(part, depth + 1) for part in value]
-
-
-def _check_size(kind: str, size: int, limit: int, what: str = "bytes") -> None:
+def _check_size(kind: str, size: int, limit: int) -> None:
     if size > limit:
-        _refuse(kind, f"has {size} {what}; at most {limit} are compiled")
+        _refuse(kind, f"has {size} bytes; at most {limit} are compiled")
 
 
 def _refuse(kind: str, message: str) -> NoReturn:

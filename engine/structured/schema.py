@@ -1,0 +1,379 @@
+"""A JSON Schema on its way to llguidance: read without changing a number, checked, and completed.
+
+    text ─▶ values (numbers as they are written) ─▶ checks, each with its place ─▶ text
+
+llguidance holds every number of a schema as a float64, computes with it, and writes what it then
+has: `{"const": 1234567890123456789}` would give another number, and no error. So a number that a
+float64 does not hold is refused here, with its place. Four more things that it would follow in a
+way that JSON Schema does not mean are refused or completed here:
+
+- A calendar: `format` knows months, but neither leap years nor when a minute has a 60th second. A
+  pattern is added that does.
+- An open interval above (or below) an integer that ends before the next one: the integer itself
+  would be allowed. Refused.
+- The names of an object's members may be repeated, so `minProperties` could be reached with one
+  name. Refused where it would have to count names that are not required.
+- Escapes such as \\u0061, with which a declared name could be written as if it were another one,
+  are never written (`JSON_ESCAPES`); a constant that needs one is refused.
+
+The text has at most MAX_GRAMMAR_BYTES, nesting is bounded before anything is walked, and no walk
+recurses.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any, NamedTuple, NoReturn, TypeGuard
+
+from engine.errors import InvalidRequestError
+
+MAX_PATTERN_BYTES = 16 * 1024
+"""All patterns of a schema together, in bytes."""
+MAX_SCHEMA_DEPTH = 96
+"""How deep arrays and objects may be nested in a schema's text."""
+MAX_MULTIPLE_OF = 100_000
+"""The largest product of a schema's different multipleOf values, each without its decimal point."""
+MAX_DECIMAL_PLACES = 9
+"""Of a multipleOf."""
+MAX_OPTIONAL_PROPERTIES = 500
+"""How many properties of one object may be left out: each is one more way to go on, at once."""
+MAX_EXACT_INTEGER = 2**53
+"""The largest integer up to which a float64 holds all of them."""
+JSON_ESCAPES = 'nrbtf\\"'
+"""What may follow a backslash in JSON that is generated: each character has one spelling."""
+
+_MAX_LCM = 2**32 - 1  # llguidance multiplies multipleOf values as 32-bit integers
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
+_CONSTANTS = frozenset(["const", "enum"])
+_DATA = _CONSTANTS | {"default", "examples"}
+"""Keywords whose values are values, not schemas."""
+_NAMES = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])
+"""Keywords whose values have schemas by name."""
+
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DATE = (
+    f"^(?:{_LEAP_YEAR}-02-29|[0-9]{{4}}-02-(?:[01][0-9]|2[0-8])|[0-9]{{4}}-(?:0[13-9]|1[0-2])-..)"
+)
+_CALENDAR = {
+    "date": _DATE,
+    "date-time": f"{_DATE}.[0-9]{{2}}:[0-9]{{2}}:[0-5]",
+    "time": "^[0-9]{2}:[0-9]{2}:[0-5]",
+}
+"""By format, what its strings must match beside llguidance's own pattern for it."""
+
+
+class _Unheld(str):
+    """A number that a float64 does not hold, as it is written."""
+
+    __slots__ = ()
+
+
+class _Place(NamedTuple):
+    """A value within a schema.
+
+    Attributes:
+        value: it.
+        depth: of the root: 1.
+        above: what it is in; None: nothing.
+        key: its name or index there.
+        is_data, is_names: whether it is (part of) a value such as a constant, or has schemas by
+            name; else it is a schema, or may be one that is referred to.
+    """
+
+    value: object
+    depth: int
+    above: _Place | None = None
+    key: str | int = "$"
+    is_data: bool = False
+    is_names: bool = False
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is data that is generated, and not a default or an example."""
+        place: _Place | None = self
+        while place is not None and (place.above is None or place.above.is_data):
+            place = place.above
+        return place is not None and place.key in _CONSTANTS
+
+    def parts(self) -> Iterator[_Place]:
+        """What is in it."""
+        value, depth = self.value, self.depth + 1
+        if isinstance(value, list):
+            for index, part in enumerate(value):
+                yield _Place(part, depth, self, index, self.is_data)
+        elif isinstance(value, dict):
+            is_schema = not (self.is_data or self.is_names)
+            for key, part in value.items():
+                yield _Place(
+                    part,
+                    depth,
+                    self,
+                    key,
+                    self.is_data or (is_schema and key in _DATA),
+                    is_schema and key in _NAMES,
+                )
+
+    def __str__(self) -> str:
+        """The path, such as $.properties.age.maximum; the middle of a long one is left out."""
+        keys: list[str] = []
+        place: _Place | None = self
+        while place is not None:
+            keys.append(f"[{place.key}]" if isinstance(place.key, int) else f".{place.key}")
+            place = place.above
+        path = "".join(reversed(keys)).removeprefix(".")
+        return path if len(path) <= 80 else f"{path[:30]}…{path[-49:]}"
+
+
+def prepare_schema(text: str, options: dict[str, object]) -> str:
+    """The schema that llguidance is given.
+
+    Args:
+        text: a JSON Schema, at most MAX_GRAMMAR_BYTES.
+        options: llguidance's own, which are put in front.
+
+    Raises:
+        InvalidRequestError: it is no JSON, too large or too deep to be compiled safely, or has
+            something that would not be followed exactly.
+    """
+    schema = _parse(text)
+    check = _Check()
+    for place in _walk(schema):
+        if place.depth > MAX_SCHEMA_DEPTH:
+            _refuse(f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+        check.add(place)
+    check.finish()
+    return json.dumps({"x-guidance": options, **schema})
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(
+            text, parse_float=_float, parse_int=_integer, parse_constant=_no_constant
+        )
+    except RecursionError:
+        _refuse(f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+    except ValueError as error:
+        _refuse(f"is not valid JSON: {error}")
+    if isinstance(schema, bool):
+        return {} if schema else {"enum": []}
+    if not isinstance(schema, dict):
+        _refuse("is neither a JSON object nor true or false")
+    if "x-guidance" in schema:
+        _refuse("has the keyword x-guidance, which is not taken; leave it out")
+    return schema
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _integer(literal: str) -> int | _Unheld:
+    # More digits than that are not even read: int() takes time in the square of their number.
+    if len(literal) > 20 or abs(value := int(literal)) > MAX_EXACT_INTEGER:
+        return _Unheld(literal)
+    return value
+
+
+def _float(literal: str) -> float | _Unheld:
+    value = float(literal)
+    if value == 0:
+        is_held = not any(digit in "123456789" for digit in literal.lower().partition("e")[0])
+    elif math.isinf(value):
+        is_held = False
+    elif value.is_integer():
+        is_held = abs(value) <= MAX_EXACT_INTEGER and Decimal(literal) == Decimal(value)
+    else:
+        # llguidance writes the shortest digits that give the same float64, as repr does.
+        is_held = Decimal(literal) == Decimal(repr(value))
+    return value if is_held else _Unheld(literal)
+
+
+def _walk(schema: dict[str, Any]) -> Iterator[_Place]:
+    stack = [_Place(schema, 1)]
+    while stack:
+        place = stack.pop()
+        yield place
+        stack += place.parts()
+
+
+_Starts = dict[str, dict[float, _Place]]
+"""By "minimum" and "maximum": the integers that are excluded as such, and where."""
+_Ends = dict[str, set[float]]
+"""By "minimum" and "maximum": all numbers that are."""
+
+
+class _Check:
+    """What is wrong with a schema, place by place, and then with all of it."""
+
+    def __init__(self) -> None:
+        self._pattern_bytes = 0
+        self._multiples: set[Decimal] = set()
+        self._combines = False
+        self._exclusive: _Starts = {"minimum": {}, "maximum": {}}
+        self._ends: _Ends = {"minimum": set(), "maximum": set()}
+
+    def add(self, place: _Place) -> None:
+        value = place.value
+        if isinstance(value, _Unheld):
+            _refuse_number(place, value)
+        if place.is_data:
+            if isinstance(value, str) and place.is_constant:
+                _check_constant(place, value)
+        elif isinstance(value, dict) and not place.is_names:
+            self._add_schema(place, value)
+
+    def finish(self) -> None:
+        """Check what only the whole tells."""
+        if self._pattern_bytes > MAX_PATTERN_BYTES:
+            _refuse(
+                f"has {self._pattern_bytes} bytes of patterns; at most {MAX_PATTERN_BYTES} are "
+                "compiled"
+            )
+        _check_multiples(self._multiples)
+        if self._combines:
+            _check_intervals(self._exclusive, self._ends)
+
+    def _add_schema(self, place: _Place, schema: dict[str, Any]) -> None:
+        if isinstance(pattern := schema.get("pattern"), str):
+            self._pattern_bytes += len(pattern.encode("utf-8", "replace"))
+        if isinstance(patterns := schema.get("patternProperties"), dict):
+            self._pattern_bytes += sum(len(key.encode("utf-8", "replace")) for key in patterns)
+        if _is_number(multiple := schema.get("multipleOf")):
+            self._multiples.add(abs(Decimal(repr(multiple))))
+        has_bounds = any(key in schema for key in _BOUNDS)
+        all_of = schema.get("allOf")
+        self._combines |= isinstance(all_of, list) and len(all_of) > 1
+        self._combines |= has_bounds and any(key in schema for key in _COMBINING)
+        if has_bounds:
+            self._add_bounds(place, schema)
+        _check_properties(place, schema)
+        calendar = schema.get("format")
+        if isinstance(calendar, str) and calendar in _CALENDAR:
+            _add_pattern(schema, _CALENDAR[calendar])
+
+    def _add_bounds(self, place: _Place, schema: dict[str, Any]) -> None:
+        exclusive: _Starts = {"minimum": {}, "maximum": {}}
+        ends: _Ends = {"minimum": set(), "maximum": set()}
+        for name, long in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+            bound, open_bound = schema.get(name), schema.get(long)
+            if open_bound is True:  # as in draft 4
+                open_bound = bound
+            for end in (bound, open_bound):
+                if _is_number(end):
+                    ends[name].add(end)
+            if _is_number(open_bound) and open_bound == int(open_bound):
+                exclusive[name][open_bound] = place
+        _check_intervals(exclusive, ends)
+        for name in ("minimum", "maximum"):
+            self._exclusive[name].update(exclusive[name])
+            self._ends[name] |= ends[name]
+
+
+def _check_constant(place: _Place, value: str) -> None:
+    """A constant has no character that only an escape such as \\u0001 could write."""
+    for character in value:
+        if (character < " " and character not in "\n\r\b\t\f") or character == "\x7f":
+            _refuse(
+                f"has the control character U+{ord(character):04X} in {place}, which is never "
+                "written; leave it out"
+            )
+
+
+def _check_properties(place: _Place, schema: dict[str, Any]) -> None:
+    required = schema.get("required")
+    names = {name for name in required if isinstance(name, str)} if _is_list(required) else set()
+    properties = schema.get("properties")
+    if isinstance(properties, dict):
+        num_optional = sum(name not in names for name in properties)
+        if num_optional > MAX_OPTIONAL_PROPERTIES:
+            _refuse(
+                f"has {num_optional} optional properties in {place}; an object can be followed "
+                f"with at most {MAX_OPTIONAL_PROPERTIES}: put properties into `required`, or "
+                "into objects of their own"
+            )
+    least = schema.get("minProperties")
+    if _is_number(least) and least > len(names) + 1:
+        _refuse(
+            f"has a minProperties of {least} in {place}, where {len(names)} are required; names "
+            "may be repeated, so that others cannot be counted: list the names in `required`, or "
+            f"lower it to {len(names) + 1}"
+        )
+
+
+def _check_intervals(exclusive: _Starts, ends: _Ends) -> None:
+    """No interval is open at an integer and ends before the next one. (From the integer towards
+    zero it may: that is followed exactly.)
+    """
+    for name, other, nearest in (
+        ("minimum", "maximum", math.floor),
+        ("maximum", "minimum", math.ceil),
+    ):
+        for end in ends[other]:
+            start = nearest(end)
+            is_outward = start >= 0 if name == "minimum" else start <= 0
+            if start != end and is_outward and start in exclusive[name]:
+                _refuse(
+                    f"has numbers between {start}, which is excluded, and {end:g} in "
+                    f"{exclusive[name][start]}; such an interval would take in {start} itself: "
+                    f"use a {name} that is not excluded"
+                )
+
+
+def _check_multiples(multiples: set[Decimal]) -> None:
+    """What following multipleOf costs grows with its digits; and llguidance multiplies the values
+    of schemas that are combined as 32-bit integers, with as many places as the longest has.
+    """
+    product = scaled = 1
+    places = max((-_exponent(multiple) for multiple in multiples), default=0)
+    is_held = places <= MAX_DECIMAL_PLACES
+    for multiple in multiples if is_held else ():
+        product *= int(multiple.scaleb(-_exponent(multiple))) or 1
+        scaled *= int(multiple.scaleb(places)) or 1
+        is_held = product <= MAX_MULTIPLE_OF and scaled <= _MAX_LCM
+        if not is_held:
+            break
+    if not is_held:
+        _refuse(
+            "has multipleOf values that are too large or too many; the product of their digits, "
+            f"without the decimal point, must not exceed {MAX_MULTIPLE_OF}, and they have at most "
+            f"{MAX_DECIMAL_PLACES} decimal places"
+        )
+
+
+def _exponent(multiple: Decimal) -> int:
+    """Of ten; at most 0, which it is for integers."""
+    exponent = multiple.normalize().as_tuple().exponent
+    return min(0, exponent) if isinstance(exponent, int) else 0
+
+
+def _add_pattern(schema: dict[str, Any], pattern: str) -> None:
+    """Have a schema's strings match one pattern more."""
+    if "pattern" not in schema:
+        schema["pattern"] = pattern
+    elif _is_list(schema.get("allOf", [])):
+        schema["allOf"] = [*schema.get("allOf", []), {"pattern": pattern}]
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_list(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
+
+
+def _refuse_number(place: _Place, literal: str) -> NoReturn:
+    written = literal if len(literal) <= 40 else f"{literal[:37]}…"
+    _refuse(
+        f"has {written} in {place}, which would be changed: numbers are held as 64-bit floats, "
+        f"which hold integers up to {MAX_EXACT_INTEGER} and 15 digits of others exactly; use a "
+        "number with fewer digits, or a string"
+    )
+
+
+def _refuse(message: str) -> NoReturn:
+    raise InvalidRequestError("structured_output.json_schema", message)
