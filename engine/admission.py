@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from engine.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.request import GenerationRequest
 from engine.sampling_params import MAX_CHOICES, MAX_LOGPROBS
-from engine.types import TokenId
+from engine.token_ids import TokenIds
 
 MAX_PRIORITY = 100
 """Priorities are from minus this to this."""
@@ -72,7 +74,7 @@ class AdmissionLimits:
         self._check_ids("stop.eos_token_ids", request.stop.eos_token_ids)
         sampling = request.sampling
         for token, _ in sampling.logit_bias:
-            if not 0 <= token < self.vocab_size:
+            if token >= self.vocab_size:
                 raise InvalidRequestError(
                     f"sampling.logit_bias[{token}]", f"token ids are 0 to {self.vocab_size - 1}"
                 )
@@ -88,17 +90,14 @@ class AdmissionLimits:
                 '(scheduler_type="priority")',
             )
 
-    def _check_ids(self, field: str, ids: tuple[TokenId, ...]) -> None:
-        if set(map(type, ids)) <= {int} and (
-            not ids or (min(ids) >= 0 and max(ids) < self.vocab_size)
-        ):
-            return
-        for position, token in enumerate(ids):
-            if type(token) is not int or not 0 <= token < self.vocab_size:
-                raise InvalidRequestError(
-                    f"{field}[{position}]",
-                    f"is {token!r}; token ids are whole numbers from 0 to {self.vocab_size - 1}",
-                )
+    def _check_ids(self, field: str, ids: TokenIds) -> None:
+        beyond = np.flatnonzero(ids.array >= self.vocab_size)
+        if len(beyond):
+            position = int(beyond[0])
+            raise InvalidRequestError(
+                f"{field}[{position}]",
+                f"is {ids[position]}; token ids are whole numbers from 0 to {self.vocab_size - 1}",
+            )
 
 
 def _check_options(request: GenerationRequest) -> None:

@@ -127,6 +127,7 @@ class EngineCore:
         """
         limit = min(len(spec.prompt) + spec.stop.max_tokens, self.max_context_tokens)
         choices = {}
+        endings = spec.stop.ending_token_ids
         for choice in range(spec.n):
             self._next_key += 1
             choices[choice] = Request(
@@ -135,6 +136,7 @@ class EngineCore:
                 max_total_tokens=limit,
                 key=RequestKey(self._next_key),
                 choice=choice,
+                ending_token_ids=endings,
             )
         live = self._live.add(spec, choices)
         if make_matcher is not None:

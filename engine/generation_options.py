@@ -25,6 +25,7 @@ from engine.sampling_params import (
     StopParams,
     check_stop_strings,
 )
+from engine.token_ids import TokenBiases, TokenIds
 from engine.types import RequestId, TokenId
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class RequestOptions:
         """The request with these options. Its bounds are checked at admission."""
         return GenerationRequest(
             request_id=request_id,
-            prompt=prompt,
+            prompt=TokenIds.of(prompt, "prompt"),
             sampling=self.sampling,
             stop=self.stop,
             logprobs=self.logprobs,
@@ -218,8 +219,8 @@ class GenerationDefaults:
         stop = StopParams(
             max_tokens=limit,
             min_tokens=self._min_tokens(num_prompt_tokens, limit, overrides),
-            stop_token_ids=_ids("stop_token_ids", values["stop_token_ids"]),
-            eos_token_ids=eos,
+            stop_token_ids=_packed("stop_token_ids", values),
+            eos_token_ids=TokenIds.of(eos, "eos_token_id"),
             ignore_eos=bool(values["ignore_eos"]),
         )
         options = RequestOptions(
@@ -247,7 +248,7 @@ class GenerationDefaults:
 
     def _logprobs(self, values: Mapping[str, Any]) -> LogprobParams | None:
         top_n = _optional_integer("logprobs", values["logprobs"])
-        token_ids = _ids("logprob_token_ids", values["logprob_token_ids"])
+        token_ids = _packed("logprob_token_ids", values)
         if top_n is None and not self._return_logprobs and not token_ids:
             return None
         return LogprobParams(top_n=top_n or 0, token_ids=token_ids)
@@ -309,12 +310,15 @@ def _sampling(values: Mapping[str, Any], eos: tuple[TokenId, ...]) -> SamplingPa
         presence_penalty=_number("presence_penalty", values["presence_penalty"], 0.0),
         frequency_penalty=_number("frequency_penalty", values["frequency_penalty"], 0.0),
         no_repeat_ngram_size=_integer("no_repeat_ngram_size", values["no_repeat_ngram_size"] or 0),
-        logit_bias=tuple(
-            (TokenId(_integer("logit_bias", token)), _number(f"logit_bias[{token}]", value, 0.0))
-            for token, value in bias.items()
+        logit_bias=TokenBiases.of(
+            (
+                (_integer("logit_bias", token), _number(f"logit_bias[{token}]", value, 0.0))
+                for token, value in bias.items()
+            ),
+            "logit_bias",
         ),
-        allowed_token_ids=_ids("allowed_token_ids", values["allowed_token_ids"]),
-        banned_token_ids=_banned(values, eos),
+        allowed_token_ids=_packed("allowed_token_ids", values),
+        banned_token_ids=TokenIds.of(_banned(values, eos), "banned_token_ids"),
         seed=_integer("seed", values.get("seed") or 0),
     )
 
@@ -410,6 +414,10 @@ def _integer(name: str, value: object) -> int:
 
 def _optional_integer(name: str, value: object) -> int | None:
     return None if value is None else _integer(name, value)
+
+
+def _packed(name: str, values: Mapping[str, Any]) -> TokenIds:
+    return TokenIds.of(_ids(name, values[name]), name)
 
 
 def _ids(name: str, value: object) -> tuple[TokenId, ...]:

@@ -9,6 +9,7 @@ and the core.
 from __future__ import annotations
 
 import enum
+from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from engine.sampling_params import (
     SamplingSteps,
     StopParams,
 )
+from engine.token_ids import TokenIds
 from engine.types import RequestId, RequestKey, TokenId
 
 PENDING_TOKEN = TokenId(-2)
@@ -59,7 +61,7 @@ class GenerationRequest:
 
     Attributes:
         request_id: unique among live requests.
-        prompt: the prompt's token ids; at least one.
+        prompt: the prompt's token ids; at least one. May be given as any sequence; kept packed.
         sampling, stop: how tokens are chosen and when to stop.
         logprobs: which log-probabilities to report; None: none.
         prompt_logprobs: how many candidates to report with each prompt token's log-probability;
@@ -74,7 +76,7 @@ class GenerationRequest:
     """
 
     request_id: RequestId
-    prompt: tuple[TokenId, ...]
+    prompt: TokenIds
     sampling: SamplingParams
     stop: StopParams
     logprobs: LogprobParams | None = None
@@ -85,6 +87,9 @@ class GenerationRequest:
     cache_salt: bytes = b""
     bypass_prefix_cache: bool = False
     time_limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", TokenIds.of(self.prompt, "prompt"))
 
 
 class TokenMatcher(Protocol):
@@ -123,7 +128,7 @@ class Request:
         choice: which of the request's n choices it is.
         matcher: follows its grammar; None: there is none.
         arrival: monotonic seconds, set at admission.
-        token_ids: prompt, then output; appended to by the core.
+        token_ids: prompt, then output, as C integers: four bytes each; appended to by the core.
         num_computed_tokens: how many of token_ids have their KV in the cache; set by the scheduler.
         num_pending_tokens: how many of token_ids, at their end, are PENDING_TOKEN.
         num_cached_tokens: how many prompt tokens came from the prefix cache when it was first
@@ -131,6 +136,7 @@ class Request:
         block_hashes: of its full blocks, as far as they were needed; kept by the KV cache.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are known.
         sampling_steps: what choosing its tokens takes; kept by the sampler.
+        ending_token_ids: the ids that end its output; the choices of a request share one set.
         max_total_tokens: the length at which the request must stop: prompt + max_tokens, or the
             context if less.
         request_id, num_prompt_tokens: the request's id, and the prompt's length; kept, since they
@@ -143,7 +149,7 @@ class Request:
     key: RequestKey = _NO_KEY
     choice: int = 0
     matcher: TokenMatcher | None = None
-    token_ids: list[TokenId] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     num_cached_tokens: int = 0
@@ -162,8 +168,9 @@ class Request:
     def __post_init__(self) -> None:
         self.request_id = self.spec.request_id
         self.num_prompt_tokens = len(self.spec.prompt)
-        self.token_ids = list(self.spec.prompt)
-        self.ending_token_ids = self.spec.stop.ending_token_ids
+        self.token_ids = array("i", self.spec.prompt.packed)
+        if not self.ending_token_ids:
+            self.ending_token_ids = self.spec.stop.ending_token_ids
 
     @property
     def num_tokens(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.errors import InvalidRequestError
+from engine.token_ids import NO_BIASES, NO_IDS, TokenBiases, TokenIds
 from engine.types import TokenId
 
 MAX_LOGPROBS = 128
@@ -38,7 +39,8 @@ MAX_STOP_STRING_BYTES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen. The neutral values are the defaults.
+    """How the next token is chosen. The neutral values are the defaults. Lists may be given as any
+    sequence; they are kept packed.
 
     Attributes:
         temperature: divides the logits; 0 is greedy. 0 to 100.
@@ -69,9 +71,9 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0
-    logit_bias: tuple[tuple[TokenId, float], ...] = ()
-    allowed_token_ids: tuple[TokenId, ...] = ()
-    banned_token_ids: tuple[TokenId, ...] = ()
+    logit_bias: TokenBiases = NO_BIASES
+    allowed_token_ids: TokenIds = NO_IDS
+    banned_token_ids: TokenIds = NO_IDS
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -102,6 +104,8 @@ class SamplingParams:
             )
         for token_id, bias in self.logit_bias:
             _between(f"sampling.logit_bias[{token_id}]", bias, -100.0, 100.0, "0 is none")
+        biases = TokenBiases.of(self.logit_bias, "sampling.logit_bias")
+        object.__setattr__(self, "logit_bias", biases)
         if not 0 <= self.no_repeat_ngram_size <= MAX_NGRAM_SIZE:
             raise InvalidRequestError(
                 "sampling.no_repeat_ngram_size",
@@ -116,6 +120,7 @@ class SamplingParams:
                     f"sampling.{name}",
                     f"has {len(ids)} entries; at most {MAX_LISTED_TOKEN_IDS} are allowed",
                 )
+            object.__setattr__(self, name, TokenIds.of(ids, f"sampling.{name}"))
         if not 0 <= self.seed < 2**64:
             raise InvalidRequestError(
                 "sampling.seed", f"is {self.seed}; it must be an unsigned number of 64 bits"
@@ -178,8 +183,8 @@ class StopParams:
 
     max_tokens: int
     min_tokens: int = 0
-    stop_token_ids: tuple[TokenId, ...] = ()
-    eos_token_ids: tuple[TokenId, ...] = ()
+    stop_token_ids: TokenIds = NO_IDS
+    eos_token_ids: TokenIds = NO_IDS
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -203,6 +208,7 @@ class StopParams:
                     f"stop.{name}",
                     f"has {len(ids)} entries; at most {MAX_STOP_TOKEN_IDS} are allowed",
                 )
+            object.__setattr__(self, name, TokenIds.of(ids, f"stop.{name}"))
 
     @property
     def ending_token_ids(self) -> frozenset[TokenId]:
@@ -223,7 +229,7 @@ class LogprobParams:
     """
 
     top_n: int = 0
-    token_ids: tuple[TokenId, ...] = ()
+    token_ids: TokenIds = NO_IDS
 
     def __post_init__(self) -> None:
         if not 0 <= self.top_n <= MAX_LOGPROBS:
@@ -235,6 +241,8 @@ class LogprobParams:
                 "output.logprob_token_ids",
                 f"has {len(self.token_ids)} entries; at most {MAX_LOGPROB_TOKEN_IDS} are allowed",
             )
+        ids = TokenIds.of(self.token_ids, "output.logprob_token_ids")
+        object.__setattr__(self, "token_ids", ids)
 
 
 class GrammarKind(enum.Enum):

@@ -11,7 +11,6 @@ block of his own that answers to another's digest. Python's hash() can be forged
 
 from __future__ import annotations
 
-from array import array
 from hashlib import blake2b
 
 from engine.request import Request
@@ -35,7 +34,7 @@ def extend_block_hashes(request: Request, num_blocks: int, block_size: int) -> N
         return
     parent = digests[-1] if digests else _digest(_SALT_HASH, request.spec.cache_salt)
     start, stop = len(digests) * block_size, num_blocks * block_size
-    tokens = array("i", request.token_ids[start:stop])
+    tokens = request.token_ids[start:stop]
     block_bytes = block_size * tokens.itemsize
     data = tokens.tobytes()
     for offset in range(0, len(data), block_bytes):

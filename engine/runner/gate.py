@@ -46,6 +46,7 @@ from engine.runner.mask_rules import MaskWatch, UnknownMaskError
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams, StopParams
+from engine.token_ids import TokenIds
 from engine.types import RequestId, RequestKey, TokenId
 
 _PROBE_NAME = "headrace_probe"
@@ -475,7 +476,7 @@ def _why_logits_differ(model: PreTrainedModel, probe: ModelProbe) -> str:
 def _probe_request(index: int, prompt: tuple[TokenId, ...]) -> Request:
     spec = GenerationRequest(
         request_id=RequestId(f"probe-{index}"),
-        prompt=prompt,
+        prompt=TokenIds.of(prompt),
         sampling=SamplingParams(),
         stop=StopParams(max_tokens=1),
     )

@@ -205,8 +205,10 @@ def _prompts(
     prompts, rows = [], []
     for part, last in zip(parts, last_rows, strict=True):
         spec = part.request.spec
+        if spec.prompt_logprobs is None:
+            continue
         targets = spec.prompt[part.start + 1 : part.start + 1 + part.num_tokens]
-        if spec.prompt_logprobs is not None and targets:
+        if targets:
             prompts.append(PromptRows(part.request.key, spec.prompt_logprobs, targets))
             first = last - part.num_tokens + 1
             rows.append(np.arange(first, first + len(targets)))

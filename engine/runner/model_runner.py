@@ -32,7 +32,8 @@ from engine.runner.slots import CarriedTokens, LaunchedStep, Slots
 from engine.runner_protocol import PendingStep, SampledTokens
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams, StopParams
-from engine.types import RequestId, RequestKey, TokenId
+from engine.token_ids import TokenIds
+from engine.types import RequestId, RequestKey
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ class ModelRunner:
         """
         spec = GenerationRequest(
             request_id=RequestId("warmup"),
-            prompt=(TokenId(0),) * min(self.kv.block_size, 16),
+            prompt=TokenIds.of((0,) * min(self.kv.block_size, 16)),
             sampling=SamplingParams(),
             stop=StopParams(max_tokens=1),
         )

@@ -27,6 +27,7 @@ from engine.runner.memory import GIB, HostLimits, StepLimits
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams, StopParams
+from engine.token_ids import TokenIds
 from engine.types import RequestId, RequestKey, TokenId
 
 _SAMPLING = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1)
@@ -157,7 +158,7 @@ def largest_batch(
         prompt = tuple(TokenId(token % vocab_size) for token in range(index, index + count))
         spec = GenerationRequest(
             request_id=RequestId(f"largest-{index}"),
-            prompt=prompt,
+            prompt=TokenIds.of(prompt),
             sampling=_SAMPLING,
             stop=StopParams(max_tokens=1),
         )

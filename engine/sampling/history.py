@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine.types import TokenId
+from engine.token_ids import TokenIds
 
 _PRIME = (1 << 61) - 1
 _BASE = 0x1B873593CC9E2D51 % _PRIME
@@ -23,13 +23,13 @@ class TokenCounts:
 
     __slots__ = ("_counts", "_ids", "_num_prompt_tokens", "_num_read", "_places")
 
-    def __init__(self, prompt: Sequence[TokenId]) -> None:
-        self._ids = np.unique(np.array(prompt, dtype=np.int64))
+    def __init__(self, prompt: TokenIds) -> None:
+        self._ids = np.unique(prompt.array).astype(np.int64)
         self._counts = np.zeros(len(self._ids), dtype=np.float32)
         self._places = {token: place for place, token in enumerate(self._ids.tolist())}
         self._num_read = len(prompt)
 
-    def catch_up(self, token_ids: Sequence[TokenId]) -> None:
+    def catch_up(self, token_ids: Sequence[int]) -> None:
         """Count in what came since; `token_ids`: prompt and output."""
         for token in token_ids[self._num_read :]:
             place = self._places.setdefault(token, len(self._places))
@@ -69,12 +69,12 @@ class NgramIndex:
             size: n, at least 1.
         """
         self._width = size - 1
-        self._followers: dict[int, TokenId | set[TokenId]] = {}
+        self._followers: dict[int, int | set[int]] = {}
         self._hash = 0
         self._dropped = pow(_BASE, self._width, _PRIME)
         self._num_read = 0
 
-    def catch_up(self, token_ids: Sequence[TokenId]) -> None:
+    def catch_up(self, token_ids: Sequence[int]) -> None:
         """Index what came since; `token_ids`: prompt and output."""
         followers, width, value = self._followers, self._width, self._hash
         for position in range(self._num_read, len(token_ids)):
@@ -92,7 +92,7 @@ class NgramIndex:
                 value %= _PRIME
         self._hash, self._num_read = value, len(token_ids)
 
-    def repeating(self) -> Sequence[TokenId]:
+    def repeating(self) -> Sequence[int]:
         """The tokens that would end a sequence of n tokens which was there before."""
         if self._num_read < self._width:
             return ()

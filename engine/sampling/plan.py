@@ -82,6 +82,6 @@ def _listed(params: SamplingParams, vocab_size: int) -> npt.NDArray[np.int32] | 
     if not allowed and not banned:
         return None
     flags = np.full(vocab_size, not allowed)
-    flags[np.array(allowed, dtype=np.int64)] = True
-    flags[np.array(banned, dtype=np.int64)] = False
+    flags[allowed.array] = True
+    flags[banned.array] = False
     return ops.pack(flags)

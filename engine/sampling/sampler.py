@@ -198,8 +198,8 @@ class Sampler:
     def _add_bias(self, logits: torch.Tensor, requests: Sequence[Request]) -> None:
         biases = [request.spec.sampling.logit_bias for request in requests]
         if any(biases):
-            _, places = self._places([[token for token, _ in bias] for bias in biases])
-            values = np.array([value for bias in biases for _, value in bias], dtype=np.float32)
+            _, places = self._places([bias.ids for bias in biases])
+            values = np.concatenate([bias.values for bias in biases]).astype(np.float32)
             logits.view(-1).index_add_(0, places, self._upload(values))
 
     def _penalize(self, logits: torch.Tensor, requests: Sequence[Request]) -> None:
@@ -228,7 +228,7 @@ class Sampler:
 
     def _forbid_repetition(self, logits: torch.Tensor, requests: Sequence[Request]) -> None:
         """Keep out what would end an n-gram that was there before."""
-        repeating: list[Sequence[TokenId]] = []
+        repeating: list[Sequence[int]] = []
         for request in requests:
             ngrams = None
             if request.spec.sampling.no_repeat_ngram_size:
@@ -321,7 +321,7 @@ class Sampler:
             wanted = [params for _, params in asked[piece]]
             requested = np.zeros((len(rows), max(len(p.token_ids) for p in wanted)), np.int64)
             for place, params in enumerate(wanted):
-                requested[place, : len(params.token_ids)] = params.token_ids
+                requested[place, : len(params.token_ids)] = params.token_ids.array
             index = self._upload(rows)
             computed = row_logprobs(
                 logits.index_select(0, index).float(),

@@ -10,7 +10,6 @@ import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 from headrace.v1 import generation_pb2
 
@@ -27,7 +26,8 @@ from engine.sampling_params import (
     check_stop_strings,
 )
 from engine.text import TextStream, Tokenizer
-from engine.types import RequestId, TokenId
+from engine.token_ids import TokenIds
+from engine.types import RequestId
 from service.convert.inputs import InputEncoder, Truncation
 from service.convert.sampling import check_min_tokens, grammar_params, sampling_params
 from service.convert.unsupported import refuse_unsupported
@@ -181,7 +181,7 @@ class Converter:
             include_stop=spec.stop.include_stop,
         )
 
-    async def _prompt(self, spec: generation_pb2.GenerationSpec) -> tuple[TokenId, ...]:
+    async def _prompt(self, spec: generation_pb2.GenerationSpec) -> TokenIds:
         """The token ids of the input, cut as the spec asks for, and not too many."""
         truncation = Truncation.of(spec)
         match spec.WhichOneof("input"):
@@ -191,7 +191,7 @@ class Converter:
                 kept = truncation.kept(len(ids))
                 length = kept.stop - kept.start
                 self._check_prompt(spec, length)
-                return tuple(
+                return TokenIds.of(
                     check_ids(
                         ids[kept],
                         "tokens.ids",
@@ -208,7 +208,7 @@ class Converter:
                 raise InvalidRequestError("input", "is missing; set one of text, tokens and chat")
         encoded = encoded[truncation.kept(len(encoded))]
         self._check_prompt(spec, len(encoded))
-        return cast(tuple[TokenId, ...], tuple(encoded))
+        return TokenIds.of(encoded)
 
     def _choices(self, spec: generation_pb2.GenerationSpec) -> int:
         n = spec.n if spec.HasField("n") else 1
@@ -234,7 +234,7 @@ class Converter:
             self._info.vocab_size,
             most=MAX_LOGPROB_TOKEN_IDS,
         )
-        return LogprobParams(top_n=output.logprobs, token_ids=tuple(ids))
+        return LogprobParams(top_n=output.logprobs, token_ids=TokenIds.of(ids))
 
     def _check_prompt_size(self, options: DeliveryOptions, prompt_tokens: int) -> None:
         """PromptProcessed is one event and cannot be cut: it must fit one message, with room for
@@ -280,8 +280,8 @@ class Converter:
         return StopParams(
             max_tokens=max_tokens,
             min_tokens=options.min_tokens,
-            stop_token_ids=tuple(stop_ids),
-            eos_token_ids=tuple(eos) or self._info.eos_token_ids,
+            stop_token_ids=TokenIds.of(stop_ids),
+            eos_token_ids=TokenIds.of(eos or self._info.eos_token_ids),
             ignore_eos=options.ignore_eos,
         )
 

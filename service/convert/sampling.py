@@ -21,7 +21,7 @@ from engine.sampling_params import (
     SamplingParams,
     StopParams,
 )
-from engine.types import TokenId
+from engine.token_ids import TokenBiases, TokenIds
 from service.convert.values import check_ids
 
 MAX_CHOICE_STRINGS = 16_384
@@ -47,14 +47,14 @@ def sampling_params(options: generation_pb2.SamplingOptions, info: ModelInfo) ->
             f"has {len(options.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed "
             "(limits.max_logit_bias)",
         )
-    bias: list[tuple[TokenId, float]] = []
+    bias: list[tuple[int, float]] = []
     for token_id, value in options.logit_bias.items():
         if token_id >= info.vocab_size:
             raise InvalidRequestError(
                 f"sampling.logit_bias[{token_id}]",
                 f"is not a token id; token ids are below {info.vocab_size}",
             )
-        bias.append((TokenId(token_id), value))
+        bias.append((token_id, value))
 
     given: Any = options.HasField  # its stubs want literal names
 
@@ -63,11 +63,11 @@ def sampling_params(options: generation_pb2.SamplingOptions, info: ModelInfo) ->
         value: float = getattr(source, name)
         return value
 
-    def ids(name: str) -> tuple[TokenId, ...]:
+    def ids(name: str) -> TokenIds:
         listed: Sequence[int] = getattr(options, name)
         taken = check_ids(listed, f"sampling.{name}", info.vocab_size)
-        inherited: tuple[TokenId, ...] = getattr(default, name)
-        return tuple(taken) or inherited
+        inherited: TokenIds = getattr(default, name)
+        return TokenIds.set_of(taken) or inherited
 
     params = SamplingParams(
         temperature=pick("temperature"),
@@ -83,7 +83,7 @@ def sampling_params(options: generation_pb2.SamplingOptions, info: ModelInfo) ->
             if options.HasField("no_repeat_ngram_size")
             else default.no_repeat_ngram_size
         ),
-        logit_bias=tuple(bias) or default.logit_bias,
+        logit_bias=TokenBiases.of(bias) or default.logit_bias,
         allowed_token_ids=ids("allowed_token_ids"),
         banned_token_ids=ids("banned_token_ids"),
         seed=options.seed if options.HasField("seed") else secrets.randbits(64),
@@ -93,9 +93,9 @@ def sampling_params(options: generation_pb2.SamplingOptions, info: ModelInfo) ->
 
 
 def _check_something_is_left(params: SamplingParams, vocab_size: int) -> None:
-    banned = set(params.banned_token_ids)
-    if params.allowed_token_ids:
-        if banned.issuperset(params.allowed_token_ids):
+    allowed, banned = params.allowed_token_ids, params.banned_token_ids
+    if allowed:
+        if not allowed.without(banned):
             raise InvalidRequestError(
                 "sampling.allowed_token_ids",
                 "are all among banned_token_ids, so that no token could be generated; "
@@ -115,8 +115,10 @@ def check_min_tokens(sampling: SamplingParams, stop: StopParams) -> None:
     Raises:
         InvalidRequestError: none is.
     """
-    allowed = set(sampling.allowed_token_ids).difference(sampling.banned_token_ids)
-    if allowed and stop.min_tokens > 0 and allowed <= stop.ending_token_ids:
+    if not stop.min_tokens:
+        return
+    allowed = sampling.allowed_token_ids.without(sampling.banned_token_ids)
+    if allowed and stop.ending_token_ids.issuperset(allowed):
         raise InvalidRequestError(
             "stop.min_tokens",
             f"is {stop.min_tokens}, and sampling.allowed_token_ids are all ids that end the "

@@ -13,6 +13,7 @@ import msgspec
 from engine.errors import HeadraceError
 from engine.outputs import Finish, FinishReason, TokenLogprobs, Usage
 from engine.sampling_params import SamplingParams, StopParams
+from engine.token_ids import NO_IDS, TokenIds
 from engine.types import TokenId
 
 MAX_DELTA_BYTES = 1 << 20
@@ -105,7 +106,7 @@ class PromptProcessed:
 
     prompt_tokens: int
     cached_tokens: int
-    token_ids: tuple[TokenId, ...] = ()
+    token_ids: TokenIds = NO_IDS
     logprobs: tuple[TokenLogprobs, ...] = ()
     size: int = EVENT_BYTES
 

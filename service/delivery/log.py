@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from engine.errors import HeadraceError
 from engine.outputs import Finish, FinishReason, RequestFailure, RequestOutput, Timings, Usage
 from engine.text import TextStream
+from engine.token_ids import NO_IDS, TokenIds
 from engine.types import RequestId, TokenId
 from service.delivery.choice import ChoiceLog
 from service.delivery.errors import ResultGoneError
@@ -120,7 +121,7 @@ class RequestLog:
         options: DeliveryOptions,
         text_streams: Sequence[TextStream | None],
         ending_ids: frozenset[TokenId],
-        prompt: tuple[TokenId, ...],
+        prompt: TokenIds,
         now: float,
         on_stop: Callable[[RequestLog, int, int], None],
         flow: LogFlow,
@@ -162,7 +163,7 @@ class RequestLog:
         self.flow = flow
         self._options = options
         self._prompt_tokens = len(prompt)
-        self._prompt_ids = prompt if options.describe_prompt else ()
+        self._prompt_ids = prompt if options.describe_prompt else NO_IDS
         self._arrival = now
         self._cached_tokens = 0
         self._first_token: float | None = None
@@ -260,7 +261,7 @@ class RequestLog:
             self.ended = True
 
     def _processed(self, cached_tokens: int, output: RequestOutput) -> PromptProcessed:
-        ids, self._prompt_ids = self._prompt_ids, ()
+        ids, self._prompt_ids = self._prompt_ids, NO_IDS
         self._cached_tokens = cached_tokens
         return PromptProcessed(
             self._prompt_tokens,

@@ -60,8 +60,8 @@ def test_within(changes: dict[str, Any]) -> None:
             r"^sampling\.allowed_token_ids\[1\]: is 10",
         ),
         (
-            {"sampling": SamplingParams(banned_token_ids=(TokenId(-1),))},
-            r"^sampling\.banned_token_ids\[0\]: is -1",
+            {"sampling": SamplingParams(banned_token_ids=(TokenId(2**31 - 1),))},
+            r"^sampling\.banned_token_ids\[0\]: is 2147483647; .* from 0 to 9",
         ),
         (
             {"logprobs": LogprobParams(token_ids=(TokenId(10),))},

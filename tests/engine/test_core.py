@@ -547,7 +547,7 @@ def test_a_result_that_is_collected_late_is_read_from_what_was_launched() -> Non
     batch = core.scheduler.schedule(100.0)
     assert batch is not None
     view, expire = expiring(batch)
-    assert view.requests[0].request.token_ids == [1, 2, 3]
+    assert view.requests[0].request.token_ids.tolist() == [1, 2, 3]
     expire()
     for read in (
         lambda: view.requests[0].request.token_ids[0],
@@ -557,7 +557,7 @@ def test_a_result_that_is_collected_late_is_read_from_what_was_launched() -> Non
     ):
         with pytest.raises(Violation):
             read()
-    assert batch.requests[0].request.token_ids == [1, 2, 3]
+    assert batch.requests[0].request.token_ids.tolist() == [1, 2, 3]
 
 
 # ---- choices ---------------------------------------------------------------------------------

@@ -266,7 +266,7 @@ def test_reset_forgets_all_prefixes() -> None:
     assert _find(kv_cache, [1, 2, 3, 4, 5]) == 0
     assert _find(kv_cache, PROMPT, key=3) == 0
     # What began before leaves nothing: its later blocks stand on KV that was to be forgotten.
-    holder.token_ids += [TokenId(1), TokenId(2)]
+    holder.token_ids.extend((1, 2))
     kv_cache.allocate(holder.key, 12)
     kv_cache.commit(holder, 12)
     kv_cache.free(holder.key)

@@ -82,7 +82,7 @@ def make(
     request = Request(
         spec=spec, arrival=0.0, max_total_tokens=2000, key=RequestKey(next(_KEYS)), choice=choice
     )
-    request.token_ids += [TokenId(token) for token in output]
+    request.token_ids.extend(output)
     if grammar is not None:
         request.matcher = SetMatcher(grammar)
     return request

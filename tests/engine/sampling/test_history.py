@@ -13,6 +13,7 @@ from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsPr
 from engine.runner_protocol import INVALID_TOKEN
 from engine.sampling.history import NgramIndex, TokenCounts
 from engine.sampling.sampler import Sampler
+from engine.token_ids import TokenIds
 from engine.types import TokenId
 from tests.engine.sampling.helpers import CPU, VOCAB, make, processed, reference
 
@@ -45,7 +46,7 @@ def test_the_ngram_index_takes_memory_by_tokens_not_by_size() -> None:
 def test_counts_are_of_the_output(
     prompt: list[TokenId], output: list[TokenId], cuts: list[int]
 ) -> None:
-    counts = TokenCounts(prompt)
+    counts = TokenCounts(TokenIds.of(prompt))
     for end in (*sorted(max(cut, len(prompt)) for cut in cuts), len(prompt) + len(output)):
         counts.catch_up([*prompt, *output][:end])
     found = dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))

@@ -1,0 +1,178 @@
+"""Token ids as a request keeps them: four bytes each.
+
+A tuple of integers takes up to forty bytes an id. A request waits in two processes, and its prompt
+and lists may have as many ids as the model has context or vocabulary, so they are packed where they
+are taken in and stay so: in the front end, on the way to the engine's process, and in the engine.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.errors import InvalidRequestError
+from engine.types import TokenId
+
+_LARGEST = 2**31 - 1
+
+
+def _is_id(token: object) -> bool:
+    return type(token) is int and 0 <= token <= _LARGEST
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class TokenIds(Sequence[TokenId]):
+    """A sequence of token ids that cannot be changed. It equals the tuple of the same ids, and has
+    its hash; a slice of it is such a tuple.
+
+    Attributes:
+        packed: the ids, int32 in this machine's byte order.
+    """
+
+    packed: bytes = b""
+
+    @classmethod
+    def of(cls, ids: Iterable[int], field: str = "ids") -> TokenIds:
+        """Pack ids; those that are packed already are taken as they are.
+
+        Raises:
+            InvalidRequestError: one of them is no whole number, below zero, or above 2^31 - 1;
+                `field` is named.
+        """
+        if isinstance(ids, TokenIds):
+            return ids
+        listed = ids if isinstance(ids, list | tuple) else tuple(ids)
+        if listed and not (
+            set(map(type, listed)) == {int} and min(listed) >= 0 and max(listed) <= _LARGEST
+        ):
+            position, token = next(one for one in enumerate(listed) if not _is_id(one[1]))
+            raise InvalidRequestError(
+                f"{field}[{position}]",
+                f"is {token!r}; token ids are whole numbers from 0 to {_LARGEST}",
+            )
+        return cls(array("i", listed).tobytes())
+
+    @classmethod
+    def set_of(cls, ids: Iterable[int], field: str = "ids") -> TokenIds:
+        """Pack ids in ascending order, each once. Raises like `of`."""
+        return cls(np.unique(cls.of(ids, field).array).tobytes())
+
+    @property
+    def array(self) -> npt.NDArray[np.int32]:
+        """The ids, int32 [N]; shares their memory, and cannot be written."""
+        return np.frombuffer(self.packed, dtype=np.int32)
+
+    def without(self, others: TokenIds) -> TokenIds:
+        """The ids that are not among others."""
+        ids = self.array
+        return TokenIds(ids[~np.isin(ids, others.array)].tobytes())
+
+    def __len__(self) -> int:
+        return len(self.packed) // 4
+
+    def __iter__(self) -> Iterator[TokenId]:
+        return iter(self._ids())
+
+    def __contains__(self, token: object) -> bool:
+        return token in self._ids()
+
+    @overload
+    def __getitem__(self, index: int) -> TokenId: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[TokenId, ...]: ...
+    def __getitem__(self, index: int | slice) -> TokenId | tuple[TokenId, ...]:
+        taken = self._ids()[index]
+        return taken if isinstance(taken, int) else tuple(taken)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TokenIds):
+            return self.packed == other.packed
+        if isinstance(other, tuple):
+            return tuple(self) == other
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def _ids(self) -> memoryview[TokenId]:
+        """The ids, without a copy."""
+        return cast("memoryview[TokenId]", memoryview(self.packed).cast("i"))
+
+
+NO_IDS = TokenIds()
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class TokenBiases(Sequence[tuple[TokenId, float]]):
+    """Pairs of a token id and what is added to its logit; they cannot be changed. Equals the tuple
+    of the same pairs, and has its hash.
+
+    Attributes:
+        ids: one for each pair.
+        packed: what is added, float64 in this machine's byte order, one for each pair.
+    """
+
+    ids: TokenIds = NO_IDS
+    packed: bytes = b""
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, float]], field: str = "biases") -> TokenBiases:
+        """Pack pairs; those that are packed already are taken as they are.
+
+        Raises:
+            InvalidRequestError: as in `TokenIds.of`.
+        """
+        if isinstance(pairs, TokenBiases):
+            return pairs
+        listed = tuple(pairs)
+        ids = TokenIds.of([token for token, _ in listed], field)
+        return cls(ids, array("d", [value for _, value in listed]).tobytes())
+
+    @property
+    def values(self) -> npt.NDArray[np.float64]:
+        """What is added, float64 [N]; shares its memory, and cannot be written."""
+        return np.frombuffer(self.packed, dtype=np.float64)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[tuple[TokenId, float]]:
+        return zip(self.ids, self._values(), strict=True)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[TokenId, float]: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[tuple[TokenId, float], ...]: ...
+    def __getitem__(
+        self, index: int | slice
+    ) -> tuple[TokenId, float] | tuple[tuple[TokenId, float], ...]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        return self.ids[index], self._values()[index]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TokenBiases):
+            return self.ids == other.ids and self.packed == other.packed
+        if isinstance(other, tuple):
+            return tuple(self) == other
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def _values(self) -> memoryview[float]:
+        return memoryview(self.packed).cast("d")
+
+
+NO_BIASES = TokenBiases()
