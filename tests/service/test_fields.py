@@ -28,8 +28,8 @@ async def test_sampling_fields_act_and_are_echoed() -> None:
                 sampling={
                     "typical_p": 0.25,
                     "no_repeat_ngram_size": 0,
-                    "allowed_token_ids": [5, 97],
-                    "banned_token_ids": [5],
+                    "allowed_token_ids": [97, 5] * 1000,
+                    "banned_token_ids": [5] * 1000,
                 },
             )
         )
@@ -39,6 +39,7 @@ async def test_sampling_fields_act_and_are_echoed() -> None:
     assert first.typical_p == pytest.approx(0.25)
     assert (first.no_repeat_ngram_size, first.allowed_token_ids) == (0, (5, 97))
     assert first.banned_token_ids == (5,)
+    assert len(first.allowed_token_ids.packed) == 8  # as sets, without repeats
     assert (second.typical_p, second.no_repeat_ngram_size) == (0.9, 4)
     assert (second.allowed_token_ids, second.banned_token_ids) == ((), (9,))
     echoed = given.accepted.sampling
