@@ -28,8 +28,8 @@ async def test_sampling_fields_act_and_are_echoed() -> None:
                 sampling={
                     "typical_p": 0.25,
                     "no_repeat_ngram_size": 0,
-                    "allowed_token_ids": [97, 5] * 1000,
-                    "banned_token_ids": [5] * 1000,
+                    "allowed_token_ids": [97, 5] * 100,
+                    "banned_token_ids": [5] * 200,
                 },
             )
         )
