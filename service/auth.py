@@ -139,6 +139,16 @@ class Authenticator:
         if path is not None:
             self._table = Watched("callers", (path,), lambda: self._load(path), private=(path,))
 
+    @property
+    def knows_callers(self) -> bool:
+        """Whether there is a file."""
+        return self._table is not None
+
+    def reload(self) -> None:
+        """Read the file again now; one that cannot be used is logged, and changes nothing."""
+        if self._table is not None:
+            self._table.reload()
+
     def by_token(self, method: str, metadata: Metadata) -> Permit | None:
         """Who calls a method, as far as the metadata tell; None: the certificate will tell.
 

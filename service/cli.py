@@ -81,16 +81,20 @@ def serve(
         typer.echo(f"headrace-server: {options.describe(error)}", err=True)
         raise typer.Exit(2) from error
 
-    # Imports take a while on a cold machine: say something before.
-    if rank:
-        typer.echo(f"headrace-server {_version()}: rank {rank} follows rank 0", err=True)
-        from service.follower import follow_to_the_end
+    from service.logs.output import Output
 
-        follow_to_the_end(config, engine.model or default_model(), load, engine.block_size, rank)
-    typer.echo(f"headrace-server {_version()}: starting", err=True)
-    from service.process import run_to_the_end
+    with Output(config.log_format, config.log_level) as output:
+        # Imports take a while on a cold machine: say something before.
+        if rank:
+            output.say(f"headrace-server {_version()}: rank {rank} follows rank 0")
+            from service.follower import follow_to_the_end
 
-    run_to_the_end(config, client)
+            model = engine.model or default_model()
+            follow_to_the_end(model, load, engine.block_size, rank, output)
+        output.say(f"headrace-server {_version()}: starting")
+        from service.process import run_to_the_end
+
+        run_to_the_end(config, client, output)
 
 
 def _service_config(
@@ -119,6 +123,7 @@ def _service_config(
         prefix_cache=engine.prefix_cache,
         drain_timeout_s=process.drain_timeout_s,
         log_level=process.log_level.lower(),
+        log_format=process.log_format.lower(),
     )
 
 
@@ -219,4 +224,7 @@ def _mode(text: str) -> int:
 
 def main() -> None:
     """The entry point."""
+    from service.logs.output import open_standard_files
+
+    open_standard_files()
     app()

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from engine.errors import ConfigError
 from engine.sampling_params import MAX_CHOICES
+from service.logs.form import LOG_FORMATS
 from service.receiving import MIN_RECEIVE_BYTES
 
 SCHEDULERS = ("fifo", "prefill_first", "priority")
@@ -83,6 +84,7 @@ class ServiceConfig:
         unix_socket_mode: the permissions of Unix sockets.
         unix_socket_group: whose group they belong to, a name or a number; None: the process's.
         log_level: debug, info, warning or error.
+        log_format: how what the server says looks: "console", or "json" (one object a line).
     """
 
     listen: tuple[str, ...] = ("127.0.0.1:50051",)
@@ -122,6 +124,7 @@ class ServiceConfig:
     unix_socket_mode: int = 0o660
     unix_socket_group: str | None = None
     log_level: str = "info"
+    log_format: str = "console"
 
     def __post_init__(self) -> None:
         if not self.listen:
@@ -187,6 +190,10 @@ class ServiceConfig:
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(
                 "log_level", f"is {self.log_level!r}; it must be one of {', '.join(LOG_LEVELS)}"
+            )
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(
+                "log_format", f"is {self.log_format!r}; it must be one of {', '.join(LOG_FORMATS)}"
             )
         self._check_exposure()
 

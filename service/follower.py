@@ -2,7 +2,8 @@
 
 It loads its part, computes what rank 0's engine says, and ends when that ends. Once it is loaded,
 signals are rank 0's affair: whoever drains the server signals all of its processes, and a request
-that is to be finished needs each of them. Before, a signal ends it: rank 0 may never come.
+that is to be finished needs each of them. Before, a signal ends it: rank 0 may never come. SIGHUP
+is ignored: there is nothing to read again.
 
 rank 0 ends in order                              exit 0
 the model is refused, here or on another rank     a message, exit 1
@@ -18,29 +19,29 @@ from typing import NoReturn
 from engine.config import LoadConfig
 from engine.errors import HeadraceError
 from engine.following import follow
-from service.config import ServiceConfig
+from service.logs.output import Output
 from service.options import describe
-from service.process import end, say, set_up_logging
+from service.process import end
 
 
 def follow_to_the_end(
-    config: ServiceConfig, model: str, load_config: LoadConfig, block_size: int, rank: int
+    model: str, load_config: LoadConfig, block_size: int, rank: int, output: Output
 ) -> NoReturn:
     """Follow rank 0, and end the process with the exit code; rank: this process's, for messages."""
-    set_up_logging(config.log_level)
     is_loaded = threading.Event()
 
     def on_signal(number: int, _frame: object) -> None:
         if not is_loaded.is_set():
-            say(f"headrace-server: rank {rank} was stopped while loading")
-            end(128 + number)
+            output.say(f"headrace-server: rank {rank} was stopped while loading")
+            end(128 + number, output)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         follow(model, load_config, block_size, is_loaded.set)
     except HeadraceError as error:
-        say(f"headrace-server: {describe(error)}")
-        end(1)
-    say(f"headrace-server: rank {rank} has ended with rank 0")
-    end(0)
+        output.say(f"headrace-server: {describe(error)}")
+        end(1, output)
+    output.say(f"headrace-server: rank {rank} has ended with rank 0")
+    end(0, output)

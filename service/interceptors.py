@@ -1,5 +1,5 @@
-"""What surrounds every RPC: recovery first, then telemetry's own (`service.telemetry`), then
-authentication, then readiness.
+"""What surrounds every RPC: a look at its name, then recovery, telemetry's own
+(`service.telemetry`), authentication, readiness.
 
 Servicers raise; `Recovery` turns what they raise into the RPC's status by the table of
 `service.errors`. CancelledError is never caught: it must reach gRPC.
@@ -8,6 +8,7 @@ Servicers raise; `Recovery` turns what they raise into the RPC's status by the t
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ Stream = Callable[[Any, Any], AsyncIterator[Any]]
 
 _OPEN_TO_EVERYONE = "/grpc.health."  # probes have no token
 _ALWAYS_SERVED = ("/grpc.health.", "/grpc.reflection.", "/headrace.v1.ControlService/")
+_METHOD = re.compile(r"/[A-Za-z0-9_.]{1,200}/[A-Za-z0-9_]{1,200}")
 _LOG_INTERVAL_S = 1.0
 _MAX_LOGGED = 300
 _SERVED_WHILE_DRAINING = (
@@ -81,6 +83,20 @@ def wrap(
 async def abort(context: Any, status: status_pb2.Status) -> None:
     """End the RPC with a status and its details."""
     await context.abort(status_code(status), status.message, trailers(status))
+
+
+class MethodNames(grpc.aio.ServerInterceptor):
+    """Answers UNIMPLEMENTED to what is no name of a method, /package.Service/Method: outermost, as
+    not all that follows is prepared for anything, and without a line in the log.
+    """
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Look at one RPC's method."""
+        if _METHOD.fullmatch(str(handler_call_details.method)) is None:
+            return None
+        return await continuation(handler_call_details)
 
 
 @dataclass(frozen=True, slots=True)

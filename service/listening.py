@@ -49,13 +49,15 @@ class UnixSockets:
 
 def bind(
     config: ServiceConfig,
+    tls: Tls,
     server_of: Callable[[Address], grpc.aio.Server],
     sockets: UnixSockets,
 ) -> tuple[Address, ...]:
     """Bind all addresses; returns them with the ports that were chosen.
 
     Args:
-        config: the addresses, and the certificate.
+        config: the addresses.
+        tls: the certificate, if there is one.
         server_of: the server that serves on an address.
         sockets: takes the files of Unix sockets.
 
@@ -63,7 +65,6 @@ def bind(
         ConfigError: an address is taken or cannot be used; the files of those that were bound
             before it are gone again.
     """
-    tls = Tls(config)
     group = _group_id(config.unix_socket_group)
     bound: list[Address] = []
     for text in config.listen:

@@ -526,6 +526,14 @@ class ProcessOptions:
         str,
         _option("log-level", "debug, info, warning or error.", _PROCESS),
     ] = "info"
+    log_format: Annotated[
+        str,
+        _option(
+            "log-format",
+            "How what the server says looks: console, or json (one object a line).",
+            _PROCESS,
+        ),
+    ] = "console"
 
 
 _RENAMED = {

@@ -2,9 +2,12 @@
 
 SIGTERM or SIGINT once: drain (see `service.server`), exit 0
                  twice: end at once, exit 128 + the signal's number
+SIGHUP: read the callers' file and the TLS files again
 an operator's Drain: as a first signal
 the model cannot be loaded, a port is taken: a message, exit 1
 the engine dies: readiness goes, live requests have failed; exit 1, for a supervisor to restart
+
+Nothing here waits for whoever reads what the process says (`service.logs`).
 """
 
 from __future__ import annotations
@@ -13,13 +16,14 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import time
 from typing import Any, NoReturn
 
 from engine.client import EngineClient
 from engine.errors import HeadraceError
 from service.config import ServiceConfig
+from service.logs.output import Output
+from service.open_files import raise_limit
 from service.options import describe
 from service.server import HeadraceServer, TokenizerLoader, load_tokenizer
 from service.welcome import welcome
@@ -29,35 +33,26 @@ logger = logging.getLogger(__name__)
 _FAILED = 1
 
 
-def say(line: str) -> None:
-    """A line for whoever started the process; logs go to the same place."""
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
-
-
-def set_up_logging(level: str) -> None:
-    """Log to stderr, one line an event."""
-    logging.basicConfig(
-        level=level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-
-
 def run(
     config: ServiceConfig,
     client: EngineClient,
+    output: Output,
     *,
     tokenizer_loader: TokenizerLoader = load_tokenizer,
 ) -> int:
     """Serve until a signal comes; returns the exit code."""
-    set_up_logging(config.log_level)
-    return asyncio.run(_Process(config, client, tokenizer_loader).run())
+    try:
+        raise_limit()
+        return asyncio.run(_Process(config, client, output, tokenizer_loader).run())
+    except Exception:
+        logger.exception("the server has failed")
+        return _FAILED
 
 
 def run_to_the_end(
     config: ServiceConfig,
     client: EngineClient,
+    output: Output,
     *,
     tokenizer_loader: TokenizerLoader = load_tokenizer,
 ) -> NoReturn:
@@ -65,22 +60,26 @@ def run_to_the_end(
     is closed then; to take the interpreter's modules apart would take longer than the rest of a
     drain.
     """
-    end(run(config, client, tokenizer_loader=tokenizer_loader))
+    end(run(config, client, output, tokenizer_loader=tokenizer_loader), output)
 
 
-def end(code: int) -> NoReturn:
+def end(code: int, output: Output) -> NoReturn:
     """End this process without taking the interpreter apart."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    output.close()
     os._exit(code)
 
 
 class _Process:
     def __init__(
-        self, config: ServiceConfig, client: EngineClient, tokenizer_loader: TokenizerLoader
+        self,
+        config: ServiceConfig,
+        client: EngineClient,
+        output: Output,
+        tokenizer_loader: TokenizerLoader,
     ) -> None:
         self._config = config
+        self._output = output
+        self._say = output.say
         self._server = HeadraceServer(
             config, client, progress=self._progress, tokenizer_loader=tokenizer_loader
         )
@@ -88,16 +87,17 @@ class _Process:
         self._signalled = asyncio.Event()
 
     def _progress(self, line: str) -> None:
-        say(f"[{time.monotonic() - self._began:6.1f} s] {line}")
+        self._say(f"[{time.monotonic() - self._began:6.1f} s] {line}")
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, self._server.reload)
         try:
             await self._server.start()
         except HeadraceError as error:
-            say(f"headrace-server: {describe(error)}")
+            self._say(f"headrace-server: {describe(error)}")
             return _FAILED
         self._progress(f"port open on {', '.join(self._server.addresses)}; loading the model")
         ending = loop.create_task(self._wait_for_end())
@@ -108,7 +108,7 @@ class _Process:
                 return await self._interrupted(loading)
             loading.result()
         except HeadraceError as error:
-            say(f"headrace-server: the model cannot be served: {describe(error)}")
+            self._say(f"headrace-server: the model cannot be served: {describe(error)}")
             await self._server.stop()
             return _FAILED
         except Exception:
@@ -123,20 +123,20 @@ class _Process:
     async def _serve(self, ending: asyncio.Task[None]) -> int:
         state = self._server.state
         seconds = time.monotonic() - self._began
-        say(welcome(self._config, state.front.info, self._server.bound, seconds))
+        self._say(welcome(self._config, state.front.info, self._server.bound, seconds))
         failed = asyncio.create_task(self._server.failed())
         ends: set[asyncio.Task[Any]] = {ending, failed}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if failed.done() and not ending.done():
-            say(f"headrace-server: the engine has stopped: {failed.result()}")
+            self._say(f"headrace-server: the engine has stopped: {failed.result()}")
             await self._server.drain(0)
             return _FAILED
         failed.cancel()
         draining = self._server.begin_drain()
         timeout_s = state.drain.timeout_s if state.drain is not None else 0.0
-        say(f"Draining: {self._server.registry.live} live requests, at most {timeout_s:g} s.")
+        self._say(f"Draining: {self._server.registry.live} live requests, at most {timeout_s:g} s.")
         await draining
-        say("Stopped.")
+        self._say("Stopped.")
         return 0
 
     async def _interrupted(self, loading: asyncio.Task[None]) -> int:
@@ -147,7 +147,7 @@ class _Process:
         await asyncio.gather(loading, return_exceptions=True)
         self._server.begin_drain()
         await self._server.unreachable()
-        say("Stopped while loading.")
+        self._say("Stopped while loading.")
         self._exit(0)
         return 0
 
@@ -166,11 +166,11 @@ class _Process:
 
     def _on_signal(self, number: int) -> None:
         if self._signalled.is_set():
-            say("Stopped at once.")
+            self._say("Stopped at once.")
             self._exit(128 + number)
         self._signalled.set()
 
     def _exit(self, code: int) -> None:
         """End without waiting for anything: threads that load or compute cannot be interrupted."""
         self._server.sockets.unlink()
-        end(code)
+        end(code, self._output)

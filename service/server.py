@@ -60,7 +60,7 @@ from service.delivery.flow import FlowOptions
 from service.delivery.kept import Retention
 from service.delivery.registry import Registry
 from service.health import HealthServicer
-from service.interceptors import Authentication, Readiness, Recovery
+from service.interceptors import Authentication, MethodNames, Readiness, Recovery
 from service.listening import UnixSockets, bind
 from service.reflection import add_reflection
 from service.servicers.control import ControlServicer
@@ -68,6 +68,7 @@ from service.servicers.generation import GenerationServicer
 from service.servicers.model import ModelServicer
 from service.state import Drain, FrontEnd, Phase, ServerState
 from service.supervision import RESTART_DELAY_S, Supervisor
+from service.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +187,7 @@ class HeadraceServer:
         self._servers: dict[bool, grpc.aio.Server] = {}  # by whether they serve ControlService
         self._authenticator = Authenticator(None)
         self._calls = OpenCalls()
+        self._tls: Tls | None = None
         self._loading: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[Exception] | None = None
         self._supervisor = Supervisor(
@@ -221,8 +223,9 @@ class HeadraceServer:
         self._authenticator = Authenticator(
             self._config.auth_file, client_certificates=self._config.tls_client_ca is not None
         )
+        self._tls = Tls(self._config)
         self._telemetry = telemetry.set_up(os.environ)
-        self.bound = bind(self._config, self._server_of, self.sockets)
+        self.bound = bind(self._config, self._tls, self._server_of, self.sockets)
         for server in self._servers.values():
             await server.start()
         self._loading = asyncio.create_task(self._load_first())
@@ -235,8 +238,10 @@ class HeadraceServer:
 
     def _make_server(self, has_control: bool) -> grpc.aio.Server:
         server = grpc.aio.server(
-            # Recovery sees everything; spans see what authentication and readiness refuse.
+            # Recovery sees everything that names a method; spans see what authentication and
+            # readiness refuse.
             interceptors=(
+                MethodNames(),
                 Recovery(self._config.max_receive_bytes, self._config.max_send_bytes, self._calls),
                 *self._telemetry.interceptors,
                 Authentication(self._authenticator),
@@ -325,6 +330,18 @@ class HeadraceServer:
         if self._watching is None:
             return await self._client.wait_failed()
         return await asyncio.shield(self._watching)
+
+    def reload(self) -> None:
+        """Read the callers' file and the TLS files again now, and log what came of it. A file that
+        cannot be used leaves the last good one in force.
+        """
+        tls = self._tls
+        if self._authenticator.knows_callers:
+            self._authenticator.reload()
+        if tls is not None and tls.is_used:
+            tls.reload()
+        elif not self._authenticator.knows_callers:
+            logger.info("nothing to read again: there is neither a callers' file nor TLS")
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Finish live requests, then stop. After `timeout_s` (default: the configuration's) the

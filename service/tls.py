@@ -73,6 +73,16 @@ class Tls:
                 paths = (*paths, files.client_ca)
             self._watched = Watched("TLS files", paths, files.load, private=(files.key,))
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there are files."""
+        return self._watched is not None
+
+    def reload(self) -> None:
+        """Read the files again now; what cannot be used is logged, and changes nothing."""
+        if self._watched is not None:
+            self._watched.reload()
+
     def credentials(self) -> grpc.ServerCredentials | None:
         """Credentials for one port; None: plain text. A port must have its own: what is new is
         handed out once.

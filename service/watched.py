@@ -74,6 +74,12 @@ class Watched(Generic[T]):
                     self._warn()
             return self._value
 
+    def reload(self) -> None:
+        """Read the files again, whether they look changed or not; the log says what came of it."""
+        with self._lock:
+            self._stamp = ()
+        self.current()
+
     def _settled(self) -> T:
         """What the files hold at one time: read again if one of them changed meanwhile."""
         for _ in range(_TRIES):

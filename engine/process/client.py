@@ -6,8 +6,9 @@
 The process is started by exec, with one end of a private socket pair as its only channel. Its
 death shows at once (the socket closes); a hang shows because live requests get no step, or because
 an idle process does not answer. Either way every live request ends here with an error that says
-"try again", and `start` may be called for another process. Neither torch nor transformers is
-imported on this side.
+"try again", and `start` may be called for another process. Its stderr is a pipe that is read here:
+what it logs becomes records of this process' log, and what it wrote before it crashed is not lost.
+Neither torch nor transformers is imported on this side.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ import engine
 from engine.client import Admission, ModelInfo, ProgressSink, StepSink
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import ConfigError, DuplicateRequestError, EngineUnavailableError
+from engine.logs import records
+from engine.logs.lines import LineReader, open_pipe
 from engine.outputs import RequestFailure, StepOutputs, end_of_lost
 from engine.process import messages
 from engine.process.wire import FrameReader, FrameWriter
@@ -49,6 +52,8 @@ _WATCH_INTERVAL_S = 0.25
 _BUSY_SHARE = 0.05
 """Of one CPU, over `_WATCH_INTERVAL_S`: a process that used more of it computes."""
 _EXIT_GRACE_S = 5.0
+_LAST_WORDS_S = 0.5
+"""How long the end of an ended process' stderr is waited for: its children may have it too."""
 _REAP_S = 0.2
 """How long the exit code is waited for, before live requests are told."""
 _LOST = "the engine failed before the request was complete; try again"
@@ -102,6 +107,7 @@ class ProcessEngineClient:
         self._hang_timeout_s = hang_timeout_s
         self._sink: StepSink | None = None
         self._process: asyncio.subprocess.Process | None = None
+        self._stderr: LineReader | None = None
         self._writer: FrameWriter | None = None
         self._started: asyncio.Future[ModelInfo] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -136,19 +142,7 @@ class ProcessEngineClient:
         self._durations.clear()
         loop = asyncio.get_running_loop()
         self._started = loop.create_future()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",  # nothing is imported from the working directory
-                "-c",
-                _PROGRAM,
-                str(theirs.fileno()),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # a terminal's Ctrl-C is the front end's affair
-            )
-        ours.setblocking(False)
+        ours = await self._spawn()
         reader, writer = await asyncio.open_connection(sock=ours)
         self._writer = FrameWriter(writer)
         self._writer.write(self._start_message)
@@ -163,6 +157,31 @@ class ProcessEngineClient:
         except BaseException:
             await self._end_process()
             raise
+
+    async def _spawn(self) -> socket.socket:
+        """Start the process; returns this side's end of the socket pair."""
+        reading, stderr = open_pipe()
+        self._stderr = LineReader(reading, _log)  # ends when nobody has the other end any more
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-P",  # nothing is imported from the working directory
+                    "-c",
+                    _PROGRAM,
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=stderr,
+                    stderr=stderr,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # a terminal's Ctrl-C is the front end's affair
+                )
+        finally:
+            os.close(stderr)
+        ours.setblocking(False)
+        return ours
 
     async def close(self) -> None:
         """Stop at once; see the protocol."""
@@ -465,3 +484,12 @@ class ProcessEngineClient:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+        if self._stderr is not None:
+            await asyncio.to_thread(self._stderr.join, _LAST_WORDS_S)
+            self._stderr = None
+
+
+def _log(line: str) -> None:
+    """Log what the process wrote: it has judged already whether it is to be logged."""
+    record = records.decode(line, "engine")
+    logging.getLogger(record.name).handle(record)

@@ -1,14 +1,16 @@
 """The engine's process: its `main` is started by `ProcessEngineClient`, with the socket FD.
 
 It drives a `LocalEngineClient` for whoever holds the other end of the socket FD, and ends when that
-end is closed: an engine never outlives its front end. What it logs goes to stderr, which it shares
-with the front end.
+end is closed, or the process that started it dies: an engine never outlives its front end. What it
+logs goes to its stderr, a pipe that the front end reads (`engine.logs`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import faulthandler
 import logging
 import os
 import signal
@@ -23,6 +25,8 @@ from engine.client import Admission
 from engine.config import LoadConfig
 from engine.errors import EngineUnavailableError, HeadraceError
 from engine.local_client import LocalEngineClient
+from engine.logs import hooks, records
+from engine.logs.queue import LogQueue
 from engine.outputs import StepOutputs
 from engine.process.messages import (
     Admitted,
@@ -56,6 +60,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """So much is kept for a front end that does not read; then it is taken for dead."""
+
+_STDERR = 2
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 _END_WAIT_S = 3.0
 """How long a step that runs may keep the ranks of a divided model from being told to end."""
@@ -208,26 +215,47 @@ async def serve(connection: socket.socket) -> None:
 
 def _exit(code: int) -> NoReturn:
     """End without waiting for anything: a thread that loads or computes cannot be interrupted."""
-    logging.shutdown()
-    sys.stderr.flush()
+    for handler in logging.getLogger().handlers:
+        handler.flush()
     os._exit(code)
 
 
 def main() -> NoReturn:
-    """Run the process. Its one argument is the number of an inherited, connected socket."""
-    logging.basicConfig(
-        stream=sys.stderr, format="%(asctime)s %(levelname)s engine %(name)s: %(message)s"
-    )
+    """Run the process. Its arguments are the number of an inherited, connected socket, and the id
+    of the process that started it.
+    """
+    _, connection, parent = sys.argv
+    _die_with(int(parent))
+    _log_to_stderr()
     # The front end decides when this process ends: it closes the socket.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     code = 0
     try:
-        asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
+        asyncio.run(serve(socket.socket(fileno=int(connection))))
     except Exception:
         logger.exception("the engine's process failed")
         code = 1
     _exit(code)
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when the process that started this one ends, even while this one is stopped and
+    could not see its socket close. (Strictly, when the thread ends that started it: the front end's
+    main thread.)
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "PR_SET_PDEATHSIG")
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+
+
+def _log_to_stderr() -> None:
+    faulthandler.enable(_STDERR)
+    queue = LogQueue(_STDERR, lambda count: records.encode(records.dropped(count)))
+    logging.getLogger().addHandler(records.RecordHandler(queue))
+    hooks.install(queue.put)
+    sys.stdout = sys.stderr  # nobody reads an engine's output
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import NoReturn
 from engine.client import ModelInfo, ProgressSink, StepSink
 from engine.errors import ModelRefusedError
 from service.config import ServiceConfig
+from service.logs.output import Output
 from service.process import run_to_the_end
 from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info, says
 
@@ -44,7 +45,8 @@ def main() -> NoReturn:
     if "--refuse" in options:
         engine.load_error = ModelRefusedError("the model is of a kind that would be run wrongly")
     config = ServiceConfig(listen=addresses, drain_timeout_s=30)
-    run_to_the_end(config, engine, tokenizer_loader=lambda _info: byte_tokenizer())
+    with Output(config.log_format, config.log_level) as output:
+        run_to_the_end(config, engine, output, tokenizer_loader=lambda _info: byte_tokenizer())
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("max_kept_results", -1),
         ("unix_socket_mode", 0o1000),
         ("log_level", "loud"),
+        ("log_format", "xml"),
     ],
 )
 def test_options_out_of_bounds(option: str, value: Any) -> None:
@@ -167,7 +168,8 @@ def run_serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: s
         vars(stand_in)["DEFAULT_HANG_TIMEOUT_S"] = 10.0
         monkeypatch.setitem(sys.modules, module, stand_in)
     monkeypatch.setattr(
-        "service.process.run_to_the_end", lambda config, client: started.extend((config, client))
+        "service.process.run_to_the_end",
+        lambda config, client, _output: started.extend((config, client)),
     )
     result = CliRunner().invoke(cli.app, ["serve", *arguments], env=environment)
     return result, started

@@ -1,0 +1,144 @@
+"""How what is said looks: for people ("console"), or as one JSON object a line.
+
+Nothing that somebody sent can look like a line of its own, steer a terminal, or be longer than the
+bounds of `engine.logs.records`. What gRPC and asyncio log about a call may hold what the caller
+sent, tokens too: of theirs only the fact is kept, and where it happened.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import traceback
+from datetime import UTC, datetime
+from typing import Protocol
+
+from engine.logs.records import MAX_MESSAGE, MAX_TRACEBACK, cut
+
+_TELL_VALUES = ("grpc", "asyncio")
+"""Loggers whose records, their exceptions too, hold values of calls."""
+_DIRECTIVE = re.compile(r"%[-#0 +]*\d*(?:\.\d+)?[a-zA-Z]")
+_TOKEN = re.compile(r"(?i)\b(bearer)(?:\s|%20|\\x20)+[^\s'\",]+")
+
+_STEERS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+_STEERS |= {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\t"}
+_STEERS |= {0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+LOG_FORMATS = ("console", "json")
+
+
+class Form(Protocol):
+    """Makes lines."""
+
+    def said(self, text: str) -> str:
+        """Of what the server says by itself; it may have several lines."""
+
+    def record(self, record: logging.LogRecord, skipped: int) -> str:
+        """Of a log record.
+
+        Args:
+            record: the record.
+            skipped: how many like it were left out before it.
+        """
+
+
+class Console:
+    """`time LEVEL logger: message`, with the process before the logger if it is not the server's;
+    a traceback follows, indented.
+    """
+
+    def said(self, text: str) -> str:
+        """Of what the server says by itself."""
+        return "\n".join(line.translate(_STEERS) for line in text.split("\n"))
+
+    def record(self, record: logging.LogRecord, skipped: int) -> str:
+        """Of a log record."""
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        milliseconds = int(record.created % 1 * 1000)
+        process = _process(record)
+        lines = [
+            f"{at},{milliseconds:03d} {record.levelname} {process + ' ' if process else ''}"
+            f"{record.name}: {_message(record, skipped).translate(_STEERS)}"
+        ]
+        lines += [f"    {line.translate(_STEERS)}" for line in _traceback(record).splitlines()]
+        return "\n".join(lines)
+
+
+class Json:
+    """One object a line: time (UTC), level, process, logger, message, traceback if there is one."""
+
+    def said(self, text: str) -> str:
+        """Of what the server says by itself."""
+        return _object(time.time(), "info", "server", "headrace-server", text)
+
+    def record(self, record: logging.LogRecord, skipped: int) -> str:
+        """Of a log record."""
+        return _object(
+            record.created,
+            record.levelname.lower(),
+            _process(record) or "server",
+            record.name,
+            _message(record, skipped),
+            _traceback(record),
+        )
+
+
+def form(name: str) -> Form:
+    """The format of that name, one of LOG_FORMATS."""
+    return Json() if name == "json" else Console()
+
+
+def _object(at: float, level: str, process: str, logger: str, message: str, trace: str = "") -> str:
+    moment = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
+    fields = {
+        "time": moment.replace("+00:00", "Z"),
+        "level": level,
+        "process": process,
+        "logger": logger,
+        "message": message,
+    }
+    if trace:
+        fields["traceback"] = trace
+    return json.dumps(fields)  # in ASCII: nothing steers, nothing breaks a line
+
+
+def _process(record: logging.LogRecord) -> str:
+    """The process that logged, if it is another than the server's."""
+    name = record.processName
+    return "" if name in (None, "MainProcess") else str(name)
+
+
+def _message(record: logging.LogRecord, skipped: int) -> str:
+    text = _hide(cut(_fact(record) if _tells_values(record) else record.getMessage(), MAX_MESSAGE))
+    return f"{text} (and {skipped} like it before, left out)" if skipped else text
+
+
+def _traceback(record: logging.LogRecord) -> str:
+    if record.exc_info and _tells_values(record):
+        kind, _, frames = record.exc_info
+        text = "".join(traceback.format_tb(frames)) + (kind.__name__ if kind else "")
+    elif record.exc_info:
+        text = "".join(traceback.format_exception(*record.exc_info))
+    else:
+        text = record.exc_text or ""
+    return _hide(cut(text, MAX_TRACEBACK))
+
+
+def _tells_values(record: logging.LogRecord) -> bool:
+    return record.name.partition(".")[0] in _TELL_VALUES
+
+
+def _fact(record: logging.LogRecord) -> str:
+    """A message without what was put in it: in arguments, or, as asyncio does, behind the first
+    line, a colon or a bracket.
+    """
+    if record.args:
+        return _DIRECTIVE.sub("…", str(record.msg))
+    return re.split(r"[\n:(<\[]", str(record.msg), maxsplit=1)[0].strip()
+
+
+def _hide(text: str) -> str:
+    """A last line of defence, for what calls itself a bearer token."""
+    return _TOKEN.sub(r"\1 …", text)

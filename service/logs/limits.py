@@ -1,0 +1,57 @@
+"""Bounds on how often a line is logged: whoever can cause one must not be able to fill a disk, nor
+to drive the other lines out.
+
+Each place in the code that logs may say BURST lines at once and then one a second; the next one
+tells how many were left out. Debugging is exempt: whoever asks for it wants everything.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+BURST = 100
+PER_SECOND = 1.0
+_MAX_PLACES = 4096
+
+
+@dataclass(slots=True)
+class _Place:
+    """What a place in the code may still say; `left` counts lines and grows with time."""
+
+    left: float
+    as_of: float
+    skipped: int = 0
+
+
+class Limits:
+    """Counts lines by the place that logs them. Not safe to use from several threads at once."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: monotonic seconds."""
+        self._clock = clock
+        self._places: dict[tuple[str, int], _Place] = {}
+
+    def admit(self, record: logging.LogRecord) -> int | None:
+        """Whether a record may be logged: None if not, else how many of its place were left out
+        since the last one that was.
+        """
+        if record.levelno < logging.INFO:
+            return 0
+        now = self._clock()
+        key = record.name, record.lineno
+        place = self._places.get(key)
+        if place is None:
+            if len(self._places) >= _MAX_PLACES:  # more than this code has
+                self._places.clear()
+            place = self._places[key] = _Place(BURST, now)
+        place.left = min(BURST, place.left + (now - place.as_of) * PER_SECOND)
+        place.as_of = now
+        if place.left < 1:
+            place.skipped += 1
+            return None
+        place.left -= 1
+        skipped, place.skipped = place.skipped, 0
+        return skipped
