@@ -129,12 +129,16 @@ bench-gpu: ## Check, then measure on a CUDA device, with PYTHON's own packages (
 	PYTHONPATH=$(CURDIR):$(CURDIR)/clients/python/src:$(if $(WHEELS),$(BENCH_SITE):)$$PYTHONPATH $(PYTHON) -m benchmarks gpu $(ARGS)
 
 .PHONY: bench-report
-bench-report: $(STAMP) ## Write the tables of docs/performance.md from the records in benchmarks/results/.
+bench-report: $(STAMP) ## Write the tables of the documents from the records in benchmarks/results/.
 	$(BIN)/python -m benchmarks report
 
 .PHONY: bench-front-end
 bench-front-end: $(STAMP) ## Measure what the front end costs: CPU time of its process for each token.
 	$(BIN)/python -m benchmarks.front_end_cost $(ARGS)
+
+.PHONY: hostile
+hostile: $(STAMP) $(NATIVE) ## Try hostile inputs beside a witness, and write records: an hour (ARGS='--model demo --calm-seconds 20').
+	$(BIN)/python -m benchmarks.hostile $(ARGS)
 
 .PHONY: clean
 clean: ## Remove what was built; the virtual environments stay.

@@ -25,7 +25,7 @@ from benchmarks.systems import SYSTEMS, SystemSpec
 from benchmarks.workloads import WORKLOADS, Load, parse_load
 
 CACHE = Path.home() / ".cache" / "headrace-bench"
-DOCUMENT = ROOT / "docs" / "performance.md"
+DOCUMENTS = [ROOT / "docs" / "performance.md", ROOT / "docs" / "promises.md"]
 LOCAL = ROOT / "benchmarks" / "results" / "local"
 
 
@@ -46,8 +46,8 @@ def main() -> None:
     model = commands.add_parser("model", help="make a checkpoint with random weights")
     model.add_argument("name", choices=sorted(SHAPES))
     model.add_argument("--cache", type=Path, default=CACHE, help=f"where to (default {CACHE})")
-    report = commands.add_parser("report", help="write the tables of a document from records")
-    report.add_argument("document", type=Path, nargs="?", default=DOCUMENT)
+    report = commands.add_parser("report", help="write the tables of documents from records")
+    report.add_argument("documents", type=Path, nargs="*", default=DOCUMENTS)
     report.add_argument("--check", action="store_true", help="only say whether they are right")
     arguments = parser.parse_args()
     if arguments.list:
@@ -130,13 +130,14 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    try:
-        is_right = update(arguments.document, ROOT, check=arguments.check)
-    except (OSError, ValueError) as error:
-        sys.exit(f"benchmarks: {error}")
-    if arguments.check and not is_right:
-        sys.exit(f"{arguments.document} differs from its records: run `make bench-report`")
-    print(f"{arguments.document}: {'as it should be' if is_right else 'written'}")
+    for document in arguments.documents:
+        try:
+            is_right = update(document, ROOT, check=arguments.check)
+        except (OSError, ValueError) as error:
+            sys.exit(f"benchmarks: {error}")
+        if arguments.check and not is_right:
+            sys.exit(f"{document} differs from its records: run `make bench-report`")
+        print(f"{document}: {'as it should be' if is_right else 'written'}")
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

@@ -64,6 +64,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "tie_word_embeddings": True,
     },
+    "long": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "vocab_size": 150_000,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+    },
 }
 """All are Qwen3."""
 

@@ -1,0 +1,67 @@
+"""An attacker's process: told which input, it says that it is ready, sends, and tells the answers.
+
+It speaks the lines of `benchmarks.adapters.loop` over its pipes, and gives way to all others: the
+machine that it takes time from would be another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import sys
+import time
+from typing import Any
+
+from benchmarks.hostile.inputs import INPUTS
+from benchmarks.hostile.sending import Card, Sender, sender
+
+NICENESS = 10
+
+
+def main() -> None:
+    """Serve one campaign."""
+    os.nice(NICENESS)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    load: dict[str, Any] = {}
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "load" in order:
+            load = order["load"]
+            answer: dict[str, Any] = {"ready": {}}
+        else:
+            answer = {"done": asyncio.run(attack(load, order["run"]["seconds"]))}
+        print(json.dumps(answer), flush=True)
+
+
+async def attack(load: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Send an input for so long: how long it took, the answers, the connections."""
+    one = INPUTS[load["input"]]
+    began = time.monotonic()
+    async with sender(
+        load["target"],
+        Card(**load["card"]),
+        token=load["token"],
+        operator=load["operator"],
+        tls_target=load["tls_target"],
+    ) as found:
+        try:
+            async with asyncio.timeout(seconds):
+                await one.send(found)
+        except TimeoutError:
+            pass
+        return _told(found, time.monotonic() - began)
+
+
+def _told(found: Sender, seconds: float) -> dict[str, Any]:
+    return {
+        "seconds": seconds,
+        "answers": dict(found.tally.most_common()),
+        "connections": found.connections,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""Messages that are large, or of many or deep parts: what a server does before it knows that it
+refuses them. Each is sent just below what the server receives, and far above.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+from benchmarks.hostile import encoding as wire
+from benchmarks.hostile.inputs.kinds import Group, Input
+from benchmarks.hostile.sending import CONTROL, GENERATION, HEALTH, MODEL, Sender
+
+GENERATE = GENERATION + "Generate"
+TOKENIZE = MODEL + "Tokenize"
+NULL = wire.count(1, 0)  # a google.protobuf.Value
+DEEPEST = 45
+"""Lists in lists: each is two messages, and protobuf reads at most 100 of them in each other."""
+
+
+async def _chats(s: Sender, part: bytes) -> None:
+    """A chat of this part many times, for Generate and for Tokenize in turns, two at once."""
+    bodies = [wire.message() + wire.filled(part, size) for size in s.sizes]
+
+    async def one(index: int) -> None:
+        for body in bodies:
+            await s.call(GENERATE, wire.request(wire.chat_input(body)), gzip=True)
+            await s.call(TOKENIZE, wire.field(2, body), gzip=True)
+
+    await s.again(2, one)
+
+
+async def chat_tools(s: Sender) -> None:
+    """Tools with a name of one letter."""
+    await _chats(s, wire.field(2, wire.field(1, "f")))
+
+
+async def chat_empty_tools(s: Sender) -> None:
+    """Tools without anything."""
+    await _chats(s, wire.field(2, b""))
+
+
+async def chat_messages(s: Sender) -> None:
+    """Messages of a user who says nothing."""
+    await _chats(s, wire.field(1, wire.count(1, 2)))
+
+
+async def chat_short_messages(s: Sender) -> None:
+    """Messages of one letter: these need tokens."""
+    await _chats(s, wire.message("a"))
+
+
+async def chat_tool_calls(s: Sender) -> None:
+    """One message of an assistant with very many calls of tools."""
+
+    async def one(_: int) -> None:
+        for size in s.sizes:
+            calls = wire.filled(wire.field(4, wire.field(2, "f")), size)
+            body = wire.field(1, wire.count(1, 3) + calls)
+            await s.call(TOKENIZE, wire.field(2, body), gzip=True)
+
+    await s.again(2, one)
+
+
+def _arguments(values: bytes) -> bytes:
+    """`template_arguments` with one list of these values."""
+    entry = wire.field(1, "a") + wire.field(2, wire.field(6, values))
+    return wire.field(5, wire.field(1, entry))
+
+
+async def template_nulls(s: Sender) -> None:
+    """A list of nulls among the template's arguments."""
+    await _chats_once(s, lambda size: _arguments(wire.filled(wire.field(1, NULL), size)))
+
+
+async def template_deep(s: Sender) -> None:
+    """Lists in lists, as deep as protobuf reads, as many as fit."""
+    deep = NULL
+    for _ in range(DEEPEST):
+        deep = wire.field(6, wire.field(1, deep))
+    await _chats_once(s, lambda size: _arguments(wire.filled(wire.field(1, deep), size)))
+
+
+async def deep_tool_schema(s: Sender) -> None:
+    """Tools whose parameters are objects in objects, as deep as protobuf reads, as many as fit."""
+    deep = NULL
+    for _ in range(DEEPEST // 2):
+        deep = wire.field(5, wire.field(1, wire.field(1, "a") + wire.field(2, deep)))
+    parameters = wire.field(1, wire.field(1, "a") + wire.field(2, deep))
+    tool = wire.field(2, wire.field(1, "f") + wire.field(3, parameters))
+    await _chats_once(s, lambda size: wire.filled(tool, size))
+
+
+async def template_keys(s: Sender) -> None:
+    """Many arguments of the template, each of another name."""
+
+    def keys(size: int) -> bytes:
+        entries = (
+            wire.field(1, wire.field(1, f"k{number}") + wire.field(2, NULL))
+            for number in range(size // 14)
+        )
+        return wire.field(5, b"".join(entries))
+
+    await _chats_once(s, keys)
+
+
+async def _chats_once(s: Sender, more: Callable[[int], bytes]) -> None:
+    """A chat with more in it, of both sizes."""
+    bodies = [wire.message() + more(size) for size in s.sizes]
+
+    async def one(_: int) -> None:
+        for body in bodies:
+            await s.call(TOKENIZE, wire.field(2, body), gzip=True)
+            await s.call(GENERATE, wire.request(wire.chat_input(body)), gzip=True)
+
+    await s.again(2, one)
+
+
+async def unknown_fields(s: Sender) -> None:
+    """Fields of numbers that the contract does not have, in several methods."""
+    methods = [
+        GENERATE,
+        TOKENIZE,
+        MODEL + "GetModel",
+        MODEL + "Detokenize",
+        GENERATION + "Cancel",
+        GENERATION + "GetResult",
+        GENERATION + "AddRequest",
+    ]
+    bodies = [wire.filled(wire.count(1000, 1), size) for size in s.sizes]
+
+    async def one(index: int) -> None:
+        for method in methods:
+            for body in bodies:
+                await s.call(method, body, gzip=True)
+        await s.session([bodies[0]])
+
+    await s.again(2, one)
+
+
+async def unknown_fields_of_strangers(s: Sender) -> None:
+    """The same without a token: health checks, and methods that refuse strangers."""
+    body = wire.filled(wire.count(1000, 1), s.below)
+
+    async def one(_: int) -> None:
+        for method in (HEALTH + "Check", HEALTH + "List", GENERATE, CONTROL + "GetStatistics"):
+            await s.call(method, body, gzip=True, token="")
+
+    await s.again(2, one)
+
+
+def _spec_with_ids(sampling_field: int, ids: bytes) -> bytes:
+    return wire.request(wire.text_input("hi") + wire.sampling(wire.field(sampling_field, ids)))
+
+
+async def banned_ids(s: Sender) -> None:
+    """One banned id again and again."""
+    await _generates(s, [_spec_with_ids(12, b"\x05" * size) for size in s.sizes])
+
+
+async def allowed_ids(s: Sender) -> None:
+    """As many allowed ids as the contract takes, twice the same ones, then far more."""
+    few = min(262_144, s.below)
+    ids = b"".join(wire.varint(number) for number in range(min(few // 3, s.card.vocabulary)))
+    await _generates(
+        s, [_spec_with_ids(11, ids * 2), *(_spec_with_ids(11, b"\x05" * n) for n in s.sizes)]
+    )
+
+
+async def token_ids(s: Sender) -> None:
+    """A prompt of ids: far more than the context has room for."""
+    await _generates(s, [wire.request(wire.token_input(b"\x05" * size)) for size in s.sizes])
+
+
+async def stop_ids(s: Sender) -> None:
+    """Stop ids and end-of-sequence ids."""
+    specs = [
+        wire.request(
+            wire.text_input("hi")
+            + wire.field(6, wire.field(4, b"\x05" * (n // 2)) + wire.field(5, b"\x05" * (n // 2)))
+        )
+        for n in s.sizes
+    ]
+    await _generates(s, specs)
+
+
+async def many_stop_strings(s: Sender) -> None:
+    """Stop strings of one letter."""
+    specs = [
+        wire.request(wire.text_input("hi") + wire.field(6, wire.filled(wire.field(3, "a"), n)))
+        for n in s.sizes
+    ]
+    await _generates(s, specs)
+
+
+async def long_names(s: Sender) -> None:
+    """Request ids, cancels and reads with names of the largest size, and very many short names."""
+    name, names = b"a" * s.below, wire.filled(wire.field(1, "a"), s.below)
+
+    async def one(_: int) -> None:
+        await s.call(GENERATE, wire.request(wire.field(1, name) + wire.text_input("hi")))
+        await s.call(GENERATION + "GetResult", wire.field(1, name))
+        await s.call(GENERATION + "Cancel", wire.field(1, name))
+        await s.call(GENERATION + "Cancel", names, gzip=True)
+        await s.session([wire.count(1, 1) + wire.field(5, wire.field(1, name))])
+
+    await s.again(2, one)
+
+
+async def _generates(s: Sender, messages: list[bytes]) -> None:
+    async def one(_: int) -> None:
+        for raw in messages:
+            await s.call(GENERATE, raw, gzip=True)
+            await s.session([raw_add(raw)])
+
+    await s.again(2, one)
+
+
+def raw_add(request: bytes) -> bytes:
+    """A session's `add` of the spec in a request: both hold it in their field 1."""
+    return wire.field(3, request)
+
+
+async def gzip_bombs(s: Sender) -> None:
+    """64 MiB of zeros in 64 KB, for every method that a caller has, and for a stranger's check."""
+    bomb = bytes(64 << 20)
+
+    async def one(_: int) -> None:
+        for method in (GENERATE, TOKENIZE, GENERATION + "GenerateStream"):
+            await s.call(method, bomb, gzip=True)
+        await s.call(HEALTH + "Check", bomb, gzip=True, token="")
+
+    await s.again(2, one)
+
+
+async def malformed(s: Sender) -> None:
+    """Random bytes for every method."""
+    source = random.Random(12)
+    methods = [
+        *(GENERATION + name for name in ("Generate", "GenerateStream", "AddRequest", "Cancel")),
+        *(MODEL + name for name in ("GetModel", "Tokenize", "Detokenize")),
+        GENERATION + "GetResult",
+        GENERATION + "Nothing",
+        HEALTH + "Check",
+    ]
+
+    async def one(_: int) -> None:
+        raw = source.randbytes(source.choice([1, 20, 300, 100_000]))
+        await s.call(source.choice(methods), raw)
+        await asyncio.sleep(0)
+
+    await s.again(16, one)
+
+
+MESSAGES = Group(
+    "messages",
+    (
+        Input(name="chat-tools", meaning="chats of as many tools as fit", send=chat_tools),
+        Input(
+            name="chat-empty-tools",
+            meaning="chats of as many empty tools as fit",
+            send=chat_empty_tools,
+        ),
+        Input(
+            name="chat-messages",
+            meaning="chats of as many empty messages as fit",
+            send=chat_messages,
+        ),
+        Input(
+            name="chat-short-messages",
+            meaning="chats of as many messages of one letter as fit",
+            send=chat_short_messages,
+        ),
+        Input(
+            name="chat-tool-calls",
+            meaning="a message with as many calls of tools as fit",
+            send=chat_tool_calls,
+        ),
+        Input(
+            name="template-nulls",
+            meaning="as many nulls among the template's arguments as fit",
+            send=template_nulls,
+        ),
+        Input(
+            name="template-keys",
+            meaning="as many names of template arguments as fit",
+            send=template_keys,
+        ),
+        Input(
+            name="template-deep",
+            meaning="lists in lists among the template's arguments, 90 messages deep",
+            send=template_deep,
+        ),
+        Input(
+            name="deep-tool-schema",
+            meaning="tools whose parameters are 90 messages deep",
+            send=deep_tool_schema,
+        ),
+        Input(
+            name="unknown-fields",
+            meaning="as many unknown fields as fit, in eight methods",
+            send=unknown_fields,
+        ),
+        Input(
+            name="stranger-unknown-fields",
+            meaning="the same in four methods, without a token",
+            send=unknown_fields_of_strangers,
+            stranger=True,
+        ),
+        Input(name="banned-ids", meaning="as many banned ids as fit", send=banned_ids),
+        Input(name="allowed-ids", meaning="as many allowed ids as fit", send=allowed_ids),
+        Input(name="token-ids", meaning="a prompt of as many ids as fit", send=token_ids),
+        Input(name="stop-ids", meaning="as many stop and end ids as fit", send=stop_ids),
+        Input(
+            name="many-stop-strings",
+            meaning="as many stop strings as fit",
+            send=many_stop_strings,
+        ),
+        Input(
+            name="long-names",
+            meaning="request ids of the largest size, and as many cancels as fit",
+            send=long_names,
+        ),
+        Input(name="gzip-bombs", meaning="64 MiB of zeros, compressed", send=gzip_bombs),
+        Input(name="malformed", meaning="random bytes for ten methods", send=malformed),
+    ),
+)

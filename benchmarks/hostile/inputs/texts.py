@@ -1,0 +1,186 @@
+"""Texts: what a tokenizer, a detokenizer or a chat template takes long for."""
+
+from __future__ import annotations
+
+from benchmarks.hostile import encoding as wire
+from benchmarks.hostile.inputs.kinds import Group, Input
+from benchmarks.hostile.sending import GENERATION, MODEL, Sender
+
+TOKENIZE = MODEL + "Tokenize"
+DETOKENIZE = MODEL + "Detokenize"
+
+
+def _tokenize(text: bytes | str, *, details: bool = False) -> bytes:
+    return wire.field(1, wire.field(1, text)) + (wire.count(3, 1) if details else b"")
+
+
+async def _texts(s: Sender, text: str, width: int = 2) -> None:
+    """A text repeated to both sizes, tokenized again and again, and as a prompt."""
+    part = text.encode()
+    bodies = [wire.filled(part, size) for size in s.sizes]
+
+    async def one(_: int) -> None:
+        for body in bodies:
+            await s.call(TOKENIZE, _tokenize(body), gzip=True)
+            await s.call(
+                GENERATION + "Generate",
+                wire.request(wire.text_input(body) + wire.max_tokens(1)),
+                gzip=True,
+            )
+
+    await s.again(width, one)
+
+
+async def gone_texts(s: Sender) -> None:
+    """Texts whose caller goes at once: three, and three more, all the time."""
+    text = wire.filled(b"Once upon a time there was a river. ", s.below)
+
+    async def one(_: int) -> None:
+        await s.call(TOKENIZE, _tokenize(text), patience_s=0.05)
+
+    await s.again(3, one)
+
+
+async def long_word(s: Sender) -> None:
+    """One word without an end, of one letter: every pair can be merged."""
+    await _texts(s, "a")
+
+
+async def long_mixed_word(s: Sender) -> None:
+    """One word of all letters."""
+    await _texts(s, "thequickbrownfoxjumpsoverthelazydog")
+
+
+async def combining(s: Sender) -> None:
+    """Marks that combine with what is before them."""
+    await _texts(s, "a" + "\u0301\u0323\u0308" * 10)
+
+
+async def characters(s: Sender) -> None:
+    """Characters of four bytes that no vocabulary has, and joiners."""
+    await _texts(s, "\U0001f469\u200d\U0001f680\U00020000\ufffd")
+
+
+async def blanks(s: Sender) -> None:
+    """Blanks, line ends and tabs: what pre-tokenizers look ahead in."""
+    await _texts(s, " " * 50 + "\n\t")
+
+
+async def special_tokens(s: Sender) -> None:
+    """Names of special tokens, and their beginnings."""
+    await _texts(s, "<|bos|><|user|><|us<|eos|><s></s>")
+
+
+async def token_details(s: Sender) -> None:
+    """Each token's text and bytes, for the longest text."""
+    text = wire.filled(b"a1 b2.", s.below)
+
+    async def one(_: int) -> None:
+        await s.call(TOKENIZE, _tokenize(text, details=True), gzip=True)
+
+    await s.again(4, one)
+
+
+async def detokenize(s: Sender) -> None:
+    """The longest lists of ids."""
+    many = s.card.vocabulary
+    ids = b"".join(wire.varint(7 + 37 * number % (many - 7)) for number in range(s.below // 3))
+
+    async def one(_: int) -> None:
+        for raw in (ids, b"\x05" * s.below, b"\x05" * s.above):
+            await s.call(DETOKENIZE, wire.field(1, raw), gzip=True)
+
+    await s.again(4, one)
+
+
+async def tokenize_crowd(s: Sender) -> None:
+    """64 of the largest texts at once, again and again."""
+    await _texts(s, "Once upon a time there was a river. ", width=64)
+
+
+async def truncated(s: Sender) -> None:
+    """The largest text, of which one token is wanted."""
+    text = wire.filled(b"Once upon a time there was a river. ", s.below)
+    spec = wire.text_input(text) + wire.max_tokens(1) + wire.field(11, wire.count(1, 1))
+
+    async def one(_: int) -> None:
+        await s.call(GENERATION + "Generate", wire.request(spec), gzip=True)
+
+    await s.again(4, one)
+
+
+async def chat_long_content(s: Sender) -> None:
+    """A chat of one message of the largest size, mostly blanks that a template trims."""
+    chat = wire.message(b" " * (s.below // 2) + b"a" * (s.below // 3))
+
+    async def one(_: int) -> None:
+        await s.call(TOKENIZE, wire.field(2, chat), gzip=True)
+
+    await s.again(4, one)
+
+
+async def session_texts(s: Sender) -> None:
+    """The largest text as one command of a session after the other."""
+    text = wire.filled(b"Once upon a time there was a river. ", s.below)
+    command = wire.add(wire.text_input(text) + wire.max_tokens(1))
+    await s.session(command for _ in range(64))
+
+
+TEXTS = Group(
+    "texts",
+    (
+        Input(
+            name="gone-texts",
+            meaning="three of the largest texts at once, whose callers go at once",
+            send=gone_texts,
+        ),
+        Input(name="long-word", meaning="one word of one letter, the largest", send=long_word),
+        Input(
+            name="long-mixed-word",
+            meaning="one word of all letters, the largest",
+            send=long_mixed_word,
+        ),
+        Input(name="combining", meaning="the largest text of combining marks", send=combining),
+        Input(
+            name="characters",
+            meaning="the largest text of characters of four bytes",
+            send=characters,
+        ),
+        Input(name="blanks", meaning="the largest text of blanks and line ends", send=blanks),
+        Input(
+            name="special-tokens",
+            meaning="the largest text of names of special tokens",
+            send=special_tokens,
+        ),
+        Input(
+            name="token-details",
+            meaning="Tokenize with token_details of the longest text, four at once",
+            send=token_details,
+        ),
+        Input(
+            name="detokenize",
+            meaning="Detokenize of the longest lists of ids, four at once",
+            send=detokenize,
+        ),
+        Input(
+            name="tokenize-crowd",
+            meaning="Tokenize of the largest text, 64 at once",
+            send=tokenize_crowd,
+        ),
+        Input(
+            name="truncated",
+            meaning="the largest text as a prompt, truncated to one token, four at once",
+            send=truncated,
+        ),
+        Input(
+            name="chat-long-content",
+            meaning="a chat of one message of the largest size, four at once",
+            send=chat_long_content,
+        ),
+        Input(
+            name="session-texts",
+            meaning="the largest text as 64 commands of one session",
+            send=session_texts,
+        ),
+    ),
+)

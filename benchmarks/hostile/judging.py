@@ -1,0 +1,133 @@
+"""What a neighbour may feel of a hostile input, and whether more was felt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from benchmarks.hostile.inputs import Input
+from benchmarks.witness.report import Report, Waits
+
+CALM_S = 0.05
+"""A calm minute whose worst wait is not longer is calm."""
+WORST_S = 0.25
+"""The longest wait beside a hostile input, where the calm minute was calm."""
+MORE_S = 0.2
+"""How much longer than the calm minute's worst it may be elsewhere."""
+GROWTH_BYTES = 256_000_000
+"""Of either process, beyond the KV cache's announced size."""
+STRANGERS_BYTES = 64_000_000
+"""Of both processes together, for all strangers; connections count beside it."""
+CONNECTION_BYTES = 64 << 10
+MAX_CONNECTIONS = 1024
+"""What a connection may take, and of how many: the server's default bound."""
+LATE_S = 0.05
+"""A witness that was itself so late within the worst wait is no witness of it."""
+FRONT_END, ENGINE = "front_end", "engine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One try of an input.
+
+    Attributes:
+        calm, seen: what the witness saw in the calm minute, and beside the input.
+        first: the memory of the server's processes before anything was tried on it, bytes by name.
+        cache_bytes: the KV cache's announced size.
+        answers: what the attacker was told, and how often.
+        connections: how many it opened.
+        seconds: how long it sent.
+        log_bytes: how much the server said meanwhile.
+        secrets: the callers whose tokens stand in that.
+        died: what ended meanwhile: "the server", "the engine", or nothing.
+        recovered_s: how long after it the server was as before; None: it was not in time.
+    """
+
+    calm: Report
+    seen: Report
+    first: Mapping[str, int]
+    cache_bytes: int
+    answers: Mapping[str, int]
+    connections: int
+    seconds: float
+    log_bytes: int
+    secrets: tuple[str, ...]
+    died: str
+    recovered_s: float | None
+
+    def growth(self, name: str) -> int:
+        """Of a process, beyond what it had when the server was new; bytes."""
+        memory = self.seen.memory.get(name)
+        return 0 if memory is None else memory.peak - self.first.get(name, memory.start)
+
+
+def allowed_s(calm: Waits) -> float:
+    """The longest wait, given the calm minute's."""
+    return WORST_S if calm.worst_s <= CALM_S else calm.worst_s + MORE_S
+
+
+def waits_too_long(run: Run) -> list[tuple[str, Waits, float]]:
+    """The witness' waits that are too long: what for, how long, and how long they may be."""
+    pairs = (
+        ("gap between tokens", run.seen.gaps, allowed_s(run.calm.gaps)),
+        ("health's answer", run.seen.health, allowed_s(run.calm.health)),
+    )
+    return [(name, found, most) for name, found, most in pairs if found.worst_s > most]
+
+
+def why_discarded(run: Run) -> str | None:
+    """Why a run says nothing: the witness itself was late; None: it says something."""
+    for name, found, _ in waits_too_long(run):
+        if found.late_s >= LATE_S:
+            return (
+                f"the witness itself was {found.late_s:.3f} s late within the worst {name} "
+                f"({found.worst_s:.3f} s)"
+            )
+    return None
+
+
+def faults(one: Input, run: Run) -> list[str]:
+    """What is wrong; empty: the criterion is met."""
+    seen = run.seen
+    found = [
+        f"{name} {wait.worst_s:.3f} s, above {most:.3f}" for name, wait, most in waits_too_long(run)
+    ]
+    for number, what in (
+        (seen.wrong_tokens, "wrong tokens"),
+        (seen.lost_tokens, "lost tokens"),
+        (seen.wrong_texts, "wrong answers of Tokenize"),
+        (seen.not_serving, "health checks that were not SERVING"),
+    ):
+        if number:
+            found.append(f"{number} {what}")
+    found += _grown(one, run)
+    if run.died:
+        found.append(f"{run.died} ended")
+    if run.secrets:
+        found.append(f"the log shows the token of {', '.join(run.secrets)}")
+    if run.recovered_s is None:
+        found.append("the server was not as before in time")
+    if one.judge is not None and (wrong := one.judge(run.answers)) is not None:
+        found.append(wrong)
+    return found
+
+
+def _grown(one: Input, run: Run) -> list[str]:
+    found = []
+    for name, most in (
+        (FRONT_END, GROWTH_BYTES),
+        (ENGINE, GROWTH_BYTES + run.cache_bytes),
+    ):
+        growth = run.growth(name)
+        if growth > most:
+            words = name.replace("_", " ")
+            found.append(f"the {words} grew by {growth / 1e6:.0f} MB, above {most / 1e6:.0f}")
+    if one.stranger:
+        memory = run.seen.memory.values()
+        growth = sum(memory_of.growth for memory_of in memory)
+        room = min(run.connections, MAX_CONNECTIONS) * CONNECTION_BYTES
+        if growth > STRANGERS_BYTES + room:
+            found.append(
+                f"strangers took {growth / 1e6:.0f} MB, above {(STRANGERS_BYTES + room) / 1e6:.0f}"
+            )
+    return found

@@ -1,0 +1,69 @@
+"""A tiny model with a long context and a large vocabulary, random weights: what is bounded by the
+context or by the vocabulary is largest here, while a step stays quick.
+
+Its tokenizer is a byte-level BPE of letters: every pair, triple and many fours of small letters are
+tokens, so that long words take many merges, as they do for the tokenizers of large models.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+from benchmarks.models import DEMO, random_model
+
+NAME = "long"
+"""As of benchmarks.models.SHAPES."""
+SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
+
+
+def long_model(cache: Path) -> Path:
+    """Its directory, made where it is not there yet: half a minute."""
+    folder = cache / NAME
+    if folder.exists():
+        return folder
+    import torch
+
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model = random_model(NAME, device="cpu", dtype=torch.float32)
+    model.save_pretrained(partial)
+    write_tokenizer(partial, model.config.vocab_size)
+    partial.rename(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A tokenizer of so many entries, with the demo model's chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = [chr(97 + number) for number in range(26)]
+    vocabulary = {
+        name: index
+        for index, name in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
+    pairs = ["".join(two) for two in itertools.product(letters, letters)]
+    merges = [
+        *((one, other) for one, other in itertools.product(letters, letters)),
+        *((pair, letter) for pair, letter in itertools.product(pairs, letters)),
+        *itertools.product(pairs, pairs),
+    ]
+    merges = merges[: vocab_size - len(vocabulary)]
+    for one, other in merges:
+        vocabulary[one + other] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = json.loads((DEMO / "tokenizer_config.json").read_text())["chat_template"]
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": template,
+        "pad_token": SPECIAL[0],
+        "bos_token": SPECIAL[1],
+        "eos_token": SPECIAL[2],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))

@@ -1,0 +1,228 @@
+"""The server that is attacked: `headrace-server serve` at its defaults, as a process, with a file
+of callers: without one all callers are one identity, and nobody is a stranger. The model is served
+in float32, where the witness' tokens are the same beside any others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+from headrace.v1 import control_service_pb2 as control
+from headrace.v1 import model_service_pb2 as model
+from headrace.v1.control_service_pb2_grpc import ControlServiceStub
+from headrace.v1.model_service_pb2_grpc import ModelServiceStub
+
+from benchmarks.hostile.sending import Card
+from benchmarks.processes import ROOT, SystemFailure
+
+START_S = 180.0
+"""A server that is not ready by then is stuck."""
+CALL_S = 10.0
+WITNESS, ATTACKER, OPERATOR = "witness", "mallory", "operator"
+SERVICES = {
+    WITNESS: '["GenerationService", "ModelService"]',
+    ATTACKER: '["GenerationService", "ModelService", "ServerReflection"]',
+    OPERATOR: '"*"',
+}
+_LISTENING = re.compile(r"^Listening on (.+)\.$", re.MULTILINE)
+_CACHE = re.compile(r"KV cache: ([\d.,]+) (MiB|GiB), \d")
+
+
+class Server:
+    """One server's process.
+
+    Attributes:
+        target: where it is reached in plain text.
+        tls_target: its TCP address that speaks TLS; empty where there is none.
+        card: its limits, once it is ready.
+        cache_bytes: of its KV cache, as it announced it.
+    """
+
+    def __init__(
+        self, model: Path, folder: Path, *, threads: int | None = None, tls: bool = False
+    ) -> None:
+        """Start it; `wait` comes next.
+
+        Args:
+            model: its directory.
+            folder: for its log, its callers, tokens and socket.
+            threads: of the model; None: the server's own default.
+            tls: whether it speaks TLS on a TCP address; it is then in plain text on a Unix socket.
+        """
+        self.target = self.tls_target = ""
+        self.cache_bytes = 0
+        self.card: Card | None = None
+        self._folder = folder
+        self._tls = tls
+        self._tokens = {name: secrets.token_urlsafe(24) for name in SERVICES}
+        listen = ["--listen", "127.0.0.1:0"]
+        more = [] if threads is None else ["--threads", str(threads)]
+        if tls:
+            certificate, key = make_certificate(folder)
+            listen += ["--listen", f"unix:{folder}/s"]
+            listen += ["--tls-cert", str(certificate), "--tls-key", str(key)]
+        callers = folder / "callers.toml"
+        _write_secret(callers, "\n".join(map(self._entry, SERVICES)))
+        for name in SERVICES:
+            _write_secret(self.token_file(name), self._tokens[name])
+        self._log = folder / "server.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    str(Path(sys.executable).with_name("headrace-server")),
+                    "serve",
+                    *("--model", str(model), "--dtype", "float32", *listen, *more),
+                    *("--auth-file", str(callers)),
+                ],
+                cwd=ROOT,
+                env={k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")},
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is the campaign's to handle
+            )
+
+    def _entry(self, name: str) -> str:
+        digest = hashlib.sha256(self._tokens[name].encode()).hexdigest()
+        return (
+            f'[[callers]]\nidentity = "{name}"\nservices = {SERVICES[name]}\n'
+            f'token_sha256 = "{digest}"\n'
+        )
+
+    def token_file(self, name: str) -> Path:
+        """Where a caller's token is."""
+        return self._folder / f"{name}.token"
+
+    def token(self, name: str) -> str:
+        """A caller's token."""
+        return self._tokens[name]
+
+    def wait(self) -> None:
+        """Wait until it is ready, and ask for its limits. Raises SystemFailure."""
+        ends = time.monotonic() + START_S
+        while "Stop it with" not in (text := self.log()):
+            if self._process.poll() is not None or time.monotonic() > ends:
+                raise SystemFailure(f"the server did not start:\n{text[-2000:]}")
+            time.sleep(0.05)
+        [found] = _LISTENING.findall(text)
+        addresses: list[str] = found.split(", ")
+        if self._tls:
+            self.tls_target, self.target = sorted(addresses, key=lambda one: "unix:" in one)
+        else:
+            [self.target] = addresses
+        announced = _CACHE.search(text)
+        if announced:
+            size, unit = announced.groups()
+            self.cache_bytes = int(float(size.replace(",", "")) * 2 ** (20 + 10 * (unit == "GiB")))
+        with grpc.insecure_channel(self.target) as channel:
+            stub: Any = ModelServiceStub(channel)
+            answer = stub.GetModel(
+                model.GetModelRequest(), metadata=self._metadata(WITNESS), timeout=CALL_S
+            )
+        self.card = limits_of(answer.model)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Its processes now: "front_end", and "engine" while there is one."""
+        found = {"front_end": self._process.pid}
+        try:
+            for child in psutil.Process(self._process.pid).children():
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    found["engine"] = child.pid
+        except psutil.NoSuchProcess:
+            pass
+        return found
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process runs."""
+        return self._process.poll() is None
+
+    def log(self) -> str:
+        """All that it said."""
+        return self._log.read_text(errors="replace")
+
+    def log_bytes(self) -> int:
+        """How much that is."""
+        return self._log.stat().st_size
+
+    def told_secrets(self, since: int) -> list[str]:
+        """The callers whose tokens stand in what it said since it had said so much."""
+        text = self._log.read_bytes()[since:]
+        return [name for name, token in self._tokens.items() if token.encode() in text]
+
+    def forget_attacker(self) -> None:
+        """Cancel what the attacker has left, as an operator. Raises RpcError."""
+        with grpc.insecure_channel(self.target) as channel:
+            stub: Any = ControlServiceStub(channel)
+            metadata = self._metadata(OPERATOR)
+            for _ in range(10):
+                found = stub.ListRequests(
+                    control.ListRequestsRequest(identity=ATTACKER, page_size=1000),
+                    metadata=metadata,
+                    timeout=CALL_S,
+                )
+                names = [
+                    control.RequestName(identity=ATTACKER, request_id=one.request_id)
+                    for one in found.requests
+                ]
+                if not names:
+                    return
+                stub.CancelRequests(
+                    control.CancelRequestsRequest(requests=names),
+                    metadata=metadata,
+                    timeout=CALL_S,
+                )
+                time.sleep(0.05)
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self._process.kill()  # its engine ends by itself then
+        self._process.wait()
+
+    def _metadata(self, name: str) -> list[tuple[str, str]]:
+        return [("authorization", f"Bearer {self._tokens[name]}")]
+
+
+def limits_of(card: model.ModelCard) -> Card:
+    """What an attacker knows from the model's card."""
+    limits = card.limits
+    return Card(
+        context=limits.max_context_tokens,
+        vocabulary=card.vocab_size,
+        limit=limits.max_message_bytes,
+        choices=limits.max_choices,
+        logprobs=limits.max_logprobs,
+        logit_bias=limits.max_logit_bias,
+        stop_strings=limits.max_stop_strings,
+        stop_string_bytes=limits.max_stop_string_bytes,
+    )
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate for this machine and its key, by the openssl command."""
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-days", "2", "-keyout", str(key), "-out", str(certificate)),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return certificate, key
+
+
+def _write_secret(path: Path, text: str) -> None:
+    path.touch(mode=0o600)
+    path.write_text(text)

@@ -1,0 +1,387 @@
+"""Hostile inputs: that they say what they mean, how runs are judged, and what the records show."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.message import DecodeError
+from headrace.v1 import generation_service_pb2 as rpc
+from headrace.v1 import model_service_pb2 as model
+
+from benchmarks.hostile import encoding as wire
+from benchmarks.hostile import http2, judging
+from benchmarks.hostile.attacker import attack
+from benchmarks.hostile.campaign import Plan
+from benchmarks.hostile.inputs import GROUPS, INPUTS, Input
+from benchmarks.hostile.inputs.requests import answered
+from benchmarks.hostile.inputs.strangers import CHECK
+from benchmarks.hostile.long_model import write_tokenizer
+from benchmarks.hostile.record import Record
+from benchmarks.hostile.sending import GENERATION, HEALTH, MODEL, Card, Sender
+from benchmarks.processes import ROOT
+from benchmarks.report import render
+from benchmarks.witness.report import Memory, Report, Waits
+from tests.service.helpers import DEADLINE_S, serving, until
+from tests.service.test_hostile import METHODS
+
+CARD = Card(
+    context=2048,
+    vocabulary=258,
+    limit=64 << 10,
+    choices=16,
+    logprobs=20,
+    logit_bias=1024,
+    stop_strings=16,
+    stop_string_bytes=256,
+)
+RAW = {
+    one.name
+    for group in GROUPS
+    for one in group.inputs
+    if one.send.__module__.endswith("strangers") and one.name not in ("watches", "check-storm")
+} - {"metadata"}
+"""Those that speak to sockets."""
+MOST = 200
+"""Messages of an input that are looked at."""
+
+
+class Enough(Exception):
+    """As many messages came as are looked at."""
+
+
+class Listener(Sender):
+    """Sends nothing, and looks at what would be sent: one round of it."""
+
+    def __init__(self) -> None:
+        super().__init__("unix:/nowhere", CARD, token="t", operator="o")
+        self.sent: list[tuple[str, bytes]] = []
+
+    async def call(self, method: str, raw: bytes = b"", **_: Any) -> None:
+        self._note(method, raw)
+
+    async def session(
+        self, messages: Iterable[bytes], *, method: str = GENERATION + "StreamResult", **_: Any
+    ) -> None:
+        for raw in messages:
+            self._note(method, raw)
+
+    async def crowd(self, number: int, one: Callable[[int], Awaitable[object]]) -> None:
+        for index in range(min(number, 3)):
+            await one(index)
+
+    async def again(self, number: int, one: Callable[[int], Awaitable[object]]) -> None:
+        await one(0)
+
+    def _note(self, method: str, raw: bytes) -> None:
+        self.sent.append((method, raw))
+        if len(self.sent) == MOST:
+            raise Enough
+
+
+def test_each_input_is_named_once_and_says_what_it_is() -> None:
+    assert len(INPUTS) == sum(len(group.inputs) for group in GROUPS)
+    assert len({group.name for group in GROUPS}) == len(GROUPS)
+    for one in INPUTS.values():
+        assert one.meaning
+        assert "\n" not in one.meaning
+        assert one.models
+        assert one.send.__doc__
+
+
+@pytest.mark.parametrize("name", sorted(set(INPUTS) - RAW - {"lost-leases"}))
+async def test_what_is_sent_is_what_the_contract_reads(name: str) -> None:
+    """But for what is meant to be malformed; and no message lies within 1 KiB beyond the bound."""
+    listener = Listener()
+    try:
+        await INPUTS[name].send(listener)
+    except Enough:
+        pass
+    finally:
+        await listener.close()
+    assert listener.sent
+    for method, raw in listener.sent:
+        assert not CARD.limit < len(raw) < CARD.limit + 1024
+        if method in METHODS and name not in ("malformed", "gzip-bombs"):
+            kind, _, _ = METHODS[method]
+            message = kind.FromString(raw)
+            if "unknown" not in name and raw:
+                known = type(message)()
+                known.CopyFrom(message)
+                known.DiscardUnknownFields()
+                assert known.ByteSize() == message.ByteSize(), method
+
+
+def test_protobuf_by_hand() -> None:
+    spec = (
+        wire.text_input("hi")
+        + wire.max_tokens(300, ignore_eos=True)
+        + wire.priority(100)
+        + wire.choices(3)
+        + wire.structured(3, "a+")
+    )
+    [read] = [rpc.GenerateRequest.FromString(wire.request(spec)).spec]
+    assert (read.text.text, read.stop.max_tokens, read.stop.ignore_eos) == ("hi", 300, True)
+    assert (read.scheduling.priority, read.n, read.structured_output.regex) == (100, 3, "a+")
+    command = rpc.StreamResultRequest.FromString(wire.add(wire.token_input(b"\x05\x06"), 300))
+    assert (command.command_id, list(command.add.spec.tokens.ids)) == (300, [5, 6])
+    chat = wire.field(2, wire.message("a") * 2)
+    assert [one.content for one in model.TokenizeRequest.FromString(chat).chat.messages] == [
+        "a"
+    ] * 2
+    assert len(wire.filled(b"abc", 10)) == 9
+    with pytest.raises(DecodeError):
+        rpc.GenerateRequest.FromString(wire.request(spec)[:-1])
+
+
+async def test_http2_by_hand() -> None:
+    """A body beyond the first windows arrives, a half one does not; floods are cut or borne."""
+    whole = bytes(5)
+    large = b"\x00" + (150_000).to_bytes(4, "big") + wire.filled(wire.count(1000, 1), 150_000)
+    tally: Counter[str] = Counter()
+    async with serving() as h:
+        target = h.server.addresses[0]
+        connection = await http2.connect(target, tally)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                for body in (whole, large):
+                    before = tally["frame headers"]
+                    await connection.data(await connection.open(CHECK), body, ended=True)
+                    await until(lambda before=before: tally["frame headers"] > before)
+                half = await connection.open(CHECK, [(b"x-long", b"a" * 300)])
+                before = tally["frame headers"]
+                await connection.data(half, large[:-1])
+                await connection.data(await connection.open(CHECK), whole, ended=True)
+                await until(lambda: tally["frame headers"] > before)
+        finally:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["metadata", "rapid-reset", "odd-paths", "header-bytes", "session-cancels", "lost-leases"],
+)
+async def test_an_attack_tells_what_was_answered(name: str) -> None:
+    async with serving() as h:
+        load = {
+            "input": name,
+            "target": h.server.addresses[0],
+            "tls_target": "",
+            "token": "t",
+            "operator": "o",
+            "card": dataclasses.asdict(CARD),
+        }
+        async with asyncio.timeout(DEADLINE_S):
+            done = await attack(load, 0.3)
+    assert sum(done["answers"].values()) > 0
+    assert done["connections"] > 0
+
+
+async def test_answers_are_told_apart() -> None:
+    async with serving() as h:
+        found = Sender(h.server.addresses[0], CARD)
+        try:
+            await found.call(HEALTH + "Check")
+            await found.call(MODEL + "Tokenize", b"\xff")
+            await found.call("/nothing.Nothing/Nothing")
+            await found.call(GENERATION + "GenerateStream", wire.request(wire.text_input("hi")))
+            await found.session([b""])
+        finally:
+            await found.close()
+    assert found.tally["OK"] == 3
+    assert found.tally["INVALID_ARGUMENT MALFORMED_MESSAGE"] == 1
+    assert found.tally.total() - found.tally["messages of sessions"] == 5
+
+
+def test_a_crowd_needs_reasons_and_times() -> None:
+    assert answered({"OK": 7, "RESOURCE_EXHAUSTED QUEUE_FULL": 3}) is None
+    wrong = answered({"OK": 7, "CANCELLED (bare)": 3})
+    assert wrong is not None
+    assert "3 CANCELLED (bare)" in wrong
+    assert answered({"RESOURCE_EXHAUSTED QUEUE_FULL (no retry time)": 1}) is not None
+    assert answered({"no answer": 2}) is not None
+
+
+def waits(worst: float, late: float = 0.0) -> Waits:
+    return Waits(10, worst / 2, worst, worst, late)
+
+
+def seen(**more: Any) -> Report:
+    values: dict[str, Any] = {
+        "seconds": 5.0, "tokens": 100, "requests": 1, "gaps": waits(0.02),
+        "first_tokens": waits(0.02), "tokenize": waits(0.01), "health": waits(0.01),
+        "wrong_tokens": 0, "lost_tokens": 0, "wrong_texts": 0, "not_serving": 0, "refusals": {},
+        "ticks": 1000, "lag": waits(0.001),
+        "memory": {"front_end": Memory(1, 100_000_000, 110_000_000, 120_000_000),
+                   "engine": Memory(2, 800_000_000, 800_000_000, 800_000_000)},
+    }  # fmt: skip
+    return Report(**{**values, **more})
+
+
+def run(calm: Report | None = None, beside: Report | None = None, **more: Any) -> judging.Run:
+    values: dict[str, Any] = {
+        "calm": calm or seen(),
+        "seen": beside or seen(),
+        "first": {"front_end": 100_000_000, "engine": 800_000_000},
+        "cache_bytes": 500_000_000,
+        "answers": {"OK": 3},
+        "connections": 2,
+        "seconds": 4.0,
+        "log_bytes": 0,
+        "secrets": (),
+        "died": "",
+        "recovered_s": 0.3,
+    }
+    return judging.Run(**{**values, **more})
+
+
+ONE = INPUTS["chat-tools"]
+STRANGER = INPUTS["half-bodies"]
+
+
+def grown(front_end: int, engine: int) -> Report:
+    return seen(
+        memory={
+            "front_end": Memory(1, 100_000_000, 0, 100_000_000 + front_end),
+            "engine": Memory(2, 800_000_000, 0, 800_000_000 + engine),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "what", "fault"),
+    [
+        (ONE, run(), None),
+        (ONE, run(beside=seen(gaps=waits(0.25))), None),
+        (ONE, run(beside=seen(gaps=waits(0.26))), "gap between tokens 0.260 s, above 0.250"),
+        (ONE, run(beside=seen(health=waits(0.3))), "health's answer 0.300 s, above 0.250"),
+        # A calm minute that was not calm allows more.
+        (ONE, run(calm=seen(gaps=waits(0.06)), beside=seen(gaps=waits(0.26))), None),
+        (ONE, run(calm=seen(gaps=waits(0.1)), beside=seen(gaps=waits(0.31))), "above 0.300"),
+        (ONE, run(beside=seen(tokenize=waits(9.0), first_tokens=waits(9.0))), None),
+        (ONE, run(beside=seen(wrong_tokens=1)), "1 wrong tokens"),
+        (ONE, run(beside=seen(lost_tokens=2)), "2 lost tokens"),
+        (ONE, run(beside=seen(wrong_texts=3)), "3 wrong answers of Tokenize"),
+        (ONE, run(beside=seen(not_serving=4)), "4 health checks that were not SERVING"),
+        (ONE, run(beside=grown(257_000_000, 0)), "the front end grew by 257 MB, above 256"),
+        (ONE, run(beside=grown(0, 750_000_000)), None),
+        (ONE, run(beside=grown(0, 757_000_000)), "the engine grew by 757 MB, above 756"),
+        (STRANGER, run(beside=grown(65_000_000, 0)), "strangers took 65 MB, above 64"),
+        (STRANGER, run(beside=grown(100_000_000, 0), connections=1000), None),
+        # Connections beyond the bound take nothing.
+        (STRANGER, run(beside=grown(140_000_000, 0), connections=9000), "above 131"),
+        (ONE, run(died="the engine", recovered_s=None), "the engine ended"),
+        (ONE, run(recovered_s=None), "not as before in time"),
+        (ONE, run(secrets=("mallory",)), "the log shows the token of mallory"),
+        (INPUTS["calls-at-once"], run(answers={"CANCELLED (bare)": 1}), "1 CANCELLED (bare)"),
+        (ONE, run(answers={"CANCELLED (bare)": 1}), None),
+    ],
+)  # fmt: skip
+def test_what_is_a_fault(one: Input, what: judging.Run, fault: str | None) -> None:
+    found = "; ".join(judging.faults(one, what))
+    assert (fault in found) if fault is not None else not found, found
+
+
+def test_a_late_witness_says_nothing() -> None:
+    late = run(beside=seen(health=waits(0.4, late=0.2)))
+    assert judging.why_discarded(late) is not None
+    assert judging.why_discarded(run(beside=seen(health=waits(0.2, late=0.15)))) is None
+    assert judging.why_discarded(run(beside=seen(gaps=waits(0.4, late=0.02)))) is None
+
+
+def test_the_record_keeps_what_is_said(tmp_path: Path) -> None:
+    path, group = tmp_path / "r.json", GROUPS[0]
+    record = Record(path, "demo", keep=True)
+    assert record.names == set()
+    record.discard(group, ONE, run(beside=seen(health=waits(0.4, late=0.2))), "it was late")
+    assert record.add(group, ONE, run(), 2) == []
+    told = INPUTS["unread-logprobs"]
+    assert record.add(group, told, run(beside=seen(gaps=waits(9.0))), 1)
+    again = Record(path, "demo", keep=True)
+    assert again.names == {"chat-tools", "unread-logprobs"}
+    assert again.add(group, STRANGER, run(beside=seen(gaps=waits(9.0))), 1)
+    read = json.loads(path.read_text())
+    assert {name: one["verdict"] for name, one in read["inputs"].items()} == {
+        "chat-tools": "held",
+        "unread-logprobs": "told",
+        "half-bodies": "failed",
+    }
+    assert [one["why"] for one in read["discarded"]] == ["it was late"]
+    assert read["inputs"]["chat-tools"]["tries"] == 2
+    with pytest.raises(ValueError, match="no record of hostile inputs on the model long"):
+        Record(path, "long", keep=True)
+    assert Record(path, "long", keep=False).names == set()
+
+    table = render(read, "r.json")
+    assert "**Model demo**: 1 of 2 inputs held, 1 are not judged." in table
+    assert (
+        "| chat-tools | chats of as many tools as fit | 3 OK | 20 (20) | 10 (10) | +20, +0 | held |"
+        in table
+    )
+    assert "- **half-bodies**: gap between tokens 9.000 s, above 0.250." in table
+    assert "chat-tools (1)" in table
+
+
+def test_a_plan_knows_its_time() -> None:
+    names = frozenset({"chat-tools", "chat-messages", "calls-at-once"})
+    plan = Plan(model_name="demo", model=Path(), names=names, seconds=4.0, calm_seconds=20.0)
+    assert [len(inputs) for _, inputs in plan.groups()] == [2, 1]
+    assert plan.estimate_s == 2 * 4 + 20 + 3 * 4 + 2 * 32
+    assert plan.bound_s == 1.5 * plan.estimate_s
+    assert dataclasses.replace(plan, minutes=2.0).bound_s == 120
+    everything = Plan(
+        model_name="demo", model=Path(), names=frozenset(INPUTS), seconds=4.0, calm_seconds=20.0
+    )
+    assert everything.estimate_s < 25 * 60
+
+
+def test_the_long_models_tokenizer(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    write_tokenizer(tmp_path, 30_000)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 30_000
+    encoded = tokenizer.encode("aaaaaaaa river<|eos|>é")
+    assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == "aaaaaaaa river<|eos|>é"
+    assert len(encoded.ids) < 12
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.hostile", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+def test_the_command_lists_and_refuses() -> None:
+    listed = command("--list").stdout
+    assert all(name in listed for name in INPUTS)
+    wrong = command("--input", "nothing")
+    assert wrong.returncode == 2
+    assert "invalid choice" in wrong.stderr
+
+
+def test_the_command_on_a_real_server(tmp_path: Path) -> None:
+    arguments = [
+        *("--model", "demo", "--input", "metadata", "--seconds", "0.5", "--calm-seconds", "0.5"),
+        *("--tokens", "16", "--threads", "1", "--output", str(tmp_path)),
+    ]
+    done = command(*arguments)
+    assert done.returncode in (0, 1), done.stderr  # on a busy machine its wait may be too long
+    assert "1 inputs on 1 servers" in done.stdout
+    read = json.loads((tmp_path / "hostile-demo.json").read_text())
+    assert read["inputs"]["metadata"]["seen"]["wrong_tokens"] == 0
+    assert sum(read["inputs"]["metadata"]["answers"].values()) > 0
+    again = command("--resume", *arguments)
+    assert "nothing is left to try" in again.stdout
