@@ -47,6 +47,12 @@ class ServiceConfig:
             number; else above default_max_tokens, at most 2^53.
         keepalive_interval_s: how often a quiet connection is asked whether its client is still
             there; 10 s to a day.
+        max_connections: how many connections each address takes at a time; one more is closed. 1 to
+            1,000,000.
+        max_streams_per_connection: how many calls of a connection may be open; its client waits
+            with more. 1 to 1,000,000.
+        message_timeout_s: within what time the message of a call that has one must be there; 0.1 s
+            to an hour.
         max_connection_age_s: after about how long a connection is closed to new calls, so that
             its client connects anew; 0: never; else a second to 20 days.
         max_connection_age_grace_s: how long the calls of such a connection may go on; 0: as long
@@ -99,6 +105,9 @@ class ServiceConfig:
     max_reserved_tokens: int = 0
     max_reserved_tokens_per_identity: int = 0
     keepalive_interval_s: float = 60.0
+    max_connections: int = 1024
+    max_streams_per_connection: int = 256
+    message_timeout_s: float = 20.0
     max_connection_age_s: float = 0.0
     max_connection_age_grace_s: float = 0.0
     drain_timeout_s: float = 30.0
@@ -141,6 +150,9 @@ class ServiceConfig:
             raise ConfigError("tls_client_ca", "needs TLS; give tls_cert and tls_key too")
         _within("max_requests_per_identity", self.max_requests_per_identity, 0, 1_000_000)
         _within("keepalive_interval_s", self.keepalive_interval_s, 10, DAY_S)
+        _within("max_connections", self.max_connections, 1, 1_000_000)
+        _within("max_streams_per_connection", self.max_streams_per_connection, 1, 1_000_000)
+        _within("message_timeout_s", self.message_timeout_s, 0.1, 3600)
         if self.max_connection_age_s:
             _within("max_connection_age_s", self.max_connection_age_s, 1, 20 * DAY_S)
         _within("max_connection_age_grace_s", self.max_connection_age_grace_s, 0, 20 * DAY_S)

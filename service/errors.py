@@ -100,6 +100,30 @@ class MessageTooLargeError(HeadraceError):
         self.limit = limit
 
 
+class MessageTimeoutError(HeadraceError):
+    """A call's message has not come."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"the call's message was not there within {seconds:g} s: send it with the call"
+        )
+
+
+class MessageMissingError(HeadraceError):
+    """A call has ended without its message."""
+
+    def __init__(self) -> None:
+        super().__init__("the call has no message; it must have exactly one, which may be empty")
+
+
+class TooManyCallsError(HeadraceError):
+    """As many calls as may wait to be read do so."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"{limit} calls of this kind wait to be read already; try again in 1 s")
+        self.retry_after_s = 1.0
+
+
 class MalformedMessageError(HeadraceError):
     """A message's bytes are not what its type says."""
 
@@ -146,6 +170,23 @@ def _field(error: FieldError, _prefix: str) -> _Public:
 
 def _malformed(error: MalformedMessageError, _prefix: str) -> _Public:
     return _Public(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", str(error))
+
+
+def _message_timeout(error: MessageTimeoutError, _prefix: str) -> _Public:
+    return _Public(grpc.StatusCode.DEADLINE_EXCEEDED, "MESSAGE_TIMEOUT", str(error))
+
+
+def _message_missing(error: MessageMissingError, _prefix: str) -> _Public:
+    return _Public(grpc.StatusCode.INVALID_ARGUMENT, "MESSAGE_MISSING", str(error))
+
+
+def _too_many_calls(error: TooManyCallsError, _prefix: str) -> _Public:
+    return _Public(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "TOO_MANY_CALLS",
+        str(error),
+        retry_after_s=error.retry_after_s,
+    )
 
 
 def _message_too_large(error: MessageTooLargeError, _prefix: str) -> _Public:
@@ -298,6 +339,9 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
     (InvalidRequestError, _invalid),
     (MalformedMessageError, _malformed),
     (MessageTooLargeError, _message_too_large),
+    (MessageTimeoutError, _message_timeout),
+    (MessageMissingError, _message_missing),
+    (TooManyCallsError, _too_many_calls),
     (AnswerTooLargeError, _answer_too_large),
     (UnsupportedFeatureError, _unsupported),
     (DuplicateRequestError, _duplicate),

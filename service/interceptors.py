@@ -1,5 +1,6 @@
 """What surrounds every RPC: a look at its name, then recovery, telemetry's own
-(`service.telemetry`), authentication, readiness.
+(`service.telemetry`), authentication, readiness, and the reading of the call's message
+(`service.reading`).
 
 Servicers raise; `Recovery` turns what they raise into the RPC's status by the table of
 `service.errors`. CancelledError is never caught: it must reach gRPC.
@@ -38,7 +39,7 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 Unary = Callable[[Any, Any], Awaitable[Any]]
 Stream = Callable[[Any, Any], AsyncIterator[Any]]
 
-_OPEN_TO_EVERYONE = "/grpc.health."  # probes have no token
+OPEN_TO_EVERYONE = "/grpc.health."  # probes have no token
 _ALWAYS_SERVED = ("/grpc.health.", "/grpc.reflection.", "/headrace.v1.ControlService/")
 _METHOD = re.compile(r"/[A-Za-z0-9_.]{1,200}/[A-Za-z0-9_]{1,200}")
 _LOG_INTERVAL_S = 1.0
@@ -153,12 +154,11 @@ class Recovery(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: Any) -> Any:
             self._calls.add(context)
             try:
-                check_readable(request)
                 response = await behavior(request, context)
                 if (size := response.ByteSize()) > self._max_send_bytes:
                     raise AnswerTooLargeError(size, self._max_send_bytes)
                 return response
-            except grpc.aio.AbortError:
+            except grpc.aio.BaseError:  # an abort; or gRPC has stopped, and knows it
                 raise
             except Exception as error:
                 await abort(context, to_status(error, "spec."))
@@ -170,10 +170,9 @@ class Recovery(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
             self._calls.add(context)
             try:
-                check_readable(request)
                 async for response in behavior(request, context):
                     yield response
-            except grpc.aio.AbortError:
+            except grpc.aio.BaseError:  # an abort; or gRPC has stopped, and knows it
                 raise
             except Exception as error:
                 await abort(context, to_status(error, "spec."))
@@ -186,8 +185,9 @@ class Authentication(grpc.aio.ServerInterceptor):
     """Refuses RPCs whose caller is not known or may not make them, and sets the permit of the
     others (`service.auth`). Health checks are everybody's.
 
-    A token is judged before the RPC's message is read: a stranger cannot make the server read
-    megabytes, nor learn which methods there are. A certificate is known only when the RPC runs.
+    A stranger's message is not read: they cannot make the server hold megabytes. A token is judged
+    before anybody looks for the method, so strangers do not learn which there are; a certificate
+    is known only when the RPC runs.
     """
 
     def __init__(self, authenticator: Authenticator) -> None:
@@ -199,7 +199,7 @@ class Authentication(grpc.aio.ServerInterceptor):
     ) -> Handler:
         """Wrap one RPC's handler."""
         method = str(handler_call_details.method)
-        if method.startswith(_OPEN_TO_EVERYONE):
+        if method.startswith(OPEN_TO_EVERYONE):
             return await continuation(handler_call_details)
         metadata = handler_call_details.invocation_metadata or ()
         try:

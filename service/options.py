@@ -128,6 +128,30 @@ class NetworkOptions:
             _NETWORK,
         ),
     ] = 60.0
+    max_connections: Annotated[
+        int,
+        _option(
+            "max-connections",
+            "How many connections each address takes at a time.",
+            _NETWORK,
+        ),
+    ] = 1024
+    max_streams_per_connection: Annotated[
+        int,
+        _option(
+            "max-streams-per-connection",
+            "How many calls of a connection may be open; its client waits with more.",
+            _NETWORK,
+        ),
+    ] = 256
+    message_timeout_s: Annotated[
+        float,
+        _option(
+            "message-timeout",
+            "Seconds within which the message of a call must be there.",
+            _NETWORK,
+        ),
+    ] = 20.0
     max_connection_age_s: Annotated[
         float,
         _option(

@@ -62,6 +62,7 @@ from service.delivery.registry import Registry
 from service.health import HealthServicer
 from service.interceptors import Authentication, MethodNames, Readiness, Recovery
 from service.listening import UnixSockets, bind
+from service.reading import Reading
 from service.reflection import add_reflection
 from service.servicers.control import ControlServicer
 from service.servicers.generation import GenerationServicer
@@ -69,6 +70,7 @@ from service.servicers.model import ModelServicer
 from service.state import Drain, FrontEnd, Phase, ServerState
 from service.supervision import RESTART_DELAY_S, Supervisor
 from service.tls import Tls
+from service.transport import grpc_options, most_received
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +80,7 @@ SERVICES = (
 )
 CONTROL = control_service_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-_READ_BEYOND = 512 << 10
 _TEXT_THREADS = 2
-_ANY_NUMBER = 2**31 - 1
 _CALLS_GRACE_S = 3.0
 _CONNECTIONS_GRACE_S = 2.0
 _CANCEL_GRACE_S = 5.0
@@ -91,40 +91,6 @@ TokenizerLoader = Callable[[ModelInfo], Tokenizer]
 def load_tokenizer(info: ModelInfo) -> Tokenizer:
     """The tokenizer of the loaded model."""
     return Tokenizer.load(Path(info.path), info.vocab_size)
-
-
-def _grpc_options(config: ServiceConfig) -> list[tuple[str, int]]:
-    options = [
-        # What is a little too large is read, so that it can be refused with details
-        # (`interceptors.Recovery`); what is far too large gRPC refuses by its length.
-        ("grpc.max_receive_message_length", config.max_receive_bytes + _READ_BEYOND),
-        ("grpc.max_send_message_length", config.max_send_bytes),
-        # Off: two servers on one port would share its connections silently; a taken port is an
-        # error instead.
-        ("grpc.so_reuseport", 0),
-        # Clients may ping every 10 s (by default a server drops those that ping more than once in
-        # 5 minutes, which ends long generations with "Too many pings"), also while they have no
-        # RPC open.
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # Our own pings find clients whose machine is gone: their requests would run to the end for
-        # nobody.
-        ("grpc.keepalive_time_ms", int(config.keepalive_interval_s * 1000)),
-        ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.http2.max_pings_without_data", 0),
-        # Calls that wait for Python: gRPC ends those above 1,000 with a bare CANCELLED. As many as
-        # there may be at all wait here, so that it is admission that refuses.
-        ("grpc.server.max_pending_requests", _ANY_NUMBER),
-        ("grpc.server.max_pending_requests_hard_limit", _ANY_NUMBER),
-    ]
-    # Off by default. Calls go on after the age without limit, unless a grace is given: it would
-    # end long generations in the middle.
-    if config.max_connection_age_s:
-        options.append(("grpc.max_connection_age_ms", int(config.max_connection_age_s * 1000)))
-    if config.max_connection_age_grace_s:
-        grace_ms = int(config.max_connection_age_grace_s * 1000)
-        options.append(("grpc.max_connection_age_grace_ms", grace_ms))
-    return options
 
 
 class HeadraceServer:
@@ -188,6 +154,7 @@ class HeadraceServer:
         self._authenticator = Authenticator(None)
         self._calls = OpenCalls()
         self._tls: Tls | None = None
+        self._reading = Reading(config.message_timeout_s, most_received(config))
         self._loading: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[Exception] | None = None
         self._supervisor = Supervisor(
@@ -246,8 +213,9 @@ class HeadraceServer:
                 *self._telemetry.interceptors,
                 Authentication(self._authenticator),
                 Readiness(self.state),
+                self._reading,
             ),
-            options=_grpc_options(self._config),
+            options=grpc_options(self._config),
         )
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(self.state), server

@@ -1,4 +1,6 @@
-"""HTTP/2 by hand, for what no gRPC client would send: one call on a connection of its own."""
+"""HTTP/2 by hand, for what no gRPC client would send: one call on a connection of its own.
+`raw_connection` has connections with more than that.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from tests.service.helpers import DEADLINE_S
 
 Header = tuple[bytes, bytes]
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _GOAWAY = 0, 1, 3, 4, 7
 _ACK = END_STREAM = 1
 _END_HEADERS = 4
@@ -28,11 +30,11 @@ def call(target: str, path: bytes, headers: Iterable[Header] = (), body: bytes =
     """
     host, _, port = target.rpartition(":")
     with socket.create_connection((host, int(port)), DEADLINE_S) as connection:
-        connection.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, b""))
-        block = b"".join(_literal(*header) for header in _all_headers(path, headers))
+        connection.sendall(PREFACE + frame(_SETTINGS, 0, 0, b""))
+        block = b"".join(literal(*header) for header in all_headers(path, headers))
         message = struct.pack(">BI", 0, len(body)) + body
         connection.sendall(
-            _frame(_HEADERS, _END_HEADERS, 1, block) + _frame(_DATA, END_STREAM, 1, message)
+            frame(_HEADERS, _END_HEADERS, 1, block) + frame(_DATA, END_STREAM, 1, message)
         )
         received = b""
         with connection.makefile("rb") as stream:
@@ -40,7 +42,7 @@ def call(target: str, path: bytes, headers: Iterable[Header] = (), body: bytes =
                 size, kind, flags = int.from_bytes(head[:3]), head[3], head[4]
                 payload = stream.read(size)
                 if kind == _SETTINGS and not flags & _ACK:
-                    connection.sendall(_frame(_SETTINGS, _ACK, 0, b""))
+                    connection.sendall(frame(_SETTINGS, _ACK, 0, b""))
                 if kind == _HEADERS:
                     received += payload
                     if flags & END_STREAM:
@@ -52,7 +54,8 @@ def call(target: str, path: bytes, headers: Iterable[Header] = (), body: bytes =
     return None if found is None else int(found[1])
 
 
-def _all_headers(path: bytes, headers: Iterable[Header]) -> list[Header]:
+def all_headers(path: bytes, headers: Iterable[Header]) -> list[Header]:
+    """The headers of a call; one that is given replaces the usual one of its name."""
     named: dict[bytes, bytes] = {
         b":method": b"POST",
         b":scheme": b"http",
@@ -70,7 +73,7 @@ def _all_headers(path: bytes, headers: Iterable[Header]) -> list[Header]:
     return [*named.items(), *more]
 
 
-def _literal(name: bytes, value: bytes) -> bytes:
+def literal(name: bytes, value: bytes) -> bytes:
     """HPACK: a literal that is never indexed, without Huffman's code."""
     return b"\x10" + _string(name) + _string(value)
 
@@ -84,5 +87,6 @@ def _string(text: bytes) -> bytes:
     return size + bytes([rest]) + text
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """A frame's bytes."""
     return len(payload).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + payload

@@ -1,0 +1,257 @@
+"""The message of calls that have one: it must be there in time, and a stranger's must be small.
+
+    a call ──▶ (authenticated, served) ──▶ [a stranger's: its turn] ──▶ read ──▶ servicer
+
+gRPC would read the message before it asks anybody: then whoever opens a call and sends half of a
+message holds the memory of that half for as long as the connection lives. So the methods are
+registered as if their requests were streams, and read their one message here: behind
+authentication, and with patience of a few seconds.
+
+What needs no authentication (health checks) is read in turns. Until it is a call's turn, HTTP/2's
+flow control keeps its message at the client but for some KiB; when it is, gRPC lets the client
+send as much as the receive limit allows, and only afterwards can be seen how much it was. So few
+are read at a time. A message that is there takes a turn of no time; one that is not gives way
+after `TURN_S` if others wait.
+
+A read is never cancelled here: gRPC's core would write its result into memory that is not there any
+more. The call is given its status instead, which ends the read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from engine.errors import HeadraceError
+from service.errors import (
+    MessageMissingError,
+    MessageTimeoutError,
+    MessageTooLargeError,
+    TooManyCallsError,
+    to_status,
+)
+from service.interceptors import (
+    OPEN_TO_EVERYONE,
+    Continuation,
+    Handler,
+    Unreadable,
+    abort,
+    check_readable,
+)
+
+MAX_OPEN_MESSAGE_BYTES = 4096
+"""The largest message of a method that is open to everyone: it holds the name of a service."""
+OPEN_BYTES = 24 << 20
+"""How many bytes may be read at a time for such methods."""
+MAX_TURNS = 16
+MAX_QUEUED = 512
+"""How many calls of such methods may wait for their turn."""
+TURN_S = 0.05
+
+
+class _Patience:
+    """Ends calls that have waited too long: by one timer for all of them."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._waiting: dict[Any, float] = {}  # contexts, the oldest first, and until when
+        self._timer: asyncio.TimerHandle | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def begin(self, context: Any) -> None:
+        """A call begins to wait."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._seconds
+        self._waiting[context] = until
+        if self._timer is None:
+            self._timer = loop.call_at(until, self._look)
+
+    def end(self, context: Any) -> None:
+        """It waits no longer."""
+        self._waiting.pop(context, None)
+
+    def _look(self) -> None:
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        for context, until in list(self._waiting.items()):
+            if until > loop.time():
+                self._timer = loop.call_at(until, self._look)
+                return
+            del self._waiting[context]
+            self.give_up(context, self._seconds)
+
+    def give_up(self, context: Any, seconds: float) -> None:
+        """End a call whose message was not there after so many seconds; its read ends then."""
+        task = asyncio.create_task(_refuse(context, MessageTimeoutError(seconds)))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+
+async def _refuse(context: Any, error: HeadraceError) -> None:
+    try:
+        await abort(context, to_status(error))
+    except grpc.aio.BaseError:
+        return  # AbortError, as always; or the call has ended meanwhile
+
+
+class _Turns:
+    """Which calls of those that are open to everyone may read."""
+
+    def __init__(self, places: int, patience: _Patience) -> None:
+        self._free = places
+        self._patience = patience
+        self._reading: dict[Any, float] = {}  # contexts, the oldest first, and since when
+        self._queue: dict[asyncio.Future[None], None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def begin(self, context: Any) -> None:
+        """Wait for a turn.
+
+        Raises:
+            TooManyCallsError: too many wait already.
+        """
+        loop = asyncio.get_running_loop()
+        if self._free:
+            self._free -= 1
+        elif len(self._queue) >= MAX_QUEUED:
+            raise TooManyCallsError(MAX_QUEUED)
+        else:
+            turn = loop.create_future()
+            self._queue[turn] = None
+            self._watch()
+            try:
+                await turn
+            except asyncio.CancelledError:
+                self._queue.pop(turn, None)
+                if not turn.cancelled():  # it had come just now
+                    self._pass_on()
+                raise
+        self._reading[context] = loop.time()
+
+    def end(self, context: Any) -> None:
+        """The turn is over, or was already."""
+        if self._reading.pop(context, None) is not None:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._queue:
+            turn = next(iter(self._queue))
+            del self._queue[turn]
+            if not turn.done():  # else its call was cancelled
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    def _watch(self) -> None:
+        """Look after the oldest turn, while somebody waits for it."""
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            since = next(iter(self._reading.values()), loop.time())
+            self._timer = loop.call_at(since + TURN_S, self._look)
+
+    def _look(self) -> None:
+        # The loop may have stood still: what has come meanwhile is taken first.
+        asyncio.get_running_loop().call_soon(self._give_way)
+
+    def _give_way(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        for context, since in list(self._reading.items())[: len(self._queue)]:
+            if now - since < TURN_S:
+                break
+            self._patience.give_up(context, TURN_S)
+            self.end(context)
+        if self._queue:
+            self._watch()
+
+
+class Reading(grpc.aio.ServerInterceptor):
+    """Reads the messages of methods that have one. The innermost interceptor: what the others
+    refuse is not read.
+    """
+
+    def __init__(self, patience_s: float, max_receive_bytes: int) -> None:
+        """`patience_s`: until when a message must be there; `max_receive_bytes`: how large gRPC
+        takes one in.
+        """
+        self._patience = _Patience(patience_s)
+        places = max(2, min(MAX_TURNS, OPEN_BYTES // max_receive_bytes))
+        self._turns = _Turns(places, self._patience)
+        self._handlers: dict[str, Handler] = {}
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Take one RPC's handler apart; that of a method is always the same."""
+        method = str(handler_call_details.method)
+        found = self._handlers.get(method)
+        if found is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:  # an unknown method
+                return None
+            found = self._handlers[method] = self._reads(method, handler)
+        return found
+
+    def _reads(self, method: str, handler: Handler) -> Handler:
+        source: Any = handler
+        if source.request_streaming:
+            return handler
+        is_open = method.startswith(OPEN_TO_EVERYONE)
+        read = self._read_open if is_open else self._read
+        wrapped: Any
+
+        async def unary(_requests: Any, context: Any) -> Any:
+            return await source.unary_unary(await read(context), context)
+
+        async def stream(_requests: Any, context: Any) -> AsyncIterator[Any]:
+            async for response in source.unary_stream(await read(context), context):
+                yield response
+
+        deserialize = source.request_deserializer
+        codec = {
+            "request_deserializer": _only_small(deserialize) if is_open else deserialize,
+            "response_serializer": source.response_serializer,
+        }
+        if source.response_streaming:
+            wrapped = grpc.stream_stream_rpc_method_handler(stream, **codec)
+        else:
+            wrapped = grpc.stream_unary_rpc_method_handler(unary, **codec)
+        result: Handler = wrapped
+        return result
+
+    async def _read(self, context: Any) -> Any:
+        """A call's message.
+
+        Raises:
+            MessageMissingError: the client has ended its side without one.
+            MalformedMessageError, MessageTooLargeError: it cannot be read.
+        """
+        self._patience.begin(context)
+        try:
+            message = await context.read()
+        finally:
+            self._patience.end(context)
+        if message is grpc.aio.EOF:
+            raise MessageMissingError
+        check_readable(message)
+        return message
+
+    async def _read_open(self, context: Any) -> Any:
+        """The same of a method that is open to everyone, in its turn."""
+        await self._turns.begin(context)
+        try:
+            return await self._read(context)
+        finally:
+            self._turns.end(context)
+
+
+def _only_small(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def read(raw: bytes) -> Any:
+        if len(raw) > MAX_OPEN_MESSAGE_BYTES:
+            return Unreadable(MessageTooLargeError(len(raw), MAX_OPEN_MESSAGE_BYTES))
+        return deserialize(raw)
+
+    return read
