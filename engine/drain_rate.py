@@ -1,13 +1,20 @@
 """How fast something leaves what is full, and so when to come again.
 
-    left ──▶ amounts, by slices of the window ──▶ seconds_until(amount) = amount / rate
+    left ──▶ amounts, by slices of the window ──▶ a rate
+    advise(missing, claim) = (what is missing + what others were told to come for) / rate
 
-The engine's queue, and each limit of the service (`service.admission`), has one. What is counted
-is the caller's: requests, or tokens.
+The engine's queue, and each limit of the service (`service.admission`), has one. What is counted is
+the caller's: requests, tokens, bytes.
+
+Whoever is refused is told when to come again, and is counted from then until that time: the next
+one is told a later time, as if they stood in a line. So as many come at a time as there is room for
+then, and not all of them when the first of them could. Nothing is kept for anybody: who comes
+without having been told takes what is free.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,29 +25,45 @@ SLICE_S = 0.5
 """How finely the window slides."""
 MIN_DELAY_S = 0.05
 """The shortest advice: a caller must not spin."""
-MAX_DELAY_S = 30.0
-"""The longest advice: what is full now may be free by then, whatever the rate was."""
-UNKNOWN_DELAY_S = 1.0
+MAX_DELAY_S = 120.0
+"""The longest advice."""
+UNKNOWN_DELAY_S = 0.25
 """The advice where nothing has left yet, at first; it grows with how long nothing does."""
+MARGIN = 0.1
+"""How much later than by the rate anybody is told to come, as a part: no rate is exact."""
+JITTER = 0.1
+"""As a part of the advice, at most: callers do not come at the same moment. 1 where no rate is
+known.
+"""
+_CLAIM_SLICE_S = 0.25
+"""How finely it is known when those who were told to come will be there."""
 
 
 class DrainRate:
-    """What left within the last WINDOW_S seconds. One thread at a time; O(1) for each that leaves.
+    """What left within the last WINDOW_S seconds, and who was told to come. One thread at a time;
+    O(1) for each that leaves; bounded memory, however many are refused.
 
-    A rate is of the time in which there was something that could leave: `begin` says when that
-    begins.
+    A rate is of the time in which so much was there that its like leaves when it is full: `begin`
+    says when that begins.
     """
 
-    __slots__ = ("_clock", "_last", "_since", "_slices")
+    __slots__ = ("_claimed", "_claims", "_clock", "_jitter", "_last", "_since", "_slices")
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: monotonic seconds."""
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """`clock`: monotonic seconds. `jitter`: a number from 0 to 1, another one each time."""
         self._clock = clock
+        self._jitter = jitter
         self._slices: deque[tuple[float, float]] = deque()  # when it began, what left in it
         self._since = self._last = clock()
+        self._claims: dict[int, float] = {}  # by the slice of time in which they come
+        self._claimed = 0.0  # all of them
 
     def begin(self) -> None:
-        """It was empty, and is not any more."""
+        """From now on there is much."""
         self._slices.clear()
         self._since = self._last = self._clock()
 
@@ -55,19 +78,37 @@ class DrainRate:
         slices.append((now, amount))
         self._forget(now)
 
-    def seconds_until(self, amount: float) -> float:
-        """When this much more should have left, at the present rate: MIN_DELAY_S to MAX_DELAY_S."""
+    def advise(self, missing: float, claim: float) -> float:
+        """When somebody who is refused now should come again: in MIN_DELAY_S to MAX_DELAY_S.
+
+        Args:
+            missing: how much must leave before there is room.
+            claim: how much whoever is told this will take then.
+        """
         now = self._clock()
         self._forget(now)
         gone = sum(amount for _, amount in self._slices)
-        if gone > 0:
-            measured = max(min(now - self._since, WINDOW_S), SLICE_S)
-            delay = amount * measured / gone
-        else:
-            delay = max(now - self._last, UNKNOWN_DELAY_S)
-        return min(max(delay, MIN_DELAY_S), MAX_DELAY_S)
+        if not gone:
+            delay = max(now - self._last, UNKNOWN_DELAY_S) * (1 + self._jitter())
+            return min(delay, MAX_DELAY_S)
+        measured = max(min(now - self._since, WINDOW_S), SLICE_S)
+        delay = (missing + self._claimed) * measured / gone
+        delay = max(delay * (1 + MARGIN + JITTER * self._jitter()), MIN_DELAY_S)
+        if delay > MAX_DELAY_S:  # told to come, but not for certain to find room
+            return MAX_DELAY_S * (1 - JITTER * self._jitter())
+        self._claim(now + delay, claim)
+        return delay
+
+    def _claim(self, when: float, amount: float) -> None:
+        slot = int(when / _CLAIM_SLICE_S)
+        self._claims[slot] = self._claims.get(slot, 0.0) + amount
+        self._claimed += amount
 
     def _forget(self, now: float) -> None:
         slices = self._slices
         while slices and now - slices[0][0] > WINDOW_S:
             slices.popleft()
+        claims, slot = self._claims, int(now / _CLAIM_SLICE_S)
+        if claims and min(claims) < slot:
+            self._claims = {when: amount for when, amount in claims.items() if when >= slot}
+            self._claimed = sum(self._claims.values())

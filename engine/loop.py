@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -72,6 +73,7 @@ class EngineLoop:
         max_queue_size: int = 0,
         on_end: Callable[[], None] | None = None,
         compile_grammar: GrammarCompile | None = None,
+        jitter: Callable[[], float] = random.random,
     ) -> None:
         """Wire a loop.
 
@@ -83,6 +85,7 @@ class EngineLoop:
             on_end: called on the engine's thread as its last act, whether it was stopped or has
                 died (`failure` tells); must not block.
             compile_grammar: begins to compile the form of a request; None: forms are refused.
+            jitter: numbers from 0 to 1, that spread the advice to those whom a full queue refuses.
         """
         self._core = core
         self._limits = limits
@@ -95,7 +98,7 @@ class EngineLoop:
         self._inbox = Inbox()
         self._queued: set[RequestId] = set()  # accepted, their adds are still in the inbox
         self._live: set[RequestId] = set()
-        self._ends = DrainRate(core.clock)
+        self._ends = DrainRate(core.clock, jitter)  # while others wait: each end lets one begin
         self._thread: threading.Thread | None = None
         self._is_running = False
         self._is_warming = False
@@ -338,9 +341,9 @@ class EngineLoop:
             if self._max_queue_size and waiting + len(requests) > self._max_queue_size:
                 excess = waiting + len(requests) - self._max_queue_size
                 raise QueueFullError(
-                    self._max_queue_size, self._ends.seconds_until(excess), waiting
+                    self._max_queue_size, self._ends.advise(excess, len(requests)), waiting
                 )
-            if not self._live:
+            if not waiting:
                 self._ends.begin()
             self._live |= names
             self._queued |= names
@@ -531,7 +534,8 @@ class EngineLoop:
         if ended:
             with self._changed:
                 self._live.difference_update(ended)
-                self._ends.left(len(ended))
+                if self._queued or self._core.num_waiting:
+                    self._ends.left(len(ended))
         try:
             self._sink(outputs)
         except Exception:

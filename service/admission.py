@@ -11,12 +11,14 @@ taken in until somebody reads. It is measured when a request asks, not counted w
 
 There is one account of all requests and one of each identity that has some; a limit is compared
 with its own account, and the advice when to come again is from the rate at which that account's
-requests (or tokens) left lately (`engine.drain_rate`). The engine bounds its queue itself. All
+requests (or tokens) left lately, and from how many others were told to come before
+(`engine.drain_rate`). The engine bounds its queue itself. All
 methods run on one event loop.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,55 +80,91 @@ class Limits:
     max_undelivered_bytes: int | None = None
 
 
+class Level:
+    """How much there is of something that has a limit, and how fast it leaves where there is much
+    of it: from half of the limit on, until there is less than a quarter. Where there is little,
+    little leaves, and that says nothing of a full house.
+
+    Attributes:
+        limit: the most; None: any.
+        present: what there is now.
+    """
+
+    __slots__ = ("_is_much", "_rate", "limit", "present")
+
+    def __init__(
+        self, limit: int | None, clock: Callable[[], float], jitter: Callable[[], float]
+    ) -> None:
+        """`clock`, `jitter`: see DrainRate."""
+        self.limit = limit
+        self.present = 0
+        self._is_much = False
+        self._rate = DrainRate(clock, jitter)
+
+    def missing(self, amount: int) -> int:
+        """How much must leave before so much more can come; none of it: 0 or less."""
+        return 0 if self.limit is None else self.present + amount - self.limit
+
+    def advise(self, amount: int) -> float:
+        """When to come again with so much that is refused now; see DrainRate."""
+        return self._rate.advise(self.missing(amount), amount)
+
+    def add(self, amount: int) -> None:
+        """So much has come."""
+        self.present += amount
+        if not self._is_much and self.limit is not None and 2 * self.present >= self.limit:
+            self._is_much = True
+            self._rate.begin()
+
+    def remove(self, amount: int, *, served: bool) -> None:
+        """So much is there no more. `served`: it left as others will."""
+        self.present -= amount
+        if not self._is_much:
+            return
+        if served:
+            self._rate.left(amount)
+        self._is_much = self.limit is not None and 4 * self.present >= self.limit
+
+
 class _Account:
-    """What all requests, or those of one identity, have now, and how fast it leaves."""
+    """What all requests, or those of one identity, have now."""
 
-    __slots__ = ("open", "open_rate", "token_rate", "tokens")
+    __slots__ = ("places", "tokens")
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.open = 0
-        self.tokens = 0
-        self.open_rate = DrainRate(clock)
-        self.token_rate = DrainRate(clock)
-
-    def take_place(self) -> None:
-        if not self.open:
-            self.open_rate.begin()
-        self.open += 1
-
-    def leave_place(self, *, served: bool) -> None:
-        self.open -= 1
-        if served:
-            self.open_rate.left()
-
-    def reserve(self, tokens: int) -> None:
-        if not self.tokens:
-            self.token_rate.begin()
-        self.tokens += tokens
-
-    def free(self, tokens: int, *, served: bool) -> None:
-        self.tokens -= tokens
-        if served:
-            self.token_rate.left(tokens)
+    def __init__(
+        self,
+        max_open: int | None,
+        max_tokens: int | None,
+        clock: Callable[[], float],
+        jitter: Callable[[], float],
+    ) -> None:
+        self.places = Level(max_open, clock, jitter)
+        self.tokens = Level(max_tokens, clock, jitter)
 
 
 class AdmissionControl:
     """See the module."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: monotonic seconds."""
+    def __init__(
+        self,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """`clock`: monotonic seconds. `jitter`: numbers from 0 to 1, that spread the advice."""
         self._limits = limits
         self._clock = clock
-        self._all = _Account(clock)
+        self._jitter = jitter
+        self._all = _Account(limits.max_open, limits.max_tokens, clock, jitter)
         self._of: dict[str, _Account] = {}  # identities that have something
         self._undelivered = 0
         self._measure_at = 0.0
-        self._byte_rate = DrainRate(clock)
+        self._byte_rate = DrainRate(clock, jitter)
 
     @property
     def reserved_tokens(self) -> int:
         """Tokens that all running requests reserve."""
-        return self._all.tokens
+        return self._all.tokens.present
 
     # Refusing
 
@@ -137,29 +175,29 @@ class AdmissionControl:
         Raises:
             LimitReachedError: too many requests of this identity, or of all, are open.
         """
-        limits, everyone = self._limits, self._all
-        own = self._of.get(identity)
-        most = limits.max_open_of_identity
-        if most is not None and own is not None and own.open >= most:
+        own, everyone = self._of.get(identity), self._all.places
+        if own is not None and own.places.missing(1) > 0:
+            places = own.places
             raise LimitReachedError(
                 "TOO_MANY_REQUESTS_OF_IDENTITY",
-                f"{own.open} requests of this caller are running or have results that were not "
-                f"read yet; each caller may have {most} (max_requests_per_identity): read the "
-                "results",
+                f"{places.present} requests of this caller are running or have results that were "
+                f"not read yet; each caller may have {places.limit} (max_requests_per_identity): "
+                "read the results",
                 option="max_requests_per_identity",
-                limit=most,
-                present=own.open,
-                retry_after_s=own.open_rate.seconds_until(own.open - most + 1),
+                limit=places.limit or 0,
+                present=places.present,
+                retry_after_s=places.advise(1),
             )
-        if everyone.open >= limits.max_open:
+        if everyone.missing(1) > 0:
+            most = self._limits.max_open
             raise LimitReachedError(
                 "TOO_MANY_OPEN_REQUESTS",
-                f"{everyone.open} requests are running or have results that were not read yet; "
-                f"there may be {limits.max_open} (max_open_requests): read the results",
+                f"{everyone.present} requests are running or have results that were not read yet; "
+                f"there may be {most} (max_open_requests): read the results",
                 option="max_open_requests",
-                limit=limits.max_open,
-                present=everyone.open,
-                retry_after_s=everyone.open_rate.seconds_until(everyone.open - limits.max_open + 1),
+                limit=most,
+                present=everyone.present,
+                retry_after_s=everyone.advise(1),
             )
 
     def check_bytes(self, measure: Callable[[], int]) -> None:
@@ -192,7 +230,8 @@ class AdmissionControl:
                 option="max_undelivered_bytes",
                 limit=most,
                 present=present,
-                retry_after_s=self._byte_rate.seconds_until(present - most),
+                # How much it will take is not known: it claims nothing.
+                retry_after_s=self._byte_rate.advise(present - most, 0),
             )
 
     def delivered(self, num_bytes: int) -> None:
@@ -220,35 +259,35 @@ class AdmissionControl:
                     "fewer tokens or choices, or shorten the prompt",
                 )
         for most, account, option, reason, whose in checks:
-            if most is None or account is None or account.tokens + tokens <= most:
+            if most is None or account is None or account.tokens.missing(tokens) <= 0:
                 continue
             raise LimitReachedError(
                 reason,
-                f"running requests {whose}reserve {account.tokens} tokens, and this one needs "
-                f"{tokens} (its prompt, and max_tokens for each of its n choices); there may be "
-                f"{most} ({option}): ask for fewer",
+                f"running requests {whose}reserve {account.tokens.present} tokens, and this one "
+                f"needs {tokens} (its prompt, and max_tokens for each of its n choices); there may "
+                f"be {most} ({option}): ask for fewer",
                 option=option,
                 limit=most,
-                present=account.tokens,
-                retry_after_s=account.token_rate.seconds_until(account.tokens + tokens - most),
+                present=account.tokens.present,
+                retry_after_s=account.tokens.advise(tokens),
             )
 
     # Counting
 
     def take_place(self, identity: str) -> None:
         """A request begins, or one that had ended has a reader again."""
-        if not self._all.open:
+        if not self._all.places.present:
             self._byte_rate.begin()  # without requests there was nothing to be read
-        self._all.take_place()
-        self._own(identity).take_place()
+        self._all.places.add(1)
+        self._own(identity).places.add(1)
 
     def leave_place(self, identity: str, *, served: bool = True) -> None:
         """A request has ended, and no stream has anything left to read of it. `served`: not for one
         that was taken back: it says nothing of the rate.
         """
-        self._all.leave_place(served=served)
+        self._all.places.remove(1, served=served)
         own = self._of[identity]
-        own.leave_place(served=served)
+        own.places.remove(1, served=served)
         self._tidy(identity, own)
 
     def reserve(self, identity: str, tokens: int) -> None:
@@ -259,23 +298,29 @@ class AdmissionControl:
             InvalidRequestError: there could never be so many.
         """
         self._check_tokens(identity, tokens)
-        self._all.reserve(tokens)
-        self._own(identity).reserve(tokens)
+        self._all.tokens.add(tokens)
+        self._own(identity).tokens.add(tokens)
 
     def free(self, identity: str, tokens: int, *, served: bool = True) -> None:
         """A request with these tokens does not run any more. `served`: see `leave_place`."""
-        self._all.free(tokens, served=served)
+        self._all.tokens.remove(tokens, served=served)
         own = self._of[identity]
-        own.free(tokens, served=served)
+        own.tokens.remove(tokens, served=served)
         self._tidy(identity, own)
 
     def _own(self, identity: str) -> _Account:
         account = self._of.get(identity)
         if account is None:
-            account = self._of[identity] = _Account(self._clock)
+            limits = self._limits
+            account = self._of[identity] = _Account(
+                limits.max_open_of_identity,
+                limits.max_tokens_of_identity,
+                self._clock,
+                self._jitter,
+            )
         return account
 
     def _tidy(self, identity: str, account: _Account) -> None:
         """Identities without requests take no room."""
-        if not account.open and not account.tokens:
+        if not account.places.present and not account.tokens.present:
             del self._of[identity]

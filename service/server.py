@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import secrets
 import time
 from collections.abc import Callable
@@ -105,6 +106,7 @@ class HeadraceServer:
         tokenizer_loader: TokenizerLoader = load_tokenizer,
         restart_delay_s: float = RESTART_DELAY_S,
         clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
     ) -> None:
         """Wire the server; nothing is opened yet.
 
@@ -114,7 +116,8 @@ class HeadraceServer:
             progress: takes lines of start-up progress; by default they are logged.
             tokenizer_loader: loads the model's tokenizer, in a thread.
             restart_delay_s: how long after its death the engine is started again, at first.
-            clock: monotonic seconds, of the rates that tell refused callers when to come again.
+            clock, jitter: monotonic seconds, and numbers from 0 to 1, of the rates that tell
+                refused callers when to come again.
         """
         self._config = config
         self._client = client
@@ -138,6 +141,7 @@ class HeadraceServer:
                     max_undelivered_bytes=config.max_undelivered_bytes or None,
                 ),
                 clock,
+                jitter,
             ),
             FlowOptions(
                 max_unread_tokens=config.max_unread_tokens,

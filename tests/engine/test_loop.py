@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.batch import ScheduledBatch
+from engine.drain_rate import MARGIN, UNKNOWN_DELAY_S
 from engine.errors import EngineUnavailableError, QueueFullError, UnsupportedFeatureError
 from engine.outputs import FinishReason, StepOutputs
 from engine.request import RequestStatus
@@ -428,16 +429,20 @@ def test_a_stop_ends_a_hold(rig: Rig, hard_stop: bool) -> None:
 def test_a_full_queue_s_advice_is_the_rate_at_which_requests_ended() -> None:
     now = [50.0]
     sink = Sink()
-    rig = LoopRig(sink=sink, max_queue_size=2, max_requests=1, clock=lambda: now[0])
+    rig = LoopRig(
+        sink=sink, max_queue_size=2, max_requests=1, clock=lambda: now[0], jitter=lambda: 0.0
+    )
     rig.hold()
     rig.loop.start()
     rig.loop.submit(make_request("a", [1], 100))
     rig.wait_for_step()
+    now[0] += 100  # nobody waits: what ends now, or does not, says nothing of a full queue
     rig.loop.submit(make_request("b", [1], 1))
     rig.loop.submit(make_request("c", [1], 1))
     with pytest.raises(QueueFullError) as caught:
         rig.loop.submit(make_request("d", [1], 1))
-    assert (caught.value.retry_after_s, caught.value.present) == (1.0, 2)  # nothing ended yet
+    assert caught.value.present == 2
+    assert caught.value.retry_after_s == UNKNOWN_DELAY_S  # nothing ended yet
     now[0] += 4
     rig.loop.cancel_request("a")
     rig.let(1)
@@ -446,7 +451,10 @@ def test_a_full_queue_s_advice_is_the_rate_at_which_requests_ended() -> None:
     rig.loop.submit(make_request("d", [1], 1))
     with pytest.raises(QueueFullError, match="2 requests are waiting, and 2 may") as caught:
         rig.loop.submit(make_request("e", [1], 1))
-    assert caught.value.retry_after_s == 4.0  # one in four seconds
+    assert caught.value.retry_after_s == pytest.approx(4.0 * (1 + MARGIN))  # one in four seconds
+    with pytest.raises(QueueFullError) as caught:
+        rig.loop.submit(make_request("f", [1], 1))
+    assert caught.value.retry_after_s == pytest.approx(8.0 * (1 + MARGIN))  # behind that one
     now[0] += 1
     rig.let()
     rig.loop.stop(timeout=WAIT)

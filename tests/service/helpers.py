@@ -124,7 +124,9 @@ async def serving(
     clock: Callable[[], float] = time.monotonic,
     **options: Any,
 ) -> AsyncIterator[Harness]:
-    """A server on a free loopback port (unless `listen` says otherwise), stopped at the end."""
+    """A server on a free loopback port (unless `listen` says otherwise), stopped at the end. Its
+    advice when to come again has no jitter.
+    """
     engine = engine or FakeEngine()
     tokenizer = tokenizer or byte_tokenizer()
     config = ServiceConfig(**{"listen": ("127.0.0.1:0",), **options})
@@ -134,6 +136,7 @@ async def serving(
         tokenizer_loader=lambda _info: tokenizer,
         restart_delay_s=0.01,
         clock=clock,
+        jitter=lambda: 0.0,
     )
     await server.start()
     try:

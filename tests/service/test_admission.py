@@ -15,6 +15,7 @@ import pytest
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 
+from engine.drain_rate import MARGIN, UNKNOWN_DELAY_S
 from engine.errors import InvalidRequestError, QueueFullError
 from engine.outputs import RequestFailure
 from service.admission import (
@@ -24,6 +25,7 @@ from service.admission import (
     LimitReachedError,
     Limits,
 )
+from tests.engine.crowd import Clock, Crowd, Served, at_random, by_the_batch, evenly
 from tests.service.fake_engine import FakeEngine, model_info, says
 from tests.service.helpers import (
     DEADLINE_S,
@@ -39,12 +41,13 @@ from tests.service.helpers import (
 from tests.service.test_auth import add_request, bearer, callers, guarded  # noqa: F401
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
+def no_jitter() -> float:
+    return 0.0
 
-    def __call__(self) -> float:
-        return self.now
+
+def late(seconds: float) -> float:
+    """What is advised where so long is to be waited by the rate."""
+    return seconds * (1 + MARGIN)
 
 
 def limit_of(call: Any) -> LimitReachedError:
@@ -95,7 +98,7 @@ def test_what_can_never_fit_is_wrong_not_early(limits: dict[str, int], option: s
 def test_each_account_has_its_own_rate() -> None:
     clock = Clock()
     limits = Limits(max_open=4, max_open_of_identity=2, max_tokens=40, max_tokens_of_identity=20)
-    control = AdmissionControl(limits, clock)
+    control = AdmissionControl(limits, clock, no_jitter)
     for name in ("slow", "slow", "quick", "quick"):
         control.reserve(name, 10)
         control.take_place(name)
@@ -106,24 +109,75 @@ def test_each_account_has_its_own_rate() -> None:
             control.leave_place(name)
             control.reserve(name, 10)
             control.take_place(name)
-    assert limit_of(lambda: control.check_place("quick")).retry_after_s == pytest.approx(0.5)
-    assert limit_of(lambda: control.check_place("slow")).retry_after_s == pytest.approx(5.0)
+    assert limit_of(lambda: control.check_place("quick")).retry_after_s == pytest.approx(late(0.5))
+    assert limit_of(lambda: control.check_place("slow")).retry_after_s == pytest.approx(late(5.0))
     other = limit_of(lambda: control.check_place("other"))  # 22 of all have left
     assert other.reason == "TOO_MANY_OPEN_REQUESTS"
-    assert other.retry_after_s == pytest.approx(10 / 22)
+    assert other.retry_after_s == pytest.approx(late(10 / 22))
     # 20 tokens more than there may be, at 2 a second; and of all, at 22.
-    assert limit_of(lambda: control.reserve("slow", 20)).retry_after_s == pytest.approx(10.0)
-    assert limit_of(lambda: control.reserve("other", 20)).retry_after_s == pytest.approx(20 / 22)
+    slow = limit_of(lambda: control.reserve("slow", 20))
+    assert slow.retry_after_s == pytest.approx(late(10.0))
+    other = limit_of(lambda: control.reserve("other", 20))
+    assert other.retry_after_s == pytest.approx(late(20 / 22))
 
 
 def test_what_was_taken_back_says_nothing_of_the_rate() -> None:
     clock = Clock()
-    control = AdmissionControl(Limits(max_open=1), clock)
+    control = AdmissionControl(Limits(max_open=1), clock, no_jitter)
     for _ in range(100):
         control.take_place("a")
         control.leave_place("a", served=False)
     control.take_place("a")
-    assert limit_of(lambda: control.check_place("a")).retry_after_s == 1.0
+    assert limit_of(lambda: control.check_place("a")).retry_after_s == UNKNOWN_DELAY_S
+
+
+class House:
+    """What admission lets in: requests, or their tokens."""
+
+    def __init__(self, control: AdmissionControl, limit: int, tokens: int) -> None:
+        self.limit = limit
+        self.present = 0
+        self._control = control
+        self._tokens = tokens
+
+    def advise(self) -> float:
+        return limit_of(self._ask).retry_after_s
+
+    def enter(self) -> None:
+        self._ask()
+        self._control.take_place("a")
+        self.present += 1
+
+    def leave(self) -> None:
+        self._control.free("a", self._tokens)
+        self._control.leave_place("a")
+        self.present -= 1
+
+    def _ask(self) -> None:
+        self._control.check_place("a")
+        self._control.reserve("a", self._tokens)
+
+
+@pytest.mark.parametrize("per_second", [30, 500])
+@pytest.mark.parametrize("law", [evenly, at_random, by_the_batch])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(max_open=1000),
+        Limits(max_open=5000, max_open_of_identity=1000),
+        Limits(max_open=5000, max_tokens=7000),
+        Limits(max_open=5000, max_tokens=7000, max_tokens_of_identity=7000),
+    ],
+    ids=["open", "open of identity", "tokens", "tokens of identity"],
+)
+def test_a_crowd_gets_in_when_it_was_told_to_come(
+    limits: Limits, law: Callable[[float], Served], per_second: float
+) -> None:
+    clock = Clock()
+    control = AdmissionControl(limits, clock, random.Random(7).random)
+    crowd = Crowd(clock, House(control, limit=1000, tokens=7), law(per_second), busy=800)
+    crowd.come(3000)
+    crowd.check_told(batch_s=64 / per_second if law is by_the_batch else 0.0)
 
 
 def test_identities_without_requests_take_no_room() -> None:
@@ -198,7 +252,7 @@ async def test_too_many_tokens_are_refused_with_advice_and_admitted_after() -> N
             await add(h, name, stop={"max_tokens": 98})
         # It was empty in between, so the rate begins anew: nothing has left yet.
         error = await refused(add(h, "f", stop={"max_tokens": 98}))
-        check_advice(error, 1.0)
+        check_advice(error, UNKNOWN_DELAY_S)
         h.engine.time_out(h.engine.submitted[2].request_id)
         h.engine.time_out(h.engine.submitted[3].request_id)
         clock.now += 4
@@ -207,7 +261,7 @@ async def test_too_many_tokens_are_refused_with_advice_and_admitted_after() -> N
         await add(h, "f", stop={"max_tokens": 148})
         # 200 left in 4 seconds, and this one is 152 too many.
         error = await refused(h.generate(spec(stop={"max_tokens": 200})))
-        check_advice(error, 152 / 50)
+        check_advice(error, late(152 / 50))
         assert error.reason == "TOO_MANY_TOKENS"
         metadata = error.details["ErrorInfo"].metadata
         assert dict(metadata) == {
@@ -215,13 +269,15 @@ async def test_too_many_tokens_are_refused_with_advice_and_admitted_after() -> N
             "max_reserved_tokens": "300",
             "present": "250",
         }
-        assert "ask for fewer, or try again in 3.0 s" in error.message
-        # The same in-band.
+        assert "ask for fewer, or try again in 3.3 s" in error.message
+        # The same in-band; and it stands behind the one before, who was told to come for 202.
         session = h.session()
         await session.add(spec(request_id="g", stop={"max_tokens": 200}), 1)
         message = await session.read_until(lambda m: m.rejections)
         status = message.rejections[0].status
-        assert status == error.status
+        assert (status.code, status.details[0]) == (error.status.code, error.status.details[0])
+        told = details(status)["RetryInfo"].retry_delay.ToMilliseconds() / 1000
+        assert told == pytest.approx(late((152 + 202) / 50), abs=0.002)
         await session.end()
         # A request that could never be admitted is told so.
         error = await refused(h.generate(spec(stop={"max_tokens": 299})))
@@ -254,7 +310,7 @@ async def test_every_way_to_end_gives_everything_back() -> None:
         # Refused by the engine.
         engine.refuse_next.append(QueueFullError(3, 0.25))
         assert (await refused(add(h, "a"))).reason == "QUEUE_FULL"
-        assert (control.reserved_tokens, control._all.open) == (0, 0)
+        assert (control.reserved_tokens, control._all.places.present) == (0, 0)
         # Cancelled, failed, timed out.
         for name in ("a", "b", "c"):
             await add(h, name)
@@ -264,7 +320,7 @@ async def test_every_way_to_end_gives_everything_back() -> None:
         engine.time_out(engine.submitted[-1].request_id)
         engine.step()
         await until(lambda: not h.registry.live)
-        assert (control.reserved_tokens, control._all.open) == (0, 0)
+        assert (control.reserved_tokens, control._all.places.present) == (0, 0)
         # A lost stream.
         session = h.session()
         await session.add(spec(request_id="d"))
@@ -273,23 +329,23 @@ async def test_every_way_to_end_gives_everything_back() -> None:
         await until(lambda: len(engine.cancelled) == 2)
         engine.step()
         await until(lambda: not h.registry.live)
-        assert (control.reserved_tokens, control._all.open) == (0, 0)
+        assert (control.reserved_tokens, control._all.places.present) == (0, 0)
         # Ended, unread: its tokens are free, its place is taken until it is read.
         add_two = [add(h, "e"), add(h, "f")]
         await asyncio.gather(*add_two)
         session = h.session()
         await session.send(1, attach=rpc.AttachCommand(request_id="e"))
         await session.read_until(lambda m: m.attached)
-        assert control._all.open == 2
+        assert control._all.places.present == 2
         engine.run()
         await session.end()
         await until(lambda: not h.registry.live)
-        assert (control.reserved_tokens, control._all.open) == (0, 0)
+        assert (control.reserved_tokens, control._all.places.present) == (0, 0)
         # Attached to after its end: it takes a place while it is read.
         session = h.session()
         await session.send(1, attach=rpc.AttachCommand(request_id="f"))
         await session.end()
-        assert (control._all.open, dict(control._of)) == (0, {})
+        assert (control._all.places.present, dict(control._of)) == (0, {})
 
 
 async def test_the_queue_s_advice_reaches_the_caller_in_band_too() -> None:
@@ -310,7 +366,7 @@ async def test_the_queue_s_advice_reaches_the_caller_in_band_too() -> None:
 
 def test_unread_bytes_are_measured_now_and_then() -> None:
     clock = Clock()
-    control = AdmissionControl(Limits(max_open=9, max_undelivered_bytes=1000), clock)
+    control = AdmissionControl(Limits(max_open=9, max_undelivered_bytes=1000), clock, no_jitter)
     found: list[int] = []
 
     def measure(size: int, cost_s: float = 0.0) -> Callable[[], int]:
@@ -326,12 +382,12 @@ def test_unread_bytes_are_measured_now_and_then() -> None:
     clock.now += MEASURE_S
     error = limit_of(lambda: control.check_bytes(measure(1500)))
     assert (error.reason, error.limit, error.present) == ("TOO_MANY_UNDELIVERED_BYTES", 1000, 1500)
-    assert error.retry_after_s == 1.0  # nobody has read anything
+    assert error.retry_after_s == UNKNOWN_DELAY_S  # nobody has read anything
     for _ in range(20):
         clock.now += 0.5
         control.delivered(125)
     error = limit_of(lambda: control.check_bytes(measure(1500, cost_s=1.0)))
-    assert error.retry_after_s == pytest.approx(2.0, abs=0.2)  # 500 at 250 a second
+    assert error.retry_after_s == pytest.approx(late(2.0), abs=0.2)  # 500 at 250 a second
     clock.now += MEASURE_PART - 0.5
     limit_of(lambda: control.check_bytes(measure(7)))
     clock.now += 0.5
@@ -341,7 +397,7 @@ def test_unread_bytes_are_measured_now_and_then() -> None:
 
 def test_time_in_which_nothing_was_unread_is_no_time_in_which_nothing_was_read() -> None:
     clock = Clock()
-    control = AdmissionControl(Limits(max_open=9, max_undelivered_bytes=100), clock)
+    control = AdmissionControl(Limits(max_open=9, max_undelivered_bytes=100), clock, no_jitter)
 
     def advice(size: int) -> float:
         clock.now += MEASURE_S
@@ -349,20 +405,20 @@ def test_time_in_which_nothing_was_unread_is_no_time_in_which_nothing_was_read()
 
     clock.now += 3600
     control.take_place("a")
-    assert advice(200) == 1.0  # nothing has left yet
+    assert advice(200) == UNKNOWN_DELAY_S  # nothing has left yet
     control.delivered(200)
     control.leave_place("a")
     clock.now += 3600  # nobody asks, so nothing is measured
     control.take_place("a")
-    assert advice(200) == 1.0
+    assert advice(200) == UNKNOWN_DELAY_S
     control.delivered(200)
     clock.now += MEASURE_S
     control.check_bytes(lambda: 0)  # all is read, and the request goes on
     clock.now += 3600
-    assert advice(200) == 1.0
+    assert advice(200) == UNKNOWN_DELAY_S
     clock.now += 1.0
     control.delivered(100)
-    assert advice(200) == pytest.approx(1.0, abs=0.2)  # 100 at 100 a second
+    assert advice(200) == pytest.approx(late(1.0), abs=0.2)  # 100 at 100 a second
     clock.now += 20.0
     assert advice(200) == pytest.approx(20.0, abs=0.5)  # nothing has left since
 

@@ -305,8 +305,8 @@ async def test_requests_per_identity(callers: Path) -> None:
         assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert error.reason == "TOO_MANY_REQUESTS_OF_IDENTITY"
         assert error.details["ErrorInfo"].metadata["max_requests_per_identity"] == "2"
-        assert error.details["RetryInfo"].retry_delay.ToSeconds() == 1
-        assert error.trailers["grpc-retry-pushback-ms"] == "1000"
+        assert error.details["RetryInfo"].retry_delay.ToMilliseconds() == 250
+        assert error.trailers["grpc-retry-pushback-ms"] == "250"
         await session.add(spec(request_id="c"), 2)
         message = await session.read_until(lambda message: message.rejections)
         assert message.rejections[0].status.code == error.code.value[0]
