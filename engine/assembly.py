@@ -124,6 +124,7 @@ def build_manager(
         make_stop_finder=None if tokenizer is None else _StopFinders(tokenizer),
         keeper=keeper,
         settings=settings,
+        refresh_model=verified.refresh,
     )
 
 

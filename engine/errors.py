@@ -96,6 +96,25 @@ class ModelRefusedError(HeadraceError):
     """The model cannot be loaded, or would be run wrongly. The message gives the reason."""
 
 
+class ModelChangedError(ModelRefusedError):
+    """The model is not what was verified any more."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}; call engine.from_model again, so that what it computes now is verified"
+        )
+
+
+class NoStepError(ModelRefusedError):
+    """The engine's attention was called without a step of the engine."""
+
+    def __init__(self, attention: str) -> None:
+        super().__init__(
+            f"the attention implementation {attention!r} is for the engine's own steps alone, and "
+            "this call is not one; choose another: set_attn_implementation('sdpa')"
+        )
+
+
 class InsufficientMemoryError(HeadraceError):
     """The KV cache does not fit into the memory that is allowed. The message names the figures and
     the option.

@@ -9,6 +9,7 @@ Life, pauses, cancellation and admission are those of `engine.loop.EngineLoop`.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -83,6 +84,7 @@ class ContinuousBatchingManager(EngineLoop):
         compile_grammar: GrammarCompile | None = None,
         keeper: ManagerKeeper | None = None,
         settings: object = None,
+        refresh_model: Callable[[], None] | None = None,
     ) -> None:
         """Wire a manager; `engine.assembly` does it for a loaded model.
 
@@ -94,6 +96,8 @@ class ContinuousBatchingManager(EngineLoop):
                 are refused.
             keeper: takes the manager where it is kept for the next session; None: nobody does.
             settings: see the class.
+            refresh_model: called where the model may have been changed since the last step; what it
+                raises is the caller's. None: there is nothing to do.
         """
         # Nothing that the manager holds holds the manager: a dropped one frees its cache at once.
         finish = weakref.WeakMethod(self.finish_request)
@@ -112,10 +116,49 @@ class ContinuousBatchingManager(EngineLoop):
         self._per_request_processors = per_request_processors
         self._make_stop_finder = make_stop_finder
         self._keeper = keeper
+        self._refresh_model = refresh_model
         self._keep = False
         self._next_name = 0
 
     # ---- life ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the engine's thread. Harmless while it runs.
+
+        Raises:
+            EngineUnavailableError: see EngineLoop.
+            ModelChangedError: modules of the model were exchanged since it was verified, or it was
+                moved or converted.
+        """
+        self._refresh()
+        super().start()
+
+    def warmup(self) -> None:
+        """Run what is slow the first time; see EngineLoop.
+
+        Raises:
+            ModelChangedError: see `start`.
+            Exception: see EngineLoop.
+        """
+        self._refresh()
+        super().warmup()
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """A window in which nothing touches the model: `with manager.pause(): …`; see EngineLoop.
+
+        Raises:
+            EngineUnavailableError: see EngineLoop.
+            ModelChangedError: at the end of the window, as for `start`. Requests then go on with
+                the modules that were verified.
+        """
+        with super().pause():
+            yield
+            self._refresh()
+
+    def _refresh(self) -> None:
+        if self._refresh_model is not None:
+            self._refresh_model()
 
     def _started(self) -> None:
         self._keep = False

@@ -57,13 +57,13 @@ class LoadedModel:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The transformers model; its attention is ours while it is loaded here."""
-        return self._verified.model
+        """The transformers model, to generate with, train and save: steps run on a view of it."""
+        return self._verified.original
 
     @property
     def generation_config(self) -> GenerationConfig:
         """The model's own generation config."""
-        config: GenerationConfig = self._verified.model.generation_config
+        config: GenerationConfig = self._verified.original.generation_config
         return config
 
     @property
@@ -96,6 +96,8 @@ class LoadedModel:
         Raises:
             ConfigError: an option is out of its bounds, or cannot be had on this device.
             InsufficientMemoryError: the KV cache does not fit.
+            ModelChangedError: modules of the model were exchanged since it was verified, or it was
+                moved or converted.
             UnsupportedFeatureError: the generation config asks for what this engine does not do,
                 and drop_unsupported_processors is off.
         """
@@ -162,7 +164,7 @@ class LoadedModel:
 
         Raises:
             InvalidRequestError: an unknown keyword.
-            ConfigError, InsufficientMemoryError, UnsupportedFeatureError: see
+            ConfigError, InsufficientMemoryError, ModelChangedError, UnsupportedFeatureError: see
                 `init_continuous_batching`.
         """
         max_new_tokens = kwargs.pop("max_new_tokens", None)
@@ -207,6 +209,7 @@ class LoadedModel:
         kept = self._kept.take(settings)
         if kept is not None:
             return kept
+        self._verified.refresh()
         return build_manager(
             self._verified,
             config,
@@ -255,7 +258,8 @@ def from_model(
     tokenizer_path: str | Path | None = None,
     attention: AttentionName = "auto",
 ) -> LoadedModel:
-    """Verify a model that is in memory. Its attention implementation is exchanged for ours.
+    """Verify a model that is in memory. It stays as it is: steps run on a view of it, which shares
+    its weights.
 
     Args:
         model: in evaluation mode.

@@ -83,6 +83,8 @@ class NativeAttentionBackend(AttentionBackend):
         """Attend; see the base class."""
         if not isinstance(metadata, NativeMetadata):
             raise TypeError(f"metadata of another backend: {type(metadata).__name__}")
+        if query.dtype is not cache.keys.dtype:  # the kernel would read beyond the numbers
+            raise TypeError(f"queries of {query.dtype}, and a cache of {cache.keys.dtype}")
         query, key, value = (_rows_in_one_piece(tensor) for tensor in (query, key, value))
         num_heads, num_tokens, key_dim = query.shape
         output = query.new_empty((num_tokens, num_heads, value.shape[-1]))

@@ -20,7 +20,7 @@ from engine.attention.native_backend import DTYPES, NativeAttentionBackend
 from engine.attention.opaque import attend_by_number
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.config import DEFAULT_BLOCK_SIZE, AttentionName
-from engine.errors import ConfigError
+from engine.errors import ConfigError, NoStepError
 from engine.native.library import NativeUnavailableError, load_library
 
 logger = logging.getLogger(__name__)
@@ -58,8 +58,13 @@ def paged_attention(
 
     Returns:
         [1, T, Hq, Dv], and no weights.
+
+    Raises:
+        NoStepError: there is no context.
     """
-    context: AttentionContext | int = kwargs[CONTEXT_KEYWORD]
+    context: AttentionContext | int | None = kwargs.get(CONTEXT_KEYWORD)
+    if context is None:
+        raise NoStepError(ATTENTION_NAME)
     layer: Any = module.layer_idx  # an int on every attention layer; the load gate saw to that
     if scaling is None:
         scaling = query.shape[-1] ** -0.5

@@ -33,11 +33,10 @@ from engine.attention.base import (
 )
 from engine.attention.registry import (
     ATTENTION_NAME,
-    CONTEXT_KEYWORD,
     AttentionUnavailableError,
 )
 from engine.batch import ScheduledBatch, ScheduledRequest
-from engine.errors import ModelRefusedError
+from engine.errors import ModelRefusedError, NoStepError
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import GenerationRequest, Request
 from engine.runner.forward import ModelForward
@@ -441,9 +440,7 @@ def _paged_logits(
     name = type(model).__name__
     try:
         logits = runner.logits(ScheduledBatch(step, sum(part.num_tokens for part in step)))
-    except KeyError as error:
-        if error.args != (CONTEXT_KEYWORD,):
-            raise
+    except NoStepError as error:
         raise ModelRefusedError(
             f"{name} does not hand the keyword arguments of its forward on to its attention, so "
             "the paged KV cache cannot reach it"

@@ -1,6 +1,6 @@
 """From a model's path to a runner: read, verify, size the cache, wire.
 
-    path ─▶ config ─▶ check_config ─▶ weights ─▶ pack, fuse ─▶ probe_layers, self_check
+    path ─▶ config ─▶ check_config ─▶ weights ─▶ pack ─▶ view ─▶ fuse ─▶ probe_layers, self_check
            └────────────────────────────────── load_model ──────────────────────────────────┘
     ─▶ measure_step ─▶ plan_cache ─▶ ModelRunner
        └──────────── build_runner ────────────┘
@@ -40,7 +40,7 @@ from engine.config import (
     LoadConfig,
     RankPlace,
 )
-from engine.errors import ModelRefusedError
+from engine.errors import ModelChangedError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
 from engine.runner.compile import compile_model, compile_options
 from engine.runner.cuda_graph import CudaGraphBackend, GraphBackend
@@ -56,6 +56,7 @@ from engine.runner.options import resolve_options
 from engine.runner.packing import Packing, choose_packing, pack_model
 from engine.runner.profiling import DeviceMemory, device_memory, measure_step
 from engine.runner.sharding import check_plan, sharding, whole_logits
+from engine.runner.view import ModelView
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.types import TokenId
@@ -72,9 +73,11 @@ class VerifiedModel:
     """A model in memory that passed the load gate.
 
     Attributes:
-        model: the transformers model, with our attention implementation.
+        model: what steps run: a view of `original` with our attention implementation.
+        original: the transformers model, as its owner has it. A divided model has no view: it is
+            the engine's own.
         path: its local directory.
-        device, backend, probe: where it runs, and what the gate learnt.
+        device, dtype, backend, probe: where and in what it runs, and what the gate learnt.
         context_length: the longest request that the model allows, in tokens.
         vocab_size: token ids that embedding and logits both have.
         parameters: how many it has, packed or not.
@@ -83,11 +86,14 @@ class VerifiedModel:
         ranks: the processes among which the model is divided; None: this one has all of it.
         leader: rank 0's door to the others; None: this is another rank, or there are none.
         step_bytes: what steps were measured to take, by the largest step and the block size.
+        view: joins `model` and `original`; None: they are one.
     """
 
     model: PreTrainedModel
+    original: PreTrainedModel
     path: Path
     device: torch.device
+    dtype: torch.dtype
     backend: AttentionBackend
     probe: ModelProbe
     context_length: int
@@ -98,6 +104,24 @@ class VerifiedModel:
     ranks: Ranks | None = None
     leader: Leader | None = None
     step_bytes: dict[tuple[StepLimits, int], int] = field(default_factory=dict)
+    view: ModelView | None = None
+
+    def refresh(self) -> None:
+        """Take over what the owner has set on the model since; called where steps may follow his
+        own work on it.
+
+        Raises:
+            ModelChangedError: he has exchanged modules, or moved or converted it.
+        """
+        if self.view is None:
+            return
+        self.view.refresh()
+        device, dtype = self.original.device, self.original.dtype
+        if (device, dtype) != (self.device, self.dtype):
+            raise ModelChangedError(
+                f"the model was verified as {self.dtype} on {self.device}, and is {dtype} on "
+                f"{device} now"
+            )
 
     def end(self) -> None:
         """Let the other ranks end, if there are any. Harmless if they have."""
@@ -227,10 +251,11 @@ def verify_model(
     block_size: int = DEFAULT_BLOCK_SIZE,
     ranks: Ranks | None = None,
 ) -> VerifiedModel:
-    """Put a model that is in memory through the load gate, and give it our attention.
+    """Put a model that is in memory through the load gate. Its steps run on a view of it (see
+    `engine.runner.view`), which has our attention, and whose layers are fused.
 
     Args:
-        model: it; its modules are exchanged if its weights are packed.
+        model: it; its modules are exchanged if its weights are packed, and else it stays as it is.
         path: its local directory.
         progress: gets a line for each stage.
         attention: see LoadConfig.
@@ -252,6 +277,10 @@ def verify_model(
     parameters = model.num_parameters()  # packed weights are none any more
     if packing is not None:
         progress(str(pack_model(model, packing)))
+    original, view = model, None
+    if ranks is None:  # a divided model has hooks that are bound to its own modules
+        view = ModelView.of(original)
+        model = view.model
     if fuse is not None:
         progress(str(fuse_model(model) if fuse == "kernels" else join_products(model)))
     try:
@@ -271,8 +300,10 @@ def verify_model(
         leader = Leader(ranks)
     return VerifiedModel(
         model=model,
+        original=original,
         path=path,
         device=model.device,
+        dtype=model.dtype,
         backend=backend,
         probe=probe,
         context_length=context_length(text_config),
@@ -282,6 +313,7 @@ def verify_model(
         default_sampling=default_sampling(model.generation_config),
         ranks=ranks,
         leader=leader,
+        view=view,
     )
 
 
@@ -401,7 +433,7 @@ def free_memory(verified: VerifiedModel) -> tuple[int, int]:
 def _compiled_forward(
     verified: VerifiedModel, config: ContinuousBatchingConfig, kv: KVTensors
 ) -> ModelForward:
-    fallback = getattr(verified.model.generation_config, "compile_config", None)
+    fallback = getattr(verified.original.generation_config, "compile_config", None)
     compiled = compile_model(verified.model, compile_options(config, fallback), verified.device)
     return ModelForward(verified.model, kv, verified.backend, compiled)
 
@@ -437,7 +469,7 @@ def _load_weights(
             path,
             config=config,
             dtype=dtype,
-            attn_implementation="eager",
+            attn_implementation=None,  # its owner's is the usual one, whatever the file says
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,

@@ -193,19 +193,15 @@ def test_return_logprobs(llama: LoadedModel) -> None:
         max_new_tokens=10,
         progress_bar=False,
     )
-    llama.model.set_attn_implementation("eager")
-    try:
-        for output in outputs.values():
-            ids = torch.tensor([output.prompt_ids + output.generated_tokens])
-            with torch.inference_mode():
-                logprobs = torch.log_softmax(llama.model(ids).logits[0].float(), dim=-1)
-            first = len(output.prompt_ids) - 1
-            right = [
-                logprobs[first + i, token].item() for i, token in enumerate(output.generated_tokens)
-            ]
-            assert output.logprobs == pytest.approx(right, abs=1e-5)
-    finally:
-        llama.model.set_attn_implementation("headrace_paged")
+    for output in outputs.values():
+        ids = torch.tensor([output.prompt_ids + output.generated_tokens])
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(llama.model(ids).logits[0].float(), dim=-1)
+        first = len(output.prompt_ids) - 1
+        right = [
+            logprobs[first + i, token].item() for i, token in enumerate(output.generated_tokens)
+        ]
+        assert output.logprobs == pytest.approx(right, abs=1e-5)
 
 
 def test_logprobs_are_off_unless_asked_for(llama: LoadedModel) -> None:
@@ -259,25 +255,21 @@ def test_repetition_penalty_equals_generates_under_chunks_and_preemption(
     manager.stop()
     assert manager.stats().preemptions > 0
     outputs = {output.request_id: output.generated_tokens for output in manager}
-    llama.model.set_attn_implementation("eager")
-    try:
-        for index, prompt in enumerate(prompts):
-            ids = torch.tensor([prompt])
-            right = llama.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=14,
-                min_new_tokens=14,
-                do_sample=False,
-                repetition_penalty=1.7,
-                pad_token_id=0,
-            )
-            free = right[0, len(prompt) :].tolist()
-            ours = outputs[str(index)]
-            if 2 not in ours:  # min_new_tokens keeps the eos out of the reference
-                assert ours == free
-    finally:
-        llama.model.set_attn_implementation("headrace_paged")
+    for index, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt])
+        right = llama.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=14,
+            min_new_tokens=14,
+            do_sample=False,
+            repetition_penalty=1.7,
+            pad_token_id=0,
+        )
+        free = right[0, len(prompt) :].tolist()
+        ours = outputs[str(index)]
+        if 2 not in ours:  # min_new_tokens keeps the eos out of the reference
+            assert ours == free
 
 
 def test_all_errors_are_ours(llama: LoadedModel) -> None:

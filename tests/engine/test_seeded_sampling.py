@@ -141,14 +141,10 @@ def test_ends(model: LoadedModel) -> None:
 
 def _generated(model: LoadedModel, prompt: list[int], **options: Any) -> list[int]:
     """What `generate` gives, greedily."""
-    model.model.set_attn_implementation("eager")
-    try:
-        ids = torch.tensor([prompt])
-        right = model.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **options
-        )
-    finally:
-        model.model.set_attn_implementation("headrace_paged")
+    ids = torch.tensor([prompt])
+    right = model.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **options
+    )
     tokens: list[int] = right[0, len(prompt) :].tolist()
     return tokens
 

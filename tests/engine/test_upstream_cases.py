@@ -112,19 +112,15 @@ def test_log_probabilities(loaded: Load, options: dict[str, Any]) -> None:
     outputs = model.generate_batch(
         PROMPTS, continuous_batching_config=config, max_new_tokens=NEW_TOKENS, progress_bar=False
     )
-    model.model.set_attn_implementation("eager")
-    try:
-        for output in outputs.values():
-            ids = torch.tensor([output.prompt_ids + output.generated_tokens])
-            with torch.inference_mode():
-                logprobs = torch.log_softmax(model.model(ids).logits[0].float(), dim=-1)
-            first = len(output.prompt_ids) - 1
-            right = [
-                logprobs[first + i, token].item() for i, token in enumerate(output.generated_tokens)
-            ]
-            assert output.logprobs == pytest.approx(right, abs=1e-5)
-    finally:
-        model.model.set_attn_implementation("headrace_paged")
+    for output in outputs.values():
+        ids = torch.tensor([output.prompt_ids + output.generated_tokens])
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(model.model(ids).logits[0].float(), dim=-1)
+        first = len(output.prompt_ids) - 1
+        right = [
+            logprobs[first + i, token].item() for i, token in enumerate(output.generated_tokens)
+        ]
+        assert output.logprobs == pytest.approx(right, abs=1e-5)
 
 
 # ---- streams and handlers ------------------------------------------------------------------------
@@ -250,20 +246,16 @@ def test_history_counts_across_chunks_and_preemption(
     generation = GenerationConfig(**processor, do_sample=False, eos_token_id=2)
     config = ContinuousBatchingConfig(**{"block_size": 8, "num_blocks": 64, **options})
     ours = generate(model, PROMPTS, generation_config=generation, continuous_batching_config=config)
-    model.model.set_attn_implementation("eager")
-    try:
-        for prompt, tokens in zip(PROMPTS, ours, strict=True):
-            ids = torch.tensor([prompt])
-            right = model.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=generation,
-                max_new_tokens=NEW_TOKENS,
-                pad_token_id=0,
-            )
-            assert tokens == right[0, len(prompt) :].tolist()
-    finally:
-        model.model.set_attn_implementation("headrace_paged")
+    for prompt, tokens in zip(PROMPTS, ours, strict=True):
+        ids = torch.tensor([prompt])
+        right = model.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=generation,
+            max_new_tokens=NEW_TOKENS,
+            pad_token_id=0,
+        )
+        assert tokens == right[0, len(prompt) :].tolist()
     assert ours != [greedy_reference(model.model, prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 

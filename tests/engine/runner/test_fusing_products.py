@@ -525,17 +525,19 @@ def test_the_option(saved: Path) -> None:
     prompts = make_prompts(LENGTHS)
     reference = [greedy_reference(_model(), prompt, NEW) for prompt in prompts]
     lines: list[str] = []
-    load_model(str(saved), LoadConfig(threads=1, fuse_layers=True), lines.append)
+    verified = load_model(str(saved), LoadConfig(threads=1, fuse_layers=True), lines.append)
+    assert len(_joined(verified.model)) == 6
     joined = [line for line in lines if line.startswith("joined: ")]
     assert joined == [
         "joined: queries, keys and values of 3 attentions and both halves of 3 gated layers are "
         "one product each"
     ]
     loaded: LoadedModel = load(str(saved), threads=1, fuse_layers=True)
-    assert len(_joined(loaded.model)) == 6
+    assert not _joined(loaded.model), "its owner's modules stay as they are"
     outputs = loaded.generate_batch(prompts, max_new_tokens=NEW, progress_bar=False)
     assert [outputs[f"req_{i}"].generated_tokens for i in range(len(prompts))] == reference
-    assert not _joined(load(str(saved), threads=1).model), "by default not on a CPU"
+    verified = load_model(str(saved), LoadConfig(threads=1), lines.append)
+    assert not _joined(verified.model), "by default not on a CPU"
 
 
 def test_the_report() -> None:
