@@ -51,6 +51,10 @@ class ServiceConfig:
             1,000,000.
         max_streams_per_connection: how many calls of a connection may be open; its client waits
             with more. 1 to 1,000,000.
+        max_sessions, max_sessions_per_identity: how many sessions may be open, of all and of one
+            identity; 1 to 1,000,000; 0 to 1,000,000, 0: all of them.
+        max_watches: how many health Watches may be open, and how many WatchStatistics; 1 to
+            1,000,000.
         message_timeout_s: within what time the message of a call that has one must be there; 0.1 s
             to an hour.
         max_connection_age_s: after about how long a connection is closed to new calls, so that
@@ -107,6 +111,9 @@ class ServiceConfig:
     keepalive_interval_s: float = 60.0
     max_connections: int = 1024
     max_streams_per_connection: int = 256
+    max_sessions: int = 1024
+    max_sessions_per_identity: int = 0
+    max_watches: int = 256
     message_timeout_s: float = 20.0
     max_connection_age_s: float = 0.0
     max_connection_age_grace_s: float = 0.0
@@ -152,6 +159,9 @@ class ServiceConfig:
         _within("keepalive_interval_s", self.keepalive_interval_s, 10, DAY_S)
         _within("max_connections", self.max_connections, 1, 1_000_000)
         _within("max_streams_per_connection", self.max_streams_per_connection, 1, 1_000_000)
+        _within("max_sessions", self.max_sessions, 1, 1_000_000)
+        _within("max_sessions_per_identity", self.max_sessions_per_identity, 0, 1_000_000)
+        _within("max_watches", self.max_watches, 1, 1_000_000)
         _within("message_timeout_s", self.message_timeout_s, 0.1, 3600)
         if self.max_connection_age_s:
             _within("max_connection_age_s", self.max_connection_age_s, 1, 20 * DAY_S)

@@ -3,7 +3,8 @@
 The empty name answers for the process: SERVING as soon as it serves anything. The services' names
 answer for their readiness: NOT_SERVING while the model loads, when the engine has stopped and when
 the server drains; those of services that need no model are always SERVING. Watches end when it
-drains: an open one would hold the shutdown for its whole grace.
+drains: an open one would hold the shutdown for its whole grace. Anybody may watch, so there is a
+bound on Watches; Check and List need no place.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from service.places import Places
+
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -23,15 +26,19 @@ _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped base
     """Answers health checks."""
 
-    def __init__(self, services: Iterable[str], always: Iterable[str] = ()) -> None:
+    def __init__(
+        self, services: Iterable[str], always: Iterable[str] = (), *, watches: Places
+    ) -> None:
         """Nothing is ready yet.
 
         Args:
             services: names that become ready with the model.
+            watches: the places that Watches take.
             always: names that need no model.
         """
         self._ready = dict.fromkeys(services, False)
         self._always = tuple(always)
+        self._watches = watches
         self._changed = asyncio.Event()
         self._ending = False
 
@@ -76,6 +83,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """The status of one service, now and whenever it changes, until the server drains."""
+        self._watches.take(context)
         last = None
         while True:
             changed = self._changed

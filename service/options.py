@@ -144,6 +144,30 @@ class NetworkOptions:
             _NETWORK,
         ),
     ] = 256
+    max_sessions: Annotated[
+        int,
+        _option(
+            "max-sessions",
+            "How many sessions may be open.",
+            _NETWORK,
+        ),
+    ] = 1024
+    max_sessions_per_identity: Annotated[
+        int,
+        _option(
+            "max-sessions-per-identity",
+            "How many of those one identity may have; 0: all of them.",
+            _NETWORK,
+        ),
+    ] = 0
+    max_watches: Annotated[
+        int,
+        _option(
+            "max-watches",
+            "How many health Watches may be open, and how many WatchStatistics.",
+            _NETWORK,
+        ),
+    ] = 256
     message_timeout_s: Annotated[
         float,
         _option(

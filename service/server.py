@@ -63,6 +63,7 @@ from service.delivery.registry import Registry
 from service.health import HealthServicer
 from service.interceptors import Authentication, MethodNames, Readiness, Recovery
 from service.listening import UnixSockets, bind
+from service.places import Kind, Places
 from service.reading import Reading
 from service.reflection import add_reflection
 from service.servicers.control import ControlServicer
@@ -92,6 +93,23 @@ TokenizerLoader = Callable[[ModelInfo], Tokenizer]
 def load_tokenizer(info: ModelInfo) -> Tokenizer:
     """The tokenizer of the loaded model."""
     return Tokenizer.load(Path(info.path), info.vocab_size)
+
+
+def _sessions(config: ServiceConfig) -> Kind:
+    return Kind(
+        name="sessions",
+        reason="TOO_MANY_SESSIONS",
+        option="max_sessions",
+        limit=config.max_sessions,
+        option_of_identity="max_sessions_per_identity",
+        limit_of_identity=config.max_sessions_per_identity or None,
+    )
+
+
+def _watches(config: ServiceConfig, name: str) -> Kind:
+    return Kind(
+        name=name, reason="TOO_MANY_WATCHES", option="max_watches", limit=config.max_watches
+    )
 
 
 class HeadraceServer:
@@ -152,7 +170,13 @@ class HeadraceServer:
         )
         self._pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="headrace-text")
         has_control = any(config.serves_control(parse_address(text)) for text in config.listen)
-        self._health = HealthServicer(SERVICES, (CONTROL,) if has_control else ())
+        self._health = HealthServicer(
+            SERVICES,
+            (CONTROL,) if has_control else (),
+            watches=Places(_watches(config, "health Watches"), clock, jitter),
+        )
+        self._sessions = Places(_sessions(config), clock, jitter)
+        self._watches = Places(_watches(config, "WatchStatistics"), clock, jitter)
         self._telemetry = telemetry.Telemetry()
         self._servers: dict[bool, grpc.aio.Server] = {}  # by whether they serve ControlService
         self._authenticator = Authenticator(None)
@@ -222,14 +246,14 @@ class HeadraceServer:
             options=grpc_options(self._config),
         )
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
-            GenerationServicer(self.state), server
+            GenerationServicer(self.state, self._sessions), server
         )
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.state), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = [*SERVICES, _HEALTH]
         if has_control:
             control_service_pb2_grpc.add_ControlServiceServicer_to_server(
-                ControlServicer(self.control), server
+                ControlServicer(self.control, self._watches), server
             )
             names.insert(0, CONTROL)
         add_reflection(server, names)

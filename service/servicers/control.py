@@ -18,13 +18,16 @@ from service.auth import current_permit
 from service.control import Control
 from service.convert import control as convert
 from service.convert.unknown import refuse_unknown
+from service.places import Places
 
 
 class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
     """Answers ControlService."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, watches: Places) -> None:
+        """`watches`: the places that open WatchStatistics take."""
         self._control = control
+        self._watches = watches
 
     # Looking
 
@@ -46,6 +49,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         permit = current_permit()
         refuse_unknown(request)
         interval_s = convert.interval_of(request)
+        self._watches.take(context, permit.caller.identity)
         ending = self._control.ending
         before = None
         while True:

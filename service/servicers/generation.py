@@ -30,6 +30,7 @@ from service.delivery.events import at_most
 from service.delivery.log import RequestLog
 from service.delivery.session import MAX_BATCH_BYTES, ResultStream
 from service.errors import FieldError
+from service.places import Places
 from service.servicers.commands import CommandReader
 from service.servicers.submit import spec_of, start_request
 from service.state import FrontEnd, ServerState
@@ -41,8 +42,10 @@ MAX_WAIT_S = 60.0
 class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     """Answers GenerationService."""
 
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ServerState, sessions: Places) -> None:
+        """`sessions`: the places that sessions take."""
         self._state = state
+        self._sessions = sessions
 
     # Starting requests
 
@@ -111,6 +114,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[generation_service_pb2.StreamResultResponse]:
         """A session: the reader carries out commands, and this writer sends what they bring."""
         front, permit = self._state.front, current_permit()
+        self._sessions.take(context, permit.caller.identity)
         stream = ResultStream(front.registry, is_session=True)
         context.add_done_callback(lambda _: stream.lost())
         reader = asyncio.create_task(
