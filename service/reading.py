@@ -180,25 +180,16 @@ class Reading(grpc.aio.ServerInterceptor):
         self._patience = _Patience(patience_s)
         places = max(2, min(MAX_TURNS, OPEN_BYTES // max_receive_bytes))
         self._turns = _Turns(places, self._patience)
-        self._handlers: dict[str, Handler] = {}
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
-        """Take one RPC's handler apart; that of a method is always the same."""
-        method = str(handler_call_details.method)
-        found = self._handlers.get(method)
-        if found is None:
-            handler = await continuation(handler_call_details)
-            if handler is None:  # an unknown method
-                return None
-            found = self._handlers[method] = self._reads(method, handler)
-        return found
-
-    def _reads(self, method: str, handler: Handler) -> Handler:
-        source: Any = handler
-        if source.request_streaming:
+        """Make one RPC's handler read its message."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:  # None: an unknown method
             return handler
+        source: Any = handler
+        method = str(handler_call_details.method)
         is_open = method.startswith(OPEN_TO_EVERYONE)
         read = self._read_open if is_open else self._read
         wrapped: Any
