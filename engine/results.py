@@ -189,6 +189,8 @@ class ResultRouter:
                 )
             )
         with self._changed:
+            if spec.request_id in self._requests:  # its first choice may have been read
+                raise DuplicateRequestError(spec.request_id)
             for choice in request.choices:
                 if choice.name in self._choices:
                     raise DuplicateRequestError(choice.name)

@@ -427,6 +427,29 @@ def test_a_choices_name_is_taken(forks: Rig) -> None:
     admit(forks, "b", 2)
 
 
+def test_a_refused_duplicate_takes_nothing_from_the_live_one() -> None:
+    """Its first choice has ended and was read; the second one's end is still to come."""
+    core, _, _ = make_core(num_blocks=64)
+    router = ResultRouter(core.finish)
+    finders = iter([_stop_at(2), _stop_at(99)])
+    spec = dataclasses.replace(make_request("a", [4, 5], 6), n=2)
+    router.expect(spec, 100.0, make_stop_finder=lambda: next(finders)(("x",)))
+    core.add(spec, 100.0)
+    first = None
+    while first is None:
+        router.accept(core.step())
+        first = router.get("a", 0)
+    assert first.is_finished()
+    with pytest.raises(DuplicateRequestError):
+        router.expect(make_request("a", [7], 1), 101.0)
+    while core.has_work:
+        router.accept(core.step())
+    second = router.get("a__child#0", 0)
+    assert second is not None
+    assert second.generated_tokens == expected_tokens([4, 5], 6, choice=1)
+    router.expect(make_request("a", [7], 1), 102.0)  # now the id is free
+
+
 # ---- a stop finder's own failure ---------------------------------------------------------------
 
 
