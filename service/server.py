@@ -71,6 +71,7 @@ from service.servicers.generation import GenerationServicer
 from service.servicers.model import ModelServicer
 from service.state import Drain, FrontEnd, Phase, ServerState
 from service.supervision import RESTART_DELAY_S, Supervisor
+from service.text_pool import THREADS, TextPool
 from service.tls import Tls
 from service.transport import grpc_options, most_received
 
@@ -82,7 +83,6 @@ SERVICES = (
 )
 CONTROL = control_service_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-_TEXT_THREADS = 2
 _CALLS_GRACE_S = 3.0
 _CONNECTIONS_GRACE_S = 2.0
 _CANCEL_GRACE_S = 5.0
@@ -168,7 +168,9 @@ class HeadraceServer:
                 max_pause_s=config.max_pause_s,
             ),
         )
-        self._pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="headrace-text")
+        # One more, which loads tokenizers.
+        self._threads = ThreadPoolExecutor(THREADS + 1, thread_name_prefix="headrace-text")
+        self._text_pool = TextPool(self._threads, clock)
         has_control = any(config.serves_control(parse_address(text)) for text in config.listen)
         self._health = HealthServicer(
             SERVICES,
@@ -277,7 +279,7 @@ class HeadraceServer:
             self._telemetry.metrics.engine_starts()
         info = await self._client.start(self._on_step, self._progress)
         tokenizer = await asyncio.get_running_loop().run_in_executor(
-            self._pool, self._load_tokenizer, info
+            self._threads, self._load_tokenizer, info
         )
         await self.control.engine_started()
         self.state.loaded(self._front_end(info, tokenizer))
@@ -292,7 +294,12 @@ class HeadraceServer:
 
     def _front_end(self, info: ModelInfo, tokenizer: Tokenizer) -> FrontEnd:
         config = self._config
-        encoder = InputEncoder(tokenizer, self._pool)
+        encoder = InputEncoder(
+            tokenizer,
+            self._text_pool,
+            max_context_tokens=info.max_context_tokens,
+            max_receive_bytes=config.max_receive_bytes,
+        )
         limits = RequestLimits(
             default_max_tokens=config.default_max_tokens,
             default_time_limit_s=config.default_time_limit_s or None,
@@ -309,6 +316,7 @@ class HeadraceServer:
             converter=Converter(info, tokenizer, encoder, limits),
             responder=Responder(tokenizer, self.instance_id),
             registry=self.registry,
+            text_pool=self._text_pool,
             max_lease_s=config.max_lease_s,
         )
 
@@ -421,6 +429,7 @@ class HeadraceServer:
         for task in (self._loading, self._watching, self._polling):
             if task is not None:
                 await asyncio.gather(task, return_exceptions=True)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._text_pool.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self.sockets.unlink()
         await self._telemetry.shutdown()

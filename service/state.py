@@ -16,6 +16,7 @@ from service.convert.request import Converter
 from service.convert.response import Responder
 from service.delivery.registry import Registry
 from service.errors import NotReadyError
+from service.text_pool import TextPool
 
 
 class Phase(enum.Enum):
@@ -54,6 +55,7 @@ class FrontEnd:
     converter: Converter
     responder: Responder
     registry: Registry
+    text_pool: TextPool
     max_lease_s: float
 
 

@@ -24,6 +24,9 @@ from engine.text.chat_template import ChatTemplates
 from engine.text.files import read_tokenizer_files
 from engine.text.pieces import PieceRules, encode_utf8, read_decoder
 
+_FEW_IDS = 256
+"""So many ids are decoded in less time than another thread takes to give the lock back."""
+
 
 class PieceTable(dict[int, bytes]):
     """Token id → the bytes it puts into the text; filled on first use, and never larger than the
@@ -75,6 +78,7 @@ class Tokenizer:
         self._vocab_size = vocab_size or max(
             backend.get_vocab_size(with_added_tokens=True), highest
         )
+        self._longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         decoder: Any = backend.decoder  # its pickled state is its part of tokenizer.json
         self._rules = read_decoder(None if decoder is None else json.loads(decoder.__getstate__()))
         self._tables = {
@@ -104,6 +108,13 @@ class Tokenizer:
         tokenizer's.
         """
         return self._vocab_size
+
+    @property
+    def longest_token(self) -> int:
+        """The length of the longest token's name, in characters: no token of a text stands for
+        more of it.
+        """
+        return self._longest_token
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
@@ -152,7 +163,12 @@ class Tokenizer:
             InvalidRequestError: the text has lone surrogates.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # As a batch of one: `encode` holds the interpreter's lock all the while, and works out
+            # where in the text each token was.
+            [encoding] = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            ids: list[int] = encoding.ids
         except (UnicodeError, TypeError) as error:
             raise InvalidRequestError("text", "is not valid Unicode") from error
         return ids
@@ -165,12 +181,17 @@ class Tokenizer:
             InvalidRequestError: an id is negative or above 32 bits.
         """
         try:
-            text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            if len(ids) <= _FEW_IDS:
+                return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+            # As a batch of one: `decode` holds the interpreter's lock all the while.
+            [text] = self._backend.decode_batch(
+                [list(ids)], skip_special_tokens=skip_special_tokens
+            )
         except OverflowError as error:
             raise InvalidRequestError(
                 "token_ids", f"must be between 0 and {self._vocab_size - 1}"
             ) from error
-        return text
+        return str(text)
 
     def token_text(self, token_id: int) -> str:
         """One token's own text; a part of a character shows as U+FFFD. Such texts are not to be

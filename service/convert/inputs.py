@@ -1,25 +1,31 @@
 """What a request continues, as token ids: text, tokens or a conversation; then truncation.
 
-Tokenizing a long text takes milliseconds to seconds, in which nothing else would be served: it
-goes to a small pool of threads (the tokenizer releases the interpreter's lock).
+Tokenizing takes about a second for each megabyte, so only short texts are tokenized on the event
+loop; others go to `service.text_pool`, whose callers have equal shares of it. A text that could not
+fit the model's context, were each of its tokens the longest one of the vocabulary, is refused
+before it is tokenized.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 from headrace.v1 import generation_pb2
 
 from engine.errors import InvalidRequestError
 from engine.text import Tokenizer
 from service.convert.values import check_enum, from_struct
+from service.text_pool import TextPool
 
-INLINE_CHARACTERS = 4096
-"""Texts up to this length are tokenized at once, on the event loop."""
+INLINE_CHARACTERS = 1024
+"""Texts up to this length are tokenized at once, on the event loop: at worst about 1 ms."""
+INLINE_IDS = 1024
+"""So are this many ids turned into text, or described."""
+BYTES_OF_ID = 8
+"""What an id counts for in the pool."""
+LAID_OUT = 2
+"""How many times the largest message a text may come to once a template has laid it out."""
 MAX_MESSAGES = 4096
 
 _ROLES = {
@@ -32,54 +38,108 @@ _ROLES = {
 
 
 class InputEncoder:
-    """Makes token ids of inputs."""
+    """Makes token ids of inputs, and text of token ids. Each method raises what
+    `TextPool.run` does, where there is too much to do already.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        pool: TextPool,
+        *,
+        max_context_tokens: int,
+        max_receive_bytes: int,
+    ) -> None:
+        """An encoder for one loaded model.
+
+        Args:
+            tokenizer: the model's.
+            pool: where long texts are worked on.
+            max_context_tokens: of the model; bounds what is tokenized to fit it.
+            max_receive_bytes: the largest message that is received; bounds all other texts.
+        """
         self._tokenizer = tokenizer
         self._pool = pool
+        self._longest = tokenizer.longest_token
+        self._fitting = max_context_tokens * self._longest
+        self._most = LAID_OUT * max_receive_bytes
 
-    async def encode_text(self, text: generation_pb2.TextInput) -> list[int]:
-        """The token ids of a text."""
+    async def encode_text(
+        self, identity: str, text: generation_pb2.TextInput, *, fits: bool = False
+    ) -> list[int]:
+        """The token ids of a text.
+
+        Args:
+            identity: whose it is.
+            text: what to tokenize.
+            fits: whether it is to fit the model's context as a whole; what cannot is refused
+                before it is tokenized.
+
+        Raises:
+            InvalidRequestError: the text is too long.
+        """
         special = text.add_special_tokens if text.HasField("add_special_tokens") else True
-        return await self._encode(text.text, special)
+        content = text.text
+        self._check_length("text.text", content, fits=fits)
+        if len(content) <= INLINE_CHARACTERS:
+            return self._tokenizer.encode(content, add_special_tokens=special)
+        return await self._pool.run(
+            identity,
+            len(content),
+            lambda: self._tokenizer.encode(content, add_special_tokens=special),
+        )
 
-    async def encode_chat(self, chat: generation_pb2.ChatInput) -> list[int]:
-        """The token ids of a conversation, laid out by the tokenizer's template."""
-        messages = _messages(chat)
-        arguments: dict[str, Any] = {
-            "tools": [_tool(tool, index) for index, tool in enumerate(chat.tools)] or None,
-            "add_generation_prompt": (
-                chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
-            ),
-            "continue_final_message": chat.continue_final_message,
-            "template_arguments": from_struct(chat.template_arguments, "chat.template_arguments"),
-        }
+    async def encode_chat(
+        self, identity: str, chat: generation_pb2.ChatInput, *, fits: bool = False
+    ) -> list[int]:
+        """The token ids of a conversation, laid out by the tokenizer's template. Arguments as of
+        `encode_text`.
 
-        def render() -> str:
-            return self._tokenizer.apply_chat_template(messages, **arguments)
-
-        # A template is a program: it never runs on the event loop.
-        text = await asyncio.get_running_loop().run_in_executor(self._pool, render)
-        return await self._encode(text, False)
-
-    async def _encode(self, text: str, special: bool) -> list[int]:
-        if len(text) <= INLINE_CHARACTERS:
-            return self._tokenizer.encode(text, add_special_tokens=special)
+        Raises:
+            InvalidRequestError: a message, tool or argument is wrong, or the text is too long.
+            ChatTemplateUnavailableError: there is no template.
+        """
 
         def encode() -> list[int]:
-            return self._tokenizer.encode(text, add_special_tokens=special)
+            text = self._tokenizer.apply_chat_template(
+                _messages(chat),
+                tools=[_tool(tool, index) for index, tool in enumerate(chat.tools)] or None,
+                add_generation_prompt=(
+                    chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
+                ),
+                continue_final_message=chat.continue_final_message,
+                template_arguments=from_struct(chat.template_arguments, "chat.template_arguments"),
+            )
+            self._check_length("chat.messages", text, fits=fits)
+            return self._tokenizer.encode(text, add_special_tokens=False)
 
-        return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
+        # A template is a program: it never runs on the event loop.
+        return await self._pool.run(identity, chat.ByteSize(), encode)
 
-    async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of token ids."""
+    async def decode(self, identity: str, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of token ids, of which there are not too many."""
 
         def decode() -> str:
             return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-        if len(ids) <= INLINE_CHARACTERS // 4:
+        if len(ids) <= INLINE_IDS:
             return decode()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, decode)
+        return await self._pool.run(identity, BYTES_OF_ID * len(ids), decode)
+
+    def _check_length(self, field: str, text: str, *, fits: bool) -> None:
+        if fits and len(text) > self._fitting:
+            raise InvalidRequestError(
+                field,
+                f"comes to {len(text)} characters; at most {self._fitting} can fit "
+                f"(limits.max_context_tokens, each of at most {self._longest} characters): "
+                "shorten it, or set truncation",
+            )
+        if len(text) > self._most:
+            raise InvalidRequestError(
+                field,
+                f"comes to {len(text)} characters; at most {self._most} are tokenized "
+                f"({LAID_OUT} times limits.max_message_bytes): shorten it",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,19 +136,20 @@ class Converter:
         if output.echo and output.omit_text:
             raise InvalidRequestError("output.echo", "asks for text; it excludes output.omit_text")
         time_limit_s = self._time_limit(spec.scheduling)
-        prompt = await self._prompt(spec)
+        prompt = await self._prompt(identity, spec)
         self._check_prompt_size(options, len(prompt))
         stop = self._stop(spec.stop, len(prompt))
         room = self._info.max_context_tokens - len(prompt)
         check_min_tokens(sampling, stop)
         skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
-        echo = await self._encoder.decode(prompt, skip) if output.echo else ""
+        echo = await self._encoder.decode(identity, prompt, skip) if output.echo else ""
+        include_stop = spec.stop.include_stop  # not by the spec, which would be kept for it
 
         def make_text() -> TextStream:
             return TextStream(
                 self._tokenizer,
                 stop_strings=stop_strings,
-                include_stop=spec.stop.include_stop,
+                include_stop=include_stop,
                 min_tokens=stop.min_tokens,
                 skip_special_tokens=skip,
                 prompt_tail=prompt[-_PROMPT_TAIL:],
@@ -181,9 +182,10 @@ class Converter:
             include_stop=spec.stop.include_stop,
         )
 
-    async def _prompt(self, spec: generation_pb2.GenerationSpec) -> TokenIds:
+    async def _prompt(self, identity: str, spec: generation_pb2.GenerationSpec) -> TokenIds:
         """The token ids of the input, cut as the spec asks for, and not too many."""
         truncation = Truncation.of(spec)
+        whole = truncation.most is None
         match spec.WhichOneof("input"):
             case "tokens":
                 # Those that are left out are not looked at, and no more than fit are.
@@ -201,9 +203,9 @@ class Converter:
                     )
                 )
             case "text":
-                encoded = await self._encoder.encode_text(spec.text)
+                encoded = await self._encoder.encode_text(identity, spec.text, fits=whole)
             case "chat":
-                encoded = await self._encoder.encode_chat(spec.chat)
+                encoded = await self._encoder.encode_chat(identity, spec.chat, fits=whole)
             case _:
                 raise InvalidRequestError("input", "is missing; set one of text, tokens and chat")
         encoded = encoded[truncation.kept(len(encoded))]

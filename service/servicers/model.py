@@ -7,6 +7,8 @@ from typing import Any
 from headrace.v1 import model_service_pb2, model_service_pb2_grpc
 
 from engine.errors import InvalidRequestError
+from service.auth import current_identity
+from service.convert.inputs import BYTES_OF_ID, INLINE_IDS
 from service.convert.unknown import refuse_unknown
 from service.convert.values import check_ids
 from service.errors import FieldError
@@ -36,40 +38,58 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
     ) -> model_service_pb2.TokenizeResponse:
         """Text or a conversation as token ids."""
         refuse_unknown(request)
-        front = self._state.front
+        front, identity = self._state.front, current_identity()
         try:
-            ids = await _encode(front, request)
+            ids = await _encode(front, identity, request)
         except InvalidRequestError as error:
             raise FieldError(error.field, error.description) from error
-        response = model_service_pb2.TokenizeResponse(token_ids=ids)
-        if request.token_details:
-            response.tokens.extend(front.responder.token(token_id) for token_id in ids)
-        return response
+        if not request.token_details:
+            return model_service_pb2.TokenizeResponse(token_ids=ids)
+        if len(ids) > (most := _most_tokens(front)):
+            raise FieldError(
+                "token_details",
+                f"asks for the details of {len(ids)} tokens; at most {most} are described: leave "
+                "it out, or shorten the text",
+            )
+
+        def describe() -> model_service_pb2.TokenizeResponse:
+            return model_service_pb2.TokenizeResponse(
+                token_ids=ids, tokens=map(front.responder.token, ids)
+            )
+
+        if len(ids) <= INLINE_IDS:
+            return describe()
+        return await front.text_pool.run_admitted(identity, BYTES_OF_ID * len(ids), describe)
 
     async def Detokenize(
         self, request: model_service_pb2.DetokenizeRequest, context: Any
     ) -> model_service_pb2.DetokenizeResponse:
         """Token ids as text."""
         refuse_unknown(request)
-        front = self._state.front
+        front, identity = self._state.front, current_identity()
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         try:
             ids = check_ids(
-                request.token_ids,
-                "token_ids",
-                front.info.vocab_size,
-                most=max(MIN_MOST_TOKENS, front.info.max_context_tokens),
+                request.token_ids, "token_ids", front.info.vocab_size, most=_most_tokens(front)
             )
         except InvalidRequestError as error:
             raise FieldError(error.field, error.description) from error
-        return model_service_pb2.DetokenizeResponse(text=await front.encoder.decode(ids, skip))
+        return model_service_pb2.DetokenizeResponse(
+            text=await front.encoder.decode(identity, ids, skip)
+        )
 
 
-async def _encode(front: FrontEnd, request: model_service_pb2.TokenizeRequest) -> list[int]:
+def _most_tokens(front: FrontEnd) -> int:
+    return max(MIN_MOST_TOKENS, front.info.max_context_tokens)
+
+
+async def _encode(
+    front: FrontEnd, identity: str, request: model_service_pb2.TokenizeRequest
+) -> list[int]:
     match request.WhichOneof("input"):
         case "text":
-            return await front.encoder.encode_text(request.text)
+            return await front.encoder.encode_text(identity, request.text)
         case "chat":
-            return await front.encoder.encode_chat(request.chat)
+            return await front.encoder.encode_chat(identity, request.chat)
         case _:
             raise FieldError("input", "is missing; set one of text and chat")

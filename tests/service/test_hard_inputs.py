@@ -228,7 +228,8 @@ def check_neighbours(place: Place, session: Session) -> None:
 REFUSED = [
     ({"tokens": {"ids": [5] * (CONTEXT + 1)}}, INVALID, "tokens.ids", "513 tokens; at most 511"),
     ({"tokens": {"ids": [5] * CONTEXT}}, INVALID, "tokens.ids", "512 tokens; at most 511"),
-    ({"text": {"text": "x" * 9000}}, INVALID, "text.text", "9000 tokens; at most 511"),
+    ({"text": {"text": "x" * 2000}}, INVALID, "text.text", "2000 tokens; at most 511"),
+    ({"text": {"text": "x" * 9000}}, INVALID, "text.text", "9000 characters; at most 2560"),
     ({"tokens": {}}, INVALID, "tokens.ids", "no token at all"),
     ({"text": {"text": ""}}, INVALID, "text.text", "no token at all"),
     ({"tokens": {"ids": [5, 6, VOCAB_SIZE]}}, INVALID, "tokens.ids[2]", "is 258"),

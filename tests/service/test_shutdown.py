@@ -87,14 +87,14 @@ async def test_a_drain_waits_for_a_request_that_is_being_converted(
     async with serving(FakeEngine(script=says("abc"))) as h:
         gate, reached = asyncio.Event(), asyncio.Event()
         encoder = h.server.state.front.encoder
-        real = encoder.encode_spec
+        real = encoder.encode_text
 
-        async def slow(*arguments: Any) -> Any:
+        async def slow(*arguments: Any, **more: Any) -> Any:
             reached.set()
             await gate.wait()
-            return await real(*arguments)
+            return await real(*arguments, **more)
 
-        monkeypatch.setattr(encoder, "encode_spec", slow)
+        monkeypatch.setattr(encoder, "encode_text", slow)
         answer = asyncio.ensure_future(h.generate(spec()))
         await asyncio.wait_for(reached.wait(), DEADLINE_S)
         draining = asyncio.ensure_future(h.server.drain())

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,34 @@ def test_added_tokens_of_older_directories(directories: dict[str, Path], tmp_pat
     ids = tokenizer.encode("a<p>b <q> c<|eos|>")
     assert ids == reference.encode("a<p>b <q> c<|eos|>")
     assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("way", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_worked_on(tokenizer: Tokenizer, way: str) -> None:
+    """The interpreter's lock is given back meanwhile. Threads here take it from none that does not
+    give it back, so that another one counts during the work only if it is.
+    """
+    text = "the wheel turns " * 5000
+    ids = tokenizer.encode(text)
+    work = {"encode": lambda: tokenizer.encode(text), "decode": lambda: tokenizer.decode(ids)}[way]
+    count = 0
+    during: list[int] = []
+
+    def run() -> None:
+        for _ in range(5):
+            before = count
+            work()
+            during.append(count - before)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            running = threads.submit(run)
+            while not running.done():
+                count += 1
+                time.sleep(0)  # gives the lock back
+            running.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert sum(during) > 0

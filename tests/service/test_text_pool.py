@@ -1,0 +1,398 @@
+"""Long texts are worked on off the event loop: in whose turn, how much of them may wait, and what
+becomes of work whose caller has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from headrace.v1 import generation_pb2 as pb
+from headrace.v1 import model_service_pb2 as model
+
+from engine.text import Tokenizer
+from service.admission import LimitReachedError
+from service.errors import NotReadyError
+from service.text_pool import (
+    MAX_WAITING,
+    MAX_WAITING_BYTES,
+    MAX_WAITING_BYTES_OF_IDENTITY,
+    MAX_WAITING_OF_IDENTITY,
+    SHORT_BYTES,
+    THREADS,
+    TextPool,
+)
+from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info
+from tests.service.helpers import DEADLINE_S, Harness, refused, serving, spec, until
+from tests.service.test_auth import TOKENS, bearer, entry, replace
+
+LONG = SHORT_BYTES + 1
+
+
+class Hands(Executor):
+    """An executor whose work is done when the test says so, one at a time."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.begun.append((future, call))
+        return future
+
+    async def finish(self) -> Any:
+        """Do the first piece of work that was begun, and let what follows begin."""
+        future, call = self.begun.pop(0)
+        future.set_running_or_notify_cancel()
+        try:
+            future.set_result(result := call())
+        except Exception as error:
+            future.set_exception(error)
+            result = error
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return result
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def begin(pool: TextPool, identity: str, size: int, name: str) -> asyncio.Task[str]:
+    return asyncio.ensure_future(pool.run(identity, size, lambda: name))
+
+
+async def test_callers_have_their_turns_whatever_others_have_waiting() -> None:
+    hands = Hands()
+    pool = TextPool(hands)
+    tasks = [begin(pool, "many", LONG, f"many-{i}") for i in range(50)]
+    await settle()
+    tasks += [begin(pool, "few", LONG, f"few-{i}") for i in range(2)]
+    await settle()
+    done = [await hands.finish() for _ in range(6)]
+    assert done == ["many-0", "many-1", "few-0", "many-2", "few-1", "many-3"]
+    while hands.begun:
+        done.append(await hands.finish())
+    assert sorted(done) == sorted(await asyncio.gather(*tasks))
+    assert pool.waiting == 0
+
+
+async def test_turns_are_counted_in_bytes() -> None:
+    hands = Hands()
+    pool = TextPool(hands)
+    first = begin(pool, "other", LONG, "first")
+    await settle()
+    tasks = [begin(pool, "large", 10 * LONG, f"large-{i}") for i in range(2)]
+    tasks += [begin(pool, "small", LONG, f"small-{i}") for i in range(9)]
+    await settle()
+    done = [await hands.finish() for _ in range(12)]
+    assert done[:3] == ["first", "large-0", "small-0"]
+    assert done.index("large-1") > done.index("small-7")
+    await asyncio.gather(first, *tasks)
+
+
+async def test_what_is_short_does_not_wait_for_what_is_long() -> None:
+    hands = Hands()
+    pool = TextPool(hands)
+    tasks = [begin(pool, "a", LONG, f"long-{i}") for i in range(3)]
+    tasks += [begin(pool, "a", SHORT_BYTES, f"short-{i}") for i in range(2)]
+    await settle()
+    assert len(hands.begun) == THREADS
+    long_one = hands.begun.pop(0)
+    assert [await hands.finish(), await hands.finish()] == ["short-0", "short-1"]
+    hands.begun.append(long_one)
+    assert [await hands.finish() for _ in range(3)] == ["long-0", "long-1", "long-2"]
+    await asyncio.gather(*tasks)
+
+
+async def test_work_whose_caller_goes_is_dropped_before_it_begins() -> None:
+    hands = Hands()
+    pool = TextPool(hands)
+    tasks = [begin(pool, "a", LONG, f"{i}") for i in range(4)]
+    await settle()
+    for gone in (0, 2):  # the first has begun: it cannot be interrupted
+        tasks[gone].cancel()
+    await settle()
+    assert pool.waiting == 2
+    assert [await hands.finish() for _ in range(3)] == ["0", "1", "3"]
+    assert not hands.begun
+    assert pool.waiting == 0
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [isinstance(outcome, str) for outcome in outcomes] == [False, True, False, True]
+
+
+async def test_an_error_is_the_caller_s_alone() -> None:
+    pool = TextPool(hands := Hands())
+
+    def fail() -> str:
+        raise ValueError("no")
+
+    failing = asyncio.ensure_future(pool.run("a", LONG, fail))
+    working = begin(pool, "a", LONG, "yes")
+    await settle()
+    await hands.finish()
+    await hands.finish()
+    with pytest.raises(ValueError, match="no"):
+        await failing
+    assert await working == "yes"
+
+
+@pytest.mark.parametrize(
+    ("size", "number", "reason", "limit"),
+    [
+        (9, MAX_WAITING_OF_IDENTITY, "TOO_MANY_TEXTS_OF_IDENTITY", MAX_WAITING_OF_IDENTITY),
+        (
+            1 << 20,
+            MAX_WAITING_BYTES_OF_IDENTITY >> 20,
+            "TOO_MUCH_TEXT_OF_IDENTITY",
+            MAX_WAITING_BYTES_OF_IDENTITY,
+        ),
+    ],
+)
+async def test_how_much_of_a_caller_may_wait(
+    size: int, number: int, reason: str, limit: int
+) -> None:
+    pool = TextPool(hands := Hands())
+    tasks = [begin(pool, "a", size, f"{i}") for i in range(number + 1)]  # one of them runs
+    await settle()
+    assert pool.waiting == number
+    with pytest.raises(LimitReachedError) as caught:
+        await pool.run("a", size, str)
+    assert (caught.value.reason, caught.value.limit) == (reason, limit)
+    assert caught.value.retry_after_s > 0
+    other = begin(pool, "b", size, "other")
+    await settle()
+    assert pool.waiting == number + 1
+    for task in (*tasks, other):
+        task.cancel()
+    await settle()
+    assert pool.waiting == 0
+    await hands.finish()
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"), [(SHORT_BYTES // 8, "TOO_MANY_TEXTS"), (1 << 20, "TOO_MUCH_TEXT")]
+)
+async def test_how_much_of_all_may_wait(size: int, reason: str) -> None:
+    pool = TextPool(hands := Hands())
+    tasks = [begin(pool, "first", size, "first")]
+    await settle()
+    number = min(MAX_WAITING, MAX_WAITING_BYTES // size)
+    tasks += [begin(pool, f"caller-{i}", size, f"{i}") for i in range(number)]
+    await settle()
+    assert pool.waiting == number
+    with pytest.raises(LimitReachedError) as caught:
+        await pool.run("another", size, str)
+    assert caught.value.reason == reason
+    for task in tasks:
+        task.cancel()
+    await settle()
+    # One text is taken in any case, however long.
+    alone = begin(pool, "another", 2 * MAX_WAITING_BYTES, "alone")
+    await settle()
+    while hands.begun:
+        await hands.finish()
+    assert await alone == "alone"
+
+
+async def test_what_was_admitted_is_not_refused() -> None:
+    pool = TextPool(hands := Hands())
+    tasks = [begin(pool, "a", 8 << 20, f"{i}") for i in range(3)]
+    await settle()
+    with pytest.raises(LimitReachedError):
+        await pool.run("a", 8 << 20, str)
+    more = asyncio.ensure_future(pool.run_admitted("a", 8 << 20, lambda: "more"))
+    await settle()
+    assert [await hands.finish() for _ in range(4)] == ["0", "1", "2", "more"]
+    await asyncio.gather(*tasks, more)
+
+
+async def test_a_closed_pool_refuses_what_waits_and_what_comes() -> None:
+    pool = TextPool(hands := Hands())
+    tasks = [begin(pool, "a", LONG, f"{i}") for i in range(3)]
+    await settle()
+    pool.close()
+    assert await hands.finish() == "0"
+    assert not hands.begun
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert outcomes[0] == "0"
+    assert [type(outcome) for outcome in outcomes[1:]] == [NotReadyError, NotReadyError]
+    with pytest.raises(NotReadyError):
+        await pool.run("a", 1, str)
+
+
+async def test_threads_that_are_closed_meanwhile_end_nothing_twice() -> None:
+    """As at a shutdown: what was handed to the threads and not begun is cancelled there."""
+    threads = ThreadPoolExecutor(1)
+    pool = TextPool(threads)
+    go = threading.Event()
+    running = asyncio.ensure_future(pool.run("a", LONG, go.wait))
+    queued = asyncio.ensure_future(pool.run("a", 1, lambda: True))
+    await settle()
+    pool.close()
+    threads.shutdown(wait=False, cancel_futures=True)
+    go.set()
+    outcomes = await asyncio.gather(running, queued, return_exceptions=True)
+    assert outcomes[0] is True
+    assert isinstance(outcomes[1], asyncio.CancelledError)
+
+
+# ---- in the server -------------------------------------------------------------------------------
+
+
+class Gate:
+    """A tokenizer that waits for the test within each long text, and counts them."""
+
+    def __init__(self) -> None:
+        self.tokenizer = byte_tokenizer()
+        self.open = threading.Event()
+        self.texts: list[str] = []
+        encode = self.tokenizer.encode
+
+        def wait(text: str, *, add_special_tokens: bool = True) -> list[int]:
+            if threading.current_thread() is not threading.main_thread():
+                self.texts.append(text)
+                assert self.open.wait(DEADLINE_S)
+            return encode(text, add_special_tokens=add_special_tokens)
+
+        vars(self.tokenizer)["encode"] = wait
+
+
+@asynccontextmanager
+async def gated(**options: Any) -> AsyncIterator[tuple[Harness, Gate]]:
+    gate = Gate()
+    engine = FakeEngine(info=model_info(max_context_tokens=1 << 20))
+    async with serving(engine, tokenizer=gate.tokenizer, **options) as h:
+        try:
+            yield h, gate
+        finally:
+            gate.open.set()
+
+
+def tokenize(h: Harness, text: str, **more: Any) -> Any:
+    request = model.TokenizeRequest(text=pb.TextInput(text=text))
+    return h.models.Tokenize(request, timeout=DEADLINE_S, **more)
+
+
+async def test_everybody_else_is_served_while_a_long_text_is_tokenized() -> None:
+    async with gated() as (h, gate):
+        long = asyncio.ensure_future(h.generate(spec("x" * 100_000, stop={"max_tokens": 1})))
+        await until(lambda: gate.texts)
+        health = health_pb2_grpc.HealthStub(h.channel)
+        for _ in range(20):
+            answer = await health.Check(health_pb2.HealthCheckRequest())
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            assert len((await tokenize(h, "short")).token_ids) == 5
+            await h.generate(spec(stop={"max_tokens": 2}))
+        assert not long.done()
+        gate.open.set()
+        assert (await long).usage.prompt_tokens == 100_000
+
+
+@pytest.mark.parametrize("call", ["Tokenize", "Generate", "StreamResult"])
+async def test_too_many_texts_are_refused_with_a_time(call: str) -> None:
+    text = "x" * 1_000_000
+    async with gated() as (h, gate):
+        waiting = [asyncio.ensure_future(tokenize(h, text)) for _ in range(17)]
+        await until(lambda: h.server._text_pool.waiting == 16)
+        if call == "StreamResult":
+            session = h.session()
+            await session.add(spec(text), 7)
+            message = await session.read_until(lambda message: message.rejections)
+            assert message.rejections[0].command_id == 7
+            assert message.rejections[0].status.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+        else:
+            again = tokenize(h, text) if call == "Tokenize" else h.generate(spec(text))
+            error = await refused(again)
+            assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert error.reason == "TOO_MUCH_TEXT_OF_IDENTITY"
+            assert error.details["RetryInfo"].retry_delay.ToMilliseconds() > 0
+            assert "grpc-retry-pushback-ms" in error.trailers
+        assert len(gate.texts) == 1
+        for one in waiting[1:]:
+            one.cancel()
+        await until(lambda: h.server._text_pool.waiting <= 1)
+        gate.open.set()
+        await asyncio.wait(waiting)
+
+
+async def test_texts_of_callers_that_go_are_not_tokenized() -> None:
+    async with gated() as (h, gate):
+        calls = [tokenize(h, "0" * 100_000)]
+        await until(lambda: gate.texts)
+        calls += [tokenize(h, f"{i}" * 100_000) for i in range(1, 4)]
+        session = h.session()
+        await session.add(spec("s" * 100_000))
+        await until(lambda: h.server._text_pool.waiting == 4)
+        for call in calls[1:]:
+            call.cancel()
+        session.call.cancel()
+        await until(lambda: h.server._text_pool.waiting == 0)
+        gate.open.set()
+        assert len((await calls[0]).token_ids) == 100_000
+        assert [text[0] for text in gate.texts] == ["0"]
+
+
+async def test_a_caller_s_texts_wait_for_nobody_else_s(tmp_path: Path) -> None:
+    path = tmp_path / "callers.toml"
+    services = '["GenerationService", "ModelService"]'
+    replace(path, entry("alice", services, TOKENS["alice"]) + entry("bob", services, TOKENS["bob"]))
+    async with gated(auth_file=str(path)) as (h, gate):
+        first = [tokenize(h, "m" * 100_000, metadata=bearer("alice")) for _ in range(9)]
+        await until(lambda: h.server._text_pool.waiting == 8)
+        later = tokenize(h, "f" * 100_000, metadata=bearer("bob"))
+        await until(lambda: h.server._text_pool.waiting == 9)
+        gate.open.set()
+        await later
+        await asyncio.gather(*first)
+    assert [text[0] for text in gate.texts].index("f") == 2
+
+
+async def test_a_text_that_cannot_fit_is_not_tokenized() -> None:
+    gate = Gate()
+    async with serving(tokenizer=gate.tokenizer) as h:
+        gate.open.set()
+        context = h.engine.info.max_context_tokens
+        most = context * len("<eos>")
+        text = "x" * (most + 1)
+        error = await refused(h.generate(spec(text)))
+        assert error.field == "spec.text.text"
+        assert f"{most + 1} characters; at most {most}" in error.message
+        chat = {"messages": [{"role": pb.CHAT_ROLE_USER, "content": text}]}
+        error = await refused(h.generate(spec(chat=chat)))
+        assert error.field == "spec.chat.messages"
+        assert not gate.texts
+        # To be cut, or only to be tokenized, it may be longer.
+        await h.generate(spec(text, truncation={"max_prompt_tokens": 9}, stop={"max_tokens": 1}))
+        assert len((await tokenize(h, text)).token_ids) == most + 1
+        assert len(gate.texts) == 2
+
+
+async def test_details_of_many_tokens_come_from_a_thread_and_have_a_bound() -> None:
+    class Counting(Tokenizer):
+        def token_bytes(self, token_id: int) -> bytes:
+            threads.add(threading.current_thread() is threading.main_thread())
+            return super().token_bytes(token_id)
+
+    threads: set[bool] = set()
+    tokenizer = byte_tokenizer()
+    tokenizer.__class__ = Counting
+    async with serving(tokenizer=tokenizer) as h:
+        text = pb.TextInput(text="ab" * 5000)
+        answer = await h.models.Tokenize(model.TokenizeRequest(text=text, token_details=True))
+        assert [token.text for token in answer.tokens] == list("ab" * 5000)
+        assert threads == {False}
+        text = pb.TextInput(text="x" * ((1 << 17) + 1))
+        request = model.TokenizeRequest(text=text, token_details=True)
+        error = await refused(h.models.Tokenize(request))
+        assert error.field == "token_details"
+        assert str(1 << 17) in error.message
