@@ -1,6 +1,6 @@
-"""What surrounds every RPC: a look at its name, then recovery, telemetry's own
-(`service.telemetry`), authentication, readiness, and the reading of the call's message
-(`service.reading`).
+"""What surrounds every RPC of a method that is served (`service.unknown_methods` has the others):
+recovery first, then telemetry's own (`service.telemetry`), authentication, readiness, and the
+reading of the call's message (`service.reading`).
 
 Servicers raise; `Recovery` turns what they raise into the RPC's status by the table of
 `service.errors`. CancelledError is never caught: it must reach gRPC.
@@ -9,7 +9,6 @@ Servicers raise; `Recovery` turns what they raise into the RPC's status by the t
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -41,7 +40,6 @@ Stream = Callable[[Any, Any], AsyncIterator[Any]]
 
 OPEN_TO_EVERYONE = "/grpc.health."  # probes have no token
 _ALWAYS_SERVED = ("/grpc.health.", "/grpc.reflection.", "/headrace.v1.ControlService/")
-_METHOD = re.compile(r"/[A-Za-z0-9_.]{1,200}/[A-Za-z0-9_]{1,200}")
 _LOG_INTERVAL_S = 1.0
 _MAX_LOGGED = 300
 _SERVED_WHILE_DRAINING = (
@@ -84,20 +82,6 @@ def wrap(
 async def abort(context: Any, status: status_pb2.Status) -> None:
     """End the RPC with a status and its details."""
     await context.abort(status_code(status), status.message, trailers(status))
-
-
-class MethodNames(grpc.aio.ServerInterceptor):
-    """Answers UNIMPLEMENTED to what is no name of a method, /package.Service/Method: outermost, as
-    not all that follows is prepared for anything, and without a line in the log.
-    """
-
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler:
-        """Look at one RPC's method."""
-        if _METHOD.fullmatch(str(handler_call_details.method)) is None:
-            return None
-        return await continuation(handler_call_details)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +142,7 @@ class Recovery(grpc.aio.ServerInterceptor):
                 if (size := response.ByteSize()) > self._max_send_bytes:
                     raise AnswerTooLargeError(size, self._max_send_bytes)
                 return response
-            except grpc.aio.BaseError:  # an abort; or gRPC has stopped, and knows it
+            except grpc.aio.BaseError:  # an abort; or the call has ended, or gRPC
                 raise
             except Exception as error:
                 await abort(context, to_status(error, "spec."))
@@ -172,7 +156,7 @@ class Recovery(grpc.aio.ServerInterceptor):
             try:
                 async for response in behavior(request, context):
                     yield response
-            except grpc.aio.BaseError:  # an abort; or gRPC has stopped, and knows it
+            except grpc.aio.BaseError:  # an abort; or the call has ended, or gRPC
                 raise
             except Exception as error:
                 await abort(context, to_status(error, "spec."))

@@ -54,6 +54,4 @@ def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(_V1, {"ServerReflectionInfo": handler}),)
-    )
+    server.add_registered_method_handlers(_V1, {"ServerReflectionInfo": handler})

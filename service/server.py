@@ -61,7 +61,7 @@ from service.delivery.flow import FlowOptions
 from service.delivery.kept import Retention
 from service.delivery.registry import Registry
 from service.health import HealthServicer
-from service.interceptors import Authentication, MethodNames, Readiness, Recovery
+from service.interceptors import Authentication, Readiness, Recovery
 from service.listening import UnixSockets, bind
 from service.places import Kind, Places
 from service.reading import Reading
@@ -74,6 +74,7 @@ from service.supervision import RESTART_DELAY_S, Supervisor
 from service.text_pool import THREADS, TextPool
 from service.tls import Tls
 from service.transport import grpc_options, most_received
+from service.unknown_methods import make_server
 
 logger = logging.getLogger(__name__)
 
@@ -234,11 +235,10 @@ class HeadraceServer:
         return self._servers[has_control]
 
     def _make_server(self, has_control: bool) -> grpc.aio.Server:
-        server = grpc.aio.server(
-            # Recovery sees everything that names a method; spans see what authentication and
-            # readiness refuse.
+        server = make_server(
+            self._authenticator,
+            # Recovery sees everything; spans see what authentication and readiness refuse.
             interceptors=(
-                MethodNames(),
                 Recovery(self._config.max_receive_bytes, self._config.max_send_bytes, self._calls),
                 *self._telemetry.interceptors,
                 Authentication(self._authenticator),

@@ -20,7 +20,7 @@ from engine.logs.records import MAX_MESSAGE, MAX_TRACEBACK, cut
 _TELL_VALUES = ("grpc", "asyncio")
 """Loggers whose records, their exceptions too, hold values of calls."""
 _DIRECTIVE = re.compile(r"%[-#0 +]*\d*(?:\.\d+)?[a-zA-Z]")
-_TOKEN = re.compile(r"(?i)\b(bearer)(?:\s|%20|\\x20)+[^\s'\",]+")
+_TOKEN = re.compile(r"(?i)\b(bearer)(?:\s|%20|\\x20)+(?!<token>)[^\s'\",]+")
 
 _STEERS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 _STEERS |= {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\t"}

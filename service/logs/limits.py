@@ -32,7 +32,7 @@ class Limits:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: monotonic seconds."""
         self._clock = clock
-        self._places: dict[tuple[str, int], _Place] = {}
+        self._places: dict[tuple[str | None, str, int], _Place] = {}
 
     def admit(self, record: logging.LogRecord) -> int | None:
         """Whether a record may be logged: None if not, else how many of its place were left out
@@ -41,7 +41,7 @@ class Limits:
         if record.levelno < logging.INFO:
             return 0
         now = self._clock()
-        key = record.name, record.lineno
+        key = record.processName, record.name, record.lineno
         place = self._places.get(key)
         if place is None:
             if len(self._places) >= _MAX_PLACES:  # more than this code has

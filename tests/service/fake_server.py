@@ -44,7 +44,8 @@ def main() -> NoReturn:
     engine = HangingEngine() if "--hang" in options else slow
     if "--refuse" in options:
         engine.load_error = ModelRefusedError("the model is of a kind that would be run wrongly")
-    config = ServiceConfig(listen=addresses, drain_timeout_s=30)
+    [auth_file] = [one[7:] for one in options if one.startswith("--auth=")] or [None]
+    config = ServiceConfig(listen=addresses, drain_timeout_s=30, auth_file=auth_file)
     with Output(config.log_format, config.log_level) as output:
         run_to_the_end(config, engine, output, tokenizer_loader=lambda _info: byte_tokenizer())
 

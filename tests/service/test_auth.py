@@ -164,13 +164,11 @@ async def test_the_right_token_and_the_wrong_service(callers: Path) -> None:
             "SERVICE_NOT_GRANTED",
         )
         assert "'probe' may not call" in error.message
-        unknown = "/headrace.v1.GenerationService/Nothing"
-        for who, code in (("alice", "UNIMPLEMENTED"), ("probe", "PERMISSION_DENIED")):
-            call = h.channel.unary_unary(unknown)(b"", metadata=bearer(who))
-            assert (await refused(call)).code.name == code
-        # A service that only ends like one that was granted.
-        call = h.channel.unary_unary("/evil.ModelService/GetModel")(b"", metadata=bearer("probe"))
-        assert (await refused(call)).code is grpc.StatusCode.PERMISSION_DENIED
+        # What is not there is nobody's to be granted; one ends like what probe may call.
+        for unknown in ("/headrace.v1.GenerationService/Nothing", "/evil.ModelService/GetModel"):
+            for who in ("alice", "probe"):
+                call = h.channel.unary_unary(unknown)(b"", metadata=bearer(who))
+                assert (await refused(call)).code is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_health_is_everybodys_and_reflection_is_not(callers: Path) -> None:
