@@ -82,6 +82,17 @@ class QueueFullError(HeadraceError):
         self.retry_after_s = retry_after_s
 
 
+class TooManyHandlersError(HeadraceError):
+    """Too many result handlers wait for requests that do not exist yet."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"request_id: {limit} result handlers wait for requests that were not added yet, and "
+            "no more may; add those requests, or give up their ids with cancel_request"
+        )
+        self.limit = limit
+
+
 class EngineUnavailableError(HeadraceError):
     """The engine takes no requests now: it is loading, draining or stopped."""
 

@@ -241,10 +241,14 @@ class ContinuousBatchingManager(EngineLoop):
             EngineUnavailableError: it is refused; nothing else is touched.
         """
         name = request_id if request_id is not None else self._new_names(1)[0]
-        prepared = self._prepare(
-            name, input_ids, max_new_tokens, eos_token_id, logit_processor_kwargs
-        )
-        self._admit([prepared], streaming=streaming, record_timestamps=record_timestamps)
+        try:
+            prepared = self._prepare(
+                name, input_ids, max_new_tokens, eos_token_id, logit_processor_kwargs
+            )
+            self._admit([prepared], streaming=streaming, record_timestamps=record_timestamps)
+        except BaseException:
+            self._router.give_up(name)
+            raise
         return name
 
     def add_requests(
@@ -300,6 +304,11 @@ class ContinuousBatchingManager(EngineLoop):
             [prepared], streaming=False, record_timestamps=record_timestamps, mailbox=mailbox
         )
         return prepared.spec.n
+
+    def cancel_request(self, request_id: str) -> bool:
+        """End a request; see EngineLoop. Handlers that wait for one of that id are dropped."""
+        self._router.give_up(request_id)
+        return super().cancel_request(request_id)
 
     def new_name(self) -> str:
         """A request id that nobody has."""
@@ -420,8 +429,11 @@ class ContinuousBatchingManager(EngineLoop):
         """Call `callback` on the running event loop with each result of a request (or choice); ends
         with its last one.
 
+        It may be registered before its request is added, so that no result comes in between: it
+        then waits for the next request of that id, and goes if that is refused.
+
         Raises:
-            RequestNotFoundError: the request is not live and has no unread result.
+            TooManyHandlersError: too many handlers wait for their requests.
             RuntimeError: no event loop is running here.
         """
         self._router.register(request_id, callback)

@@ -20,14 +20,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.endings import STATUS_OF, new_error_id
-from engine.errors import DuplicateRequestError, RequestNotFoundError
+from engine.errors import DuplicateRequestError, RequestNotFoundError, TooManyHandlersError
 from engine.outputs import Finish, FinishReason, RequestOutput, StepOutputs, TokenLogprobs
 from engine.request import GenerationRequest, RequestStatus
+from engine.sampling_params import MAX_CHOICES
 from engine.types import RequestId, TokenId
 
 logger = logging.getLogger(__name__)
 
 MAX_UNREAD_RESULTS = 65536
+MAX_WAITING_HANDLERS = 4096
+"""Result handlers that wait for requests which were not added yet."""
 
 
 def choice_name(request_id: str, choice: int) -> str:
@@ -83,6 +86,7 @@ class GenerationOutput:
 
 ResultHandler = Callable[[GenerationOutput], object]
 """Takes one result on the event loop on which it was registered."""
+_Handler = tuple[ResultHandler, asyncio.AbstractEventLoop]
 
 StopFinder = Callable[[tuple[TokenId, ...]], int | None]
 """Fed a choice's new tokens, tells how many of all its tokens to keep once a stop string is
@@ -126,7 +130,7 @@ class _Choice:
     stopped_at: int | None = None
     error: str | None = None
     finish: Finish | None = None
-    handler: tuple[ResultHandler, asyncio.AbstractEventLoop] | None = None
+    handler: _Handler | None = None
     unread: deque[int] = field(default_factory=deque)
 
 
@@ -148,6 +152,7 @@ class ResultRouter:
         self._changed = threading.Condition()
         self._requests: dict[RequestId, _Request] = {}  # whose end has not come
         self._choices: dict[str, _Choice] = {}  # whose results are not all read
+        self._waiting_handlers: dict[str, _Handler] = {}  # of choices that are not there yet
         self._mailbox = Mailbox(max_unread)
         self._next = 0
         self._closed = True
@@ -195,7 +200,9 @@ class ResultRouter:
                 if choice.name in self._choices:
                     raise DuplicateRequestError(choice.name)
             self._requests[spec.request_id] = request
-            self._choices.update((choice.name, choice) for choice in request.choices)
+            for choice in request.choices:
+                self._choices[choice.name] = choice
+                choice.handler = self._waiting_handlers.pop(choice.name, None)
 
     def forget(self, request_id: RequestId) -> None:
         """Undo `expect` for a request that was refused."""
@@ -203,6 +210,13 @@ class ResultRouter:
             request = self._requests.pop(request_id, None)
             for choice in () if request is None else request.choices:
                 del self._choices[choice.name]
+
+    def give_up(self, request_id: str) -> None:
+        """Drop the handlers that wait for a request: it will not come. A live one keeps its own."""
+        with self._changed:
+            if self._waiting_handlers:
+                for choice in range(MAX_CHOICES):
+                    self._waiting_handlers.pop(choice_name(request_id, choice), None)
 
     def is_known(self, name: str) -> bool:
         """Whether a choice of that name is live or has results that were not read."""
@@ -289,7 +303,7 @@ class ResultRouter:
 
     def _call(
         self,
-        handler: tuple[ResultHandler, asyncio.AbstractEventLoop],
+        handler: _Handler,
         output: GenerationOutput,
     ) -> None:
         """Hand a result to a handler's event loop; a loop that is gone loses its results alone."""
@@ -304,19 +318,30 @@ class ResultRouter:
     # ---- readers -------------------------------------------------------------------------------
 
     def register(self, name: str, callback: ResultHandler) -> None:
-        """Send a choice's results to a callback on the running event loop; unread ones at once.
+        """Send a choice's results to a callback on the running event loop; unread ones at once. A
+        handler of a choice that is not there waits for it.
 
         Raises:
-            RequestNotFoundError: the choice is not live and has no unread results.
+            TooManyHandlersError: MAX_WAITING_HANDLERS wait.
         """
         loop = asyncio.get_running_loop()
         with self._changed:
             choice = self._choices.get(name)
             if choice is None:
-                raise RequestNotFoundError(name)
+                self._let_wait(name, (callback, loop))
+                return
             while choice.unread:
                 self._call((callback, loop), self._pop(choice.request.mailbox, choice.unread[0]))
             choice.handler = (callback, loop)
+
+    def _let_wait(self, name: str, handler: _Handler) -> None:
+        waiting = self._waiting_handlers
+        if name not in waiting and len(waiting) >= MAX_WAITING_HANDLERS:
+            for other in [key for key, (_, loop) in waiting.items() if loop.is_closed()]:
+                del waiting[other]  # nobody would be called
+            if len(waiting) >= MAX_WAITING_HANDLERS:
+                raise TooManyHandlersError(MAX_WAITING_HANDLERS)
+        waiting[name] = handler
 
     def get(
         self, name: str | None, timeout: float | None, mailbox: Mailbox | None = None

@@ -13,9 +13,11 @@ import pytest
 
 from engine.errors import (
     DuplicateRequestError,
+    EngineUnavailableError,
     InvalidRequestError,
     QueueFullError,
     RequestNotFoundError,
+    TooManyHandlersError,
 )
 from engine.manager import _Prepared
 from engine.outputs import FinishReason, StepOutputs
@@ -178,9 +180,72 @@ async def test_handler_of_a_request_that_does_not_stream(rig: Rig) -> None:
     assert seen.empty()
 
 
-async def test_handler_of_an_unknown_request(rig: Rig) -> None:
-    with pytest.raises(RequestNotFoundError):
-        rig.manager.register_result_handler("nobody", print)
+async def test_a_handler_may_be_there_before_its_request(rig: Rig) -> None:
+    """As transformers' own server does it: no result can come in between."""
+    seen: asyncio.Queue[GenerationOutput] = asyncio.Queue()
+    rig.manager.register_result_handler("a", print)
+    rig.manager.register_result_handler("a", seen.put_nowait)  # the last one is the one
+    rig.manager.register_result_handler("a__child#0", seen.put_nowait)
+    rig.manager.add_request([9], request_id="b", max_new_tokens=1)
+    rig.manager.add_request([9], request_id="a", max_new_tokens=2, streaming=True, n=2)
+    outputs = [await asyncio.wait_for(seen.get(), WAIT) for _ in range(4)]
+    for name in ("a", "a__child#0"):
+        mine = [output for output in outputs if output.request_id == name]
+        assert [len(output.generated_tokens) for output in mine] == [1, 2]
+    assert result(rig.manager).request_id == "b", "nothing of the others is in the way"
+    assert not rig.manager._router._waiting_handlers
+    rig.manager.add_request([9], request_id="a", max_new_tokens=1)
+    assert result(rig.manager).request_id == "a", "a handler is of one request"
+
+
+async def test_a_handler_goes_with_a_refused_request(rig: Rig) -> None:
+    seen: asyncio.Queue[GenerationOutput] = asyncio.Queue()
+
+    def register() -> None:
+        rig.manager.register_result_handler("a", seen.put_nowait)
+        assert len(rig.manager._router._waiting_handlers) == 1
+
+    register()
+    with pytest.raises(InvalidRequestError):
+        rig.manager.add_request([VOCAB], request_id="a")
+    assert not rig.manager._router._waiting_handlers
+    register()
+    assert not rig.manager.cancel_request("a")
+    assert not rig.manager._router._waiting_handlers
+    register()
+    await asyncio.to_thread(rig.manager.stop)
+    with pytest.raises(EngineUnavailableError):
+        rig.manager.add_request([1], request_id="a")
+    assert not rig.manager._router._waiting_handlers
+    rig.manager.start()
+    # A live one keeps its handler when another of its name is refused.
+    rig.hold()
+    register()
+    rig.manager.add_request([1], request_id="a", max_new_tokens=2)
+    with pytest.raises(DuplicateRequestError):
+        rig.manager.add_request([1], request_id="a")
+    rig.let()
+    output = await asyncio.wait_for(seen.get(), WAIT)
+    assert output.generated_tokens == expected_tokens([1], 2)
+
+
+def test_handlers_that_wait_are_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.results.MAX_WAITING_HANDLERS", 3)
+
+    async def register(*names: str) -> None:
+        for name in names:
+            rig.manager.register_result_handler(name, print)
+
+    async def fill() -> None:
+        await register("a", "b", "c", "b")
+        with pytest.raises(TooManyHandlersError, match=r"3 result handlers.*cancel_request"):
+            rig.manager.register_result_handler("d", print)
+        rig.manager.add_request([1], request_id="a", max_new_tokens=1)
+        await register("d")
+
+    asyncio.run(fill())
+    asyncio.run(register("e", "f", "g"))  # the others' event loop has gone, and they with it
+    assert set(rig.manager._router._waiting_handlers) == {"e", "f", "g"}
 
 
 def test_handler_without_a_loop(rig: Rig) -> None:
