@@ -414,3 +414,28 @@ async def test_an_operators_drain_while_the_model_loads(tmp_path: Path) -> None:
             assert not answer.was_draining
         assert await ended(server) == 0
     assert not (tmp_path / "s").exists()
+
+
+async def test_a_signal_while_the_model_loads_ends_what_is_open_with_an_answer(
+    tmp_path: Path,
+) -> None:
+    address = f"unix:{tmp_path}/s"
+    async with process(address, "--hang") as server:
+        await read_until(server, "loading the model")
+        async with grpc.aio.insecure_channel(address) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(
+                health_pb2.HealthCheckRequest(service="headrace.v1.GenerationService")
+            )
+            control: Any = ControlServiceStub(channel)
+            figures = control.WatchStatistics(
+                control_pb.WatchStatisticsRequest(interval={"seconds": 60})
+            )
+            for call in (watch, figures):
+                assert await call.read() is not grpc.aio.EOF
+            server.send_signal(signal.SIGTERM)
+            for call in (watch, figures):
+                async with asyncio.timeout(DEADLINE_S):
+                    while await call.read() is not grpc.aio.EOF:
+                        pass
+                    assert await call.code() is grpc.StatusCode.OK
+        assert await ended(server) == 0
