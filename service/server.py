@@ -318,6 +318,7 @@ class HeadraceServer:
             registry=self.registry,
             text_pool=self._text_pool,
             max_lease_s=config.max_lease_s,
+            max_send_bytes=config.max_send_bytes,
         )
 
     async def ready(self) -> None:

@@ -57,6 +57,7 @@ class FrontEnd:
     registry: Registry
     text_pool: TextPool
     max_lease_s: float
+    max_send_bytes: int
 
 
 class ServerState:

@@ -1,8 +1,10 @@
 """Work on long texts, off the event loop: tokenizing, chat templates, long answers.
 
     run(identity, size, work) ──▶ its caller's queue ──▶ lane: short | long ──▶ a thread
+    answer(identity, size, work) ───────────────────────▶ lane: answers ──────▶ a thread
 
-There are two lanes, each with one thread, so that what is short never waits for what takes seconds.
+Each lane has one thread, so that what is short never waits for what takes seconds, and answers to
+what was admitted wait for no text.
 In a lane the turn goes to the caller who has had the least bytes worked on, and within a caller to
 what came first: how much one caller has waiting is nothing to the others. How much may wait is
 bounded, of each caller and of all; beyond that new work is refused, with advice when to come again.
@@ -27,8 +29,10 @@ from typing import Any, TypeVar
 from service.admission import Level, LimitReachedError
 from service.errors import NotReadyError
 
-THREADS = 2
+THREADS = 3
 """How many threads the pool uses: one for each lane."""
+INLINE_ANSWER_BYTES = 64 << 10
+"""Answers up to about this size are made at once, on the event loop: some milliseconds."""
 SHORT_BYTES = 16 << 10
 """Work on up to this much is short: some milliseconds."""
 MAX_WAITING = 4096
@@ -82,7 +86,10 @@ class _Waiting:
 class _Lane:
     """One thread, and the callers whose work waits for it."""
 
-    def __init__(self, executor: Executor, begun: Callable[[_Work], None]) -> None:
+    def __init__(
+        self, executor: Executor, begun: Callable[[_Work], None] = lambda work: None
+    ) -> None:
+        """`begun` is called when the turn of some work has come."""
         self._executor = executor
         self._begun = begun
         self._callers: dict[str, _Caller] = {}
@@ -157,13 +164,14 @@ class TextPool:
         self._jitter = jitter
         self._short = _Lane(executor, self._begun)
         self._long = _Lane(executor, self._begun)
+        self._answers = _Lane(executor)
         self._all = _Waiting(MAX_WAITING, MAX_WAITING_BYTES, clock, jitter)
         self._of: dict[str, _Waiting] = {}  # identities that have work waiting
         self._closed = False
 
     @property
     def waiting(self) -> int:
-        """How many pieces of work wait."""
+        """How many texts wait."""
         return self._all.number.present
 
     async def run(self, identity: str, size: int, call: Callable[[], _T]) -> _T:
@@ -178,18 +186,9 @@ class TextPool:
             LimitReachedError: too much waits already, of this identity or of all.
             NotReadyError: the pool is closed.
         """
+        self._check_open()
         self._check(identity, size)
-        return await self._run(identity, size, call)
-
-    async def run_admitted(self, identity: str, size: int, call: Callable[[], _T]) -> _T:
-        """The same for work that belongs to what was admitted before: it is never refused."""
-        return await self._run(identity, size, call)
-
-    async def _run(self, identity: str, size: int, call: Callable[[], _T]) -> _T:
-        if self._closed:
-            raise NotReadyError("DRAINING", "the server is shutting down; use another one")
-        done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        work = _Work(identity, size, call, done)
+        work = _Work(identity, size, call, asyncio.get_running_loop().create_future())
         lane = self._short if size <= SHORT_BYTES else self._long
         self._all.add(size)
         if identity not in self._of:
@@ -199,20 +198,51 @@ class TextPool:
         self._of[identity].add(size)
         lane.add(work)
         try:
-            return await done
+            result: _T = await work.done
         finally:
             if lane.drop(work):
                 self._left(work, served=False)
+        return result
+
+    async def answer(self, identity: str, size: int, call: Callable[[], _T]) -> _T:
+        """Make an answer to what was admitted before: at once, or in a thread where it is long.
+        Never refused for want of room.
+
+        Args:
+            identity: whose it is.
+            size: of the answer, about, in bytes.
+            call: makes it.
+
+        Raises:
+            NotReadyError: the pool is closed.
+        """
+        if size <= INLINE_ANSWER_BYTES:
+            return call()
+        self._check_open()
+        work = _Work(identity, size, call, asyncio.get_running_loop().create_future())
+        self._answers.add(work)
+        try:
+            result: _T = await work.done
+        finally:
+            self._answers.drop(work)
+        return result
 
     def close(self) -> None:
         """Refuse what waits, and what comes."""
         self._closed = True
-        for work in (*self._short.take_all(), *self._long.take_all()):
+        texts = [*self._short.take_all(), *self._long.take_all()]
+        for work in texts:
             self._left(work, served=False)
+        for work in (*texts, *self._answers.take_all()):
             if not work.done.done():
-                work.done.set_exception(
-                    NotReadyError("DRAINING", "the server is shutting down; use another one")
-                )
+                work.done.set_exception(self._closed_error())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self._closed_error()
+
+    def _closed_error(self) -> NotReadyError:
+        return NotReadyError("DRAINING", "the server is shutting down; use another one")
 
     def _begun(self, work: _Work) -> None:
         self._left(work, served=True)

@@ -21,7 +21,7 @@ from service.text_pool import TextPool
 INLINE_CHARACTERS = 1024
 """Texts up to this length are tokenized at once, on the event loop: at worst about 1 ms."""
 INLINE_IDS = 1024
-"""So are this many ids turned into text, or described."""
+"""So are this many ids turned into text."""
 BYTES_OF_ID = 8
 """What an id counts for in the pool."""
 LAID_OUT = 2

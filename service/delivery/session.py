@@ -39,10 +39,11 @@ MAX_REPLIES = 512
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What goes into one message."""
+    """What goes into one message. `size`: of the events, about, in bytes."""
 
     replies: list[Reply]
     events: list[tuple[RequestLog, list[NumberedEvent]]]
+    size: int
 
 
 class ResultStream:
@@ -204,7 +205,7 @@ class ResultStream:
             return None
         self._last_taken = time.monotonic()
         self._registry.on_taken(size)
-        return Batch(replies, events)
+        return Batch(replies, events, size)
 
     def _drop(self, log: RequestLog) -> None:
         if log in self.logs:

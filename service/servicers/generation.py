@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from headrace.v1 import generation_service_pb2, generation_service_pb2_grpc
@@ -28,8 +29,8 @@ from service.convert.values import seconds
 from service.delivery.errors import RequestFailedError, RequestMovedError
 from service.delivery.events import at_most
 from service.delivery.log import RequestLog
-from service.delivery.session import MAX_BATCH_BYTES, ResultStream
-from service.errors import FieldError
+from service.delivery.session import MAX_BATCH_BYTES, Batch, ResultStream
+from service.errors import AnswerTooLargeError, FieldError
 from service.places import Places
 from service.servicers.commands import CommandReader
 from service.servicers.submit import spec_of, start_request
@@ -37,6 +38,8 @@ from service.state import FrontEnd, ServerState
 
 MAX_CANCEL_IDS = 1024
 MAX_WAIT_S = 60.0
+MOST_OVERESTIMATED = 4
+"""How many times larger than it is an answer may be taken for (`events.detail_bytes`)."""
 
 
 class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
@@ -71,9 +74,11 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         try:
             log = await start_request(front, identity, spec_of(request), stream, final=True)
             run = []
+            size = 0
             while True:
                 if (batch := stream.take()) is not None:
                     run += [numbered for _, events in batch.events for numbered in events]
+                    size += batch.size
                 elif stream.finished:
                     break
                 else:
@@ -82,7 +87,10 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             stream.complete()
         finally:
             stream.lost()
-        return front.responder.result(log.request_id, log.n, run)
+        if size > MOST_OVERESTIMATED * front.max_send_bytes:
+            raise AnswerTooLargeError(size, front.max_send_bytes)  # nor is it made
+        make = partial(front.responder.result, log.request_id, log.n, run)
+        return await front.text_pool.answer(identity, size, make)
 
     async def GenerateStream(
         self, request: generation_service_pb2.GenerateStreamRequest, context: Any
@@ -97,9 +105,8 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             while True:
                 stream.check_given_up()
                 if (batch := stream.take()) is not None:
-                    message = generation_service_pb2.GenerateStreamResponse()
-                    front.responder.add_events(message.events, batch.events)
-                    yield message
+                    make = partial(_streamed, front, batch)
+                    yield await front.text_pool.answer(identity, batch.size, make)
                 elif stream.finished:
                     break
                 else:
@@ -127,7 +134,8 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                 # It only ends by itself at the half-close; with an error it has said its last word.
                 is_refused = reader.done() and not stream.closing
                 if (batch := stream.take()) is not None:
-                    yield front.responder.batch(batch)
+                    make = partial(front.responder.batch, batch)
+                    yield await front.text_pool.answer(permit.caller.identity, batch.size, make)
                 elif stream.finished:
                     break
                 elif not is_refused:
@@ -186,8 +194,13 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         response = generation_service_pb2.GetResultResponse(
             next_seq=next_seq, done=log.ended and next_seq == log.next_seq
         )
-        front.responder.add_events(response.events, [(log, events)])
-        return response
+
+        def fill() -> generation_service_pb2.GetResultResponse:
+            front.responder.add_events(response.events, [(log, events)])
+            return response
+
+        size = sum(numbered.event.size for numbered in events)
+        return await front.text_pool.answer(identity, size, fill)
 
 
 async def _find(front: FrontEnd, identity: str, request_id: str) -> RequestLog:
@@ -207,6 +220,12 @@ def _wait(request: generation_service_pb2.GetResultRequest) -> float:
     if wait_s > MAX_WAIT_S:
         raise FieldError("wait", f"is {wait_s:g} s; at most {MAX_WAIT_S:g} s are allowed")
     return wait_s
+
+
+def _streamed(front: FrontEnd, batch: Batch) -> generation_service_pb2.GenerateStreamResponse:
+    message = generation_service_pb2.GenerateStreamResponse()
+    front.responder.add_events(message.events, batch.events)
+    return message
 
 
 def _raise_failure(log: RequestLog, stream: ResultStream) -> None:

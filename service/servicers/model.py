@@ -8,9 +8,9 @@ from headrace.v1 import model_service_pb2, model_service_pb2_grpc
 
 from engine.errors import InvalidRequestError
 from service.auth import current_identity
-from service.convert.inputs import BYTES_OF_ID, INLINE_IDS
 from service.convert.unknown import refuse_unknown
 from service.convert.values import check_ids
+from service.delivery.events import detail_bytes
 from service.errors import FieldError
 from service.state import FrontEnd, ServerState
 
@@ -57,9 +57,7 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
                 token_ids=ids, tokens=map(front.responder.token, ids)
             )
 
-        if len(ids) <= INLINE_IDS:
-            return describe()
-        return await front.text_pool.run_admitted(identity, BYTES_OF_ID * len(ids), describe)
+        return await front.text_pool.answer(identity, detail_bytes(0) * len(ids), describe)
 
     async def Detokenize(
         self, request: model_service_pb2.DetokenizeRequest, context: Any

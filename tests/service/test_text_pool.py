@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,19 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.v1 import generation_pb2 as pb
+from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import model_service_pb2 as model
 
 from engine.text import Tokenizer
 from service.admission import LimitReachedError
 from service.errors import NotReadyError
 from service.text_pool import (
+    INLINE_ANSWER_BYTES,
     MAX_WAITING,
     MAX_WAITING_BYTES,
     MAX_WAITING_BYTES_OF_IDENTITY,
     MAX_WAITING_OF_IDENTITY,
     SHORT_BYTES,
-    THREADS,
     TextPool,
 )
 from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info
@@ -106,7 +108,7 @@ async def test_what_is_short_does_not_wait_for_what_is_long() -> None:
     tasks = [begin(pool, "a", LONG, f"long-{i}") for i in range(3)]
     tasks += [begin(pool, "a", SHORT_BYTES, f"short-{i}") for i in range(2)]
     await settle()
-    assert len(hands.begun) == THREADS
+    assert len(hands.begun) == 2
     long_one = hands.begun.pop(0)
     assert [await hands.finish(), await hands.finish()] == ["short-0", "short-1"]
     hands.begun.append(long_one)
@@ -204,16 +206,26 @@ async def test_how_much_of_all_may_wait(size: int, reason: str) -> None:
     assert await alone == "alone"
 
 
-async def test_what_was_admitted_is_not_refused() -> None:
+async def test_answers_are_not_refused_and_wait_for_no_text() -> None:
     pool = TextPool(hands := Hands())
     tasks = [begin(pool, "a", 8 << 20, f"{i}") for i in range(3)]
     await settle()
     with pytest.raises(LimitReachedError):
         await pool.run("a", 8 << 20, str)
-    more = asyncio.ensure_future(pool.run_admitted("a", 8 << 20, lambda: "more"))
+    assert await pool.answer("a", INLINE_ANSWER_BYTES, lambda: "at once") == "at once"
+    answers = [
+        asyncio.ensure_future(pool.answer("a", INLINE_ANSWER_BYTES + 1, partial(str, i)))
+        for i in range(3)
+    ]
     await settle()
-    assert [await hands.finish() for _ in range(4)] == ["0", "1", "2", "more"]
-    await asyncio.gather(*tasks, more)
+    text = hands.begun.pop(0)
+    answers[1].cancel()
+    await settle()
+    assert [await hands.finish() for _ in range(2)] == ["0", "2"]
+    assert not hands.begun
+    hands.begun.append(text)
+    assert [await hands.finish() for _ in range(3)] == ["0", "1", "2"]
+    assert await asyncio.gather(answers[0], answers[2], *tasks) == ["0", "2", "0", "1", "2"]
 
 
 async def test_a_closed_pool_refuses_what_waits_and_what_comes() -> None:
@@ -377,22 +389,78 @@ async def test_a_text_that_cannot_fit_is_not_tokenized() -> None:
         assert len(gate.texts) == 2
 
 
-async def test_details_of_many_tokens_come_from_a_thread_and_have_a_bound() -> None:
-    class Counting(Tokenizer):
-        def token_bytes(self, token_id: int) -> bytes:
-            threads.add(threading.current_thread() is threading.main_thread())
-            return super().token_bytes(token_id)
+class Describing(Tokenizer):
+    """A tokenizer that knows in which threads tokens were described."""
 
-    threads: set[bool] = set()
+    in_main: list[bool]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        self.in_main.append(threading.current_thread() is threading.main_thread())
+        return super().token_bytes(token_id)
+
+
+def describing() -> Describing:
     tokenizer = byte_tokenizer()
-    tokenizer.__class__ = Counting
+    tokenizer.__class__ = Describing
+    assert isinstance(tokenizer, Describing)
+    tokenizer.in_main = []
+    return tokenizer
+
+
+async def test_details_of_many_tokens_come_from_a_thread_and_have_a_bound() -> None:
+    tokenizer = describing()
     async with serving(tokenizer=tokenizer) as h:
         text = pb.TextInput(text="ab" * 5000)
         answer = await h.models.Tokenize(model.TokenizeRequest(text=text, token_details=True))
         assert [token.text for token in answer.tokens] == list("ab" * 5000)
-        assert threads == {False}
+        assert not any(tokenizer.in_main)
         text = pb.TextInput(text="x" * ((1 << 17) + 1))
         request = model.TokenizeRequest(text=text, token_details=True)
         error = await refused(h.models.Tokenize(request))
         assert error.field == "token_details"
         assert str(1 << 17) in error.message
+
+
+@pytest.mark.parametrize("call", ["Generate", "GenerateStream", "StreamResult", "GetResult"])
+async def test_long_answers_are_made_in_a_thread(call: str) -> None:
+    """Of a prompt whose tokens are described one by one, in one event."""
+    tokenizer = describing()
+    ids = [97] * 2000
+    scored = spec(
+        tokens={"ids": ids},
+        request_id="r",
+        stop={"max_tokens": 1},
+        output={"prompt_logprobs": 2},
+    )
+    async with serving(tokenizer=tokenizer) as h:
+        if call == "Generate":
+            prompt = (await h.generate(scored)).prompt
+        elif call == "GetResult":
+            await h.generation.AddRequest(rpc.AddRequestRequest(spec=scored))
+            result = await h.generation.GetResult(
+                rpc.GetResultRequest(request_id="r", until_done=True, wait={"seconds": 30})
+            )
+            [prompt] = [event.prompt for event in result.events if event.HasField("prompt")]
+        else:
+            if call == "GenerateStream":
+                messages: Any = await h.stream(scored)
+            else:
+                session = h.session()
+                await session.add(scored)
+                messages = await session.end()
+            events = [event for message in messages for event in message.events]
+            assert [event.seq for event in events] == list(range(1, len(events) + 1))
+            [prompt] = [event.prompt for event in events if event.HasField("prompt")]
+    assert [token.id for token in prompt.tokens] == ids
+    assert len(tokenizer.in_main) >= 2 * len(ids)
+    assert sum(tokenizer.in_main) < 100
+
+
+async def test_an_answer_far_too_large_is_not_made() -> None:
+    tokenizer = describing()
+    engine = FakeEngine(info=model_info(max_context_tokens=20_000), tokens_per_step=500)
+    async with serving(engine, tokenizer=tokenizer, max_send_bytes=4 << 20) as h:
+        large = spec(stop={"max_tokens": 19_000}, output={"logprobs": 20})
+        error = await refused(h.generate(large))
+        assert error.reason == "ANSWER_TOO_LARGE"
+        assert not tokenizer.in_main
