@@ -118,6 +118,8 @@ def build_manager(
         core,
         limits,
         max_queue_size=config.max_queue_size,
+        max_unread_results=config.max_unread_results,
+        max_unread_requests=config.max_unread_requests,
         defaults=defaults,
         per_request_processors=config.per_request_processors,
         compile_grammar=_grammar_compile(verified, tokenizer),

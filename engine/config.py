@@ -36,6 +36,8 @@ _BOUNDS = {
     "max_cached_graphs": (0, 4096),
     "default_compile_level": (0, 3),
     "max_queue_size": (0, 2**31 - 1),
+    "max_unread_results": (1, 2**20),
+    "max_unread_requests": (1, 2**24),
     "seed": (0, 2**64 - 1),
 }
 _FRACTIONS = {
@@ -113,6 +115,11 @@ class ContinuousBatchingConfig:
         cpu_offload_space_safety_threshold: cpu_offload_space is cut to this part of the memory that
             the container allows; above 0, at most 1.
         max_queue_size: how many requests may wait; one more is refused at once. 0: no limit.
+        max_unread_results: how many results of one streaming request (of each of its choices) the
+            Python API keeps for a reader. Of more, the oldest is merged into the next one, which
+            has its tokens, too; the last one is always kept. 1 to 1,048,576.
+        max_unread_requests: how many requests (each choice counts) may have ended whose last result
+            nobody has read; from then on the Python API refuses further ones. 1 to 16,777,216.
         per_request_processors: whether `add_request` takes sampling options of its own
             (temperature, top_k, …). Off, they are refused, and all requests use the generation
             config's.
@@ -144,6 +151,8 @@ class ContinuousBatchingConfig:
     cpu_offload_space: float = 0.0
     cpu_offload_space_safety_threshold: float = 0.8
     max_queue_size: int = 0
+    max_unread_results: int = 4096
+    max_unread_requests: int = 65536
     per_request_processors: bool = False
     drop_unsupported_processors: bool = True
 

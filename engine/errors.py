@@ -82,6 +82,18 @@ class QueueFullError(HeadraceError):
         self.retry_after_s = retry_after_s
 
 
+class UnreadResultsError(HeadraceError):
+    """So many requests have ended whose results nobody has read that no more are taken."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"the results of {limit} requests that have ended were not read, and no more may wait "
+            "(max_unread_requests); read them by get_result or by iterating the manager, register "
+            "result handlers, or raise the option"
+        )
+        self.limit = limit
+
+
 class TooManyHandlersError(HeadraceError):
     """Too many result handlers wait for requests that do not exist yet."""
 

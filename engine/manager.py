@@ -24,7 +24,15 @@ from engine.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.generation_options import REQUEST_KEYS, GenerationDefaults
 from engine.loop import EngineLoop, GrammarCompile
 from engine.request import GenerationRequest
-from engine.results import GenerationOutput, Mailbox, ResultHandler, ResultRouter, StopFinder
+from engine.results import (
+    MAX_UNREAD_REQUESTS,
+    MAX_UNREAD_RESULTS,
+    GenerationOutput,
+    Mailbox,
+    ResultHandler,
+    ResultRouter,
+    StopFinder,
+)
 from engine.types import RequestId, TokenId
 
 _FREE_KEYS = frozenset(
@@ -78,6 +86,8 @@ class ContinuousBatchingManager(EngineLoop):
         limits: AdmissionLimits,
         *,
         max_queue_size: int = 0,
+        max_unread_results: int = MAX_UNREAD_RESULTS,
+        max_unread_requests: int = MAX_UNREAD_REQUESTS,
         defaults: GenerationDefaults | None = None,
         per_request_processors: bool = False,
         make_stop_finder: StopFinderFactory | None = None,
@@ -90,6 +100,7 @@ class ContinuousBatchingManager(EngineLoop):
 
         Args:
             core, limits, max_queue_size, compile_grammar: see EngineLoop.
+            max_unread_results, max_unread_requests: see ContinuousBatchingConfig.
             defaults: what requests have unless they say otherwise.
             per_request_processors: whether requests may say otherwise.
             make_stop_finder: makes a stop string matcher; None: there is no tokenizer, stop strings
@@ -101,7 +112,9 @@ class ContinuousBatchingManager(EngineLoop):
         """
         # Nothing that the manager holds holds the manager: a dropped one frees its cache at once.
         finish = weakref.WeakMethod(self.finish_request)
-        self._router = ResultRouter(partial(_call_if_alive, finish))
+        self._router = ResultRouter(
+            partial(_call_if_alive, finish), max_unread_results, max_unread_requests
+        )
         super().__init__(
             core,
             limits,
@@ -238,7 +251,7 @@ class ContinuousBatchingManager(EngineLoop):
 
         Raises:
             InvalidRequestError, UnsupportedFeatureError, DuplicateRequestError, QueueFullError,
-            EngineUnavailableError: it is refused; nothing else is touched.
+            UnreadResultsError, EngineUnavailableError: it is refused; nothing else is touched.
         """
         name = request_id if request_id is not None else self._new_names(1)[0]
         try:
@@ -267,7 +280,7 @@ class ContinuousBatchingManager(EngineLoop):
         Raises:
             InvalidRequestError: the field begins with "inputs[3]." where the fault is in that one.
             QueueFullError: there is not room for all; add them one by one.
-            UnsupportedFeatureError, EngineUnavailableError.
+            UnsupportedFeatureError, UnreadResultsError, EngineUnavailableError.
         """
         prepared = []
         for index, (name, prompt) in enumerate(

@@ -5,8 +5,10 @@ results.
                                                └──▶ handlers                   (their event loops)
 
 The engine speaks in deltas, and of choices; cumulative outputs, one name a choice, are made here
-and only when they are read: an unread streaming result is a number. A reader that never comes back
-costs at most `max_unread` results.
+and only when they are read: an unread streaming result is a number. Of a stream that nobody reads
+the oldest results go, one for each new one beyond `max_unread_results`: the next has all of their
+tokens, too, and tells how many it stands for. A choice's last result is always kept. Those are
+bounded where requests are added: with `max_unread_requests` of them unread, no more are taken.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.endings import STATUS_OF, new_error_id
-from engine.errors import DuplicateRequestError, RequestNotFoundError, TooManyHandlersError
+from engine.errors import (
+    DuplicateRequestError,
+    RequestNotFoundError,
+    TooManyHandlersError,
+    UnreadResultsError,
+)
 from engine.outputs import Finish, FinishReason, RequestOutput, StepOutputs, TokenLogprobs
 from engine.request import GenerationRequest, RequestStatus
 from engine.sampling_params import MAX_CHOICES
@@ -28,7 +35,8 @@ from engine.types import RequestId, TokenId
 
 logger = logging.getLogger(__name__)
 
-MAX_UNREAD_RESULTS = 65536
+MAX_UNREAD_RESULTS = 4096
+MAX_UNREAD_REQUESTS = 65536
 MAX_WAITING_HANDLERS = 4096
 """Result handlers that wait for requests which were not added yet."""
 
@@ -62,6 +70,8 @@ class GenerationOutput:
         token_logprobs: `logprobs` with ranks and candidates.
         prompt_logprobs: the same for the prompt's tokens from the second on, where they were asked
             for; else None.
+        merged_results: how many results of the choice went before this one because nobody read them
+            in time (max_unread_results). What they had is in this one.
     """
 
     request_id: str
@@ -78,6 +88,7 @@ class GenerationOutput:
     cached_tokens: int = 0
     token_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
+    merged_results: int = 0
 
     def is_finished(self) -> bool:
         """Whether the choice has ended and this is its last output."""
@@ -97,9 +108,12 @@ complete.
 class Mailbox:
     """Results that were not read, in the order in which they came. The router's lock guards it."""
 
-    def __init__(self, max_unread: int | None = None) -> None:
-        """Make an empty one. max_unread: the most results that it keeps; None: all."""
-        self.max_unread = max_unread
+    def __init__(self, max_ended: int | None = None) -> None:
+        """Make an empty one. max_ended: how many choices may have ended whose last result waits in
+        it before no request is taken for it any more; None: any number.
+        """
+        self.max_ended = max_ended
+        self.ended = 0
         self.unread: OrderedDict[int, tuple[_Choice, int, bool]] = OrderedDict()
 
 
@@ -132,6 +146,7 @@ class _Choice:
     finish: Finish | None = None
     handler: _Handler | None = None
     unread: deque[int] = field(default_factory=deque)
+    merged: int = 0
 
 
 class ResultRouter:
@@ -140,20 +155,22 @@ class ResultRouter:
     def __init__(
         self,
         finish_request: Callable[[RequestId, int, int], object],
-        max_unread: int = MAX_UNREAD_RESULTS,
+        max_unread_results: int = MAX_UNREAD_RESULTS,
+        max_unread_requests: int = MAX_UNREAD_REQUESTS,
     ) -> None:
         """Make a router.
 
         Args:
             finish_request: ends a choice: request, number of tokens to keep, choice.
-            max_unread: the most results that wait to be read; the oldest go first.
+            max_unread_results, max_unread_requests: see ContinuousBatchingConfig.
         """
         self._finish_request = finish_request
         self._changed = threading.Condition()
         self._requests: dict[RequestId, _Request] = {}  # whose end has not come
         self._choices: dict[str, _Choice] = {}  # whose results are not all read
         self._waiting_handlers: dict[str, _Handler] = {}  # of choices that are not there yet
-        self._mailbox = Mailbox(max_unread)
+        self._max_unread = max_unread_results
+        self._mailbox = Mailbox(max_unread_requests)
         self._next = 0
         self._closed = True
 
@@ -181,6 +198,7 @@ class ResultRouter:
         Raises:
             DuplicateRequestError: a request or choice of that name is live or has results that were
                 not read.
+            UnreadResultsError: too many requests have ended whose results were not read.
         """
         request = _Request(spec, streaming, created, mailbox or self._mailbox)
         for index in range(spec.n):
@@ -196,6 +214,9 @@ class ResultRouter:
         with self._changed:
             if spec.request_id in self._requests:  # its first choice may have been read
                 raise DuplicateRequestError(spec.request_id)
+            limit = request.mailbox.max_ended
+            if limit is not None and request.mailbox.ended >= limit:
+                raise UnreadResultsError(limit)
             for choice in request.choices:
                 if choice.name in self._choices:
                     raise DuplicateRequestError(choice.name)
@@ -292,14 +313,17 @@ class ResultRouter:
             self._call(choice.handler, _output(choice, len(choice.tokens), terminal))
             return
         mailbox = choice.request.mailbox
+        if len(choice.unread) >= self._max_unread:
+            if not choice.merged:
+                logger.warning(
+                    "%s: results are merged, %d are unread", choice.name, self._max_unread
+                )
+            del mailbox.unread[choice.unread.popleft()]
+            choice.merged += 1
         choice.unread.append(self._next)
         mailbox.unread[self._next] = (choice, len(choice.tokens), terminal)
+        mailbox.ended += terminal
         self._next += 1
-        while mailbox.max_unread is not None and len(mailbox.unread) > mailbox.max_unread:
-            lost = self._pop(mailbox, next(iter(mailbox.unread)))
-            logger.warning(
-                "result of %s dropped: %d are unread", lost.request_id, mailbox.max_unread
-            )
 
     def _call(
         self,
@@ -379,10 +403,13 @@ class ResultRouter:
 
     def _pop(self, mailbox: Mailbox, number: int) -> GenerationOutput:
         choice, length, terminal = mailbox.unread.pop(number)
-        choice.unread.remove(number)
+        choice.unread.popleft()  # the oldest of a mailbox is the oldest of its choice
         if terminal:
             del self._choices[choice.name]
-        return _output(choice, length, terminal)
+            mailbox.ended -= 1
+        output = _output(choice, length, terminal)
+        output.merged_results, choice.merged = choice.merged, 0
+        return output
 
 
 def _output(choice: _Choice, length: int, terminal: bool) -> GenerationOutput:

@@ -18,11 +18,12 @@ from engine.errors import (
     QueueFullError,
     RequestNotFoundError,
     TooManyHandlersError,
+    UnreadResultsError,
 )
 from engine.manager import _Prepared
 from engine.outputs import FinishReason, StepOutputs
 from engine.request import RequestStatus
-from engine.results import GenerationOutput, ResultRouter, choice_name
+from engine.results import GenerationOutput, Mailbox, ResultRouter, choice_name
 from engine.types import RequestId
 from tests.engine.fake_runner import (
     VOCAB,
@@ -134,22 +135,89 @@ def test_preemption_shortens_no_stream() -> None:
     rig.manager.stop()
 
 
-def test_unread_results_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    router = ResultRouter(lambda name, count, choice: None, max_unread=10)
+def test_no_end_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """Instead, no more requests are taken."""
+    router = ResultRouter(lambda name, count, choice: None, max_unread_requests=10)
     core, _, _ = make_core(num_blocks=64)
-    for index in range(25):
-        spec = make_request(f"r{index}", [1], 1)
-        router.expect(spec, 100.0)
+
+    def run(*names: str) -> None:
+        for name in names:
+            spec = make_request(name, [1], 1)
+            router.expect(spec, 100.0)
+            core.add(spec, 100.0)
+        while core.has_work:
+            router.accept(core.step())
+
+    names = [f"r{index}" for index in range(12)]
+    run(*names)  # when they were added, none had ended
+    with pytest.raises(UnreadResultsError, match=r"10 requests.*max_unread_requests"):
+        run("one more")
+    mailbox = Mailbox()  # that of a batch, which is read
+    router.expect(make_request("batch", [1], 1), 100.0, mailbox=mailbox)
+    read = [router.get(None, 0) for _ in range(3)]
+    run("one more")
+    read += [router.get(None, 0) for _ in range(10)]
+    assert [output and output.request_id for output in read] == [*names, "one more"]
+    assert all(output is not None and output.is_finished() for output in read)
+    assert router.get(None, 0) is None
+    assert not caplog.text
+
+
+def test_a_stream_that_nobody_reads_costs_itself_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Its oldest results are merged into later ones, which have their tokens, too."""
+    router = ResultRouter(lambda name, count, choice: None, max_unread_results=4)
+    core, _, _ = make_core(num_blocks=64)
+    for name, streaming in (("quiet", False), ("stream", True), ("short", True)):
+        spec = make_request(name, [1], {"quiet": 1, "stream": 50, "short": 4}[name])
+        router.expect(spec, 100.0, streaming=streaming, record_timestamps=True)
         core.add(spec, 100.0)
+    for _ in range(30):
+        router.accept(core.step())
+    assert len(router._mailbox.unread) == 1 + 4 + 4
+    quiet = router.get("quiet", 0)
+    assert quiet is not None
+    assert quiet.is_finished()
+    right = expected_tokens([1], 50)
+    first = router.get("stream", 0)
+    assert first is not None
+    assert first.generated_tokens == right[: len(first.generated_tokens)]
+    assert first.merged_results == len(first.generated_tokens) - 1 > 20
+    second = router.get("stream", 0)
+    assert second is not None
+    assert len(second.generated_tokens) == len(first.generated_tokens) + 1
+    assert second.merged_results == 0
     while core.has_work:
         router.accept(core.step())
-    assert len(router._mailbox.unread) == 10
-    assert len(router._choices) == 10
-    assert not router._requests
-    assert "unread" in caplog.text
-    assert [router.get(None, 0).request_id for _ in range(10)] == [  # type: ignore[union-attr]
-        f"r{i}" for i in range(15, 25)
-    ]
+    rest = [router.get("stream", 0) for _ in range(4)]
+    assert [output and len(output.generated_tokens) for output in rest] == [48 - 1, 48, 49, 50]
+    assert [output and output.merged_results for output in rest][1:] == [0, 0, 0]
+    last = rest[-1]
+    assert last is not None
+    assert last.is_finished()
+    assert last.generated_tokens == right
+    assert last.timestamps is not None
+    assert len(last.timestamps) == 50
+    short = [router.get("short", 0) for _ in range(4)]
+    assert [output and len(output.generated_tokens) for output in short] == [1, 2, 3, 4]
+    assert caplog.text.count("merged") == 2, "once until it is read again"
+    assert not router._choices
+
+
+def test_the_bounds_of_what_is_unread_are_options() -> None:
+    rig = Rig(max_unread_results=2, max_unread_requests=1)
+    rig.manager.start()
+    rig.manager.add_request([1], request_id="a", max_new_tokens=9, streaming=True)
+    rig.manager.stop()
+    outputs = list(rig.manager.request_id_iter("a"))
+    assert [len(output.generated_tokens) for output in outputs] == [8, 9]
+    assert [output.merged_results for output in outputs] == [7, 0]
+    rig.manager.start()
+    rig.manager.add_request([1], request_id="a", max_new_tokens=1)
+    rig.manager.stop()
+    rig.manager.start()
+    with pytest.raises(UnreadResultsError):
+        rig.manager.add_request([1], request_id="b", max_new_tokens=1)
+    rig.manager.stop()
 
 
 # ---- handlers --------------------------------------------------------------------------------
