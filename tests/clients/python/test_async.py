@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import Any
 
+import grpc
 import headrace
 import pytest
-from headrace import AsyncClient, FinishReason, Result
+from headrace import AsyncClient, FinishReason, Result, UnavailableError
 
 from tests.clients.python.scripted import WAIT, ScriptedServer
 
@@ -223,6 +226,37 @@ async def test_a_lost_connection_ends_all(aclient: AsyncClient, server: Scripted
                 await handle
     with pytest.raises(headrace.UnavailableError):
         await aclient.generate("x")
+
+
+async def test_a_session_that_ended_while_it_was_written_to_is_no_internal_error(
+    aclient: AsyncClient,
+) -> None:
+    session = aclient.session()
+    session._stub = Broken()
+    async with session:
+        with pytest.raises(UnavailableError, match="ended the session before"):
+            await session.submit("hi")
+
+
+class Broken:
+    """A call that was being written to when it ended, by a status that nobody learns."""
+
+    def StreamResult(self, commands: AsyncIterator[Any], metadata: Any) -> Broken:
+        self.commands = commands
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        await anext(self.commands)
+        raise grpc.aio.AioRpcError(
+            grpc.StatusCode.INTERNAL,
+            grpc.aio.Metadata(),
+            grpc.aio.Metadata(),
+            "Internal error from Core",
+        )
+        yield
+
+    def cancel(self) -> None:
+        """It is over."""
 
 
 async def test_batch(aclient: AsyncClient, server: ScriptedServer) -> None:

@@ -23,6 +23,8 @@ from headrace.v1.generation_pb2 import GenerationSpec
 from headrace.v1.generation_service_pb2 import StreamResultRequest
 
 _CLOSE_SECONDS = 5.0  # how long close() waits for the server to answer cancels
+# What grpc.aio says in place of a call's status, if it was writing when the call ended.
+_UNKNOWN_END = (grpc.StatusCode.INTERNAL, "Internal error from Core")
 
 _log = logging.getLogger("headrace")
 
@@ -188,8 +190,9 @@ class AsyncSession:
                 if self._core.ended:
                     call.cancel()
                     return
-        except grpc.RpcError as failure:
-            error = error_from_rpc(failure, target=self._settings.target)
+        except aio.AioRpcError as failure:
+            if (failure.code(), failure.details()) != _UNKNOWN_END:  # else as a session that ended
+                error = error_from_rpc(failure, target=self._settings.target)
         except asyncio.CancelledError:
             error = UnavailableError("the session was closed")
             current = asyncio.current_task()
