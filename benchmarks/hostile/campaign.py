@@ -33,7 +33,7 @@ AFTER_S = 1.0
 """How long after an input has ended the witness goes on: what it left is felt too."""
 RECOVER_S = 20.0
 """A server that is not as before by then is exchanged for another."""
-START_S, OVERHEAD_S = 12.0, 3.0
+START_S, OVERHEAD_S = 12.0, 1.7
 """For the estimate: until a new server and its witness are ready, and around each input."""
 PATIENCE_S = 60.0
 """Beyond its time an attacker may take so long to end its calls."""
@@ -86,6 +86,23 @@ class Plan:
         return 1.5 * self.estimate_s if self.minutes is None else 60 * self.minutes
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where inputs are tried.
+
+    Attributes:
+        server, witness: both run.
+        first, highest: memory by process, in bytes: when the server was new, and the most since.
+        folder: for logs.
+    """
+
+    server: Server
+    witness: Witness
+    first: dict[str, int]
+    highest: dict[str, int]
+    folder: Path
+
+
 class Campaign:
     """Runs a plan, and writes the record as it goes."""
 
@@ -126,6 +143,7 @@ class Campaign:
             token = server.token_file(WITNESS)
             with Witness(server.target, pids, token_file=token, tokens=plan.tokens) as witness:
                 first = {key: memory.now for key, memory in witness.report().memory.items()}
+                place = _Place(server, witness, first, dict(first), Path(name))
                 if self._calm is None:
                     witness.begin()
                     time.sleep(plan.calm_seconds)
@@ -134,22 +152,14 @@ class Campaign:
                 for index, one in enumerate(todo):
                     if self._elapsed() > plan.bound_s:
                         return todo[index:]
-                    if not self._try(group, one, server, witness, first, Path(name)):
+                    if not self._try(group, one, place):
                         return todo[index + 1 :]
         return []
 
-    def _try(
-        self,
-        group: Group,
-        one: Input,
-        server: Server,
-        witness: Witness,
-        first: dict[str, int],
-        folder: Path,
-    ) -> bool:
+    def _try(self, group: Group, one: Input, place: _Place) -> bool:
         """Try an input until a run of it says something; whether the server is as before."""
         for number in range(1, TRIES + 1):
-            run = self._once(one, server, witness, first, folder)
+            run = self._once(one, place)
             why = why_discarded(run)
             if why is None:
                 wrong = self._record.add(group, one, run, number)
@@ -163,19 +173,17 @@ class Campaign:
                 break
         return True
 
-    def _once(
-        self,
-        one: Input,
-        server: Server,
-        witness: Witness,
-        first: dict[str, int],
-        folder: Path,
-    ) -> Run:
+    def _once(self, one: Input, place: _Place) -> Run:
+        server, witness = place.server, place.witness
         assert self._calm is not None
         assert server.card is not None
         before, said = server.pids, server.log_bytes()
         system = System(
-            one.name, "benchmarks.hostile.attacker", sys.executable, folder / "attacker.log", {}
+            one.name,
+            "benchmarks.hostile.attacker",
+            sys.executable,
+            place.folder / "attacker.log",
+            {},
         )
         try:
             order = {
@@ -195,10 +203,14 @@ class Campaign:
         time.sleep(AFTER_S)
         seen = witness.report()
         died = "" if server.pids == before else "the engine" if server.is_alive else "the server"
+        highest = dict(place.highest)
+        for name, memory in seen.memory.items():
+            place.highest[name] = max(place.highest.get(name, 0), memory.peak)
         return Run(
             calm=self._calm,
             seen=seen,
-            first=first,
+            first=place.first,
+            highest=highest,
             cache_bytes=server.cache_bytes,
             answers=done["answers"],
             connections=done["connections"],

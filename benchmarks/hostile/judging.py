@@ -21,8 +21,6 @@ STRANGERS_BYTES = 64_000_000
 CONNECTION_BYTES = 64 << 10
 MAX_CONNECTIONS = 1024
 """What a connection may take, and of how many: the server's default bound."""
-LATE_S = 0.05
-"""A witness that was itself so late within the worst wait is no witness of it."""
 FRONT_END, ENGINE = "front_end", "engine"
 
 
@@ -33,6 +31,8 @@ class Run:
     Attributes:
         calm, seen: what the witness saw in the calm minute, and beside the input.
         first: the memory of the server's processes before anything was tried on it, bytes by name.
+        highest: the most that they took beside earlier inputs on that server: those are to blame
+            for it, not this one.
         cache_bytes: the KV cache's announced size.
         answers: what the attacker was told, and how often.
         connections: how many it opened.
@@ -46,6 +46,7 @@ class Run:
     calm: Report
     seen: Report
     first: Mapping[str, int]
+    highest: Mapping[str, int]
     cache_bytes: int
     answers: Mapping[str, int]
     connections: int
@@ -76,12 +77,12 @@ def waits_too_long(run: Run) -> list[tuple[str, Waits, float]]:
 
 
 def why_discarded(run: Run) -> str | None:
-    """Why a run says nothing: the witness itself was late; None: it says something."""
-    for name, found, _ in waits_too_long(run):
-        if found.late_s >= LATE_S:
+    """Why a run says nothing: what was too long is so for the witness' own lag; None: it counts."""
+    for name, found, most in waits_too_long(run):
+        if found.worst_s - found.late_s <= most:
             return (
                 f"the witness itself was {found.late_s:.3f} s late within the worst {name} "
-                f"({found.worst_s:.3f} s)"
+                f"({found.worst_s:.3f} s), which was not too long without that"
             )
     return None
 
@@ -119,12 +120,12 @@ def _grown(one: Input, run: Run) -> list[str]:
         (ENGINE, GROWTH_BYTES + run.cache_bytes),
     ):
         growth = run.growth(name)
-        if growth > most:
+        memory = run.seen.memory.get(name)
+        if memory is not None and growth > most and memory.peak > run.highest.get(name, 0):
             words = name.replace("_", " ")
             found.append(f"the {words} grew by {growth / 1e6:.0f} MB, above {most / 1e6:.0f}")
     if one.stranger:
-        memory = run.seen.memory.values()
-        growth = sum(memory_of.growth for memory_of in memory)
+        growth = sum(memory.growth for memory in run.seen.memory.values())
         room = min(run.connections, MAX_CONNECTIONS) * CONNECTION_BYTES
         if growth > STRANGERS_BYTES + room:
             found.append(

@@ -20,7 +20,7 @@ from headrace.v1 import model_service_pb2 as model
 from benchmarks.hostile import encoding as wire
 from benchmarks.hostile import http2, judging
 from benchmarks.hostile.attacker import attack
-from benchmarks.hostile.campaign import Plan
+from benchmarks.hostile.campaign import AFTER_S, OVERHEAD_S, START_S, Plan
 from benchmarks.hostile.inputs import GROUPS, INPUTS, Input
 from benchmarks.hostile.inputs.requests import answered
 from benchmarks.hostile.inputs.strangers import CHECK
@@ -231,6 +231,7 @@ def run(calm: Report | None = None, beside: Report | None = None, **more: Any) -
         "calm": calm or seen(),
         "seen": beside or seen(),
         "first": {"front_end": 100_000_000, "engine": 800_000_000},
+        "highest": {"front_end": 100_000_000, "engine": 800_000_000},
         "cache_bytes": 500_000_000,
         "answers": {"OK": 3},
         "connections": 2,
@@ -272,6 +273,7 @@ def grown(front_end: int, engine: int) -> Report:
         (ONE, run(beside=seen(wrong_texts=3)), "3 wrong answers of Tokenize"),
         (ONE, run(beside=seen(not_serving=4)), "4 health checks that were not SERVING"),
         (ONE, run(beside=grown(257_000_000, 0)), "the front end grew by 257 MB, above 256"),
+        (ONE, run(beside=grown(257_000_000, 0), highest={"front_end": 400_000_000}), None),
         (ONE, run(beside=grown(0, 750_000_000)), None),
         (ONE, run(beside=grown(0, 757_000_000)), "the engine grew by 757 MB, above 756"),
         (STRANGER, run(beside=grown(65_000_000, 0)), "strangers took 65 MB, above 64"),
@@ -334,13 +336,14 @@ def test_a_plan_knows_its_time() -> None:
     names = frozenset({"chat-tools", "chat-messages", "calls-at-once"})
     plan = Plan(model_name="demo", model=Path(), names=names, seconds=4.0, calm_seconds=20.0)
     assert [len(inputs) for _, inputs in plan.groups()] == [2, 1]
-    assert plan.estimate_s == 2 * 4 + 20 + 3 * 4 + 2 * 32
+    around = AFTER_S + OVERHEAD_S
+    assert plan.estimate_s == pytest.approx(2 * 4 + 20 + 3 * around + 2 * (START_S + 20))
     assert plan.bound_s == 1.5 * plan.estimate_s
     assert dataclasses.replace(plan, minutes=2.0).bound_s == 120
     everything = Plan(
         model_name="demo", model=Path(), names=frozenset(INPUTS), seconds=4.0, calm_seconds=20.0
     )
-    assert everything.estimate_s < 25 * 60
+    assert everything.estimate_s < 20 * 60
 
 
 def test_the_long_models_tokenizer(tmp_path: Path) -> None:
@@ -375,10 +378,10 @@ def test_the_command_lists_and_refuses() -> None:
 def test_the_command_on_a_real_server(tmp_path: Path) -> None:
     arguments = [
         *("--model", "demo", "--input", "metadata", "--seconds", "0.5", "--calm-seconds", "0.5"),
-        *("--tokens", "16", "--threads", "1", "--output", str(tmp_path)),
+        *("--minutes", "5", "--tokens", "16", "--threads", "1", "--output", str(tmp_path)),
     ]
     done = command(*arguments)
-    assert done.returncode in (0, 1), done.stderr  # on a busy machine its wait may be too long
+    assert done.returncode in (0, 1), done  # on a busy machine its wait may be too long
     assert "1 inputs on 1 servers" in done.stdout
     read = json.loads((tmp_path / "hostile-demo.json").read_text())
     assert read["inputs"]["metadata"]["seen"]["wrong_tokens"] == 0

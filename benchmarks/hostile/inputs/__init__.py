@@ -6,20 +6,16 @@ from benchmarks.hostile.inputs.control import CONTROL_GROUP
 from benchmarks.hostile.inputs.kinds import Group, Input
 from benchmarks.hostile.inputs.messages import MESSAGES
 from benchmarks.hostile.inputs.requests import (
-    PROMPT,
     REQUESTS,
     WAITING,
-    WAITING_FORMS,
     WAITING_PROMPTS,
 )
 from benchmarks.hostile.inputs.sessions import SESSIONS
 from benchmarks.hostile.inputs.strangers import (
     BODIES,
     CONNECTIONS,
-    MANY_BODIES,
     STREAMS,
     TLS,
-    WATCHES,
 )
 from benchmarks.hostile.inputs.structured import STRUCTURED
 from benchmarks.hostile.inputs.texts import TEXTS
@@ -32,15 +28,11 @@ GROUPS = (
     REQUESTS,
     CONTROL_GROUP,
     BODIES,
-    MANY_BODIES,
     CONNECTIONS,
-    WATCHES,
     STREAMS,
     TLS,
     WAITING,
-    WAITING_FORMS,
     WAITING_PROMPTS,
-    PROMPT,
 )
 """Where memory is what matters, a server of its own."""
 INPUTS: dict[str, Input] = {one.name: one for group in GROUPS for one in group.inputs}

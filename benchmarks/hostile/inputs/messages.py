@@ -95,14 +95,11 @@ async def deep_tool_schema(s: Sender) -> None:
 async def template_keys(s: Sender) -> None:
     """Many arguments of the template, each of another name."""
 
-    def keys(size: int) -> bytes:
-        entries = (
-            wire.field(1, wire.field(1, f"k{number}") + wire.field(2, NULL))
-            for number in range(size // 14)
-        )
-        return wire.field(5, b"".join(entries))
-
-    await _chats_once(s, keys)
+    entries = b"".join(
+        wire.field(1, wire.field(1, f"k{number}") + wire.field(2, NULL))
+        for number in range(s.below // 16)
+    )
+    await _chats_once(s, lambda size: wire.field(5, wire.filled(entries, size)))
 
 
 async def _chats_once(s: Sender, more: Callable[[int], bytes]) -> None:

@@ -277,11 +277,6 @@ REQUESTS = Group(
             meaning="requests that are refused, 64 at once",
             send=refused_requests,
         ),
-    ),
-)
-PROMPT = Group(
-    "prompt",
-    (
         Input(
             name="long-prompt",
             meaning="one prompt as long as the context",
@@ -306,20 +301,15 @@ WAITING_PROMPTS = Group(
     "waiting prompts",
     (
         Input(
-            name="waiting-prompts",
-            meaning="1,000 waiting requests with the longest prompts",
-            send=waiting_prompts,
-            seconds=20.0,
-        ),
-    ),
-)
-WAITING_FORMS = Group(
-    "waiting forms",
-    (
-        Input(
             name="waiting-forms",
             meaning="60 waiting requests with forms of 200 KiB, each another",
             send=waiting_forms,
+            seconds=20.0,
+        ),
+        Input(
+            name="waiting-prompts",
+            meaning="1,000 waiting requests with the longest prompts",
+            send=waiting_prompts,
             seconds=20.0,
         ),
     ),

@@ -270,11 +270,6 @@ BODIES = Group(
             send=half_bodies,
             stranger=True,
         ),
-    ),
-)
-MANY_BODIES = Group(
-    "strangers' many bodies",
-    (
         Input(
             name="many-half-bodies",
             meaning="1,920 health checks with 64 KB of a larger body",
@@ -298,11 +293,6 @@ CONNECTIONS = Group(
             send=silent_connections,
             stranger=True,
         ),
-    ),
-)
-WATCHES = Group(
-    "strangers' watches",
-    (
         Input(
             name="watches",
             meaning="3,000 Watches on 40 connections",
