@@ -11,7 +11,12 @@ known.
 
 from __future__ import annotations
 
+import logging
+
+from service import open_files
 from service.config import ServiceConfig
+
+logger = logging.getLogger(__name__)
 
 _READ_BEYOND = 512 << 10
 _ANY_NUMBER = 2**31 - 1
@@ -34,7 +39,7 @@ def grpc_options(config: ServiceConfig) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", most_received(config)),
         ("grpc.max_send_message_length", config.max_send_bytes),
         # Of each address: one more is closed as soon as it is accepted.
-        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        ("grpc.max_allowed_incoming_connections", _most_connections(config)),
         # TLS's handshake, and HTTP/2's first words.
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         # Clients wait by themselves with further calls. The "protection" would also count calls
@@ -75,3 +80,19 @@ def grpc_options(config: ServiceConfig) -> list[tuple[str, int]]:
         grace_ms = int(config.max_connection_age_grace_s * 1000)
         options.append(("grpc.max_connection_age_grace_ms", grace_ms))
     return options
+
+
+def _most_connections(config: ServiceConfig) -> int:
+    """How many connections an address may have: no more than there may be open files for, so that
+    those who only connect leave some to start an engine's process with.
+    """
+    wanted, addresses = config.max_connections, len(config.listen)
+    most = max(1, min(wanted, (open_files.allowed() - open_files.RESERVED) // addresses))
+    if most < wanted:
+        logger.warning(
+            "connections: at most %d on each address, not %d: at most %d files may be open",
+            most,
+            wanted,
+            open_files.allowed(),
+        )
+    return most

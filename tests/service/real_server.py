@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -39,11 +39,18 @@ class RealServer:
         addresses: where it listens, once it is ready.
     """
 
-    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        before: Sequence[str] = (),
+    ) -> None:
+        """`before`: what stands before the command."""
         self.said = ""
         self.addresses: tuple[str, ...] = ()
         self.process = subprocess.Popen(
             [
+                *before,
                 str(BIN / "headrace-server"),
                 "serve",
                 "--device",
@@ -107,9 +114,11 @@ class RealServer:
 
 
 @contextmanager
-def real_server(*arguments: str, **environment: str) -> Iterator[RealServer]:
+def real_server(
+    *arguments: str, before: Sequence[str] = (), **environment: str
+) -> Iterator[RealServer]:
     """A server's process, killed at the end if it still runs."""
-    server = RealServer(*arguments, environment=environment)
+    server = RealServer(*arguments, environment=environment, before=before)
     try:
         yield server
     finally:

@@ -96,6 +96,23 @@ async def generate(channel: Any, **more: Any) -> str:
     return str(result.choices[0].text)
 
 
+async def test_files_are_read_again_when_somebody_asks_for_it(
+    served: dict[str, str], pairs: dict[str, Pair], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with serving(FakeEngine(), **served) as h:
+        h.server.reload()
+        assert "TLS files were read again" in caplog.text  # though nothing has changed
+        install(pairs["second"][1], served["tls_key"])
+        h.server.reload()
+        assert "TLS files stay as they were" in caplog.text
+        assert await shown(port_of(h)) == pairs["first"][0].read_text()
+        install(pairs["second"][0], served["tls_cert"])
+        h.server.reload()
+        assert caplog.text.count("TLS files were read again") == 2
+        assert await shown(port_of(h)) == pairs["second"][0].read_text()
+
+
 async def test_a_renewed_certificate_is_used_by_the_next_connection(
     served: dict[str, str], pairs: dict[str, Pair], caplog: pytest.LogCaptureFixture
 ) -> None:

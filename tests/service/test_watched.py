@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,15 @@ def test_files_that_do_not_rest(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert watched.current() == ("0", "0")
     assert "files stay as they were: " in caplog.text
     assert watched.current() == ("1+++", "0+++")  # though nothing has changed since
+
+
+def test_files_are_read_when_somebody_asks_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    files = Restless(tmp_path, changes=0)
+    watched = files.watched()
+    assert files.reads == 1
+    watched.reload()
+    assert files.reads == 2
+    assert "files were read again" in caplog.text
