@@ -1,8 +1,9 @@
 """From generation configs and keyword options, as users of transformers know them, to the engine's
 parameters.
 
-A generation config is read by attribute, so that neither torch nor transformers is needed here. An
-option that this engine does not do is dropped with a warning or refused, as
+What a generation config leaves open (None) is the model's own, then transformers' default, as for
+`model.generate`. Generation configs are read by attribute, so that neither torch nor transformers
+is needed here. An option that this engine does not do is dropped with a warning or refused, as
 `drop_unsupported_processors` says; an unknown keyword is always refused.
 """
 
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 20
 """What transformers generates when nothing says how much."""
+DEFAULT_TOP_K = 50
+"""Of how many tokens transformers draws one when nothing says."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     # options of a generation config that change the output and that this engine does not do: their
@@ -116,7 +119,7 @@ class RequestOptions:
 
 
 class GenerationDefaults:
-    """The parameters that requests have unless they say otherwise, read from a generation config
+    """The parameters that requests have unless they say otherwise, read from generation configs
     once.
     """
 
@@ -127,14 +130,17 @@ class GenerationDefaults:
         *,
         drop_unsupported: bool,
         return_logprobs: bool,
+        model_generation_config: object | None = None,
         vocab_size: int | None = None,
         seed: int | None = None,
     ) -> None:
-        """Read a generation config.
+        """Read generation configs.
 
         Args:
             generation_config: None: nothing is set.
-            model_eos_token_ids: where the generation config names none.
+            model_generation_config: the model's own, for what the first one leaves open; None:
+                there is none.
+            model_eos_token_ids: where neither names any.
             drop_unsupported, return_logprobs: see ContinuousBatchingConfig.
             vocab_size: ids of the generation config that end the output or are kept out of it are
                 left out from here on: they cannot be generated, and no request is to blame for
@@ -147,8 +153,13 @@ class GenerationDefaults:
             UnsupportedFeatureError: an option that this engine does not do, unless those are
                 dropped.
         """
+
+        def value_of(name: str) -> Any:
+            value = getattr(generation_config, name, None)
+            return getattr(model_generation_config, name, None) if value is None else value
+
         self._values: dict[str, Any] = {
-            name: getattr(generation_config, name, None) for name in (*_CONFIG_KEYS, *_LENGTH_KEYS)
+            name: value_of(name) for name in (*_CONFIG_KEYS, *_LENGTH_KEYS)
         }
         own_seed = self._values.pop("seed")
         if seed is None and own_seed is not None:
@@ -164,7 +175,7 @@ class GenerationDefaults:
         self._values["bad_words_ids"] = self._single_bad_words()
         self._return_logprobs = return_logprobs
         for name, neutral in _NEUTRAL.items():
-            value = getattr(generation_config, name, None)
+            value = value_of(name)
             if not any(value is entry or value == entry for entry in neutral):
                 self._drop(name, f"is {value!r}; this engine does not do it")
 
@@ -300,9 +311,12 @@ def _sampling(values: Mapping[str, Any], eos: tuple[TokenId, ...]) -> SamplingPa
     if not isinstance(bias, Mapping):
         raise InvalidRequestError("logit_bias", "must map token ids to numbers")
     temperature = _number("temperature", values["temperature"], 1.0)
+    top_k = values["top_k"]
+    if top_k is None:
+        top_k = DEFAULT_TOP_K if sampled else 0
     return SamplingParams(
         temperature=temperature if sampled else 0.0,
-        top_k=_integer("top_k", values["top_k"] or 0),
+        top_k=_integer("top_k", top_k),
         top_p=_number("top_p", values["top_p"], 1.0),
         min_p=_number("min_p", values["min_p"], 0.0),
         typical_p=_number("typical_p", values["typical_p"], 1.0),

@@ -89,7 +89,8 @@ class LoadedModel:
         memory freed, before the new one is made.
 
         Args:
-            generation_config: what requests have unless they say otherwise; None: the model's.
+            generation_config: what requests have unless they say otherwise. What it leaves open is
+                the model's, as for `model.generate`; None: all is.
             continuous_batching_config: ours, or one of transformers; None: what the generation
                 config says of it, else the one given to `load`.
 
@@ -200,12 +201,13 @@ class LoadedModel:
         defaults = GenerationDefaults(
             generation,
             self._verified.eos_token_ids,
+            model_generation_config=self.generation_config,
             drop_unsupported=config.drop_unsupported_processors,
             return_logprobs=config.return_logprobs,
             vocab_size=self._verified.vocab_size,
             seed=config.seed,
         )
-        settings = (generation.to_json_string(), config)
+        settings = (generation.to_json_string(), self.generation_config.to_json_string(), config)
         kept = self._kept.take(settings)
         if kept is not None:
             return kept

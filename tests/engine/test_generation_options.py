@@ -274,7 +274,7 @@ def test_the_request_has_all_of_it() -> None:
     assert options.to_request(RequestId("a"), prompt) == GenerationRequest(
         request_id=RequestId("a"),
         prompt=prompt,
-        sampling=SamplingParams(temperature=0.5, seed=3),
+        sampling=SamplingParams(temperature=0.5, top_k=50, seed=3),
         stop=options.stop,
         logprobs=LogprobParams(top_n=1),
         prompt_logprobs=2,
