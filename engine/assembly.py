@@ -8,6 +8,7 @@ them meet.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from engine.admission import AdmissionLimits
 from engine.config import ContinuousBatchingConfig
@@ -15,7 +16,7 @@ from engine.core import EngineCore
 from engine.errors import InsufficientMemoryError
 from engine.generation_options import GenerationDefaults
 from engine.kv_cache.manager import KVCacheManager
-from engine.loop import EngineLoop, GrammarCompile, StepSink
+from engine.loop import EngineLoop, StepSink
 from engine.manager import ContinuousBatchingManager, ManagerKeeper
 from engine.results import StopFinder
 from engine.runner.loader import VerifiedModel, build_runner
@@ -23,6 +24,9 @@ from engine.runner.memory import CachePlan
 from engine.scheduler.registry import scheduler_class
 from engine.text import TextStream, Tokenizer
 from engine.types import TokenId
+
+if TYPE_CHECKING:
+    from engine.structured import GrammarCompiler
 
 
 def build_core(
@@ -86,13 +90,17 @@ def build_loop(
         tokenizer: for the forms of outputs; None: they are refused.
     """
     core, limits, plan = build_core(verified, config, progress)
+    compiler = _grammar_compiler(verified, tokenizer)
+    if compiler is not None:
+        progress("reading the vocabulary")  # now: those who are served would wait for it
+        compiler.warm_up()
     loop = EngineLoop(
         core,
         limits,
         sink=sink,
         max_queue_size=config.max_queue_size,
         on_end=on_end,
-        compile_grammar=_grammar_compile(verified, tokenizer),
+        compile_grammar=None if compiler is None else compiler.begin,
     )
     return loop, limits, plan
 
@@ -114,6 +122,7 @@ def build_manager(
         tokenizer: for stop strings and the forms of outputs; None: they are refused.
     """
     core, limits, _ = build_core(verified, config, progress)
+    compiler = _grammar_compiler(verified, tokenizer)
     return ContinuousBatchingManager(
         core,
         limits,
@@ -122,7 +131,7 @@ def build_manager(
         max_unread_requests=config.max_unread_requests,
         defaults=defaults,
         per_request_processors=config.per_request_processors,
-        compile_grammar=_grammar_compile(verified, tokenizer),
+        compile_grammar=None if compiler is None else compiler.begin,
         make_stop_finder=None if tokenizer is None else _StopFinders(tokenizer),
         keeper=keeper,
         settings=settings,
@@ -130,13 +139,15 @@ def build_manager(
     )
 
 
-def _grammar_compile(verified: VerifiedModel, tokenizer: Tokenizer | None) -> GrammarCompile | None:
+def _grammar_compiler(
+    verified: VerifiedModel, tokenizer: Tokenizer | None
+) -> GrammarCompiler | None:
     """What compiles the forms of outputs; None: there is no tokenizer."""
     if tokenizer is None:
         return None
     from engine.structured import GrammarCompiler  # without a tokenizer llguidance is not needed
 
-    return GrammarCompiler(tokenizer, verified.vocab_size).begin
+    return GrammarCompiler(tokenizer, verified.vocab_size)
 
 
 class _StopFinders:

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine import form_budget
 from engine.batch import ScheduledBatch
 from engine.endings import LiveRequest, LiveRequests, describe_end, new_error_id, why_no_token
 from engine.errors import RanksLostError
@@ -143,6 +144,7 @@ class EngineCore:
             try:
                 for request in choices.values():
                     request.matcher = make_matcher()
+                    form_budget.begin(request)
             except Exception as error:
                 self._live.fail_alone(live, "the grammar could not be begun", error)
                 return
@@ -212,15 +214,16 @@ class EngineCore:
         self._live.end_overdue(now)
         if self._in_flight and self._must_wait():
             self._collect()
-        batch = self.scheduler.schedule(now, is_step_pending=bool(self._in_flight))
+        resting = form_budget.choose_resting(self.scheduler.running.values())
+        batch = self.scheduler.schedule(now, is_step_pending=bool(self._in_flight), resting=resting)
         if batch is None:
             self._collect()
-            batch = self.scheduler.schedule(now)
+            batch = self.scheduler.schedule(now, resting=resting)
         self._end_hopeless(now)
         is_launched = False
         if batch is not None and not batch.is_empty:
             is_launched = self._launch(batch, now)
-        elif not self._in_flight:
+        elif not self._in_flight and resting.isdisjoint(self.scheduler.running):
             self._check_idle()
         while len(self._in_flight) > (1 if self.overlap and is_launched else 0):
             self._collect()
@@ -382,7 +385,10 @@ class EngineCore:
     ) -> None:
         """Take the token that was sampled for a position of a live choice."""
         if token == INVALID_TOKEN:
-            self._live.fail_alone(live, why_no_token(request))
+            if request.matcher is not None and request.matcher.failure is not None:
+                self._live.fail_form(live, request.matcher.failure)
+            else:
+                self._live.fail_alone(live, why_no_token(request))
             return
         if position >= request.max_total_tokens:
             # Nothing may be generated: max_tokens is 0. The prompt was processed, the sampled token
@@ -404,7 +410,13 @@ class EngineCore:
             self._live.fail_alone(live, "the grammar failed", error)
             return
         if reason is FinishReason.ERROR:
-            self._live.fail_alone(live, "the model left the form that was asked for")
+            if request.matcher is not None and request.matcher.failure is not None:
+                self._live.fail_form(live, request.matcher.failure)
+            else:
+                self._live.fail_alone(live, "the model left the form that was asked for")
+            return
+        if reason is None and not form_budget.charge(request, live.choices.values()):
+            self._live.fail_form(live, form_budget.TOO_SLOW)
             return
         prompt_done, prompt_logprobs = self._report_prompt(live, request)
         request.token_ids[position] = token

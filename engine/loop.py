@@ -53,8 +53,8 @@ from engine.types import RequestId, TokenId
 logger = logging.getLogger(__name__)
 
 StepSink = Callable[[StepOutputs], None]
-GrammarCompile = Callable[[GrammarParams, frozenset[TokenId]], Future[MatcherFactory]]
-"""Begins to compile a form for a request with these ending ids."""
+GrammarCompile = Callable[[GrammarParams, frozenset[TokenId], bytes], Future[MatcherFactory]]
+"""Begins to compile a form for a request with these ending ids, of the caller with this salt."""
 
 _MAX_FAILED_STEPS = 3
 """So many unexpected failures of the loop in a row, and the engine is declared dead."""
@@ -365,7 +365,9 @@ class EngineLoop:
             raise UnsupportedFeatureError(
                 "structured_output", "needs the model's tokenizer.json, which is not there"
             )
-        return self._compile_grammar(request.grammar, request.stop.ending_token_ids)
+        return self._compile_grammar(
+            request.grammar, request.stop.ending_token_ids, request.cache_salt
+        )
 
     def cancel_request(self, request_id: str) -> bool:
         """End a request, with all its choices, within one step; its last outputs say CANCELLED.

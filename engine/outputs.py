@@ -79,12 +79,14 @@ class RequestFailure:
     """Why a request failed. `message` is safe to show; `error_id` finds the cause in the log.
 
     `retryable`: whether the same request may succeed elsewhere or later (the engine stopped),
-    rather than being at fault itself.
+    rather than being at fault itself. `field`: the request's field that is at fault, in engine
+    terms (see InvalidRequestError), where one is: `message` then says what to change in it.
     """
 
     message: str
     error_id: str
     retryable: bool = False
+    field: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,25 @@ class TokenMatcher(Protocol):
         """Whether the output is whole and nothing can follow it."""
         ...
 
+    @property
+    def expected_s(self) -> float:
+        """What a token is expected to cost before one is known, in seconds of the processor."""
+        ...
+
+    @property
+    def spent_s(self) -> float:
+        """What following the output has cost so far, in seconds of the processor; never less than
+        before.
+        """
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why it cannot be followed any more, to be told to whoever sent the grammar; None: it can.
+        Then no token is in the mask, and none is accepted.
+        """
+        ...
+
 
 _NO_KEY = RequestKey(0)
 """Of a record that no engine knows; real keys begin at 1."""
@@ -137,6 +156,9 @@ class Request:
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are known.
         sampling_steps: what choosing its tokens takes; kept by the sampler.
         ending_token_ids: the ids that end its output; the choices of a request share one set.
+        form_spent_s, form_cost_s, form_debt_s, form_waits: of its matcher's cost, in seconds: all
+            that was counted, what a token costs now, what its tokens cost beyond their share, and
+            for how many steps it has waited on that account; kept by `engine.form_budget`.
         max_total_tokens: the length at which the request must stop: prompt + max_tokens, or the
             context if less.
         request_id, num_prompt_tokens: the request's id, and the prompt's length; kept, since they
@@ -156,6 +178,10 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     sampling_steps: SamplingSteps | None = None
+    form_spent_s: float = 0.0
+    form_cost_s: float = 0.0
+    form_debt_s: float = 0.0
+    form_waits: int = 0
     status: RequestStatus = RequestStatus.WAITING
     preemptions: int = 0
     first_scheduled: float | None = None

@@ -325,6 +325,14 @@ def _of_failure(failure: RequestFailure) -> _Public:
             metadata,
             retry_after_s=_RESTART_DELAY_S,
         )
+    if failure.field is not None:  # what its form costs, or that it is too complex, shows late
+        return _Public(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID_FIELD",
+            failure.message,
+            {**metadata, "field": failure.field},
+            (failure.field, failure.message),
+        )
     return _Public(grpc.StatusCode.INTERNAL, "REQUEST_FAILED", failure.message, metadata)
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import ClassVar
 
 from engine.batch import ScheduledBatch, ScheduledRequest
@@ -100,6 +100,7 @@ class Scheduler(ABC):
         self._returning: dict[RequestKey, Request] = {}
         self.num_preemptions = 0
         self._may_preempt = True
+        self._resting: Container[RequestKey] = ()  # of the step that is being chosen
 
     # ---- the policy ----------------------------------------------------------------------------
 
@@ -216,12 +217,19 @@ class Scheduler(ABC):
         """Whether there is anything that a step may take."""
         return bool(self.running) or bool(self.waiting) or bool(self._returning)
 
-    def schedule(self, now: float, *, is_step_pending: bool = False) -> ScheduledBatch | None:
+    def schedule(
+        self,
+        now: float,
+        *,
+        is_step_pending: bool = False,
+        resting: Container[RequestKey] = (),
+    ) -> ScheduledBatch | None:
         """Choose the next step.
 
         Args:
             now: monotonic seconds.
             is_step_pending: whether a step is still running, whose tokens and ends are not known.
+            resting: running requests whose turn this step is not; they keep their places.
 
         Returns:
             The step; empty only if nothing can be computed now. None: blocks are short, and the
@@ -229,6 +237,7 @@ class Scheduler(ABC):
         """
         plan = StepPlan(self.max_batch_tokens)
         self._may_preempt = not is_step_pending
+        self._resting = resting
         try:
             self._take_back()
             self.choose(plan, now)
@@ -274,9 +283,14 @@ class Scheduler(ABC):
 
     def runnable(self) -> list[Request]:
         """The running requests that have something to compute, in the order of `running`. The
-        others wait for their last token.
+        others wait for their last token, or for a later step.
         """
-        return [request for request in self.running.values() if not request.is_generated]
+        resting = self._resting
+        return [
+            request
+            for key, request in self.running.items()
+            if not request.is_generated and key not in resting
+        ]
 
     def extend_all(self, plan: StepPlan) -> bool:
         """Put all that the running requests have to compute into an empty step, if the budget and

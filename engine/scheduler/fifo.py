@@ -4,6 +4,7 @@ still prefill.
 
 from __future__ import annotations
 
+from engine.request import Request
 from engine.scheduler.base import Scheduler, StepPlan
 
 
@@ -23,8 +24,8 @@ class FIFOScheduler(Scheduler):
         """Fill the step; see the class."""
         if not self.waiting and self.extend_all(plan):
             return
-        order = sorted(self.runnable(), key=lambda request: request.num_tokens_to_compute > 1)
-        victims = list(order)
+        order = sorted(self.runnable(), key=_is_prefilling)
+        victims = sorted(self.running.values(), key=_is_prefilling)
         for request in order:
             if plan.budget < 1 or request.key not in self.running:
                 break
@@ -36,3 +37,7 @@ class FIFOScheduler(Scheduler):
             head = self.next_waiting()
             if head is None or not self.admit(plan, head, now):
                 return
+
+
+def _is_prefilling(request: Request) -> bool:
+    return request.num_tokens_to_compute > 1

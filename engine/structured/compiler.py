@@ -5,6 +5,10 @@
                               ▼
                             queue ──▶ at most `workers` threads ──▶ cache, and all that wait for it
 
+Each caller has a cache of its own within the common bounds, since the matchers of one compiled
+grammar can fail together; and a share of the queue: callers take turns, and when the queue is full,
+the one that fills it loses its last place to one that has fewer.
+
 llguidance compiles without the interpreter's lock, and cannot be interrupted. Its own limits, and
 the checks of `source`, keep a compilation at seconds. Should one take longer than the time limit,
 whoever waits for it is refused; it goes on on its thread until it ends, and the thread is not
@@ -21,20 +25,27 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.errors import EngineUnavailableError, HeadraceError, InvalidRequestError
+from engine.errors import (
+    EngineUnavailableError,
+    HeadraceError,
+    InvalidRequestError,
+    UnsupportedFeatureError,
+)
 from engine.request import TokenMatcher
 from engine.sampling_params import GrammarKind, GrammarParams
 from engine.structured.matcher import CompiledGrammar, GrammarMatcher
 from engine.structured.messages import explain
 from engine.structured.source import to_lark
+from engine.structured.trial import try_out
 from engine.structured.vocabulary import read_vocabulary
 from engine.text import Tokenizer
 from engine.types import TokenId
@@ -58,10 +69,25 @@ MatcherFactory = Callable[[], TokenMatcher]
 _Value = TypeVar("_Value")
 
 
+class _Key(NamedTuple):
+    """What is compiled, and for whom."""
+
+    caller: bytes
+    params: GrammarParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Root:
+    """A compiled form, at its beginning, and what a token of it costs (see `Trial.token_s`)."""
+
+    matcher: LLMatcher
+    token_s: float
+
+
 @dataclass(slots=True, eq=False)
 class _Job:
-    params: GrammarParams
-    waiters: list[Future[LLMatcher]] = field(default_factory=list)
+    key: _Key
+    waiters: list[Future[_Root]] = field(default_factory=list)
 
 
 class GrammarCompiler:
@@ -77,7 +103,7 @@ class GrammarCompiler:
         max_waiting: int = 64,
         max_cached: int = 256,
     ) -> None:
-        """Prepare; the vocabulary is read when the first grammar comes.
+        """Prepare; the vocabulary is read by `warm_up`, or when the first grammar comes.
 
         Args:
             tokenizer: the model's; None: every grammar is refused.
@@ -96,11 +122,19 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._cache: OrderedDict[GrammarParams, LLMatcher] = OrderedDict()
+        self._cache: OrderedDict[_Key, _Root] = OrderedDict()
         self._cached_bytes = 0
-        self._jobs: dict[GrammarParams, _Job] = {}
+        self._jobs: dict[_Key, _Job] = {}
         self._queue: deque[_Job] = deque()
-        self._running = 0
+        self._running: list[_Job | None] = []  # an entry a worker; None: it looks for work
+        self._last_caller = b""
+
+    def warm_up(self) -> None:
+        """Read the vocabulary: up to seconds, in which the interpreter's lock is held. A tokenizer
+        with which no form can be followed is told with the first form.
+        """
+        with contextlib.suppress(UnsupportedFeatureError):
+            self._read_vocabulary()
 
     def compile(
         self, params: GrammarParams, ending_token_ids: frozenset[TokenId]
@@ -113,13 +147,14 @@ class GrammarCompiler:
         return self.begin(params, ending_token_ids).result()
 
     def begin(
-        self, params: GrammarParams, ending_token_ids: frozenset[TokenId]
+        self, params: GrammarParams, ending_token_ids: frozenset[TokenId], caller: bytes = b""
     ) -> Future[MatcherFactory]:
         """Begin to compile a form, or find it in the cache. Does not block.
 
         Args:
             params: the form.
             ending_token_ids: the ids that end the request's output.
+            caller: who shares compiled forms, and places in the queue, with whom.
 
         Returns:
             What makes the matchers of the request, or the error for which it is refused:
@@ -129,50 +164,58 @@ class GrammarCompiler:
             cancelled.
         """
         result: Future[MatcherFactory] = Future()
-        root = self._root(params)
+        key = _Key(caller, params)
+        compiling = self._root(key)
 
-        def take(done: Future[LLMatcher]) -> None:
+        def take(done: Future[_Root]) -> None:
             if (error := done.exception()) is not None:
                 _fail(result, error)
                 return
-            grammar = CompiledGrammar(done.result(), self._vocab_size, ending_token_ids)
+            root = done.result()
+            grammar = CompiledGrammar(
+                root.matcher,
+                self._vocab_size,
+                ending_token_ids,
+                expected_s=root.token_s,
+                failed=partial(self._forget, key, root),
+            )
             _succeed(result, grammar.make_matcher)
 
         def leave(done: Future[MatcherFactory]) -> None:
             if done.cancelled():
-                root.cancel()
+                compiling.cancel()
 
         result.add_done_callback(leave)
-        root.add_done_callback(lambda done: None if done.cancelled() else take(done))
+        compiling.add_done_callback(lambda done: None if done.cancelled() else take(done))
         return result
 
     # ---- cache and queue -----------------------------------------------------------------------
 
-    def _root(self, params: GrammarParams) -> Future[LLMatcher]:
+    def _root(self, key: _Key) -> Future[_Root]:
         """A place in the line for a form, with the time limit on it."""
-        waiter: Future[LLMatcher] = Future()
+        waiter: Future[_Root] = Future()
+        displaced: _Job | None = None
         with self._lock:
-            if (cached := self._cache.get(params)) is not None:
-                self._cache.move_to_end(params)
+            if (cached := self._cache.get(key)) is not None:
+                self._cache.move_to_end(key)
                 waiter.set_result(cached)
                 return waiter
-            job = self._jobs.get(params)
+            job = self._jobs.get(key)
             if job is None:
                 self._drop_deserted()
                 if len(self._queue) >= self._max_waiting:
-                    waiter.set_exception(
-                        EngineUnavailableError(
-                            "structured_output: too many forms are waiting to be compiled; "
-                            "try again later"
-                        )
-                    )
-                    return waiter
-                job = self._jobs[params] = _Job(params)
+                    displaced = self._displace_for(key.caller)
+                    if displaced is None:
+                        _fail(waiter, _queue_is_full())
+                        return waiter
+                job = self._jobs[key] = _Job(key)
                 self._queue.append(job)
-                if self._running < self._workers:
-                    self._running += 1
+                if len(self._running) < self._workers:
+                    self._running.append(None)
                     _start_with_stack(self._work, _STACK_BYTES)
             job.waiters.append(waiter)
+        for left in () if displaced is None else displaced.waiters:
+            _fail(left, _queue_is_full())
         timer = threading.Timer(self._time_limit_s, self._overrun, (job, waiter))
         timer.daemon = True
         timer.start()
@@ -182,16 +225,53 @@ class GrammarCompiler:
     def _drop_deserted(self) -> None:
         """Forget what waits for its turn, but nobody waits for any more."""
         for job in [job for job in self._queue if all(w.done() for w in job.waiters)]:
-            self._queue.remove(job)
-            del self._jobs[job.params]
+            self._leave_queue(job)
 
-    def _overrun(self, job: _Job, waiter: Future[LLMatcher]) -> None:
+    def _displace_for(self, caller: bytes) -> _Job | None:
+        """Take the last job of the caller that has most out of the full queue, if it has at least
+        two more than another would then have. None: there is no such caller.
+        """
+        waiting = Counter(job.key.caller for job in self._queue)
+        crowd, most = waiting.most_common(1)[0]
+        if most < waiting[caller] + 2:
+            return None
+        job = next(job for job in reversed(self._queue) if job.key.caller == crowd)
+        self._leave_queue(job)
+        return job
+
+    def _leave_queue(self, job: _Job) -> None:
+        self._queue.remove(job)
+        del self._jobs[job.key]
+
+    def _take_next(self) -> _Job | None:
+        """The next job for a worker: the first of a caller that has none in work and was not the
+        last one served, else the first of all.
+        """
+        self._drop_deserted()
+        if not self._queue:
+            return None
+        served = {job.key.caller for job in self._running if job is not None}
+        served.add(self._last_caller)
+        first = (job for job in self._queue if job.key.caller not in served)
+        job = next(first, self._queue[0])
+        self._queue.remove(job)
+        self._last_caller = job.key.caller
+        return job
+
+    def _forget(self, key: _Key, root: _Root) -> None:
+        """A grammar's lexer has reached a limit: who comes next begins with a new one."""
+        with self._lock:
+            if self._cache.get(key) is root:
+                del self._cache[key]
+                self._cached_bytes -= _size(key.params)
+
+    def _overrun(self, job: _Job, waiter: Future[_Root]) -> None:
         with self._lock:
             has_begun = job not in self._queue
         error: HeadraceError
         if has_begun:
             error = InvalidRequestError(
-                f"structured_output.{job.params.kind.value}",
+                f"structured_output.{job.key.params.kind.value}",
                 f"takes longer than {self._time_limit_s:g} s to compile; make it smaller",
             )
         else:
@@ -205,45 +285,51 @@ class GrammarCompiler:
     def _work(self) -> None:
         while True:
             with self._lock:
-                self._drop_deserted()
-                job = self._queue.popleft() if self._queue else None
+                job = self._take_next()
+                self._running.remove(None)
                 if job is None:
-                    self._running -= 1
                     return
-            root: LLMatcher | None = None
+                self._running.append(job)
+            root: _Root | None = None
             error: BaseException | None = None
             try:
-                root = self._compile(job.params)
+                root = self._compile(job.key.params)
             except HeadraceError as refusal:
                 error = refusal
             except BaseException as failure:  # a panic in Rust is no Exception
                 error_id = secrets.token_hex(6)
                 logger.error("error %s: a grammar failed to compile", error_id, exc_info=failure)
                 error = InvalidRequestError(
-                    f"structured_output.{job.params.kind.value}",
+                    f"structured_output.{job.key.params.kind.value}",
                     f"cannot be compiled (error {error_id})",
                 )
             with self._lock:
-                del self._jobs[job.params]
+                self._running.remove(job)
+                self._running.append(None)
+                del self._jobs[job.key]
                 if root is not None:
-                    self._keep(job.params, root)
+                    self._keep(job.key, root)
             for waiter in job.waiters:
                 if root is not None:
                     _succeed(waiter, root)
                 elif error is not None:
                     _fail(waiter, error)
 
-    def _compile(self, params: GrammarParams) -> LLMatcher:
-        """Compile a form and take its first step, which shows whether it can be followed at all."""
+    def _compile(self, params: GrammarParams) -> _Root:
+        """Compile a form and take its first steps, which show whether it can be followed at all."""
         vocabulary = self._read_vocabulary()
         source = LLMatcher.grammar_from_lark(to_lark(params))
         root = LLMatcher(vocabulary, source, log_level=0, limits=_limits(params.kind))
         field_name = f"structured_output.{params.kind.value}"
         if root.is_error():
             raise InvalidRequestError(field_name, explain(params.kind, root.get_error()))
-        if GrammarMatcher(root, self._vocab_size, frozenset()).can_go_on():
-            return root
-        if root.is_error() and "NoExtension" not in root.get_error():
+        first = GrammarMatcher(root, self._vocab_size, frozenset())
+        if first.can_go_on():
+            trial = try_out(root, self._vocab_size)
+            if trial.error is not None:
+                raise InvalidRequestError(field_name, explain(params.kind, trial.error))
+            return _Root(root, trial.token_s)
+        if first.failure is not None:
             raise InvalidRequestError(field_name, explain(params.kind, root.get_error()))
         if root.is_accepting():
             raise InvalidRequestError(
@@ -259,24 +345,31 @@ class GrammarCompiler:
                 self._vocabulary = read_vocabulary(self._tokenizer, self._vocab_size)
             return self._vocabulary
 
-    def _keep(self, params: GrammarParams, root: LLMatcher) -> None:
+    def _keep(self, key: _Key, root: _Root) -> None:
         """Put a grammar into the cache; the ones that were not used for longest go."""
-        self._cache[params] = root
-        self._cached_bytes += _size(params)
+        self._cache[key] = root
+        self._cached_bytes += _size(key.params)
         while len(self._cache) > self._max_cached or self._cached_bytes > _MAX_CACHED_BYTES:
             oldest, _ = self._cache.popitem(last=False)
-            self._cached_bytes -= _size(oldest)
+            self._cached_bytes -= _size(oldest.params)
 
 
 def _limits(kind: GrammarKind) -> LLParserLimits:
     return LLParserLimits(
         initial_lexer_fuel=_LARK_LEXER_FUEL if kind is GrammarKind.LARK else _LEXER_FUEL,
-        # A few milliseconds each, since the steps are taken on the engine's thread.
+        # Since the steps are taken on the engine's thread: some milliseconds each, with few
+        # exceptions. `engine.form_budget` bounds their sum.
         step_lexer_fuel=50_000,
-        step_max_items=10_000,
+        step_max_items=5_000,
         max_lexer_states=50_000,
         max_grammar_size=200_000,
         verbose_errors=False,
+    )
+
+
+def _queue_is_full() -> EngineUnavailableError:
+    return EngineUnavailableError(
+        "structured_output: too many forms are waiting to be compiled; try again later"
     )
 
 

@@ -3,11 +3,17 @@
 The state moves with `accept` only. One mask is computed a token at most: either when it is asked
 for, or when a token was accepted behind which the output may end, to know whether anything can
 follow.
+
+The matchers of one compiled grammar share its lexer, whose states are made as they are needed: what
+one has paid for costs the others nothing. But when it reaches a limit, none of them can go on; so
+it is shared by one caller's requests only, and forgotten then (`CompiledGrammar.failed`).
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +25,11 @@ from engine.types import TokenId
 logger = logging.getLogger(__name__)
 
 _BITS = 32
+_TOO_COMPLEX = (
+    "became too complex to be followed after {num_tokens} tokens; make it smaller or less "
+    "ambiguous: give each text one way to be read, repeat terminals of several characters rather "
+    "than of one, and use smaller repetitions and fewer optional parts"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +40,25 @@ class CompiledGrammar:
         root: at the grammar's beginning; never moved on.
         vocab_size: V, the width of the logits.
         ending_token_ids: the ids that end the request's output.
+        expected_s: what a token of its output is expected to cost, in seconds of the processor.
+        failed: called when it cannot be followed any more.
     """
 
     root: LLMatcher
     vocab_size: int
     ending_token_ids: frozenset[TokenId]
+    expected_s: float
+    failed: Callable[[], None]
 
     def make_matcher(self) -> GrammarMatcher:
         """A matcher at the beginning; cheap, one for each choice."""
-        return GrammarMatcher(self.root.deep_copy(), self.vocab_size, self.ending_token_ids)
+        return GrammarMatcher(
+            self.root.deep_copy(),
+            self.vocab_size,
+            self.ending_token_ids,
+            expected_s=self.expected_s,
+            failed=self.failed,
+        )
 
 
 class GrammarMatcher:
@@ -48,12 +69,40 @@ class GrammarMatcher:
     fit: an output that an ending id ends is always whole.
     """
 
-    __slots__ = ("_endings", "_is_complete", "_is_known", "_mask", "_matcher", "_vocab_size")
+    __slots__ = (
+        "_clock",
+        "_endings",
+        "_failed",
+        "_is_complete",
+        "_is_known",
+        "_mask",
+        "_matcher",
+        "_num_tokens",
+        "_vocab_size",
+        "expected_s",
+        "failure",
+        "spent_s",
+    )
 
     def __init__(
-        self, matcher: LLMatcher, vocab_size: int, ending_token_ids: frozenset[TokenId]
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        ending_token_ids: frozenset[TokenId],
+        *,
+        expected_s: float = 0.0,
+        failed: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """Begin at the matcher's state; it belongs to this object from now on."""
+        """Begin at the matcher's state; it belongs to this object from now on. `expected_s`,
+        `failed`: see CompiledGrammar. `clock`: seconds of the thread that uses it.
+        """
+        self.expected_s = expected_s
+        self.spent_s = 0.0
+        self.failure: str | None = None
+        self._num_tokens = 0
+        self._failed = failed
+        self._clock = clock
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._endings = _words_of(ending_token_ids, vocab_size)
@@ -83,15 +132,27 @@ class GrammarMatcher:
             row[-1] &= (1 << self._vocab_size % _BITS) - 1
 
     def accept(self, token: TokenId) -> bool:
-        """Go on with a token. False: the grammar does not allow it; the state is unchanged."""
+        """Go on with a token. False: the grammar does not allow it, and the state is unchanged; or
+        it cannot be followed any more (`failure`).
+        """
         if self._is_complete or not 0 <= token < self._vocab_size:
             return False
-        if self._matcher.try_consume_tokens([token]) != 1:
+        begin = self._clock()
+        # A token of the mask is not tried first: that costs as much as to take it.
+        if self._is_known and self._has(token):
+            is_taken = self._matcher.consume_token(token)
+        else:
+            is_taken = self._matcher.try_consume_tokens([token]) == 1
+        self.spent_s += self._clock() - begin
+        if self._matcher.is_error():
+            self._fail()
+        if not is_taken or self.failure is not None:
             return False
+        self._num_tokens += 1
         self._is_known = False
         if self._may_end():
             self._is_complete = self._matcher.is_stopped() or not self.can_go_on()
-        return True
+        return self.failure is None
 
     def can_go_on(self) -> bool:
         """Whether any token of the vocabulary may come next."""
@@ -102,15 +163,33 @@ class GrammarMatcher:
     def _may_end(self) -> bool:
         return bool(self._matcher.is_accepting()) and not self._matcher.is_error()
 
+    def _has(self, token: TokenId) -> bool:
+        place, bit = divmod(token, _BITS)
+        return bool(self._mask[place] >> bit & 1)
+
     def _compute(self) -> None:
         if self._is_known:
             return
         self._is_known = True
+        begin = self._clock()
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self.spent_s += self._clock() - begin
         if self._matcher.is_error():
-            logger.warning("a grammar cannot be followed: %s", self._matcher.get_error())
-            self._mask.fill(0)
+            self._fail()
+
+    def _fail(self) -> None:
+        self._is_known = True
+        self._mask.fill(0)
+        if self.failure is None and not _is_dead_end(self._matcher):
+            logger.info("a grammar cannot be followed: %s", self._matcher.get_error())
+            self.failure = _TOO_COMPLEX.format(num_tokens=self._num_tokens)
+            self._failed()
+
+
+def _is_dead_end(matcher: LLMatcher) -> bool:
+    """Whether an error only says that no token of the vocabulary can follow."""
+    return "NoExtension" in matcher.get_error()
 
 
 def _num_words(bits: int) -> int:

@@ -38,8 +38,10 @@ MAX_MULTIPLE_OF = 100_000
 """The largest product of a schema's different multipleOf values, each without its decimal point."""
 MAX_DECIMAL_PLACES = 9
 """Of a multipleOf."""
-MAX_OPTIONAL_PROPERTIES = 500
-"""How many properties of one object may be left out: each is one more way to go on, at once."""
+MAX_OPTIONAL_PROPERTIES = 256
+"""How many properties of one object may be left out: each is one more way to go on, at once. Some
+more could be followed with small vocabularies, and fail in the middle of an output with large ones.
+"""
 MAX_EXACT_INTEGER = 2**53
 """The largest integer up to which a float64 holds all of them."""
 JSON_ESCAPES = 'nrbtf\\"'

@@ -676,6 +676,8 @@ class Countdown:
         self.left = left
         self.refused = refused
         self.accepted: list[int] = []
+        self.expected_s = self.spent_s = 0.0
+        self.failure: str | None = None
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
         row[:] = 0

@@ -389,6 +389,24 @@ async def test_a_failure_is_an_event_and_the_status() -> None:
             assert (await refused(whole)).code is code
 
 
+async def test_a_form_that_fails_late_is_the_callers_to_change() -> None:
+    async with serving(FakeEngine(script=says("abc"), auto=False)) as h:
+        call = h.generation.GenerateStream(rpc.GenerateStreamRequest(spec=spec()))
+        await call.read()
+        what = "structured_output.grammar: takes too long to follow"
+        failure = RequestFailure(what, "e-1", field="structured_output.grammar")
+        h.engine.fail(h.engine.submitted[0].request_id, failure)
+        h.engine.step()
+        events = (await call.read()).events
+        assert kinds(events) == ["failed"]
+        error = await refused(call.read())
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert error.details["ErrorInfo"].metadata["field"] == "structured_output.grammar"
+    assert error.details["ErrorInfo"].metadata["error_id"] == "e-1"
+    assert error.details["BadRequest"].field_violations[0].field == "structured_output.grammar"
+    assert error.details["BadRequest"].field_violations[0].description == what
+
+
 async def test_an_unexpected_error_is_told_by_its_id_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -26,6 +26,9 @@ _KEYS = itertools.count(1)
 class SetMatcher:
     """A grammar whose next token is one of a set."""
 
+    expected_s = spent_s = 0.0
+    failure: str | None = None
+
     def __init__(self, allowed: Iterable[int], *, words: int | None = None) -> None:
         """words: how many int32 of a row it knows of; the others it leaves alone."""
         self.allowed = set(allowed)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import threading
 import time
 from concurrent.futures import Future
@@ -14,9 +16,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from engine.errors import EngineUnavailableError, InvalidRequestError, UnsupportedFeatureError
+from engine.request import TokenMatcher
 from engine.sampling_params import GrammarKind, GrammarParams
 from engine.structured import GrammarCompiler
+from engine.structured.matcher import GrammarMatcher
 from engine.text import Tokenizer
+from engine.types import TokenId
 from tests.engine.structured.conftest import V, form
 from tests.engine.structured.following import allowed
 
@@ -67,6 +72,7 @@ def doubled(times: int) -> str:
         (REGEX, "a{0}", "the empty text alone"),
         (REGEX, "[a&&b]", "matches no text"),
         (REGEX, "a(?!b)", "look-around"),
+        (REGEX, "a?" * 2000 + "a" * 2000, "too complex"),
         (REGEX, "(" * 1000 + "a" + ")" * 1000, "nested parentheses"),
         (REGEX, "a" * 17_000, "17000 bytes; at most 16384"),
         (LARK, "start: " + '"a" ' * 16_384, "65543 bytes; at most 65536"),
@@ -98,11 +104,10 @@ def test_refusals(compiler: GrammarCompiler, kind: GrammarKind, text: str, messa
         form(SCHEMA, "true"),
         form(SCHEMA, ' {"type": "number", "minimum": 0.1, "multipleOf": 0.01} '),
         form(SCHEMA, '{"minItems": 5000000000}'),
-        form(SCHEMA, json.dumps({"properties": {f"p{i}": {"type": "null"} for i in range(500)}})),
+        form(SCHEMA, json.dumps({"properties": {f"p{i}": {"type": "null"} for i in range(256)}})),
         form(SCHEMA, json.dumps({"enum": [f"value {i}" for i in range(4000)]})),
         form(REGEX, "(a|b)*a(a|b){200}"),
         form(REGEX, "((((a{1000}){1000}){1000}){1000})"),
-        form(REGEX, "a?" * 2000 + "a" * 2000),
         form(LARK, 'start: start "a" | "b"'),
         form(LARK, 's: s s s | "a" | ""\nstart: s'),
         form(GrammarKind.CHOICE, tuple(f"choice {i}" for i in range(15_000))),
@@ -273,3 +278,96 @@ def test_the_result_is_there_at_once_for_what_is_known(compiler: GrammarCompiler
         assert callable(known.result(0))
     except FutureTimeout:
         pytest.fail("a known form was not there at once")
+
+
+EXHAUSTING = form(REGEX, r"((.{1,200} ){1,200}[A-Z]){1,50}")
+"""Its lexer reaches its limit after some twenty tokens of a certain kind."""
+
+
+def exhaust(matcher: TokenMatcher, tokenizer: Tokenizer) -> None:
+    """Follow a text that takes ever more states, until it cannot be followed."""
+    draw = random.Random(1)
+    for _ in range(400):
+        tokens = sorted(allowed(matcher, V))
+        if matcher.failure is not None:
+            return
+        matcher.accept(TokenId(draw.choice(tokens)))
+    pytest.fail("it can be followed")
+
+
+def test_a_form_that_becomes_too_complex_says_so_and_is_made_anew(tokenizer: Tokenizer) -> None:
+    """Matchers of a grammar share its lexer, which never recovers: later requests get a new one."""
+    compiler = GrammarCompiler(tokenizer, V)
+    make_matcher = compiler.compile(EXHAUSTING, NONE)
+    other_caller = compiler.begin(EXHAUSTING, NONE, b"other").result(WAIT)()
+    matcher, beside = make_matcher(), make_matcher()
+    exhaust(matcher, tokenizer)
+    assert matcher.failure is not None
+    assert "became too complex to be followed after" in matcher.failure
+    assert "less ambiguous" in matcher.failure
+    assert not matcher.accept(TokenId(5))
+    allowed(beside, V)  # whatever has become of it
+    assert allowed(other_caller, V)
+    assert other_caller.failure is None
+    again = compiler.compile(EXHAUSTING, NONE)()
+    assert allowed(again, V)
+    assert again.failure is None
+
+
+def test_what_a_matcher_spends_is_counted(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    ticks = itertools.count()
+    grammar = compiler._cache  # the compiled form is there after this
+    compiler.compile(form(REGEX, "[ab]+"), NONE)
+    root = next(reversed(grammar.values()))
+    matcher = GrammarMatcher(root.matcher.deep_copy(), V, NONE, clock=lambda: next(ticks))
+    assert matcher.spent_s == 0
+    allowed(matcher, V)
+    assert matcher.spent_s == 1  # one mask
+    allowed(matcher, V)
+    assert matcher.spent_s == 1  # the same one
+    token = min(allowed(matcher, V))
+    assert matcher.accept(TokenId(token))
+    assert matcher.spent_s == 3  # the token, and the mask behind it, since it may end here
+
+
+def test_a_caller_that_fills_the_queue_makes_room(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, V, workers=1, max_waiting=3)
+    held = Held(compiler, monkeypatch)
+    gate = held.hold("c1")
+    crowd = [compiler.begin(form(REGEX, "c1"), NONE, b"crowd")]
+    assert held.entered.acquire(timeout=WAIT)
+    crowd += [compiler.begin(form(REGEX, f"c{i}"), NONE, b"crowd") for i in range(2, 5)]
+    with pytest.raises(EngineUnavailableError, match="too many"):
+        compiler.begin(form(REGEX, "c5"), NONE, b"crowd").result(0)
+    one = compiler.begin(form(REGEX, "o1"), NONE, b"other")
+    with pytest.raises(EngineUnavailableError, match="too many"):
+        crowd[3].result(0)  # the last of the crowd
+    with pytest.raises(EngineUnavailableError, match="too many"):
+        compiler.begin(form(REGEX, "o2"), NONE, b"other").result(0)  # it has its share
+    gate.set()
+    for future in [one, *crowd[:3]]:
+        assert callable(future.result(WAIT))
+    assert held.begun == ["c1", "o1", "c2", "c3"]  # who has nothing in work comes first
+
+
+def test_callers_do_not_share_compiled_forms(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, V)
+    held = Held(compiler, monkeypatch)
+    for caller in (b"a", b"b", b"a", b"b"):
+        assert callable(compiler.begin(form(REGEX, "ab"), NONE, caller).result(WAIT))
+    assert held.begun == ["ab", "ab"]
+
+
+def test_a_warm_compiler_has_read_the_vocabulary(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, V)
+    compiler.warm_up()
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.structured.compiler.read_vocabulary", None)
+        assert callable(compiler.compile(form(REGEX, "ab"), NONE))
+    GrammarCompiler(None, V).warm_up()  # told with the first form

@@ -112,8 +112,8 @@ def test_wherever_a_number_is_it_is_found(
         ({"allOf": [{"multipleOf": 0.000000001}, {"multipleOf": 7}]}, "multipleOf"),
         ({"properties": {f"p{i}": {"type": "string"} for i in range(2000)}}, "2000 optional"),
         (
-            {"items": {"properties": {f"p{i}": {} for i in range(501)}, "required": []}},
-            "501 optional properties in $.items;",
+            {"items": {"properties": {f"p{i}": {} for i in range(257)}, "required": []}},
+            "257 optional properties in $.items;",
         ),
         ({"a" * 300: {"minimum": 10**20}}, "…"),
     ],
@@ -137,7 +137,7 @@ def test_what_would_not_be_followed_exactly_is_refused(
         {"type": "object", "required": ["a", "b"], "minProperties": 3},
         {"default": "\x1b[0m", "examples": ["\x7f"], "type": "string"},
         {"allOf": [{"multipleOf": 0.01}, {"multipleOf": 5}], "type": "number"},
-        {"properties": {f"p{i}": {"type": "null"} for i in range(500)}},
+        {"properties": {f"p{i}": {"type": "null"} for i in range(256)}},
         {
             "properties": {f"p{i}": {"type": "null"} for i in range(2000)},
             "required": [f"p{i}" for i in range(2000)],

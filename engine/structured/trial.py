@@ -1,0 +1,60 @@
+"""Follows a new grammar a little, off the engine's thread: what soon fails is refused in time, what
+is costly is known to be so, and the lexer's first states are there when the first request needs
+them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import NamedTuple
+
+import numpy as np
+from llguidance import LLMatcher
+
+_NUM_WALKS = 3
+_NUM_TOKENS = 12
+_NUM_FIRST = 16
+"""A walk that takes the vocabulary's first tokens that fit chooses among so many: in most
+vocabularies the first are single bytes, such as brackets and quotes.
+"""
+
+
+class Trial(NamedTuple):
+    """What following a grammar was like.
+
+    Attributes:
+        error: why llguidance could not go on; None: it could, or came to an end.
+        token_s: what a token costs, in seconds of the processor, once the lexer has its states.
+    """
+
+    error: str | None
+    token_s: float
+
+
+def try_out(root: LLMatcher, vocab_size: int) -> Trial:
+    """Take a few steps with tokens that fit, the same ones every time.
+
+    Args:
+        root: at the grammar's beginning; not moved.
+        vocab_size: V. The token behind the vocabulary, which ends the output, is not taken.
+    """
+    mask = np.zeros(vocab_size // 32 + 1, np.int32)
+    costs: list[float] = []
+    for walk in range(_NUM_WALKS):
+        draw = random.Random(walk)
+        matcher = root.deep_copy()
+        begin, num_tokens = time.thread_time(), 0
+        while num_tokens < _NUM_TOKENS and not matcher.is_stopped():
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            tokens = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            tokens = tokens[tokens < vocab_size][: None if walk else _NUM_FIRST]
+            if matcher.is_error() or len(tokens) == 0:
+                break
+            matcher.consume_token(int(tokens[draw.randrange(len(tokens))]))
+            num_tokens += 1
+        if matcher.is_error() and "NoExtension" not in matcher.get_error():
+            return Trial(matcher.get_error(), 0.0)
+        if num_tokens:
+            costs.append((time.thread_time() - begin) / num_tokens)
+    return Trial(None, min(costs, default=0.0))
