@@ -2,12 +2,16 @@
 
     check_place, check_bytes ──▶ (it is converted) ──▶ reserve ─────▶ … ends ──▶ free
                                                        take_place ──▶ … is read ──▶ leave_place
+    Holding ──▶ add: its message ─▶ add: what was made of it ─▶ drop: its message … ends ──▶ release
 
 A request takes a place while it runs or has results that its stream has not read. While it runs it
 also reserves tokens: its prompt, and the longest output that each of its choices may have. That is
 what it may come to hold, known before it begins, so nothing that was accepted is refused later.
 What results take that nobody has read is not known before; where it is too much, nothing new is
 taken in until somebody reads. It is measured when a request asks, not counted with every token.
+
+What a request itself holds, in both processes (`service.footprint`), counts from the moment its
+message is there, also while it is tokenized and its form is compiled, to its end.
 
 There is one account of all requests and one of each identity that has some; a limit is compared
 with its own account, and the advice when to come again is from the rate at which that account's
@@ -25,6 +29,7 @@ from dataclasses import dataclass
 
 from engine.drain_rate import DrainRate
 from engine.errors import HeadraceError, InvalidRequestError
+from service.footprint import Footprint
 
 MEASURE_S = 0.1
 """How long a measured figure stands for what there is, in seconds."""
@@ -71,6 +76,7 @@ class Limits:
         max_tokens_of_identity: the same of each identity; None: no more than of all.
         max_undelivered_bytes: about how many bytes of results that were not read, but for those of
             ended requests that are kept; None: any number.
+        max_live_bytes: about how many bytes live requests hold; None: any number.
     """
 
     max_open: int
@@ -78,6 +84,7 @@ class Limits:
     max_tokens: int | None = None
     max_tokens_of_identity: int | None = None
     max_undelivered_bytes: int | None = None
+    max_live_bytes: int | None = None
 
 
 class Level:
@@ -129,17 +136,73 @@ class Level:
 class _Account:
     """What all requests, or those of one identity, have now."""
 
-    __slots__ = ("places", "tokens")
+    __slots__ = ("bytes", "places", "tokens")
 
     def __init__(
         self,
         max_open: int | None,
         max_tokens: int | None,
+        max_bytes: int | None,
         clock: Callable[[], float],
         jitter: Callable[[], float],
     ) -> None:
         self.places = Level(max_open, clock, jitter)
         self.tokens = Level(max_tokens, clock, jitter)
+        self.bytes = Level(max_bytes, clock, jitter)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.places.present or self.tokens.present or self.bytes.present)
+
+
+class Holding:
+    """The bytes that one request holds, as admission counts them.
+
+    A context manager, around what is done for a request before it is live: they are released at the
+    end of it, unless whoever has the request then took them over.
+    """
+
+    __slots__ = ("_control", "_identity", "_is_taken_over", "size")
+
+    def __init__(self, control: AdmissionControl, identity: str) -> None:
+        self._control = control
+        self._identity = identity
+        self._is_taken_over = False
+        self.size = 0
+
+    def add(self, footprint: Footprint) -> None:
+        """Hold so many bytes more.
+
+        Raises:
+            LimitReachedError: all live requests would hold too many. Nothing is added.
+            InvalidRequestError: this one alone would.
+        """
+        self._control.hold(self._identity, self.size, footprint)
+        self.size += footprint.size
+
+    def drop(self, footprint: Footprint) -> None:
+        """A part of them is free before the others. Harmless after `release`."""
+        if self.size:
+            self._control.release(self._identity, footprint.size, served=False)
+            self.size -= footprint.size
+
+    def take_over(self) -> None:
+        """The caller releases them."""
+        self._is_taken_over = True
+
+    def release(self, *, served: bool) -> None:
+        """The request holds nothing any more. Harmless when repeated. `served`: see
+        `AdmissionControl.leave_place`.
+        """
+        self._control.release(self._identity, self.size, served=served)
+        self.size = 0
+
+    def __enter__(self) -> Holding:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_taken_over:
+            self.release(served=False)
 
 
 class AdmissionControl:
@@ -155,7 +218,9 @@ class AdmissionControl:
         self._limits = limits
         self._clock = clock
         self._jitter = jitter
-        self._all = _Account(limits.max_open, limits.max_tokens, clock, jitter)
+        self._all = _Account(
+            limits.max_open, limits.max_tokens, limits.max_live_bytes, clock, jitter
+        )
         self._of: dict[str, _Account] = {}  # identities that have something
         self._undelivered = 0
         self._measure_at = 0.0
@@ -165,6 +230,11 @@ class AdmissionControl:
     def reserved_tokens(self) -> int:
         """Tokens that all running requests reserve."""
         return self._all.tokens.present
+
+    @property
+    def live_bytes(self) -> int:
+        """About how many bytes all live requests hold."""
+        return self._all.bytes.present
 
     # Refusing
 
@@ -232,6 +302,28 @@ class AdmissionControl:
                 present=present,
                 # How much it will take is not known: it claims nothing.
                 retry_after_s=self._byte_rate.advise(present - most, 0),
+            )
+
+    def _check_live_bytes(self, size: int, more: Footprint) -> None:
+        most = self._limits.max_live_bytes
+        if most is None:
+            return
+        if size > most:
+            raise InvalidRequestError(
+                more.field,
+                f"takes most of the {size} bytes that this request would hold in the server; at "
+                f"most {most} can be accepted here (max_live_bytes): make it smaller",
+            )
+        level = self._all.bytes
+        if level.missing(more.size) > 0:
+            raise LimitReachedError(
+                "TOO_MANY_LIVE_BYTES",
+                f"requests that wait or run hold about {level.present} bytes, and this one needs "
+                f"{more.size} more; there may be {most} (max_live_bytes): send smaller ones",
+                option="max_live_bytes",
+                limit=most,
+                present=level.present,
+                retry_after_s=level.advise(more.size),
             )
 
     def delivered(self, num_bytes: int) -> None:
@@ -308,6 +400,26 @@ class AdmissionControl:
         own.tokens.remove(tokens, served=served)
         self._tidy(identity, own)
 
+    def holding(self, identity: str) -> Holding:
+        """For what a new request will hold."""
+        return Holding(self, identity)
+
+    def hold(self, identity: str, held: int, more: Footprint) -> None:
+        """See `Holding`. `held`: what the request holds without it."""
+        self._check_live_bytes(held + more.size, more)
+        if more.size:
+            self._all.bytes.add(more.size)
+            self._own(identity).bytes.add(more.size)
+
+    def release(self, identity: str, size: int, *, served: bool) -> None:
+        """See `Holding`."""
+        if not size:
+            return
+        own = self._of[identity]
+        for account in (self._all, own):
+            account.bytes.remove(size, served=served)
+        self._tidy(identity, own)
+
     def _own(self, identity: str) -> _Account:
         account = self._of.get(identity)
         if account is None:
@@ -315,6 +427,7 @@ class AdmissionControl:
             account = self._of[identity] = _Account(
                 limits.max_open_of_identity,
                 limits.max_tokens_of_identity,
+                None,
                 self._clock,
                 self._jitter,
             )
@@ -322,5 +435,5 @@ class AdmissionControl:
 
     def _tidy(self, identity: str, account: _Account) -> None:
         """Identities without requests take no room."""
-        if not account.places.present and not account.tokens.present:
+        if account.is_empty:
             del self._of[identity]

@@ -82,6 +82,9 @@ class ServiceConfig:
         result_retention_s: how long an ended request's results are kept; 0 to a day.
         max_kept_results, max_kept_bytes: how many ended requests are kept, and about how many
             bytes of results; beyond them the oldest go. 0 to 1,000,000; 0 to 64 GiB.
+        max_live_bytes: about how many bytes the requests that wait or run may hold, in the front
+            end and in the engine's process together (`service.footprint`); beyond it new ones are
+            refused. 0: any number; else 1 MiB to 1 TiB.
         max_undelivered_bytes: about how many bytes of results may wait to be read, of all requests
             together, but for ended ones that are kept; beyond it new requests are refused. 0: any
             number; else 1 MiB to 1 TiB.
@@ -132,6 +135,7 @@ class ServiceConfig:
     result_retention_s: float = 300.0
     max_kept_results: int = 1000
     max_kept_bytes: int = 64 * MIB
+    max_live_bytes: int = 128 * MIB
     max_undelivered_bytes: int = 256 * MIB
     max_unread_tokens: int = 1024
     max_unread_bytes: int = MIB
@@ -198,8 +202,9 @@ class ServiceConfig:
         _within("result_retention_s", self.result_retention_s, 0, DAY_S)
         _within("max_kept_results", self.max_kept_results, 0, 1_000_000)
         _within("max_kept_bytes", self.max_kept_bytes, 0, 64 << 30)
-        if self.max_undelivered_bytes:
-            _within("max_undelivered_bytes", self.max_undelivered_bytes, MIB, 1 << 40)
+        for option in ("max_live_bytes", "max_undelivered_bytes"):
+            if getattr(self, option):
+                _within(option, getattr(self, option), MIB, 1 << 40)
         _within("max_unread_tokens", self.max_unread_tokens, 1, 1_000_000_000)
         _within("max_unread_bytes", self.max_unread_bytes, 1 << 10, 1 << 30)
         if self.slow_reader not in SLOW_READERS:

@@ -149,11 +149,13 @@ class _Figures:
 class Metrics:
     """All instruments. Its methods run on the event loop; exporters read from a thread."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, live_bytes: Callable[[], int]) -> None:
         """Make the instruments.
 
         Args:
             meter: of whatever provider exports them.
+            live_bytes: how many bytes the requests hold now, as admission counts them. Called from
+                any thread.
         """
         self._figures = _Figures()  # replaced as a whole: exporters read it from their thread
         self._attributes = {
@@ -198,6 +200,12 @@ class Metrics:
         )
         for name, unit, text, read in _GAUGES:
             meter.create_observable_gauge(name, [self._gauge(read)], unit, text)
+        meter.create_observable_gauge(
+            "headrace.requests.bytes",
+            [lambda _options: (Observation(live_bytes()),)],
+            "By",
+            "About how many bytes live requests hold, in both processes.",
+        )
         for name, unit, text, _ in _COUNTERS:
             meter.create_observable_counter(name, [self._counter(name)], unit, text)
 

@@ -423,6 +423,14 @@ class RequestOptions:
             _REQUESTS,
         ),
     ] = 8192
+    max_live_bytes: Annotated[
+        int,
+        _option(
+            "max-live-bytes",
+            "Most bytes that waiting and running requests hold, in both processes; 0: any.",
+            _REQUESTS,
+        ),
+    ] = 128 << 20
     max_reserved_tokens: Annotated[
         int,
         _option(

@@ -144,6 +144,18 @@ class HeadraceServer:
         self._load_tokenizer = tokenizer_loader
         self.instance_id = f"hr-{secrets.token_hex(8)}"
         self.state = ServerState(self.instance_id)
+        self._admission = AdmissionControl(
+            Limits(
+                max_open=config.max_open_requests,
+                max_open_of_identity=config.max_requests_per_identity or None,
+                max_tokens=config.max_reserved_tokens or None,
+                max_tokens_of_identity=config.max_reserved_tokens_per_identity or None,
+                max_undelivered_bytes=config.max_undelivered_bytes or None,
+                max_live_bytes=config.max_live_bytes or None,
+            ),
+            clock,
+            jitter,
+        )
         self.registry = Registry(
             client,
             Retention(
@@ -151,17 +163,7 @@ class HeadraceServer:
                 max_results=config.max_kept_results,
                 max_bytes=config.max_kept_bytes,
             ),
-            AdmissionControl(
-                Limits(
-                    max_open=config.max_open_requests,
-                    max_open_of_identity=config.max_requests_per_identity or None,
-                    max_tokens=config.max_reserved_tokens or None,
-                    max_tokens_of_identity=config.max_reserved_tokens_per_identity or None,
-                    max_undelivered_bytes=config.max_undelivered_bytes or None,
-                ),
-                clock,
-                jitter,
-            ),
+            self._admission,
             FlowOptions(
                 max_unread_tokens=config.max_unread_tokens,
                 max_unread_bytes=config.max_unread_bytes,
@@ -222,7 +224,7 @@ class HeadraceServer:
             self._config.auth_file, client_certificates=self._config.tls_client_ca is not None
         )
         self._tls = Tls(self._config)
-        self._telemetry = telemetry.set_up(os.environ)
+        self._telemetry = telemetry.set_up(os.environ, lambda: self._admission.live_bytes)
         self.bound = bind(self._config, self._tls, self._server_of, self.sockets)
         for server in self._servers.values():
             await server.start()

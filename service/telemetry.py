@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -101,14 +101,16 @@ def is_wanted(environ: Mapping[str, str], signal: str = "TRACES") -> bool:
     )
 
 
-def set_up(environ: Mapping[str, str]) -> Telemetry:
-    """Set up what the environment asks for."""
+def set_up(environ: Mapping[str, str], live_bytes: Callable[[], int]) -> Telemetry:
+    """Set up what the environment asks for. `live_bytes`: see `Metrics`."""
     provider = _tracer_provider(environ) if is_wanted(environ, "TRACES") else None
     meter_provider = _meter_provider(environ) if is_wanted(environ, "METRICS") else None
     return Telemetry(
         interceptors=interceptors(provider) if provider is not None else (),
         metrics=(
-            Metrics(meter_provider.get_meter("headrace")) if meter_provider is not None else None
+            Metrics(meter_provider.get_meter("headrace"), live_bytes)
+            if meter_provider is not None
+            else None
         ),
         provider=provider,
         meter_provider=meter_provider,

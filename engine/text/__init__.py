@@ -11,7 +11,7 @@ from __future__ import annotations
 from engine.text.chat_template import ChatTemplate, ChatTemplates
 from engine.text.detokenizer import IncrementalDetokenizer, incremental_detokenizer
 from engine.text.errors import ChatTemplateError, ChatTemplateUnavailableError, TokenizerError
-from engine.text.stop_strings import StopMatch, StopMatcher
+from engine.text.stop_strings import StopMatch, StopMatcher, StopStrings
 from engine.text.stream import TextStream
 from engine.text.tokenizer import Tokenizer
 
@@ -23,6 +23,7 @@ __all__ = [
     "IncrementalDetokenizer",
     "StopMatch",
     "StopMatcher",
+    "StopStrings",
     "TextStream",
     "Tokenizer",
     "TokenizerError",

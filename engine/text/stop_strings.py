@@ -52,24 +52,46 @@ class _State:
     live: _State | None = None
 
 
+class StopStrings:
+    """Stop strings, made ready to be looked for. They do not change: the outputs of a request share
+    them. They take some hundred bytes for each character.
+
+    Attributes:
+        root: the state of having recognised nothing.
+        first: the characters that one of them begins with.
+    """
+
+    __slots__ = ("first", "root")
+
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        """`stop_strings`: none of them empty (`engine.sampling_params.check_stop_strings`)."""
+        self.root = _automaton(stop_strings)
+        self.first = frozenset(self.root.next)
+
+
 class StopMatcher:
     """Looks for stop strings in one output's text; for one output, on one thread at a time."""
 
     __slots__ = ("_first", "_held", "_include_stop", "_match", "_min_tokens", "_root", "_state")
 
     def __init__(
-        self, stop_strings: Sequence[str], *, include_stop: bool = False, min_tokens: int = 0
+        self,
+        stop_strings: StopStrings | Sequence[str],
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         """Begin an output.
 
         Args:
-            stop_strings: what to look for; none of them empty
-                (`engine.sampling_params.check_stop_strings`).
+            stop_strings: what to look for; see `StopStrings`.
             include_stop: whether the stop string is part of the text.
             min_tokens: matches that complete with fewer output tokens are ignored.
         """
-        self._root = _automaton(stop_strings)
-        self._first = frozenset(self._root.next)
+        if not isinstance(stop_strings, StopStrings):
+            stop_strings = StopStrings(stop_strings)
+        self._root = stop_strings.root
+        self._first = stop_strings.first
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._state = self._root

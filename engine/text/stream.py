@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.text.detokenizer import incremental_detokenizer
-from engine.text.stop_strings import StopMatch, StopMatcher
+from engine.text.stop_strings import StopMatch, StopMatcher, StopStrings
 from engine.text.tokenizer import Tokenizer
 
 
@@ -45,7 +45,7 @@ class TextStream:
         self,
         tokenizer: Tokenizer,
         *,
-        stop_strings: Sequence[str] = (),
+        stop_strings: StopStrings | Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
         skip_special_tokens: bool = True,

@@ -25,15 +25,17 @@ from engine.sampling_params import (
     StopParams,
     check_stop_strings,
 )
-from engine.text import TextStream, Tokenizer
+from engine.text import StopStrings, TextStream, Tokenizer
 from engine.token_ids import TokenIds
 from engine.types import RequestId
 from service.convert.inputs import InputEncoder, Truncation
 from service.convert.sampling import check_min_tokens, grammar_params, sampling_params
 from service.convert.unsupported import refuse_unsupported
 from service.convert.values import check_enum, check_ids, seconds
+from service.convert.weight import input_field
 from service.delivery.events import DeliveryOptions, prompt_size
 from service.delivery.submission import Submission
+from service.footprint import footprint_of_request
 
 MAX_SALT_BYTES = 128
 MAX_PRIORITY = 100
@@ -144,11 +146,12 @@ class Converter:
         skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
         echo = await self._encoder.decode(identity, prompt, skip) if output.echo else ""
         include_stop = spec.stop.include_stop  # not by the spec, which would be kept for it
+        stops = StopStrings(stop_strings) if stop_strings else ()
 
-        def make_text() -> TextStream:
+        def make_text() -> TextStream:  # keeps nothing of the message
             return TextStream(
                 self._tokenizer,
-                stop_strings=stop_strings,
+                stop_strings=stops,
                 include_stop=include_stop,
                 min_tokens=stop.min_tokens,
                 skip_special_tokens=skip,
@@ -156,30 +159,37 @@ class Converter:
                 initial_text=echo,
             )
 
+        request = GenerationRequest(
+            request_id=engine_id(identity, request_id),
+            prompt=prompt,
+            sampling=sampling,
+            stop=stop,
+            logprobs=logprobs,
+            prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+            grammar=grammar,
+            n=n,
+            priority=priority,
+            cache_salt=salt,
+            bypass_prefix_cache=spec.cache.bypass_prefix_cache,
+            time_limit_s=time_limit_s,
+        )
+        output_tokens = min(stop.max_tokens, room)
         return Submission(
             identity=identity,
             request_id=request_id,
-            request=GenerationRequest(
-                request_id=engine_id(identity, request_id),
-                prompt=prompt,
-                sampling=sampling,
-                stop=stop,
-                logprobs=logprobs,
-                prompt_logprobs=(
-                    output.prompt_logprobs if output.HasField("prompt_logprobs") else None
-                ),
-                grammar=grammar,
-                n=n,
-                priority=priority,
-                cache_salt=salt,
-                bypass_prefix_cache=spec.cache.bypass_prefix_cache,
-                time_limit_s=time_limit_s,
+            request=request,
+            reserved_tokens=len(prompt) + n * output_tokens,
+            footprint=footprint_of_request(
+                request,
+                input_field=input_field(spec),
+                output_tokens=output_tokens,
+                stop_strings=stop_strings,
+                echo=echo,
             ),
-            reserved_tokens=len(prompt) + n * min(stop.max_tokens, room),
             options=options,
             make_text=None if output.omit_text else make_text,
             stop_strings=stop_strings,
-            include_stop=spec.stop.include_stop,
+            include_stop=include_stop,
         )
 
     async def _prompt(self, identity: str, spec: generation_pb2.GenerationSpec) -> TokenIds:
@@ -254,9 +264,7 @@ class Converter:
             )
 
     def _check_prompt(self, spec: generation_pb2.GenerationSpec, length: int) -> None:
-        field = {"tokens": "tokens.ids", "text": "text.text"}.get(
-            spec.WhichOneof("input") or "", "chat.messages"
-        )
+        field = input_field(spec)
         if length == 0:
             raise InvalidRequestError(field, "comes to no token at all; at least one is needed")
         # A prompt that fills the context can still be processed, where nothing is to follow it.

@@ -41,6 +41,7 @@ from service.delivery.events import (
 )
 
 if TYPE_CHECKING:
+    from service.admission import Holding
     from service.delivery.flow import LogFlow
     from service.delivery.session import ResultStream
 
@@ -64,6 +65,7 @@ class RequestLog:
         serial: which of the process's requests it is, counted from 1. Set by Registry.
         priority, time_limit_s: as the engine has them. Set by Registry.
         reserved_tokens: what admission counts it as while it runs. Set by Registry.
+        holding: the bytes that it holds, as admission counts them. Set by Registry.
         watchers: who waits in `changed`.
         timer: the pending lease or retention timer. Set by Registry.
         size: about how many bytes its kept events take.
@@ -97,6 +99,7 @@ class RequestLog:
         "engine_id",
         "failure",
         "flow",
+        "holding",
         "identity",
         "keep",
         "next_seq",
@@ -156,6 +159,7 @@ class RequestLog:
         self.serial = 0
         self.priority = 0
         self.reserved_tokens = 0
+        self.holding: Holding | None = None
         self.time_limit_s: float | None = None
         self.watchers: list[asyncio.Future[None]] = []
         self.untaken = 0

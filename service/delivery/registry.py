@@ -25,7 +25,7 @@ from engine.client import EngineClient
 from engine.errors import DuplicateRequestError, RequestNotFoundError
 from engine.outputs import RequestFailure, StepOutputs
 from engine.types import RequestId
-from service.admission import AdmissionControl
+from service.admission import AdmissionControl, Holding
 from service.delivery.calls import EngineCalls
 from service.delivery.errors import OutputNotReadError
 from service.delivery.events import ALREADY_FINISHED, CANCELLED, NOT_FOUND, Accepted
@@ -139,15 +139,21 @@ class Registry:
             self._arriving -= 1
             self._check_idle()
 
+    def holding(self, identity: str) -> Holding:
+        """For what a request is about to hold, around all that is done for it before it is live."""
+        return self._admission.holding(identity)
+
     async def start(
         self,
         submission: Submission,
+        holding: Holding,
         stream: ResultStream | None,
         *,
         durable: bool = False,
         command_id: int = 0,
     ) -> RequestLog:
         """Hand a request to the engine, and its results to `stream` (or keep them, where durable).
+        `holding`: what it holds, which is released at its end.
 
         A caller that is cancelled meanwhile takes the request with it, unless its results are to be
         kept (durable, or a lease): who asked for that may come back, and the request goes on.
@@ -176,7 +182,9 @@ class Registry:
         log.time_limit_s = request.time_limit_s
         log.durable = durable
         log.keep = durable or (stream is not None and stream.lease_s > 0)
+        log.holding = holding
         self._admission.reserve(log.identity, log.reserved_tokens)
+        holding.take_over()
         self._add(log)
         admitting = self._admit(log, submission, stream, command_id)
         if log.keep:
@@ -262,6 +270,8 @@ class Registry:
         self._live -= 1
         served = log.accepted is not None
         self._admission.free(log.identity, log.reserved_tokens, served=served)
+        if log.holding is not None:
+            log.holding.release(served=served)
         if log.stream is None:
             self._admission.leave_place(log.identity, served=served)
         self._check_idle()

@@ -55,6 +55,7 @@ class ResultStream:
         busy: commands that are being carried out; the stream is not finished before they are.
         logs: the requests that are attached and not fully delivered.
         moved: the last request that another stream took over.
+        is_session: whether it takes commands; else it has one request.
         initial_credit: how many tokens of each of its requests may be sent before more are granted;
             None: there are no credits.
         given_up: whether ended requests were let go, because the client read nothing for minutes.
@@ -78,7 +79,7 @@ class ResultStream:
         self.lease_s = 0.0
         self.initial_credit: int | None = None
         self.closing = not is_session
-        self._is_session = is_session
+        self.is_session = is_session
         self.busy = 0
         registry.streams.add(self)
 
@@ -113,7 +114,7 @@ class ResultStream:
         self._drop(log)
         self._dirty.pop(log, None)
         self.moved = log
-        if self._is_session:
+        if self.is_session:
             self.reply(Detached(log.request_id))
         self._wake.set()
 

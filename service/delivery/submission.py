@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.request import GenerationRequest
 from engine.text import TextStream
 from service.delivery.events import DeliveryOptions
+from service.footprint import Footprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,7 @@ class Submission:
         identity, request_id: whose it is, and its name there.
         request: what the engine gets, under a name that `Registry.engine_id` made.
         reserved_tokens: its prompt and the longest output of all its choices.
+        footprint: about how many bytes it holds.
         options: how its results are delivered.
         make_text: makes a choice's text; called for each; None: no text is wanted.
         stop_strings, include_stop: as asked for.
@@ -27,6 +29,7 @@ class Submission:
     request_id: str
     request: GenerationRequest
     reserved_tokens: int
+    footprint: Footprint
     options: DeliveryOptions
     make_text: Callable[[], TextStream] | None
     stop_strings: tuple[str, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.v1 import generation_pb2, generation_service_pb2
 
+from service.convert.weight import message_footprint
 from service.delivery.log import RequestLog
 from service.delivery.session import ResultStream
 from service.errors import FieldError
@@ -45,9 +46,11 @@ async def start_request(
         durable, command_id: see `Registry.start`.
     """
     request_id = front.converter.check_id(spec)
-    with front.registry.arriving():
+    with front.registry.arriving(), front.registry.holding(identity) as holding:
         await front.registry.settled(identity, request_id)
         front.registry.check_free(identity, request_id)
+        message = message_footprint(spec)
+        holding.add(message)
         submission = await front.converter.submission(
             spec,
             identity=identity,
@@ -55,6 +58,11 @@ async def start_request(
             engine_id=front.registry.engine_id,
             final=final,
         )
-        return await front.registry.start(
-            submission, stream, durable=durable, command_id=command_id
-        )
+        holding.add(submission.footprint)
+        try:
+            return await front.registry.start(
+                submission, holding, stream, durable=durable, command_id=command_id
+            )
+        finally:
+            if stream is None or stream.is_session:  # else gRPC holds it as long as the RPC is
+                holding.drop(message)

@@ -40,7 +40,7 @@ class Book:
     def __init__(self) -> None:
         self._reader = InMemoryMetricReader()
         self.provider = MeterProvider([self._reader], shutdown_on_exit=False)
-        self.metrics = Metrics(self.provider.get_meter("test"))
+        self.metrics = Metrics(self.provider.get_meter("test"), lambda: 12345)
 
     def points(self, name: str) -> list[Any]:
         """The data points of a metric now."""
@@ -108,7 +108,7 @@ async def test_a_server_records_its_requests_and_the_engine_s_figures(
 ) -> None:
     book = Book()
     made = telemetry.Telemetry(metrics=book.metrics, meter_provider=book.provider)
-    monkeypatch.setattr(telemetry, "set_up", lambda _environ: made)
+    monkeypatch.setattr(telemetry, "set_up", lambda _environ, _live_bytes: made)
     figures = EngineStats(
         running=1, waiting=2, blocks_total=3, blocks_used=4, steps=5, prompt_tokens=6,
         generated_tokens=7, requests_accepted=8, requests_finished=9, preemptions=10,
@@ -150,7 +150,7 @@ async def test_counters_go_on_and_gauges_say_nothing_when_the_engine_has_died(
 ) -> None:
     book = Book()
     made = telemetry.Telemetry(metrics=book.metrics, meter_provider=book.provider)
-    monkeypatch.setattr(telemetry, "set_up", lambda _environ: made)
+    monkeypatch.setattr(telemetry, "set_up", lambda _environ, _live_bytes: made)
     monkeypatch.setattr(metrics, "POLL_S", 0.01)
     figures = EngineStats(
         running=7, waiting=0, blocks_total=9, blocks_used=3, steps=100, prompt_tokens=50,
@@ -215,7 +215,7 @@ async def test_the_last_figures_reach_a_collector(monkeypatch: pytest.MonkeyPatc
     }
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    made = telemetry.set_up(environment)
+    made = telemetry.set_up(environment, lambda: 12345)
     assert made.metrics is not None
     assert not made.interceptors
     made.metrics.on_step(StepOutputs(1.0, (), StepRecord(0.25, 2, 40, 7)))
@@ -225,7 +225,12 @@ async def test_the_last_figures_reach_a_collector(monkeypatch: pytest.MonkeyPatc
     attributes = {one.key: one.value.string_value for one in resource.resource.attributes}
     assert attributes["service.name"] == "headrace"
     names = {metric.name for scope in resource.scope_metrics for metric in scope.metrics}
-    assert names == {"headrace.step.duration", "headrace.step.requests", "headrace.step.tokens"}
+    assert names == {
+        "headrace.requests.bytes",
+        "headrace.step.duration",
+        "headrace.step.requests",
+        "headrace.step.tokens",
+    }
 
 
 def test_the_documentation_lists_them_all() -> None:
@@ -237,7 +242,7 @@ def test_the_documentation_lists_them_all() -> None:
         def __getattr__(self, _create: str) -> Any:
             return lambda name, *_arguments, **_options: names.add(name)
 
-    Metrics(cast(Meter, Names()))
+    Metrics(cast(Meter, Names()), int)
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`[^|]*`) \| (?:histogram|gauge|counter) \|", text, re.M)
     listed = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]

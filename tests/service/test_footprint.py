@@ -1,0 +1,358 @@
+"""What a request holds: that admission counts it as what it is, refuses what is too much before any
+work is done for it, and counts nothing that is not there any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import tracemalloc
+from typing import Any
+
+import grpc
+import msgspec
+import pytest
+from headrace.v1 import generation_pb2 as pb
+from headrace.v1 import generation_service_pb2 as rpc
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.client import Admission
+from engine.errors import InvalidRequestError, QueueFullError
+from engine.outputs import RequestFailure
+from engine.request import GenerationRequest, Request
+from service.admission import AdmissionControl, Holding, LimitReachedError, Limits
+from service.footprint import Footprint
+from tests.service.fake_engine import FakeEngine, model_info
+from tests.service.helpers import DEADLINE_S, Harness, details, refused, serving, spec, until
+from tests.service.test_admission import Clock, check_advice, limit_of, no_jitter
+
+MIB = 1 << 20
+VOCAB = 30_000
+
+
+def part(size: int, field: str = "a") -> Footprint:
+    return Footprint(size, field)
+
+
+# ---- by itself ---------------------------------------------------------------------------------
+
+
+def test_bytes_are_bounded_and_come_free_again() -> None:
+    clock = Clock()
+    control = AdmissionControl(Limits(max_open=9, max_live_bytes=1000), clock, no_jitter)
+    one, two = control.holding("a"), control.holding("b")
+    one.add(part(300))
+    one.add(part(400))
+    two.add(part(250))
+    error = limit_of(lambda: two.add(part(51)))
+    assert (error.reason, error.option) == ("TOO_MANY_LIVE_BYTES", "max_live_bytes")
+    assert (error.limit, error.present, two.size) == (1000, 950, 250)
+    one.drop(part(300))
+    two.add(part(51))
+    clock.now += 4
+    one.release(served=True)
+    one.release(served=True)  # harmless
+    one.drop(part(400))
+    assert control.live_bytes == two.size == 301
+    # 400 left in 4 seconds, and this one is 60 too many.
+    error = limit_of(lambda: control.holding("c").add(part(759)))
+    assert error.retry_after_s == pytest.approx(0.6)
+    two.release(served=False)
+    assert (control.live_bytes, dict(control._of)) == (0, {})
+
+
+def test_what_alone_is_too_much_is_wrong_and_not_early() -> None:
+    control = AdmissionControl(Limits(max_open=9, max_live_bytes=1000))
+    holding = control.holding("a")
+    holding.add(part(600, "text.text"))
+    with pytest.raises(InvalidRequestError, match=r"at most 1000 .*\(max_live_bytes\)") as caught:
+        holding.add(part(401, "sampling.logit_bias"))
+    assert caught.value.field == "sampling.logit_bias"
+    assert control.live_bytes == 600
+
+
+def test_what_was_not_taken_over_is_released() -> None:
+    control = AdmissionControl(Limits(max_open=9))
+    with control.holding("a") as holding:
+        holding.add(part(600))
+    assert control.live_bytes == 0
+    with control.holding("a") as holding:
+        holding.add(part(600))
+        holding.take_over()
+    assert control.live_bytes == 600
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["begin", "add", "drop", "end"]), st.integers(0, 400)), max_size=60
+)
+
+
+@given(STEPS)
+@settings(deadline=None)
+def test_the_count_is_the_sum_of_what_is_held(steps: list[tuple[str, int]]) -> None:
+    control = AdmissionControl(Limits(max_open=9, max_live_bytes=1000))
+    held: list[tuple[str, Holding, list[int]]] = []
+    for action, number in steps:
+        if action == "begin" or not held:
+            held.append((f"c{number % 3}", control.holding(f"c{number % 3}"), []))
+            continue
+        name, holding, parts = held[number % len(held)]
+        if action == "add":
+            try:
+                holding.add(part(number))
+                parts.append(number)
+            except LimitReachedError:
+                assert control.live_bytes + number > 1000
+        elif action == "drop" and parts:
+            holding.drop(part(parts.pop()))
+        elif action == "end":
+            holding.release(served=bool(number % 2))
+            held.remove((name, holding, parts))
+        expected = sum(sum(parts) for _, _, parts in held)
+        assert control.live_bytes == expected <= 1000
+        of_each = {name: 0 for name, _, parts in held if sum(parts)}
+        for name, _, parts in held:
+            if name in of_each:
+                of_each[name] += sum(parts)
+        assert {name: account.bytes.present for name, account in control._of.items()} == of_each
+
+
+# ---- as it is ----------------------------------------------------------------------------------
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "choices": {"n": 16},
+    "prompt": {"tokens": {"ids": [number % VOCAB for number in range(60_000)]}},
+    "prompt_choices": {"tokens": {"ids": [n % VOCAB for n in range(20_000)]}, "n": 16},
+    "lists": {"sampling": {"allowed_token_ids": range(VOCAB), "banned_token_ids": range(1, VOCAB)}},
+    "biases": {"sampling": {"logit_bias": dict.fromkeys(range(1024), 1.5)}, "n": 4},
+    "stop_strings": {
+        "n": 4,
+        "stop": {"stop_strings": [f"{number:03}" + "x" * 250 for number in range(16)]},
+    },
+    "endings": {
+        "stop": {
+            "stop_token_ids": range(1000, 1256),
+            "eos_token_ids": range(5000, 5256),
+            "max_tokens": 1,
+        }
+    },
+    "echo": {"text": {"text": "x" * 100_000}, "output": {"echo": True}},
+}
+
+
+def make(request_id: str, fields: dict[str, Any]) -> pb.GenerationSpec:
+    if "tokens" in fields or "text" in fields:
+        return pb.GenerationSpec(request_id=request_id, **fields)
+    return spec(request_id=request_id, **fields)
+
+
+async def add(h: Harness, request_id: str, **fields: Any) -> Any:
+    message = rpc.AddRequestRequest(spec=make(request_id, fields))
+    return await h.generation.AddRequest(message, timeout=DEADLINE_S)
+
+
+class Records(FakeEngine):
+    """Takes requests in as the engine's process does, and does nothing with them."""
+
+    def __init__(self) -> None:
+        super().__init__(info=model_info(vocab_size=VOCAB, max_context_tokens=1 << 17))
+        self._message = msgspec.msgpack.Decoder(GenerationRequest)
+        self._records: list[Request] = []
+
+    async def submit(self, request: GenerationRequest) -> Admission:
+        spec = self._message.decode(msgspec.msgpack.encode(request))
+        endings = spec.stop.ending_token_ids
+        self._records += [
+            Request(spec=spec, arrival=0.0, max_total_tokens=9, ending_token_ids=endings)
+            for _ in range(spec.n)
+        ]
+        return Admission(0, 0.0)
+
+
+def allocated() -> int:
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_it_is_counted_as_what_it_takes(kind: str) -> None:
+    """In the front end, whose objects these are; and in the engine, whose records are made here as
+    its process makes them.
+    """
+    engine = Records()
+    count = 10
+    async with serving(engine, max_live_bytes=0) as h:
+        control = h.registry._admission
+        for number in range(3):
+            await add(h, f"warm-{number}", **KINDS[kind])
+        counted = control.live_bytes
+        tracemalloc.start()
+        try:
+            before = allocated()
+            for number in range(count):
+                await add(h, f"r-{number}", **KINDS[kind])
+            taken = (allocated() - before) / count
+        finally:
+            tracemalloc.stop()
+        counted = (control.live_bytes - counted) // count
+    assert taken == pytest.approx(counted, rel=0.25), (taken, counted)
+
+
+# ---- in a server -------------------------------------------------------------------------------
+
+LONG = {"tokens": {"ids": [5] * 50_000}, "stop": {"max_tokens": 100}}
+"""Takes 400 KB in the engine, and while its message is there 500 KB more."""
+
+
+def long_engine(**more: Any) -> FakeEngine:
+    return FakeEngine(auto=False, info=model_info(max_context_tokens=1 << 17), **more)
+
+
+async def test_too_many_bytes_are_refused_before_work_is_done_and_admitted_after_an_end() -> None:
+    clock = Clock()
+    engine = long_engine()
+    async with serving(engine, clock=clock, max_live_bytes=1_250_000) as h:
+        control = h.registry._admission
+        await add(h, "a", **LONG)
+        held = control.live_bytes
+        assert 400_000 < held < 420_000  # without its message
+        await add(h, "b", **{**LONG, "tokens": {"ids": [5] * 45_000}})
+        shorter = {**LONG, "tokens": {"ids": [5] * 30_000}}
+        both = control.live_bytes
+        clock.now += 2
+        error = await refused(add(h, "c", **LONG))
+        assert error.reason == "TOO_MANY_LIVE_BYTES"
+        assert error.details["ErrorInfo"].metadata["limit"] == "max_live_bytes"
+        assert error.details["ErrorInfo"].metadata["max_live_bytes"] == "1250000"
+        assert error.details["ErrorInfo"].metadata["present"] == str(both)
+        check_advice(error, error.details["RetryInfo"].retry_delay.ToMilliseconds() / 1000)
+        assert control.live_bytes == both
+        # The same in-band, and for a call of its own.
+        session = h.session()
+        await session.add(make("d", LONG), 1)
+        message = await session.read_until(lambda m: m.rejections)
+        assert details(message.rejections[0].status)["ErrorInfo"].reason == "TOO_MANY_LIVE_BYTES"
+        await session.end()
+        assert (await refused(h.generate(make("e", LONG)))).reason == "TOO_MANY_LIVE_BYTES"
+        engine.time_out(engine.submitted[0].request_id)
+        engine.step()
+        await until(lambda: control.live_bytes == both - held)
+        await add(h, "c", **shorter)
+        assert len(engine.submitted) == 3
+        engine.run()
+        await until(lambda: not h.registry.live)
+        assert (control.live_bytes, dict(control._of)) == (0, {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        (LONG, "tokens.ids"),
+        ({"sampling": {"no_repeat_ngram_size": 3}, "n": 16, "stop": {"max_tokens": 2000}},
+         "sampling.no_repeat_ngram_size"),
+        ({"stop": {"stop_strings": [f"{n}" + "x" * 250 for n in range(16)]}}, "stop.stop_strings"),
+        ({"output": {"prompt_logprobs": 100}, "tokens": {"ids": [5] * 100}},
+         "output.prompt_logprobs"),
+        ({"structured_output": {"regex": "ab" * 100_000}}, "structured_output"),
+    ],
+)  # fmt: skip
+async def test_a_request_that_alone_is_too_large_names_what_is(
+    fields: dict[str, Any], field: str
+) -> None:
+    async with serving(long_engine(), max_live_bytes=MIB) as h:
+        control = h.registry._admission
+        # As small a bound as the largest of them needs, which is no option's business.
+        control._limits = dataclasses.replace(control._limits, max_live_bytes=600_000)
+        error = await refused(add(h, "a", **fields))
+        assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, f"spec.{field}")
+        assert "(max_live_bytes)" in error.message
+        assert (control.live_bytes, dict(control._of)) == (0, {})
+
+
+async def test_it_counts_while_it_is_tokenized_and_while_the_engine_decides() -> None:
+    engine = long_engine()
+    async with serving(engine) as h:
+        control = h.registry._admission
+        asked, decided = asyncio.Event(), asyncio.Event()
+        submit = engine.submit
+
+        async def slow(request: GenerationRequest) -> Admission:
+            asked.set()
+            await decided.wait()
+            return await submit(request)
+
+        engine.submit = slow  # type: ignore[method-assign]
+        adding = asyncio.create_task(add(h, "a", **LONG))
+        await asyncio.wait_for(asked.wait(), DEADLINE_S)
+        with_message = control.live_bytes
+        assert with_message > 500_000
+        decided.set()
+        await adding
+        assert 400_000 < control.live_bytes < 420_000 < with_message
+        # A call of its own: gRPC keeps its message.
+        call = h.generation.Generate(rpc.GenerateRequest(spec=make("b", LONG)))
+        await until(lambda: len(engine.submitted) == 2)
+        assert control.live_bytes == pytest.approx(420_000 + with_message, rel=0.05)
+        h.registry.cancel("anonymous", "b")
+        await until(lambda: engine.cancelled)
+        engine.step()
+        await call
+        assert 400_000 < control.live_bytes < 420_000
+
+
+async def test_nothing_stays_counted_whatever_the_end() -> None:
+    engine = long_engine()
+    async with serving(engine) as h:
+        control = h.registry._admission
+
+        def nothing() -> bool:
+            return (control.live_bytes, dict(control._of)) == (0, {})
+
+        # Refused: by its fields, by the engine, for its name.
+        await refused(add(h, "a", stop={"stop_strings": [""]}))
+        assert nothing()
+        engine.refuse_next.append(QueueFullError(3, 0.25))
+        await refused(add(h, "a"))
+        assert nothing()
+        await add(h, "a")
+        one = control.live_bytes
+        await refused(add(h, "a"))
+        assert control.live_bytes == one
+        # Cancelled, failed, timed out, finished.
+        for name in ("b", "c", "d"):
+            await add(h, name)
+        assert control.live_bytes == 4 * one
+        h.registry.cancel("anonymous", "a")
+        await until(lambda: engine.cancelled)
+        engine.fail(engine.submitted[1].request_id, RequestFailure("it broke", "an-id"))
+        engine.time_out(engine.submitted[2].request_id)
+        engine.run()
+        await until(lambda: not h.registry.live)
+        assert nothing()
+        # A lost stream, and one whose results are not read yet.
+        session = h.session()
+        await session.add(spec(request_id="e"))
+        await session.read()
+        session.call.cancel()
+        await until(lambda: len(engine.cancelled) == 2)
+        engine.step()
+        await until(nothing)
+        await add(h, "f")
+        engine.run()
+        await until(nothing)
+        assert h.registry.stats().kept > 0
+
+
+async def test_nothing_stays_counted_of_an_engine_that_died() -> None:
+    engine = long_engine()
+    async with serving(engine) as h:
+        control = h.registry._admission
+        for name in ("a", "b"):
+            await add(h, name, **LONG)
+        assert control.live_bytes > 800_000
+        engine.die(RuntimeError("it is gone"))
+        await until(lambda: not h.registry.live)
+        assert (control.live_bytes, dict(control._of)) == (0, {})
