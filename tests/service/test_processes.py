@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import select
 import signal
@@ -55,6 +56,28 @@ async def test_an_engine_comes_back_though_strangers_take_all_connections(tmp_pa
                 short = spec("Once", stop={"max_tokens": 4, "ignore_eos": True})
                 answer = await generation.Generate(rpc.GenerateRequest(spec=short))
                 assert len(answer.choices[0].token_ids) == 4
+
+
+def test_json_is_all_that_is_said_and_an_engine_s_last_words_are_there() -> None:
+    with real_server("--listen", "127.0.0.1:0", "--log-format", "json") as server:
+        server.read_until("Stop it with")
+        [engine] = psutil.Process(server.process.pid).children()
+        engine.send_signal(signal.SIGABRT)
+        server.read_until("the engine serves again")
+        server.signal(signal.SIGTERM)
+        assert server.ended() == 0
+    lines = [json.loads(line) for line in server.said.splitlines()]
+    for line in lines:
+        assert line.keys() - {"traceback"} == {"time", "level", "process", "logger", "message"}
+    said = [line["message"] for line in lines if line["logger"] == "headrace-server"]
+    assert said[0].endswith(": starting")
+    assert any(line.endswith("loading the model") for line in said)
+    assert any("Listening on" in line for line in said)
+    assert said[-1] == "Stopped."
+    of_engine = [line for line in lines if line["process"] == "engine"]
+    assert any(line["logger"] == "engine.runner.memory" for line in of_engine)
+    written = [line["message"] for line in of_engine if line["logger"] == "stderr"]
+    assert "Fatal Python error: Aborted" in written
 
 
 def test_a_stopped_engine_ends_with_its_front_end() -> None:
