@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import grp
+import logging
 import os
 import socket
 import stat
@@ -13,11 +15,17 @@ from pathlib import Path
 
 import grpc
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, HeadraceError
 from service.config import Address, ServiceConfig, parse_address
 from service.tls import Tls
 
+logger = logging.getLogger(__name__)
+
 _MAX_GROUP = 2**32 - 2  # of Linux; the number after it means "no change"
+
+
+class ListeningError(HeadraceError):
+    """Nothing listens any more."""
 
 
 class UnixSockets:
@@ -88,6 +96,19 @@ def bind(
                 f"cannot listen on {text}: {_reason(address, error)}",
             ) from error
     return tuple(bound)
+
+
+async def wait_ended(server: grpc.aio.Server) -> ListeningError:
+    """Wait until a server has ended: by `stop`, or by itself, which takes a defect."""
+    try:
+        # The library would take the wait's cancellation for its own.
+        await asyncio.shield(server.wait_for_termination())
+    except Exception as error:
+        logger.error("gRPC's server has ended", exc_info=error)
+        ended = ListeningError("gRPC's server has ended, nothing listens any more; see the log")
+        ended.__cause__ = error
+        return ended
+    return ListeningError("gRPC's server was stopped")
 
 
 def _bind_unix(server: grpc.aio.Server, address: Address, sockets: UnixSockets) -> None:

@@ -5,7 +5,8 @@ SIGTERM or SIGINT once: drain (see `service.server`), exit 0
 SIGHUP: read the callers' file and the TLS files again
 an operator's Drain: as a first signal
 the model cannot be loaded, a port is taken: a message, exit 1
-the engine dies: readiness goes, live requests have failed; exit 1, for a supervisor to restart
+the engine dies for good, or nothing listens any more: live requests have failed; exit 1, for a
+supervisor to restart
 
 Nothing here waits for whoever reads what the process says (`service.logs`).
 """
@@ -22,6 +23,7 @@ from typing import Any, NoReturn
 from engine.client import EngineClient
 from engine.errors import HeadraceError
 from service.config import ServiceConfig
+from service.listening import ListeningError
 from service.logs.output import Output
 from service.open_files import raise_limit
 from service.options import describe
@@ -128,7 +130,9 @@ class _Process:
         ends: set[asyncio.Task[Any]] = {ending, failed}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if failed.done() and not ending.done():
-            self._say(f"headrace-server: the engine has stopped: {failed.result()}")
+            why = failed.result()
+            what = "" if isinstance(why, ListeningError) else "the engine has stopped: "
+            self._say(f"headrace-server: {what}{why}")
             await self._server.drain(0)
             return _FAILED
         failed.cancel()

@@ -62,7 +62,7 @@ from service.delivery.kept import Retention
 from service.delivery.registry import Registry
 from service.health import HealthServicer
 from service.interceptors import Authentication, Readiness, Recovery
-from service.listening import UnixSockets, bind
+from service.listening import UnixSockets, bind, wait_ended
 from service.places import Kind, Places
 from service.reading import Reading
 from service.reflection import add_reflection
@@ -333,7 +333,21 @@ class HeadraceServer:
             await asyncio.shield(self._loading)
 
     async def failed(self) -> Exception:
-        """Wait until the engine is dead for good; returns why. To be called after `ready`."""
+        """Wait until the engine is dead for good, or nothing listens any more (ListeningError);
+        returns why. To be called after `ready`.
+        """
+        ends: set[asyncio.Task[Exception]] = {
+            asyncio.create_task(self._engine_failed()),
+            *(asyncio.create_task(wait_ended(server)) for server in self._servers.values()),
+        }
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for end in ends:
+                end.cancel()
+
+    async def _engine_failed(self) -> Exception:
         if self._watching is None:
             return await self._client.wait_failed()
         return await asyncio.shield(self._watching)

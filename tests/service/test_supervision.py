@@ -15,7 +15,9 @@ from headrace.v1 import generation_service_pb2 as rpc
 
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.process.client import ProcessEngineClient
+from service import unknown_methods
 from service.config import ServiceConfig
+from service.listening import ListeningError
 from service.server import HeadraceServer
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (
@@ -108,6 +110,21 @@ def check_usage(events: list[pb.ResultEvent], n: int) -> None:
     delivered = [len(ids_of(events, choice)) for choice in range(n)]
     assert usage.completion_tokens == sum(delivered)
     assert min(delivered) > 0
+
+
+async def test_a_server_that_listens_no_more_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process that is alive and deaf would stay so for ever."""
+    async with serving(FakeEngine()) as h:
+        failing = asyncio.ensure_future(h.server.failed())
+        # What comes of a defect in gRPC's one loop.
+        monkeypatch.setattr(unknown_methods, "_refuse", lambda *_: None)
+        await refused(h.channel.unary_unary("/a/b")(b"", timeout=DEADLINE_S))
+        async with asyncio.timeout(DEADLINE_S):
+            failure = await failing
+        assert isinstance(failure, ListeningError)
+        assert isinstance(failure.__cause__, TypeError)
 
 
 @pytest.mark.timeout(240)
