@@ -267,6 +267,7 @@ def grown(front_end: int, engine: int) -> Report:
         # A calm minute that was not calm allows more.
         (ONE, run(calm=seen(gaps=waits(0.06)), beside=seen(gaps=waits(0.26))), None),
         (ONE, run(calm=seen(gaps=waits(0.1)), beside=seen(gaps=waits(0.31))), "above 0.300"),
+        (ONE, run(calm=seen(gaps=waits(2.1, 2.0)), beside=seen(gaps=waits(0.31))), "above 0.300"),
         (ONE, run(beside=seen(tokenize=waits(9.0), first_tokens=waits(9.0))), None),
         (ONE, run(beside=seen(wrong_tokens=1)), "1 wrong tokens"),
         (ONE, run(beside=seen(lost_tokens=2)), "2 lost tokens"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 from benchmarks.hostile import encoding as wire
@@ -143,10 +144,11 @@ async def gone_callers(s: Sender) -> None:
 
 
 async def cancel_storm(s: Sender) -> None:
-    """Requests that are added, cancelled and added again under their names."""
+    """Requests that are added and cancelled."""
+    numbers = itertools.count()
 
-    async def one(number: int) -> None:
-        name = wire.field(1, f"storm-{number}")
+    async def one(_: int) -> None:
+        name = wire.field(1, f"storm-{next(numbers)}")
         spec = name + wire.text_input("Once upon a time") + wire.max_tokens(500)
         await s.call(ADD, wire.request(spec))
         await s.call(GENERATION + "Cancel", name)
