@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument(
         "--minutes",
         type=float,
-        help="begin no input of a model after so many (default: 1.5 times the estimate)",
+        help="begin no input of a model after so many (default: 1.5 times the estimate, and 2)",
     )
     parser.add_argument(
         "--output",

@@ -35,6 +35,8 @@ RECOVER_S = 20.0
 """A server that is not as before by then is exchanged for another."""
 START_S, OVERHEAD_S = 12.0, 1.7
 """For the estimate: until a new server and its witness are ready, and around each input."""
+LATE_S = 120.0
+"""How much longer than one and a half times its estimate a campaign may take."""
 PATIENCE_S = 60.0
 """Beyond its time an attacker may take so long to end its calls."""
 
@@ -51,7 +53,7 @@ class Plan:
         calm_seconds: how long the witness looks before anything is tried on a server.
         tokens: of each request of the witness.
         threads: of the model; None: the server's own default.
-        minutes: no input is begun after so many; None: half as long again as the estimate.
+        minutes: no input is begun after so many; None: 1.5 times the estimate and two minutes.
     """
 
     model_name: str
@@ -83,7 +85,7 @@ class Plan:
     @property
     def bound_s(self) -> float:
         """No input is begun later."""
-        return 1.5 * self.estimate_s if self.minutes is None else 60 * self.minutes
+        return 1.5 * self.estimate_s + LATE_S if self.minutes is None else 60 * self.minutes
 
 
 @dataclass(frozen=True, slots=True)

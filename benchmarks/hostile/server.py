@@ -114,20 +114,24 @@ class Server:
                 raise SystemFailure(f"the server did not start:\n{text[-2000:]}")
             time.sleep(0.05)
         [found] = _LISTENING.findall(text)
-        addresses: list[str] = found.split(", ")
-        if self._tls:
-            self.tls_target, self.target = sorted(addresses, key=lambda one: "unix:" in one)
-        else:
-            [self.target] = addresses
+        for address in found.split(", "):
+            place = address.removesuffix(" with TLS")
+            if self._tls and not place.startswith("unix:"):
+                self.tls_target = place
+            else:
+                self.target = place
         announced = _CACHE.search(text)
         if announced:
             size, unit = announced.groups()
             self.cache_bytes = int(float(size.replace(",", "")) * 2 ** (20 + 10 * (unit == "GiB")))
         with grpc.insecure_channel(self.target) as channel:
             stub: Any = ModelServiceStub(channel)
-            answer = stub.GetModel(
-                model.GetModelRequest(), metadata=self._metadata(WITNESS), timeout=CALL_S
-            )
+            try:
+                answer = stub.GetModel(
+                    model.GetModelRequest(), metadata=self._metadata(WITNESS), timeout=CALL_S
+                )
+            except grpc.RpcError as error:
+                raise SystemFailure(f"the server did not tell its limits: {error}") from error
         self.card = limits_of(answer.model)
 
     @property

@@ -339,7 +339,7 @@ def test_a_plan_knows_its_time() -> None:
     assert [len(inputs) for _, inputs in plan.groups()] == [2, 1]
     around = AFTER_S + OVERHEAD_S
     assert plan.estimate_s == pytest.approx(2 * 4 + 20 + 3 * around + 2 * (START_S + 20))
-    assert plan.bound_s == 1.5 * plan.estimate_s
+    assert plan.estimate_s < plan.bound_s < 1.5 * plan.estimate_s + 121
     assert dataclasses.replace(plan, minutes=2.0).bound_s == 120
     everything = Plan(
         model_name="demo", model=Path(), names=frozenset(INPUTS), seconds=4.0, calm_seconds=20.0
