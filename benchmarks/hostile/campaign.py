@@ -37,6 +37,8 @@ START_S, OVERHEAD_S = 12.0, 1.7
 """For the estimate: until a new server and its witness are ready, and around each input."""
 LATE_S = 120.0
 """How much longer than one and a half times its estimate a campaign may take."""
+LOG_KEPT = 1500
+"""Characters of what the server said, in the record of an input."""
 PATIENCE_S = 60.0
 """Beyond its time an attacker may take so long to end its calls."""
 
@@ -218,6 +220,7 @@ class Campaign:
             connections=done["connections"],
             seconds=done["seconds"],
             log_bytes=server.log_bytes() - said,
+            log=server.log(said)[-LOG_KEPT:],
             secrets=tuple(server.told_secrets(said)),
             died=died,
             recovered_s=None if died else self._recovered(server, witness),

@@ -38,6 +38,7 @@ class Run:
         connections: how many it opened.
         seconds: how long it sent.
         log_bytes: how much the server said meanwhile.
+        log: the end of that.
         secrets: the callers whose tokens stand in that.
         died: what ended meanwhile: "the server", "the engine", or nothing.
         recovered_s: how long after it the server was as before; None: it was not in time.
@@ -52,6 +53,7 @@ class Run:
     connections: int
     seconds: float
     log_bytes: int
+    log: str
     secrets: tuple[str, ...]
     died: str
     recovered_s: float | None

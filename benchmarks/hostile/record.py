@@ -115,6 +115,7 @@ def _entry(group: Group, one: Input, run: Run) -> dict[str, Any]:
         "own_growth_bytes": {name: memory.growth for name, memory in run.seen.memory.items()},
         "cache_bytes": run.cache_bytes,
         "log_bytes": run.log_bytes,
+        "log": "" if run.secrets else run.log,
         "recovered_s": run.recovered_s,
     }
 

@@ -151,9 +151,9 @@ class Server:
         """Whether its process runs."""
         return self._process.poll() is None
 
-    def log(self) -> str:
-        """All that it said."""
-        return self._log.read_text(errors="replace")
+    def log(self, since: int = 0) -> str:
+        """What it said, since it had said so many bytes."""
+        return self._log.read_bytes()[since:].decode(errors="replace")
 
     def log_bytes(self) -> int:
         """How much that is."""

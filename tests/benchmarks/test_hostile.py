@@ -237,6 +237,7 @@ def run(calm: Report | None = None, beside: Report | None = None, **more: Any) -
         "connections": 2,
         "seconds": 4.0,
         "log_bytes": 0,
+        "log": "",
         "secrets": (),
         "died": "",
         "recovered_s": 0.3,
