@@ -14,8 +14,8 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -223,13 +223,15 @@ class _Probe:
 
 
 def _eager_attention(module: torch.nn.Module) -> Callable[..., Any]:
-    """The eager attention function of the file in which an attention layer's class is written."""
-    source = sys.modules[type(module).__module__]
-    function: Callable[..., Any] | None = getattr(source, "eager_attention_forward", None)
+    """The eager attention function that an attention layer's forward names: of the file in which
+    that is written, which is not the class's where it is inherited.
+    """
+    forward = inspect.unwrap(type(module).forward)
+    function: Callable[..., Any] | None = forward.__globals__.get("eager_attention_forward")
     if function is None:
         raise ModelRefusedError(
-            f"{type(module).__name__} has no eager attention to compare with, "
-            "so it cannot be verified"
+            f"{type(module).__name__} has no eager attention to compare with, so it cannot be "
+            "verified; name that attention eager_attention_forward in the file of its forward"
         )
     return function
 

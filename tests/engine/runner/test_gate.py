@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config, PhimoeConfig
 from transformers.masking_utils import sliding_window_causal_mask_function
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from engine.attention.base import (
     AttentionBackend,
@@ -21,9 +22,10 @@ from engine.attention.base import (
 from engine.attention.registry import register
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.errors import ModelRefusedError
+from engine.offline import from_model
 from engine.runner.gate import check_config, probe_layers, self_check
 from engine.runner.mask_rules import MaskWatch, UnknownMaskError
-from tests.tiny_models import FAMILIES, make_model
+from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
 
 
 class Broken(AttentionBackend):
@@ -280,3 +282,38 @@ def test_a_model_of_nan_is_refused() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_half_precision_passes(family: str, dtype: torch.dtype) -> None:
     _gate(make_model(FAMILIES[family]()).to(dtype), Broken())
+
+
+# ---- attention classes of the user's own -----------------------------------------------------
+
+
+class _Inherited(LlamaAttention):
+    """Its forward is written in another file, and names the eager attention of that file."""
+
+
+class _Scaled(LlamaAttention):
+    """Its own forward names no eager attention."""
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        output, weights = super().forward(*arguments, **named)
+        return output * 2, weights
+
+
+def _with(attention: type[LlamaAttention]) -> Any:
+    model: Any = make_model(FAMILIES["llama"]())
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = attention
+    return model
+
+
+def test_a_class_of_the_users_own_is_compared_with_what_it_inherits() -> None:
+    model = _with(_Inherited)
+    prompt = make_prompts((9,))[0]
+    right = greedy_reference(model, prompt, 4)
+    outputs = from_model(model).generate_batch([prompt], max_new_tokens=4, progress_bar=False)
+    assert outputs["req_0"].generated_tokens == right
+
+
+def test_a_forward_without_an_eager_attention_is_refused() -> None:
+    with pytest.raises(ModelRefusedError, match=r"_Scaled has no eager.*eager_attention_forward"):
+        from_model(_with(_Scaled))
