@@ -16,7 +16,7 @@ from engine.errors import (
     InvalidRequestError,
     QueueFullError,
 )
-from engine.manager import ContinuousBatchingManager
+from engine.manager import ContinuousBatchingManager, token_ids
 from engine.outputs import FinishReason
 from engine.request import RequestStatus
 from engine.results import GenerationOutput, Mailbox, choice_name
@@ -96,7 +96,7 @@ def generate(
 def _refused(name: str, prompt: Sequence[int], error: HeadraceError) -> GenerationOutput:
     return GenerationOutput(
         request_id=name,
-        prompt_ids=list(prompt),
+        prompt_ids=list(token_ids(prompt)),
         error=str(error),
         status=RequestStatus.FAILED,
         finish_reason=FinishReason.ERROR,

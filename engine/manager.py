@@ -236,7 +236,7 @@ class ContinuousBatchingManager(EngineLoop):
         """Add a request to the queue.
 
         Args:
-            input_ids: the prompt's token ids.
+            input_ids: the prompt's token ids: a list, or a row of numpy's or torch's.
             request_id: its name; None: "req_0", "req_1", … are given.
             max_new_tokens: the most tokens to generate; None: the generation config's.
             streaming: whether every step gives a (cumulative) result, or only the end.
@@ -342,13 +342,13 @@ class ContinuousBatchingManager(EngineLoop):
                 raise InvalidRequestError(
                     known[0], "is set for one request; that needs per_request_processors=True"
                 )
+        prompt = token_ids(input_ids)
         options = self._defaults.resolve(
-            len(input_ids),
+            len(prompt),
             max_new_tokens=max_new_tokens,
             eos_token_id=eos_token_id,
             overrides=overrides,
         )
-        prompt = tuple(TokenId(token) for token in input_ids)
         spec = options.to_request(RequestId(name), prompt)
         self._limits.check(spec)
         find_stop = self._stop_finder(options.stop_strings)
@@ -450,6 +450,18 @@ class ContinuousBatchingManager(EngineLoop):
             RuntimeError: no event loop is running here.
         """
         self._router.register(request_id, callback)
+
+
+def token_ids(prompt: Iterable[Any]) -> tuple[TokenId, ...]:
+    """A prompt's token ids, of a list or an array of numpy's or torch's. What is no whole number
+    stays as it is: admission names it.
+    """
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()  # one call, where each entry of an array is an object of its own
+    ids = tuple(prompt)
+    if all(type(token) is int for token in ids):
+        return ids
+    return tuple(TokenId(token.item()) if hasattr(token, "item") else token for token in ids)
 
 
 def _call_if_alive(method: weakref.WeakMethod[Any], *arguments: object) -> None:

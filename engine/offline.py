@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from engine.assembly import build_manager
 from engine.batch_generation import generate
 from engine.batching_options import resolve_config
 from engine.config import AttentionName, ContinuousBatchingConfig, LoadConfig
-from engine.errors import ModelRefusedError
+from engine.errors import ConfigError, ModelRefusedError
 from engine.following import follow, is_follower
 from engine.generation_options import GenerationDefaults
 from engine.manager import ContinuousBatchingManager
@@ -148,7 +150,7 @@ class LoadedModel:
         """Generate for a batch of prompts.
 
         Args:
-            inputs: the prompts' token ids.
+            inputs: the prompts' token ids: lists, or rows of numpy's or torch's.
             generation_config, continuous_batching_config: see `init_continuous_batching`.
             record_timestamps: whether outputs tell when each token came.
             progress_bar: whether to show one.
@@ -230,7 +232,7 @@ def load(path: str, config: ContinuousBatchingConfig | None = None, **options: A
         path: a directory with config.json and safetensors, or a hub id.
         config: what managers use unless they are given another.
         options: fields of LoadConfig: dtype, device, threads, attention, quantization,
-            pack_weights, fuse_layers, tensor_parallel.
+            pack_weights, fuse_layers, tensor_parallel. dtype and device may be torch's.
 
     With tensor_parallel="auto", the script runs on all ranks that torchrun started, and from here
     on only rank 0 goes on with it: on the others this call computes for rank 0, and raises
@@ -238,10 +240,10 @@ def load(path: str, config: ContinuousBatchingConfig | None = None, **options: A
 
     Raises:
         ModelRefusedError: the model cannot be loaded, or would be run wrongly.
-        ConfigError: an option is out of its bounds.
+        ConfigError: an option is unknown or out of its bounds.
         RanksLostError: the model is divided, and another rank has ended or failed.
     """
-    load_config = LoadConfig(**options)
+    load_config = _load_config(options)
     block_size = (config or ContinuousBatchingConfig()).block_size
     if is_follower(load_config):
         follow(path, load_config, block_size)
@@ -252,6 +254,33 @@ def load(path: str, config: ContinuousBatchingConfig | None = None, **options: A
     if verified.leader is not None:
         atexit.register(verified.end)
     return LoadedModel(verified, config, verified.path)
+
+
+_OF_TRANSFORMERS = {
+    "attn_implementation": "is not needed: steps have attention of the engine's (attention=…), and "
+    "loaded.model.set_attn_implementation is for the model's own calls",
+    "device_map": "is not an option here; use device",
+    "torch_dtype": "is not an option here; use dtype",
+    "tp_plan": "is not an option here; use tensor_parallel",
+    "distributed_config": "is not an option here; use tensor_parallel",
+    "quantization_config": "is not an option here; use quantization",
+}
+"""Options of from_pretrained that `load` has by another name."""
+
+
+def _load_config(options: dict[str, Any]) -> LoadConfig:
+    """Raises ConfigError."""
+    known = [field.name for field in dataclasses.fields(LoadConfig)]
+    for name in options:
+        if name not in known:
+            hint = _OF_TRANSFORMERS.get(name, "is not an option of engine.load")
+            raise ConfigError(name, f"{hint}; the options are {', '.join(known)}")
+    values = dict(options)
+    if isinstance(values.get("dtype"), torch.dtype):
+        values["dtype"] = str(values["dtype"]).removeprefix("torch.")
+    if isinstance(values.get("device"), torch.device):
+        values["device"] = str(values["device"])
+    return LoadConfig(**values)
 
 
 def from_model(

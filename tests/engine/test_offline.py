@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -15,6 +16,7 @@ from transformers import GenerationConfig
 import engine
 from engine.config import ContinuousBatchingConfig
 from engine.errors import (
+    ConfigError,
     HeadraceError,
     InsufficientMemoryError,
     InvalidRequestError,
@@ -392,6 +394,37 @@ def test_death_in_a_batch_gives_what_there_is(
     assert {output.status for output in outputs.values()} == {RequestStatus.FAILED}
     assert all(output.error for output in outputs.values())
     assert llama._kept._manager is None, "a dead manager is not kept"
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+def test_prompts_may_be_arrays(llama: LoadedModel, dtype: str) -> None:
+    prompt = make_prompts((7,))[0]
+    right = greedy_reference(llama.model, prompt, 3)
+    array, tensor = np.array(prompt, dtype), torch.tensor(prompt, dtype=getattr(torch, dtype))
+    options: Any = {"continuous_batching_config": SMALL, "max_new_tokens": 3, "progress_bar": False}
+    for inputs in ([array, tensor, list(array), list(tensor)], tensor[None, :], array[None, :]):
+        for output in llama.generate_batch(inputs, **options).values():
+            assert output.generated_tokens == right
+            assert output.prompt_ids == prompt
+            assert {type(token) for token in output.prompt_ids} == {int}
+    bad = llama.generate_batch([array / 2, tensor[None, :]], **options)
+    assert [output.error is not None for output in bad.values()] == [True, True]
+    assert "prompt[0]" in str(bad["req_0"].error)
+
+
+def test_what_from_pretrained_takes_is_taken_or_explained() -> None:
+    loaded = engine.load(str(DEMO), dtype=torch.float32, device=torch.device("cpu"))
+    assert loaded.model.dtype is torch.float32
+    for name, instead in (
+        ("attn_implementation", "attention"),
+        ("device_map", "use device"),
+        ("torch_dtype", "use dtype"),
+        ("nonsense", "options are dtype, device"),
+    ):
+        with pytest.raises(ConfigError, match=instead):
+            engine.load(str(DEMO), **{name: "auto"})
+    with pytest.raises(ConfigError, match="float64"):
+        engine.load(str(DEMO), dtype=torch.float64)
 
 
 def test_a_model_without_a_path_has_no_tokenizer(
