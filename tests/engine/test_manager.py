@@ -339,13 +339,13 @@ class BrokenScheduling:
         self.gate = threading.Semaphore(0)
         original = rig.core.scheduler.schedule
 
-        def schedule(now: float, *, is_step_pending: bool = False) -> ScheduledBatch | None:
+        def schedule(now: float, **options: Any) -> ScheduledBatch | None:
             if self.left:
                 self.left -= 1
                 self.entered.release()
                 assert self.gate.acquire(timeout=WAIT)
                 raise RuntimeError("a bug")
-            return original(now)
+            return original(now, **options)
 
         monkeypatch.setattr(rig.core.scheduler, "schedule", schedule)
 
