@@ -385,10 +385,7 @@ class EngineCore:
     ) -> None:
         """Take the token that was sampled for a position of a live choice."""
         if token == INVALID_TOKEN:
-            if request.matcher is not None and request.matcher.failure is not None:
-                self._live.fail_form(live, request.matcher.failure)
-            else:
-                self._live.fail_alone(live, why_no_token(request))
+            self._live.fail_at_token(live, request, why_no_token(request))
             return
         if position >= request.max_total_tokens:
             # Nothing may be generated: max_tokens is 0. The prompt was processed, the sampled token
@@ -410,10 +407,7 @@ class EngineCore:
             self._live.fail_alone(live, "the grammar failed", error)
             return
         if reason is FinishReason.ERROR:
-            if request.matcher is not None and request.matcher.failure is not None:
-                self._live.fail_form(live, request.matcher.failure)
-            else:
-                self._live.fail_alone(live, "the model left the form that was asked for")
+            self._live.fail_at_token(live, request, "the model left the form that was asked for")
             return
         if reason is None and not form_budget.charge(request, live.choices.values()):
             self._live.fail_form(live, form_budget.TOO_SLOW)

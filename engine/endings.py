@@ -184,6 +184,15 @@ class LiveRequests:
         self.outputs.clear()
         return outputs
 
+    def fail_at_token(self, live: LiveRequest, request: Request, what: str) -> None:
+        """End one request because of a choice's token: on account of its form, if that cannot be
+        followed any more, else with `what`.
+        """
+        if request.matcher is not None and request.matcher.failure is not None:
+            self.fail_form(live, request.matcher.failure)
+        else:
+            self.fail_alone(live, what)
+
     def fail_form(self, live: LiveRequest, description: str) -> None:
         """End one request because of its form. `description`: what is wrong, and what to do."""
         grammar = live.spec.grammar
