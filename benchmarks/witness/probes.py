@@ -144,8 +144,9 @@ class Observer:
             try:
                 answer = await self._health.Check(health_pb2.HealthCheckRequest())
                 serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-            except grpc.aio.AioRpcError:
+            except grpc.aio.AioRpcError as error:
                 serving = False
+                self._refusals[f"health: {named(error)}"] += 1
             self._healths.end("check", time.monotonic())
             self._not_serving += not serving
             await asyncio.sleep(HEALTH_EVERY_S)

@@ -75,7 +75,8 @@ class Report:
         lost_tokens: tokens that were still to come when an accepted request ended early.
         wrong_texts: answers of Tokenize that were not those of the undisturbed run.
         not_serving: health checks that were answered with anything else, or failed.
-        refusals: how often a request or a Tokenize was refused, or failed, by code and reason.
+        refusals: how often a request, a Tokenize or a health check was refused, or failed, by code
+            and reason.
         ticks: how often the witness' timer fired.
         lag: how late it fired each time.
         memory: of the processes that are watched, by the names that they were given.
