@@ -38,8 +38,8 @@ Command = generation_service_pb2.StreamResultRequest
 
 MAX_WAITING = 64
 """With so many commands of a session begun and not answered, no further one is read."""
-MAX_WAITING_BYTES = 32 << 20
-"""Nor with so many bytes of them."""
+MAX_WAITING_BYTES = 4 << 20
+"""Nor with so many bytes of them: a few of the largest."""
 
 
 class CommandReader:
@@ -91,6 +91,12 @@ class CommandReader:
 
     def _begin(self, command: Command) -> None:
         """Carry out a command, at once where it need not wait."""
+        try:
+            refuse_unknown(command)  # before it waits: what waits is bounded in its parts too
+        except FieldError as error:
+            self._first = False
+            self._reject(command, error)
+            return
         request_id = _request_id(command)
         before = self._last_of.get(request_id) if request_id else None
         if before is None and command.WhichOneof("command") not in ("add", "attach"):
@@ -123,10 +129,8 @@ class CommandReader:
         try:
             match command.WhichOneof("command"):
                 case "add":
-                    refuse_unknown(command)
                     await self._add(command)
                 case "attach":
-                    refuse_unknown(command)
                     await self._attach(command)
                 case _:
                     self._carry_out_now(command)
@@ -134,7 +138,6 @@ class CommandReader:
             self._reject(command, error)
 
     def _carry_out_now(self, command: Command) -> None:
-        refuse_unknown(command)
         match command.WhichOneof("command"):
             case "open":
                 self._open(command)

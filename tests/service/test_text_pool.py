@@ -354,6 +354,39 @@ async def test_texts_of_callers_that_go_are_not_tokenized() -> None:
         assert [text[0] for text in gate.texts] == ["0"]
 
 
+async def test_a_session_is_read_no_further_with_some_megabytes_waiting() -> None:
+    async with gated() as (h, _):
+        session = h.session()
+
+        async def send() -> None:
+            for i in range(9):
+                await session.add(spec("x" * 1_000_000, request_id=f"{i}"), i)
+
+        sending = asyncio.ensure_future(send())
+        await until(lambda: h.server._text_pool.waiting == 4)
+        for _ in range(20):
+            await tokenize(h, "short")
+        assert h.server._text_pool.waiting == 4  # and one is worked on
+        session.call.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        await until(lambda: h.server._text_pool.waiting == 0)
+
+
+async def test_a_command_with_too_many_parts_does_not_wait_for_the_one_before() -> None:
+    parts = pb.ChatInput(messages=[pb.ChatMessage()] * 20_000)
+    async with gated() as (h, gate):
+        session = h.session()
+        await session.add(spec("x" * 100_000, request_id="a", stop={"max_tokens": 1}), 1)
+        await until(lambda: gate.texts)
+        await session.add(pb.GenerationSpec(request_id="a", chat=parts), 2)
+        message = await session.read_until(lambda message: message.rejections)
+        assert [rejection.command_id for rejection in message.rejections] == [2]
+        assert "20000 entries" in message.rejections[0].status.message
+        gate.open.set()
+        await session.end()
+        assert len(session.events()["a"]) > 1
+
+
 async def test_a_caller_s_texts_wait_for_nobody_else_s(tmp_path: Path) -> None:
     path = tmp_path / "callers.toml"
     services = '["GenerationService", "ModelService"]'
