@@ -8,6 +8,7 @@ Servicers raise; `Recovery` turns what they raise into the RPC's status by the t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -38,6 +39,8 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 Unary = Callable[[Any, Any], Awaitable[Any]]
 Stream = Callable[[Any, Any], AsyncIterator[Any]]
 
+LARGE_BYTES = 64 << 10
+"""Messages up to this size are parsed as they come: at worst some milliseconds."""
 OPEN_TO_EVERYONE = "/grpc.health."  # probes have no token
 _ALWAYS_SERVED = ("/grpc.health.", "/grpc.reflection.", "/headrace.v1.ControlService/")
 _LOG_INTERVAL_S = 1.0
@@ -80,7 +83,7 @@ def wrap(
 
 
 async def abort(context: Any, status: status_pb2.Status) -> None:
-    """End the RPC with a status and its details."""
+    """End the RPC with a status and its details; always raises."""
     await context.abort(status_code(status), status.message, trailers(status))
 
 
@@ -93,14 +96,30 @@ class Unreadable:
     error: HeadraceError
 
 
-def check_readable(message: object) -> None:
-    """Refuse a message that could not be read.
+@dataclass(frozen=True, slots=True)
+class Unparsed:
+    """Stands for a large message until it is its turn to be parsed."""
+
+    raw: bytes
+    parse: Callable[[bytes], Any]
+    turn: asyncio.Lock
+
+
+async def parsed(message: Any) -> Any:
+    """The message that a call has received. Large ones are parsed one after the other, and whoever
+    else has something to do comes in between: many that arrive together stop nobody for longer than
+    one does.
 
     Raises:
-        MalformedMessageError, MessageTooLargeError: it could not.
+        MalformedMessageError, MessageTooLargeError: it cannot be read.
     """
+    if isinstance(message, Unparsed):
+        async with message.turn:
+            message = message.parse(message.raw)
+            await asyncio.sleep(0)
     if isinstance(message, Unreadable):
         raise message.error
+    return message
 
 
 class Recovery(grpc.aio.ServerInterceptor):
@@ -113,6 +132,7 @@ class Recovery(grpc.aio.ServerInterceptor):
         self._calls = calls
         self._max_receive_bytes = max_receive_bytes
         self._max_send_bytes = max_send_bytes
+        self._turn = asyncio.Lock()
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -124,13 +144,16 @@ class Recovery(grpc.aio.ServerInterceptor):
     def _deserializer(self, deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
         most = self._max_receive_bytes
 
-        def read(raw: bytes) -> Any:
-            if len(raw) > most:  # it is not parsed
-                return Unreadable(MessageTooLargeError(len(raw), most))
+        def parse(raw: bytes) -> Any:
             try:
                 return deserialize(raw)
             except DecodeError:
                 return Unreadable(MalformedMessageError())
+
+        def read(raw: bytes) -> Any:
+            if len(raw) > most:  # it is not parsed
+                return Unreadable(MessageTooLargeError(len(raw), most))
+            return parse(raw) if len(raw) <= LARGE_BYTES else Unparsed(raw, parse, self._turn)
 
         return read
 
@@ -145,8 +168,9 @@ class Recovery(grpc.aio.ServerInterceptor):
             except grpc.aio.BaseError:  # an abort; or the call has ended, or gRPC
                 raise
             except Exception as error:
-                await abort(context, to_status(error, "spec."))
-                raise
+                status = to_status(error, "spec.")
+            # Not within `except`: the call would keep the error, and all that its frames hold.
+            return await abort(context, status)
 
         return call
 
@@ -159,8 +183,10 @@ class Recovery(grpc.aio.ServerInterceptor):
             except grpc.aio.BaseError:  # an abort; or the call has ended, or gRPC
                 raise
             except Exception as error:
-                await abort(context, to_status(error, "spec."))
-                raise
+                status = to_status(error, "spec.")
+            else:
+                return
+            await abort(context, status)  # as above
 
         return call
 

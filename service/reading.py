@@ -39,7 +39,7 @@ from service.interceptors import (
     Handler,
     Unreadable,
     abort,
-    check_readable,
+    parsed,
 )
 
 MAX_OPEN_MESSAGE_BYTES = 4096
@@ -227,8 +227,7 @@ class Reading(grpc.aio.ServerInterceptor):
             self._patience.end(context)
         if message is grpc.aio.EOF:
             raise MessageMissingError
-        check_readable(message)
-        return message
+        return await parsed(message)
 
     async def _read_open(self, context: Any) -> Any:
         """The same of a method that is open to everyone, in its turn."""

@@ -30,7 +30,7 @@ from service.convert.values import seconds
 from service.delivery.events import Attached, CancelAnswered, Opened, Rejected
 from service.delivery.session import ResultStream
 from service.errors import FieldError, PreconditionError
-from service.interceptors import check_readable
+from service.interceptors import parsed
 from service.servicers.submit import start_request
 from service.state import FrontEnd, ServerState
 
@@ -68,10 +68,11 @@ class CommandReader:
         """
         stream, waiting = self._stream, self._waiting
         try:
-            async for command in commands:
-                check_readable(command)
+            async for received in commands:
+                command = await parsed(received)
                 self._check_permit(command)
                 self._begin(command)
+                del received, command  # not to be kept until the next one comes
                 while len(waiting) >= MAX_WAITING or self._waiting_bytes >= MAX_WAITING_BYTES:
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 await stream.room()

@@ -105,8 +105,9 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             while True:
                 stream.check_given_up()
                 if (batch := stream.take()) is not None:
-                    make = partial(_streamed, front, batch)
-                    yield await front.text_pool.answer(identity, batch.size, make)
+                    yield await front.text_pool.answer(
+                        identity, batch.size, partial(_streamed, front, batch)
+                    )
                 elif stream.finished:
                     break
                 else:
@@ -134,8 +135,9 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                 # It only ends by itself at the half-close; with an error it has said its last word.
                 is_refused = reader.done() and not stream.closing
                 if (batch := stream.take()) is not None:
-                    make = partial(front.responder.batch, batch)
-                    yield await front.text_pool.answer(permit.caller.identity, batch.size, make)
+                    yield await front.text_pool.answer(
+                        permit.caller.identity, batch.size, partial(front.responder.batch, batch)
+                    )
                 elif stream.finished:
                     break
                 elif not is_refused:
