@@ -5,7 +5,8 @@
 For each kind of request a server of its own is started, at default settings; its engine is paused,
 so that all requests wait. Some that warm up are added first and cancelled. Then 80 requests are
 added, or as many as are admitted, and the resident memory of the front end and of the engine's
-process is read before and after. What admission counts is the metric `headrace.requests.bytes`.
+process is read before and after. What admission counts them as is known from what it says when it
+is full: long prompts are added until it refuses one, with the requests and without them.
 
 Resident memory is a blunt measure: a process keeps what it has freed, and its allocators take more
 than they give out. A kind of small requests says little.
@@ -108,6 +109,7 @@ KINDS: dict[str, Callable[[Shape, int], Fields]] = {
     "waiting_call": lambda shape, seed: {"tokens": {"ids": shape.ids(shape.prompt, seed)}},
 }
 """The fields of a spec, for a model and a number."""
+FILLER = "prompt"
 CALLS = ("waiting_call",)
 """Asked by Generate, whose message gRPC keeps; the others by AddRequest."""
 
@@ -156,11 +158,22 @@ class Asker:
             await call
         self._calls.append(call)
 
+    async def fill(self, seeds: range) -> tuple[int, int]:
+        """Add requests until no more are admitted. Returns how many were, and how many bytes
+        admission counts then.
+        """
+        for admitted, seed in enumerate(seeds):
+            if (refused := await self.add(seed)) is None:
+                continue
+            if refused.reason != "TOO_MANY_LIVE_BYTES":
+                raise refused
+            return admitted, int(refused.metadata["present"])
+        raise RuntimeError("all of them were admitted")
+
     async def cancel(self, seeds: range) -> None:
         """End some."""
         ids = [f"{self._kind}-{seed}" for seed in seeds]
         await self._stub.Cancel(rpc.CancelRequest(request_ids=ids), timeout=WAIT_S)
-        await until(self._channel, lambda now: now.front_end.live_requests == 0)
 
 
 async def measure(kind: str, target: str, server: int, count: int) -> dict[str, Any]:
@@ -177,6 +190,7 @@ async def measure(kind: str, target: str, server: int, count: int) -> dict[str, 
             if (refused := await asker.add(seed)) is not None:
                 raise refused
         await asker.cancel(range(WARMING))
+        await until(channel, lambda now: now.front_end.live_requests == 0)
         before = resident(server)[0], resident(engine)[0]
         admitted, refused = 0, None
         while admitted < count and refused is None:
@@ -186,12 +200,24 @@ async def measure(kind: str, target: str, server: int, count: int) -> dict[str, 
             raise refused
         await asyncio.sleep(1.0)
         after = resident(server)[0], resident(engine)[0]
+        if refused is not None:
+            counted = int(refused.metadata["present"])
+        else:
+            filler = Asker(channel, FILLER, shape)
+            more, full = await filler.fill(range(1000, 2000))
+            await filler.cancel(range(1000, 1000 + more))
+            await asker.cancel(range(WARMING, WARMING + admitted))
+            await until(channel, lambda now: now.front_end.live_requests == 0)
+            alone, full_alone = await filler.fill(range(2000, 3000))
+            counted = full - round(more * full_alone / alone)
     each = [(now - then) / admitted for then, now in zip(before, after, strict=True)]
     return {
         "requests": admitted,
-        "refused": None if refused is None else dict(refused.metadata),
+        "is_full": refused is not None,
+        "counted_bytes_each": round(counted / admitted),
         "front_end_bytes_each": round(each[0]),
         "engine_bytes_each": round(each[1]),
+        "measured_by_counted": round(sum(each) * admitted / counted, 3),
     }
 
 

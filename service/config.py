@@ -85,9 +85,9 @@ class ServiceConfig:
         max_live_bytes: about how many bytes the requests that wait or run may hold, in the front
             end and in the engine's process together (`service.footprint`); beyond it new ones are
             refused. 0: any number; else 1 MiB to 1 TiB.
-        max_undelivered_bytes: about how many bytes of results may wait to be read, of all requests
-            together, but for ended ones that are kept; beyond it new requests are refused. 0: any
-            number; else 1 MiB to 1 TiB.
+        max_undelivered_bytes: about how much memory results may take that wait to be read, of all
+            requests together, but for ended ones that are kept; beyond it new requests are
+            refused. 0: any number; else 1 MiB to 1 TiB.
         max_unread_tokens, max_unread_bytes: how many tokens of a request's output may wait to be
             read, and about how many bytes; the first one counts. 1 to 1,000,000,000; 1 KiB to
             1 GiB.
@@ -134,9 +134,9 @@ class ServiceConfig:
     max_lease_s: float = 300.0
     result_retention_s: float = 300.0
     max_kept_results: int = 1000
-    max_kept_bytes: int = 64 * MIB
+    max_kept_bytes: int = 48 * MIB
     max_live_bytes: int = 128 * MIB
-    max_undelivered_bytes: int = 256 * MIB
+    max_undelivered_bytes: int = 96 * MIB
     max_unread_tokens: int = 1024
     max_unread_bytes: int = MIB
     slow_reader: str = "pause"

@@ -502,7 +502,7 @@ class RequestOptions:
     max_kept_bytes: Annotated[
         int,
         _option("max-kept-bytes", "Most bytes of kept results.", _REQUESTS),
-    ] = 64 << 20
+    ] = 48 << 20
     max_undelivered_bytes: Annotated[
         int,
         _option(
@@ -510,7 +510,7 @@ class RequestOptions:
             "Most bytes of results that were not read, of all requests; 0: any.",
             _REQUESTS,
         ),
-    ] = 256 << 20
+    ] = 96 << 20
     max_unread_tokens: Annotated[
         int,
         _option(

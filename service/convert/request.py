@@ -356,7 +356,7 @@ def _delivery(
         final=final or output.delivery == generation_pb2.DELIVERY_FINAL,
         min_tokens_per_delta=at_least,
         token_details=output.token_details or output.record_timestamps or logprobs is not None,
-        candidates=logprobs.top_n + len(logprobs.token_ids) if logprobs is not None else 0,
+        candidates=logprobs.top_n + len(logprobs.token_ids) if logprobs is not None else None,
         describe_prompt=output.HasField("prompt_logprobs"),
         prompt_candidates=output.prompt_logprobs,
         record_times=output.record_timestamps,

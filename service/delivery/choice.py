@@ -22,8 +22,9 @@ from engine.text import StopMatch, TextStream
 from engine.types import TokenId
 from service.delivery.events import (
     EVENT_BYTES,
+    HELD_EVENT_BYTES,
+    HELD_TEXT_BYTES,
     MAX_DELTA_BYTES,
-    TEXT_BYTES,
     DeliveryOptions,
     Delta,
     Finished,
@@ -46,6 +47,7 @@ class ChoiceLog:
         "_bytes_per_token",
         "_end_taken",
         "_ending_ids",
+        "_held_per_token",
         "_ids",
         "_logprobs",
         "_most",
@@ -79,6 +81,7 @@ class ChoiceLog:
         self._options = options
         self._at_least = options.min_tokens_per_delta
         self._bytes_per_token = options.bytes_per_token
+        self._held_per_token = options.held_per_token
         self._most = max(1, MAX_DELTA_BYTES // options.bytes_per_token)  # tokens of one delta
         self._text_stream = text_stream
         self._ending_ids = ending_ids
@@ -108,15 +111,10 @@ class ChoiceLog:
             self.finished is not None and not self._end_taken
         )
 
-    def pending_size(self) -> int:
-        """About how many bytes the pending output takes."""
-        return sum(map(len, self._text)) + len(self._ids) * self._bytes_per_token
-
     @property
     def held_size(self) -> int:
-        """The same, and less exact: O(1), however much there is."""
-        text = 0 if self._text_stream is None else TEXT_BYTES
-        return len(self._ids) * (self._bytes_per_token + text)
+        """About how much memory the pending output takes. O(1), however much there is."""
+        return len(self._ids) * self._held_per_token + len(self._text) * HELD_TEXT_BYTES
 
     # Filling
 
@@ -240,6 +238,7 @@ class ChoiceLog:
             tuple(self._logprobs[:count]) if self._logprobs else None,
             times,
             EVENT_BYTES + len(text) + count * self._bytes_per_token,
+            HELD_EVENT_BYTES + len(text) + count * self._held_per_token,
             self.index,
         )
         self._offset += count

@@ -20,12 +20,18 @@ MAX_DELTA_BYTES = 1 << 20
 """A delta that would become larger than about this is cut in several, so that messages stay
 receivable.
 """
-TEXT_BYTES = 4
-"""About how much text a token has."""
 EVENT_BYTES = 96
 """About how much an event takes in a message besides what grows."""
 _TOKEN_BYTES = 6
 _DETAIL_BYTES = 48
+
+HELD_EVENT_BYTES = 400
+"""About how much an event takes in memory besides what grows: see `held_per_token`."""
+HELD_TEXT_BYTES = 100
+"""About how much the text of a token takes in memory while it is a piece of its own."""
+_HELD_TOKEN_BYTES = 48
+_HELD_LOGPROB_BYTES = 160
+_HELD_CANDIDATE_BYTES = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +42,8 @@ class DeliveryOptions:
         final: everything at the end, in one delta.
         min_tokens_per_delta: a delta waits for this many tokens, or for the end. At least 1.
         token_details: tokens are described one by one.
-        candidates: how many candidates come with each token; only to estimate sizes.
+        candidates: how many candidates come with each token; None: no log-probabilities do. Only to
+            estimate sizes.
         describe_prompt, prompt_candidates: whether the prompt's tokens are described too, and with
             how many candidates each.
         record_times: each token carries when it was made.
@@ -45,7 +52,7 @@ class DeliveryOptions:
     final: bool = False
     min_tokens_per_delta: int = 1
     token_details: bool = False
-    candidates: int = 0
+    candidates: int | None = None
     describe_prompt: bool = False
     prompt_candidates: int = 0
     record_times: bool = False
@@ -55,12 +62,26 @@ class DeliveryOptions:
         """About how large one token is in a message."""
         if not self.token_details:
             return _TOKEN_BYTES
-        return detail_bytes(self.candidates)
+        return detail_bytes(self.candidates or 0)
+
+    @property
+    def held_per_token(self) -> int:
+        """About how much memory one token takes until it was read, without its text: a message's
+        bytes say little of what Python's objects take (CPython 3.11).
+        """
+        if self.candidates is None:
+            return _HELD_TOKEN_BYTES
+        return _HELD_TOKEN_BYTES + held_logprobs(self.candidates)
 
 
 def detail_bytes(candidates: int) -> int:
     """About how large one described token is in a message."""
     return _DETAIL_BYTES * (1 + candidates)
+
+
+def held_logprobs(candidates: int) -> int:
+    """About how much memory a token's log-probabilities take."""
+    return _HELD_LOGPROB_BYTES + _HELD_CANDIDATE_BYTES * candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +113,21 @@ class Accepted:
         entries = 2 * len(sampling.logit_bias) + ids
         return EVENT_BYTES + entries * _TOKEN_BYTES + sum(map(len, self.stop_strings))
 
+    @property
+    def held(self) -> int:
+        """About how much memory it takes."""
+        sampling, stop = self.sampling, self.stop
+        biases = sampling.logit_bias
+        packed = (
+            sampling.allowed_token_ids.packed,
+            sampling.banned_token_ids.packed,
+            stop.stop_token_ids.packed,
+            stop.eos_token_ids.packed,
+            biases.ids.packed,
+            biases.packed,
+        )
+        return 2 * HELD_EVENT_BYTES + sum(map(len, packed)) + sum(map(len, self.stop_strings))
+
 
 @dataclass(frozen=True, slots=True)
 class PromptProcessed:
@@ -101,7 +137,7 @@ class PromptProcessed:
         prompt_tokens, cached_tokens: its length, and how much of it came from the prefix cache.
         token_ids: its tokens, where they are described one by one; else empty.
         logprobs: one entry for each of token_ids but the first.
-        size: about how many bytes it takes in a message.
+        size, held: about how many bytes it takes in a message, and in memory.
     """
 
     prompt_tokens: int
@@ -109,6 +145,7 @@ class PromptProcessed:
     token_ids: TokenIds = NO_IDS
     logprobs: tuple[TokenLogprobs, ...] = ()
     size: int = EVENT_BYTES
+    held: int = HELD_EVENT_BYTES
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
@@ -121,7 +158,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
         detailed: whether the tokens are described one by one.
         logprobs: one entry a token, where asked for.
         times: seconds since the request was accepted, one a token, where asked for.
-        size: about how many bytes it takes in a message.
+        size, held: about how many bytes it takes in a message, and in memory.
         choice: which of the request's choices it belongs to.
     """
 
@@ -132,6 +169,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprobs, ...] | None
     times: tuple[float, ...] | None
     size: int
+    held: int
     choice: int = 0
 
 
@@ -151,6 +189,11 @@ class Finished:
         """About how many bytes it takes in a message."""
         return EVENT_BYTES
 
+    @property
+    def held(self) -> int:
+        """About how much memory it takes."""
+        return 2 * HELD_EVENT_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class Failed:
@@ -165,6 +208,11 @@ class Failed:
     def size(self) -> int:
         """About how many bytes it takes in a message."""
         return EVENT_BYTES
+
+    @property
+    def held(self) -> int:
+        """About how much memory it takes."""
+        return 2 * HELD_EVENT_BYTES
 
 
 Event = Accepted | PromptProcessed | Delta | Finished | Failed

@@ -28,6 +28,7 @@ from engine.types import RequestId, TokenId
 from service.delivery.choice import ChoiceLog
 from service.delivery.errors import ResultGoneError
 from service.delivery.events import (
+    HELD_EVENT_BYTES,
     Accepted,
     DeliveryOptions,
     Delta,
@@ -36,6 +37,7 @@ from service.delivery.events import (
     NumberedEvent,
     PromptProcessed,
     at_most,
+    held_logprobs,
     num_tokens,
     prompt_size,
 )
@@ -68,7 +70,7 @@ class RequestLog:
         holding: the bytes that it holds, as admission counts them. Set by Registry.
         watchers: who waits in `changed`.
         timer: the pending lease or retention timer. Set by Registry.
-        size: about how many bytes its kept events take.
+        size: about how much memory its kept events take.
         untaken: tokens of output that its stream (or, without one, GetResult) has not taken.
         credit: how many tokens the stream may still take; None: any number. Below zero after an
             event that was numbered before, since such a one is not cut. Set by ResultStream.
@@ -219,9 +221,11 @@ class RequestLog:
 
     @property
     def held_size(self) -> int:
-        """The same as `pending_size`, less exact, and O(1) for each choice however much it is."""
+        """About how much memory its events take, the pending ones too; O(1) for each choice,
+        however much it is.
+        """
         size = self.size + sum([choice.held_size for choice in self._choices])
-        return size if self._prompt is None else size + self._prompt.size
+        return size if self._prompt is None else size + self._prompt.held
 
     # Filling
 
@@ -273,6 +277,7 @@ class RequestLog:
             ids,
             output.prompt_logprobs or (),
             prompt_size(len(ids), self._options),
+            HELD_EVENT_BYTES + len(ids) * held_logprobs(self._options.prompt_candidates),
         )
 
     def _finish(self, choice: ChoiceLog, finish: Finish) -> None:
@@ -347,7 +352,7 @@ class RequestLog:
     def _number(self, event: Event) -> None:
         self._kept.append(NumberedEvent(self.next_seq, event))
         self.next_seq += 1
-        self.size += event.size
+        self.size += event.held
 
     def _can_number(self) -> bool:
         if self.accepted is None:
@@ -486,12 +491,7 @@ class RequestLog:
     def drop_taken(self) -> None:
         """Forget the events that the stream took."""
         self._kept = [numbered for numbered in self._kept if numbered.seq >= self.cursor]
-        self.size = sum(numbered.event.size for numbered in self._kept)
-
-    def pending_size(self) -> int:
-        """About how many bytes the events take, the pending ones too."""
-        size = self.size + sum(choice.pending_size() for choice in self._choices)
-        return size if self._prompt is None else size + self._prompt.size
+        self.size = sum(numbered.event.held for numbered in self._kept)
 
     def notify(self) -> None:
         """Wake those who wait for events."""

@@ -349,7 +349,7 @@ class Registry:
     def _retain(self, log: RequestLog) -> None:
         loop = asyncio.get_running_loop()
         log.timer = loop.call_later(self._retention.retention_s, self._keep_no_more, log)
-        self._kept.add(log, log.pending_size())
+        self._kept.add(log, log.held_size)
         while (surplus := self._kept.surplus()) is not None:
             self._keep_no_more(surplus)
 

@@ -186,7 +186,7 @@ class ResultStream:
         replies, self._replies = self._replies, []
         self._room.set()
         events = []
-        size = 0
+        size = held = 0
         while self._dirty and size < MAX_BATCH_BYTES:
             log = next(iter(self._dirty))
             del self._dirty[log]
@@ -195,6 +195,7 @@ class ResultStream:
                 events.append((log, taken))
                 for numbered in taken:
                     size += numbered.event.size
+                    held += numbered.event.held
             if log.ended and log.delivered:
                 self._release(log)
                 continue
@@ -205,7 +206,7 @@ class ResultStream:
         if not replies and not events:
             return None
         self._last_taken = time.monotonic()
-        self._registry.on_taken(size)
+        self._registry.on_taken(held)
         return Batch(replies, events, size)
 
     def _drop(self, log: RequestLog) -> None:

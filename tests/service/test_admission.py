@@ -428,14 +428,14 @@ async def test_unread_results_bar_new_requests_until_they_are_read() -> None:
     engine = FakeEngine(auto=False, info=model_info(max_context_tokens=1 << 20))
     async with serving(engine, clock=clock, max_undelivered_bytes=1 << 20) as h:
         asked = {"max_tokens": 4096}
-        wide = {"logprobs": 16, "delivery": pb.DELIVERY_FINAL}  # 816 bytes a token
+        wide = {"logprobs": 16, "delivery": pb.DELIVERY_FINAL}  # 2,228 bytes a token
         session = h.session()
         await session.add(spec(request_id="a", stop=asked, output=wide))
         await session.read_until(lambda m: m.events)
-        for _ in range(1200):
+        for _ in range(440):
             h.engine.step()
         clock.now += 10
-        await add(h, "fits")  # about 984,000 bytes
+        await add(h, "fits")  # about 980,000 bytes
         for _ in range(200):
             h.engine.step()
         clock.now += 10
@@ -454,15 +454,4 @@ async def test_unread_results_bar_new_requests_until_they_are_read() -> None:
         await until(lambda: not h.registry.live)
         assert h.registry._undelivered_bytes() == 0
         assert h.registry.stats().kept_bytes > 0
-    assert len(ids_of(session.events()["a"])) == 1400
-
-
-async def test_the_estimate_of_what_is_held_is_near_the_exact_size() -> None:
-    async with serving(FakeEngine(auto=False)) as h:
-        await add(h, "plain", stop={"max_tokens": 500})
-        await add(h, "wide", stop={"max_tokens": 500}, output={"logprobs": 3}, n=2)
-        await add(h, "bare", stop={"max_tokens": 500}, output={"omit_text": True})
-        for _ in range(400):
-            h.engine.step()
-        for log in h.registry.live_logs():
-            assert log.held_size == pytest.approx(log.pending_size(), rel=0.5)
+    assert len(ids_of(session.events()["a"])) == 640

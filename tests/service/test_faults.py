@@ -304,7 +304,7 @@ SMALL_WINDOW = [*OWN_CONNECTION, ("grpc.http2.bdp_probe", 0), ("grpc.http2.looka
 REQUESTS = 4
 """Requests of each session."""
 LOGPROBS = 5
-DETAIL_BYTES = 48 * (1 + LOGPROBS)
+HELD_BYTES = 48 + 160 + 120 * LOGPROBS + 100
 """What delivery reckons for a token with its candidates, and for an event."""
 EVENT_BYTES = 200
 MOST_EVENTS = 16
@@ -352,7 +352,7 @@ async def stalled_readers(stalled: int, live: int, tokens: int) -> None:
             if step == start:  # by now all writers of the others are blocked
                 gc.collect()
                 tracemalloc.start()
-                unread_at_start = sum(log.pending_size() for log in logs)
+                unread_at_start = sum(log.held_size for log in logs)
             engine.step()
             for reader in readers:
                 message = await reader.read()
@@ -365,8 +365,8 @@ async def stalled_readers(stalled: int, live: int, tokens: int) -> None:
         assert engine.num_live == 0
         assert not any(log.delivered for log in logs)
         assert max(len(log._kept) for log in logs) <= MOST_EVENTS
-        unread = sum(log.pending_size() for log in logs)
-        assert unread <= len(logs) * (tokens * (DETAIL_BYTES + 1) + MOST_EVENTS * EVENT_BYTES)
+        unread = sum(log.held_size for log in logs)
+        assert unread <= len(logs) * (tokens * HELD_BYTES + MOST_EVENTS * EVENT_BYTES)
         assert grown <= MEMORY_FACTOR * (unread - unread_at_start)
         # Nothing is lost once they read again.
         oracle_of = {bytes(request.prompt).decode(): request for request in engine.submitted}

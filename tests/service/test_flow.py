@@ -503,8 +503,8 @@ async def test_100_stalled_readers_beside_live_ones() -> None:
         logs = [log_of(h, f"s{index}") for index in range(stalled)]
         assert all(log.flow.is_held for log in logs)
         assert max(log.untaken for log in logs) <= bound + 3
-        pending = sum(log.pending_size() for log in logs)
-        assert pending <= stalled * (bound + 3) * (48 * 21 + 1)
+        pending = sum(log.held_size for log in logs)
+        assert pending <= stalled * (bound + 3) * (48 + 160 + 120 * 20 + 100)
         readers = asyncio.gather(
             *(
                 h.stream(spec(f"{i}", request_id=f"l{i}", stop={"max_tokens": count}))
@@ -514,7 +514,7 @@ async def test_100_stalled_readers_beside_live_ones() -> None:
         while not readers.done():
             await step(h)
         assert len(engine.held) == stalled
-        assert sum(log.pending_size() for log in logs) == pending
+        assert sum(log.held_size for log in logs) == pending
         for index, messages in enumerate(await readers):
             events = [event for message in messages for event in message.events]
             check_course(events)

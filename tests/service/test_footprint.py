@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import gc
 import tracemalloc
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import msgspec
@@ -20,9 +20,16 @@ from hypothesis import strategies as st
 
 from engine.client import Admission
 from engine.errors import InvalidRequestError, QueueFullError
-from engine.outputs import RequestFailure
+from engine.outputs import RequestFailure, RequestOutput, TokenLogprobs
 from engine.request import GenerationRequest, Request
+from engine.sampling_params import SamplingParams, StopParams
+from engine.text import TextStream
+from engine.token_ids import TokenIds
+from engine.types import RequestId, TokenId
 from service.admission import AdmissionControl, Holding, LimitReachedError, Limits
+from service.delivery.events import Accepted, DeliveryOptions
+from service.delivery.flow import LogFlow
+from service.delivery.log import RequestLog
 from service.footprint import Footprint
 from tests.service.fake_engine import FakeEngine, model_info
 from tests.service.helpers import DEADLINE_S, Harness, details, refused, serving, spec, until
@@ -356,3 +363,82 @@ async def test_nothing_stays_counted_of_an_engine_that_died() -> None:
         engine.die(RuntimeError("it is gone"))
         await until(lambda: not h.registry.live)
         assert (control.live_bytes, dict(control._of)) == (0, {})
+
+
+# ---- results -----------------------------------------------------------------------------------
+
+
+class Words:
+    """Text as a tokenizer makes it: a piece of some characters for each token."""
+
+    stop = None
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def push(self, ids: tuple[int, ...], *, ends_with_stop_token: bool) -> str:
+        self._count += 1
+        return f" w{self._count:03}"
+
+
+def logprobs_of(number: int, candidates: int) -> TokenLogprobs:
+    pairs = [(TokenId(5000 + 7 * number + i), -0.1 * i - number) for i in range(candidates)]
+    return TokenLogprobs(-1.5 - number, 300 + number, tuple(pairs))
+
+
+@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("candidates", [None, 0, 1, 20])
+@pytest.mark.parametrize("has_text", [False, True])
+def test_what_is_not_read_is_counted_as_what_it_takes(
+    candidates: int | None, has_text: bool, taken: bool
+) -> None:
+    count = 600
+    options = DeliveryOptions(candidates=candidates, token_details=candidates is not None)
+    log = RequestLog(
+        identity="i",
+        request_id="r",
+        engine_id=RequestId("i/r#1"),
+        options=options,
+        text_streams=[cast(TextStream, Words()) if has_text else None],
+        ending_ids=frozenset(),
+        prompt=TokenIds.of([1, 2]),
+        now=0.0,
+        on_stop=lambda *_: None,
+        flow=LogFlow(),
+    )
+    log.keep = True
+    log.accept(ACCEPTED, 0.0)
+    messages = [
+        msgspec.msgpack.encode(
+            RequestOutput(
+                RequestId("i/r#1"),
+                token_ids=(TokenId(1000 + number),),
+                logprobs=None if candidates is None else (logprobs_of(number, candidates),),
+            )
+        )
+        for number in range(count)
+    ]
+    decode = msgspec.msgpack.Decoder(RequestOutput).decode
+    tracemalloc.start()
+    try:
+        before, counted = allocated(), log.held_size
+        for message in messages:
+            log.push(decode(message), 1.0)
+        if taken:
+            log.take_from(1)
+        grown, counted = allocated() - before, log.held_size - counted
+    finally:
+        tracemalloc.stop()
+    assert grown == pytest.approx(counted, rel=0.25), (grown / count, counted / count)
+
+
+ACCEPTED = Accepted(
+    sampling=SamplingParams(),
+    stop=StopParams(max_tokens=9),
+    stop_strings=(),
+    include_stop=False,
+    prompt_tokens=2,
+    queue_position=0,
+    command_id=0,
+    accepted_at=0.0,
+)

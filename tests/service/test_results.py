@@ -183,7 +183,7 @@ async def test_what_is_kept_no_more_is_delivered_and_has_its_name_till_then() ->
 
 
 async def test_kept_results_are_bounded_in_count_and_bytes() -> None:
-    for bounds in ({"max_kept_results": 3}, {"max_kept_bytes": 2000}):
+    for bounds in ({"max_kept_results": 3}, {"max_kept_bytes": 100_000}):
         async with serving(FakeEngine(script=says("x" * 200)), **bounds) as h:
             for i in range(10):
                 await add(h, f"r{i}")
