@@ -19,7 +19,7 @@ from service.config import ServiceConfig
 logger = logging.getLogger(__name__)
 
 _READ_BEYOND = 512 << 10
-_ANY_NUMBER = 2**31 - 1
+_MIN_PENDING = 4096
 _HEADER_BYTES = 16 << 10
 _UNREAD_BYTES = 16 << 10
 _HANDSHAKE_MS = 10_000
@@ -35,6 +35,7 @@ def most_received(config: ServiceConfig) -> int:
 
 def grpc_options(config: ServiceConfig) -> list[tuple[str, int]]:
     """The options of a gRPC server."""
+    pending = min(max(_MIN_PENDING, 2 * config.max_queue_size), 2**31 - 1)
     options = [
         ("grpc.max_receive_message_length", most_received(config)),
         ("grpc.max_send_message_length", config.max_send_bytes),
@@ -67,10 +68,11 @@ def grpc_options(config: ServiceConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", int(config.keepalive_interval_s * 1000)),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.max_pings_without_data", 0),
-        # Calls that wait for Python: gRPC ends those above 1,000 with a bare CANCELLED. As many as
-        # there may be at all wait here, so that it is admission that refuses.
-        ("grpc.server.max_pending_requests", _ANY_NUMBER),
-        ("grpc.server.max_pending_requests_hard_limit", _ANY_NUMBER),
+        # Calls of a method that Python has not taken yet; more are ended with a bare CANCELLED. So
+        # it lies above what admission lets wait, for admission to refuse; without any, strangers
+        # who open calls faster than Python refuses them fill the memory (16 KiB each).
+        ("grpc.server.max_pending_requests", pending),
+        ("grpc.server.max_pending_requests_hard_limit", pending),
     ]
     # Off by default. Calls go on after the age without limit, unless a grace is given: it would
     # end long generations in the middle.
