@@ -167,11 +167,12 @@ async def waiting_lists(s: Sender) -> None:
     running = wire.text_input("Once upon a time") + wire.max_tokens(1900, ignore_eos=True)
     await s.crowd(64, lambda _: s.call(ADD, wire.request(running)))
     each = min(262_144, (s.below - 200) // 2)
-    distinct = b"".join(wire.varint(number) for number in range(min(each // 3, s.card.vocabulary)))
+    most = min(each // 3, s.card.vocabulary)
+    distinct, half = (b"".join(map(wire.varint, range(number))) for number in (most, most // 2))
     lists = [
         wire.field(11, b"\x05" * each) + wire.field(12, b"\x06" * each),
         wire.field(11, distinct) + wire.field(12, b"\x06"),
-        wire.field(12, distinct[: len(distinct) // 2]),
+        wire.field(12, half),
     ]
     for ids in lists:
         raw = wire.request(wire.text_input("hi") + wire.sampling(ids) + wire.max_tokens(200))
