@@ -135,7 +135,7 @@ class ServiceConfig:
     result_retention_s: float = 300.0
     max_kept_results: int = 1000
     max_kept_bytes: int = 48 * MIB
-    max_live_bytes: int = 128 * MIB
+    max_live_bytes: int = 96 * MIB
     max_undelivered_bytes: int = 96 * MIB
     max_unread_tokens: int = 1024
     max_unread_bytes: int = MIB

@@ -430,7 +430,7 @@ class RequestOptions:
             "Most bytes that waiting and running requests hold, in both processes; 0: any.",
             _REQUESTS,
         ),
-    ] = 128 << 20
+    ] = 96 << 20
     max_reserved_tokens: Annotated[
         int,
         _option(
