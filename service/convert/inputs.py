@@ -24,8 +24,6 @@ INLINE_IDS = 1024
 """So are this many ids turned into text."""
 BYTES_OF_ID = 8
 """What an id counts for in the pool."""
-LAID_OUT = 2
-"""How many times the largest message a text may come to once a template has laid it out."""
 MAX_MESSAGES = 4096
 
 _ROLES = {
@@ -62,7 +60,7 @@ class InputEncoder:
         self._pool = pool
         self._longest = tokenizer.longest_token
         self._fitting = max_context_tokens * self._longest
-        self._most = LAID_OUT * max_receive_bytes
+        self._most = max_receive_bytes
 
     async def encode_text(
         self, identity: str, text: generation_pb2.TextInput, *, fits: bool = False
@@ -138,7 +136,7 @@ class InputEncoder:
             raise InvalidRequestError(
                 field,
                 f"comes to {len(text)} characters; at most {self._most} are tokenized "
-                f"({LAID_OUT} times limits.max_message_bytes): shorten it",
+                "(limits.max_message_bytes): shorten it",
             )
 
 

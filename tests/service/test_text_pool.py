@@ -422,6 +422,18 @@ async def test_a_text_that_cannot_fit_is_not_tokenized() -> None:
         assert len(gate.texts) == 2
 
 
+async def test_a_text_that_a_template_makes_is_no_longer_than_a_message_may_be() -> None:
+    said = pb.ChatMessage(role=pb.CHAT_ROLE_ASSISTANT, content="x" * 9)
+    cut = {"max_prompt_tokens": 9}
+    async with serving(max_receive_bytes=64 << 10) as h:
+        chat = pb.ChatInput(messages=[said] * 4096)
+        error = await refused(h.generate(pb.GenerationSpec(chat=chat, truncation=cut)))
+        assert error.field == "spec.chat.messages"
+        assert f"{20 * 4096 + 11} characters; at most {64 << 10}" in error.message
+        chat = pb.ChatInput(messages=[said] * 3000)
+        await h.generate(pb.GenerationSpec(chat=chat, truncation=cut, stop={"max_tokens": 1}))
+
+
 class Describing(Tokenizer):
     """A tokenizer that knows in which threads tokens were described."""
 
