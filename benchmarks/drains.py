@@ -277,13 +277,20 @@ async def _drain(process: Process, addresses: list[str], *, by_operator: bool) -
     return outcome
 
 
-async def drains(count: int, at_once: int, say: Callable[[str], None]) -> list[Outcome]:
-    """So many drains, some at a time; every other one by an operator."""
+async def drains(
+    count: int, at_once: int, minutes: float, say: Callable[[str], None]
+) -> list[Outcome]:
+    """So many drains, some at a time, and none begun after so many minutes; every other one by an
+    operator.
+    """
     numbers = iter(range(count))
+    until = time.monotonic() + 60 * minutes
     outcomes: list[Outcome] = []
 
     async def run() -> None:
         for number in numbers:
+            if time.monotonic() > until:
+                return
             with tempfile.TemporaryDirectory(prefix="headrace-drain-") as folder:
                 outcome = await drain_once(Path(folder), by_operator=number % 2 == 1)
             outcomes.append(outcome)
@@ -330,11 +337,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=200, help="drains")
     parser.add_argument("--at-once", type=int, default=4, help="drains at a time")
+    parser.add_argument("--minutes", type=float, default=240, help="none is begun after so many")
     parser.add_argument("--output", type=Path, help="write the record to this JSON file")
     arguments = parser.parse_args()
     began = time.monotonic()
     outcomes = asyncio.run(
-        drains(arguments.count, arguments.at_once, lambda line: print(line, flush=True))
+        drains(
+            arguments.count,
+            arguments.at_once,
+            arguments.minutes,
+            lambda line: print(line, flush=True),
+        )
     )
     found = record(outcomes, time.monotonic() - began)
     print(json.dumps(found, indent=2))

@@ -30,11 +30,9 @@ class OpenCalls:
 
         context.add_done_callback(end)
 
-    async def settle(self, timeout_s: float) -> bool:
-        """Wait until those that are open now have ended: not for later ones, for clients may try
-        again and again. False: some had not after so many seconds.
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until those that are open now have ended, for so many seconds at most: not for later
+        ones, for clients may try again and again.
         """
-        if not self._open:
-            return True
-        _, pending = await asyncio.wait(self._open, timeout=timeout_s)
-        return not pending
+        if self._open:
+            await asyncio.wait(self._open, timeout=timeout_s)
