@@ -44,7 +44,8 @@ class DrainRate:
     O(1) for each that leaves; bounded memory, however many are refused.
 
     A rate is of the time in which so much was there that its like leaves when it is full: `begin`
-    says when that begins.
+    says when that begins. It is measured from the first that leaves then (how long that one took
+    says nothing of how many follow), for SLICE_S at least.
     """
 
     __slots__ = ("_claimed", "_claims", "_clock", "_jitter", "_last", "_since", "_slices")
@@ -58,18 +59,24 @@ class DrainRate:
         self._clock = clock
         self._jitter = jitter
         self._slices: deque[tuple[float, float]] = deque()  # when it began, what left in it
-        self._since = self._last = clock()
+        self._since: float | None = None  # when the first left
+        self._last = clock()
         self._claims: dict[int, float] = {}  # by the slice of time in which they come
         self._claimed = 0.0  # all of them
 
     def begin(self) -> None:
         """From now on there is much."""
         self._slices.clear()
-        self._since = self._last = self._clock()
+        self._since = None
+        self._last = self._clock()
 
     def left(self, amount: float = 1.0) -> None:
         """This much has left."""
         now = self._last = self._clock()
+        if self._since is None:
+            self._since = now
+        if now == self._since:
+            return
         slices = self._slices
         if slices and now - slices[-1][0] < SLICE_S:
             start, before = slices[-1]
@@ -88,10 +95,10 @@ class DrainRate:
         now = self._clock()
         self._forget(now)
         gone = sum(amount for _, amount in self._slices)
-        if not gone:
+        measured = 0.0 if self._since is None else min(now - self._since, WINDOW_S)
+        if not gone or measured < SLICE_S:
             delay = max(now - self._last, UNKNOWN_DELAY_S) * (1 + self._jitter())
             return min(delay, MAX_DELAY_S)
-        measured = max(min(now - self._since, WINDOW_S), SLICE_S)
         delay = (missing + self._claimed) * measured / gone
         delay = max(delay * (1 + MARGIN + JITTER * self._jitter()), MIN_DELAY_S)
         if delay > MAX_DELAY_S:  # told to come, but not for certain to find room

@@ -59,7 +59,7 @@ def test_whoever_was_told_to_come_stands_before_the_next() -> None:
     # Their time has come: they are there, or will not come.
     clock.now += 1.0
     rate.left(4)
-    assert rate.advise(1, 1) == late((1 + 5) / 4)
+    assert rate.advise(1, 1) == late((1 + 5) / 4.1)
     clock.now += 12.0
     rate.left(40)
     assert rate.advise(1, 1) == late(0.25)
@@ -93,6 +93,19 @@ def test_a_rate_is_of_the_time_since_there_was_something() -> None:
     rate.begin()
     steady(clock, rate, every=0.25, count=4)
     assert rate.advise(1, 0) == late(0.25)
+
+
+def test_what_leaves_first_says_nothing_of_how_many_follow() -> None:
+    clock = Clock()
+    rate = rate_of(clock)
+    rate.begin()
+    clock.now += 3.0
+    rate.left(50)
+    assert rate.advise(10, 1) == UNKNOWN_DELAY_S
+    steady(clock, rate, every=SLICE_S / 10, count=9)
+    assert rate.advise(10, 1) == UNKNOWN_DELAY_S  # for too short a time
+    steady(clock, rate, every=SLICE_S / 10, count=2)
+    assert rate.advise(10, 1) == late(SLICE_S)
 
 
 def test_a_time_of_much_says_nothing_of_the_next() -> None:

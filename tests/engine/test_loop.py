@@ -449,11 +449,15 @@ def test_a_full_queue_s_advice_is_the_rate_at_which_requests_ended() -> None:
     assert sink.done.wait(WAIT)
     rig.wait_for_step()  # of b
     rig.loop.submit(make_request("d", [1], 1))
+    now[0] += 4
+    rig.let(1)
+    rig.wait_for_step()  # of c: b has ended
+    rig.loop.submit(make_request("e", [1], 1))
     with pytest.raises(QueueFullError, match="2 requests are waiting, and 2 may") as caught:
-        rig.loop.submit(make_request("e", [1], 1))
+        rig.loop.submit(make_request("f", [1], 1))
     assert caught.value.retry_after_s == pytest.approx(4.0 * (1 + MARGIN))  # one in four seconds
     with pytest.raises(QueueFullError) as caught:
-        rig.loop.submit(make_request("f", [1], 1))
+        rig.loop.submit(make_request("g", [1], 1))
     assert caught.value.retry_after_s == pytest.approx(8.0 * (1 + MARGIN))  # behind that one
     now[0] += 1
     rig.let()
