@@ -13,7 +13,9 @@ import numpy as np
 from llguidance import LLMatcher
 
 _NUM_WALKS = 3
-_NUM_TOKENS = 12
+_NUM_TOKENS = 64
+_MAX_S = 0.5
+"""Of the processor's time for a walk, about: it bounds what a trial costs, not what is taken."""
 _NUM_FIRST = 16
 """A walk that takes the vocabulary's first tokens that fit chooses among so many: in most
 vocabularies the first are single bytes, such as brackets and quotes.
@@ -44,17 +46,22 @@ def try_out(root: LLMatcher, vocab_size: int) -> Trial:
     for walk in range(_NUM_WALKS):
         draw = random.Random(walk)
         matcher = root.deep_copy()
-        begin, num_tokens = time.thread_time(), 0
-        while num_tokens < _NUM_TOKENS and not matcher.is_stopped():
+        num_tokens, spent_s = 0, 0.0
+        while num_tokens < _NUM_TOKENS and spent_s < _MAX_S and not matcher.is_stopped():
+            begin = time.thread_time()
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            spent_s += time.thread_time() - begin
             tokens = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
             tokens = tokens[tokens < vocab_size][: None if walk else _NUM_FIRST]
             if matcher.is_error() or len(tokens) == 0:
                 break
-            matcher.consume_token(int(tokens[draw.randrange(len(tokens))]))
+            token = int(tokens[draw.randrange(len(tokens))])
+            begin = time.thread_time()
+            matcher.consume_token(token)
+            spent_s += time.thread_time() - begin
             num_tokens += 1
         if matcher.is_error() and "NoExtension" not in matcher.get_error():
             return Trial(matcher.get_error(), 0.0)
         if num_tokens:
-            costs.append((time.thread_time() - begin) / num_tokens)
+            costs.append(spent_s / num_tokens)
     return Trial(None, min(costs, default=0.0))
