@@ -35,6 +35,9 @@ _OWN = frozenset({"_modules", "_buffers", "_non_persistent_buffers_set", "traini
 _COMPILED = "_compiled_call_impl"
 """Where a module keeps its call as `compile` made it: it would call the original."""
 
+_UNCOMPILED = "_torchdynamo_orig_callable"
+"""Where a function that torch.compile made keeps the one that it was made of."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
@@ -81,7 +84,7 @@ class ModelView:
         """Take over what was set on the original's modules since. Harmless while steps run.
 
         Raises:
-            ModelChangedError: a module was exchanged, or the model was moved or converted.
+            ModelChangedError: a module was exchanged, or given a forward that is no method of it.
         """
         for one in self.modules:
             twin = self.twins[id(one)]
@@ -99,6 +102,13 @@ class ModelView:
                     f"{type(one).__name__}.{names[0]} is another module than when the model was "
                     "verified"
                 )
+            forward = vars(one).get("forward")
+            is_foreign = forward is not None and self._bound(forward) is forward
+            if is_foreign and forward is not vars(twin).get("forward"):
+                raise ModelChangedError(
+                    f"{type(one).__name__}.forward is another function than when the model was "
+                    "verified"
+                )
         self._take_over()
 
     def _take_over(self) -> None:
@@ -110,7 +120,10 @@ class ModelView:
             own[_COMPILED] = None
 
     def _bound(self, value: object) -> object:
-        """A method of one of the original's modules as that of its counterpart; else the value."""
+        """A method of one of the original's modules as that of its counterpart; else the value. A
+        compiled one was traced through the original's modules: it is taken as it was before.
+        """
+        value = getattr(value, _UNCOMPILED, value) if callable(value) else value
         if isinstance(value, MethodType):
             twin = self.twins.get(id(value.__self__))
             return value if twin is None else MethodType(value.__func__, twin)

@@ -5,6 +5,7 @@ and what its owner does to it is never computed wrongly.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from engine.attention.registry import ATTENTION_NAME
 from engine.config import ContinuousBatchingConfig
-from engine.errors import ModelChangedError, NoStepError
+from engine.errors import ModelChangedError, ModelRefusedError, NoStepError
 from engine.offline import LoadedModel, from_model, load
 from engine.outputs import FinishReason
 from engine.results import GenerationOutput
@@ -190,6 +191,7 @@ def test_fused_layers_do_not_reach_training() -> None:
     expected, actual = _gradients(plain), _gradients(loaded.model)
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], one) for name, one in expected.items())
+    assert _batch(loaded) == _batch(loaded)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", {"": "sdpa", "text_config": "eager"}])
@@ -283,6 +285,41 @@ def test_what_the_owner_changes_is_what_is_computed(change: Callable[[Any], None
     assert _batch(loaded) == right
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forward_that_the_owner_compiles(when: str) -> None:
+    """His calls run compiled; it is bound to his modules, so steps have the one that is not."""
+    model: Any = _model()
+    right = [greedy_reference(model, prompt, NEW) for prompt in PROMPTS]
+    compiled = torch.compile(model.forward, backend="eager")
+    if when == "before":
+        model.forward = compiled
+    loaded = from_model(model)
+    model.forward = compiled
+    assert _batch(loaded) == right
+    assert model.forward is compiled
+
+
+def test_a_partial_forward_is_of_the_view() -> None:
+    """As libraries that move layers between devices set it."""
+    model: Any = _model()
+    right = [greedy_reference(model, prompt, NEW) for prompt in PROMPTS]
+    layer, seen = model.model.layers[0].self_attn, []
+
+    def forward(module: Any, *arguments: Any, **named: Any) -> Any:
+        seen.append(module)
+        return module.forward_before(*arguments, **named)
+
+    layer.forward_before = layer.forward
+    layer.forward = functools.partial(forward, layer)
+    assert _batch(from_model(model)) == right
+    assert layer not in seen
+
+
+def _wrap_forward(model: Any) -> None:
+    own = model.forward
+    model.forward = lambda *arguments, **named: own(*arguments, **named)
+
+
 class _Doubled(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * 2
@@ -304,7 +341,12 @@ def _convert(model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(_exchange, "up_proj"), (_drop_a_layer, "layers"), (_convert, "bfloat16")],
+    [
+        (_exchange, "up_proj"),
+        (_drop_a_layer, "layers"),
+        (_convert, "bfloat16"),
+        (_wrap_forward, "LlamaForCausalLM.forward"),
+    ],
 )
 def test_exchanged_modules_are_refused(change: Callable[[Any], None], message: str) -> None:
     model = _model()
@@ -323,6 +365,10 @@ def test_exchanged_modules_are_refused(change: Callable[[Any], None], message: s
     with pytest.raises(ModelChangedError):
         manager.start()
     assert not manager.is_running()
+    if change is _wrap_forward:
+        with pytest.raises(ModelRefusedError, match="attention calls"):
+            from_model(model)  # it leads to the owner's modules, past the view's
+        return
     again = from_model(model)
     if change is not _convert:
         assert _batch(again) == [greedy_reference(model, prompt, NEW) for prompt in PROMPTS]
