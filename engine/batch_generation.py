@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from engine.errors import (
+    CompileQueueFullError,
     EngineUnavailableError,
     HeadraceError,
     InvalidRequestError,
@@ -81,7 +82,7 @@ def generate(
                     eos_token_id=eos_token_id,
                     record_timestamps=record_timestamps,
                 )
-            except (InvalidRequestError, EngineUnavailableError) as error:
+            except (InvalidRequestError, CompileQueueFullError, EngineUnavailableError) as error:
                 num_choices = 1
                 batch.put(_refused(name, prompt, error))
             names.extend(choice_name(name, choice) for choice in range(num_choices))

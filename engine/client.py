@@ -101,6 +101,7 @@ class EngineClient(Protocol):
             InvalidRequestError: a field is wrong, or the prompt does not fit the context.
             DuplicateRequestError: a request of that id is live.
             QueueFullError: too many are waiting.
+            CompileQueueFullError: too many forms wait to be compiled.
             EngineUnavailableError: loading, or stopped.
         """
         ...

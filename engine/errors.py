@@ -82,6 +82,33 @@ class QueueFullError(HeadraceError):
         self.retry_after_s = retry_after_s
 
 
+class CompileQueueFullError(HeadraceError):
+    """More forms of outputs wait to be compiled than can be.
+
+    Attributes:
+        limit, present: how many may wait, and how many do.
+        retry_after_s: when to try again, in seconds.
+        waited_s: how long this one waited for its turn; 0: it was given no place, or lost it.
+    """
+
+    def __init__(
+        self, limit: int, retry_after_s: float, present: int, waited_s: float = 0.0
+    ) -> None:
+        why = (
+            f"its turn to be compiled has not come within {waited_s:g} s"
+            if waited_s
+            else "too many forms wait to be compiled"
+        )
+        super().__init__(
+            f"structured_output: {why}: {present} are waiting, and {limit} may; send forms that "
+            f"were compiled before, or try again in {retry_after_s:.1f} s"
+        )
+        self.limit = limit
+        self.present = present
+        self.retry_after_s = retry_after_s
+        self.waited_s = waited_s
+
+
 class UnreadResultsError(HeadraceError):
     """So many requests have ended whose results nobody has read that no more are taken."""
 

@@ -23,6 +23,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from engine.errors import (
+    CompileQueueFullError,
     ConfigError,
     DuplicateRequestError,
     EngineUnavailableError,
@@ -264,6 +265,16 @@ def _queue_full(error: QueueFullError, _prefix: str) -> _Public:
     )
 
 
+def _compile_queue_full(error: CompileQueueFullError, _prefix: str) -> _Public:
+    return _Public(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "COMPILE_QUEUE_FULL",
+        str(error),
+        _limit("max_waiting_forms", error.limit, error.present),
+        retry_after_s=error.retry_after_s,
+    )
+
+
 def _limit_reached(error: LimitReachedError, _prefix: str) -> _Public:
     return _Public(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -357,6 +368,7 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
     (ResultGoneError, _gone),
     (RequestMovedError, _moved),
     (QueueFullError, _queue_full),
+    (CompileQueueFullError, _compile_queue_full),
     (LimitReachedError, _limit_reached),
     (UnauthenticatedError, _unauthenticated),
     (PermissionDeniedError, _denied),

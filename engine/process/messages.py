@@ -17,6 +17,7 @@ import msgspec
 from engine.client import ModelInfo
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import (
+    CompileQueueFullError,
     ConfigError,
     DuplicateRequestError,
     EngineUnavailableError,
@@ -230,6 +231,11 @@ def to_wire(error: HeadraceError) -> WireError:
             return WireError("DuplicateRequestError", (error.request_id,))
         case QueueFullError():
             return WireError("QueueFullError", (error.limit, error.retry_after_s, error.present))
+        case CompileQueueFullError():
+            return WireError(
+                "CompileQueueFullError",
+                (error.limit, error.retry_after_s, error.present, error.waited_s),
+            )
         case ConfigError():
             message = str(error).removeprefix(f"{error.option}: ")
             return WireError("ConfigError", (error.option, message))
@@ -246,6 +252,7 @@ _CLASSES: dict[str, type[HeadraceError]] = {
         UnsupportedFeatureError,
         DuplicateRequestError,
         QueueFullError,
+        CompileQueueFullError,
         ConfigError,
         ModelRefusedError,
         InsufficientMemoryError,

@@ -13,7 +13,8 @@ llguidance compiles without the interpreter's lock, and cannot be interrupted. I
 the checks of `source`, keep a compilation at seconds. Should one take longer than the time limit,
 whoever waits for it is refused; it goes on on its thread until it ends, and the thread is not
 replaced meanwhile, so that no more than `workers` ever run. What waits behind it is refused in turn
-when its own time is up, or at once when the queue is full.
+when its own time is up, or at once when the queue is full, and told to come again when, by the rate
+at which forms left the queue lately, there is room (`engine.drain_rate`).
 
 The threads have large stacks, because llguidance follows definitions that refer to each other by
 recursion. They live as long as there is something to compile.
@@ -25,6 +26,7 @@ import contextlib
 import logging
 import secrets
 import threading
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -34,8 +36,9 @@ from typing import NamedTuple, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from engine.drain_rate import DrainRate
 from engine.errors import (
-    EngineUnavailableError,
+    CompileQueueFullError,
     HeadraceError,
     InvalidRequestError,
     UnsupportedFeatureError,
@@ -102,6 +105,7 @@ class GrammarCompiler:
         workers: int = 2,
         max_waiting: int = 64,
         max_cached: int = 256,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare; the vocabulary is read by `warm_up`, or when the first grammar comes.
 
@@ -112,6 +116,7 @@ class GrammarCompiler:
             workers: how many are compiled at the same time.
             max_waiting: how many may wait for their turn.
             max_cached: how many compiled ones are kept.
+            clock: monotonic seconds, by which it is told when to come again.
         """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -128,6 +133,7 @@ class GrammarCompiler:
         self._queue: deque[_Job] = deque()
         self._running: list[_Job | None] = []  # an entry a worker; None: it looks for work
         self._last_caller = b""
+        self._drain_rate = DrainRate(clock)  # of the queue
 
     def warm_up(self) -> None:
         """Read the vocabulary: up to seconds, in which the interpreter's lock is held. A tokenizer
@@ -142,7 +148,7 @@ class GrammarCompiler:
         """`begin`, and wait for it, at most the time limit.
 
         Raises:
-            InvalidRequestError, UnsupportedFeatureError, EngineUnavailableError: see `begin`.
+            InvalidRequestError, UnsupportedFeatureError, CompileQueueFullError: see `begin`.
         """
         return self.begin(params, ending_token_ids).result()
 
@@ -160,8 +166,7 @@ class GrammarCompiler:
             What makes the matchers of the request, or the error for which it is refused:
             InvalidRequestError (the form is wrong, empty, too complex, or takes too long),
             UnsupportedFeatureError (the tokenizer is missing or of a kind that cannot be
-            followed), EngineUnavailableError (others are being compiled; try again). It may be
-            cancelled.
+            followed), CompileQueueFullError (too many wait; try again). It may be cancelled.
         """
         result: Future[MatcherFactory] = Future()
         key = _Key(caller, params)
@@ -195,6 +200,7 @@ class GrammarCompiler:
         """A place in the line for a form, with the time limit on it."""
         waiter: Future[_Root] = Future()
         displaced: _Job | None = None
+        full: CompileQueueFullError | None = None
         with self._lock:
             if (cached := self._cache.get(key)) is not None:
                 self._cache.move_to_end(key)
@@ -204,18 +210,22 @@ class GrammarCompiler:
             if job is None:
                 self._drop_deserted()
                 if len(self._queue) >= self._max_waiting:
+                    full = self._full()
                     displaced = self._displace_for(key.caller)
                     if displaced is None:
-                        _fail(waiter, _queue_is_full())
+                        _fail(waiter, full)
                         return waiter
+                if not self._queue:
+                    self._drain_rate.begin()
                 job = self._jobs[key] = _Job(key)
                 self._queue.append(job)
                 if len(self._running) < self._workers:
                     self._running.append(None)
                     _start_with_stack(self._work, _STACK_BYTES)
             job.waiters.append(waiter)
-        for left in () if displaced is None else displaced.waiters:
-            _fail(left, _queue_is_full())
+        if displaced is not None and full is not None:
+            for left in displaced.waiters:
+                _fail(left, full)
         timer = threading.Timer(self._time_limit_s, self._overrun, (job, waiter))
         timer.daemon = True
         timer.start()
@@ -226,6 +236,13 @@ class GrammarCompiler:
         """Forget what waits for its turn, but nobody waits for any more."""
         for job in [job for job in self._queue if all(w.done() for w in job.waiters)]:
             self._leave_queue(job)
+
+    def _full(self, waited_s: float = 0.0) -> CompileQueueFullError:
+        """The refusal of a form for which there is no room now, or, after `waited_s`, no turn."""
+        present = len(self._queue)
+        missing = present if waited_s else present + 1 - self._max_waiting
+        delay = self._drain_rate.advise(missing, 1)
+        return CompileQueueFullError(self._max_waiting, delay, present, waited_s)
 
     def _displace_for(self, caller: bytes) -> _Job | None:
         """Take the last job of the caller that has most out of the full queue, if it has at least
@@ -255,6 +272,7 @@ class GrammarCompiler:
         first = (job for job in self._queue if job.key.caller not in served)
         job = next(first, self._queue[0])
         self._queue.remove(job)
+        self._drain_rate.left()
         self._last_caller = job.key.caller
         return job
 
@@ -266,18 +284,15 @@ class GrammarCompiler:
                 self._cached_bytes -= _size(key.params)
 
     def _overrun(self, job: _Job, waiter: Future[_Root]) -> None:
-        with self._lock:
-            has_begun = job not in self._queue
         error: HeadraceError
-        if has_begun:
-            error = InvalidRequestError(
-                f"structured_output.{job.key.params.kind.value}",
-                f"takes longer than {self._time_limit_s:g} s to compile; make it smaller",
-            )
-        else:
-            error = EngineUnavailableError(
-                "structured_output: other forms are still being compiled; try again later"
-            )
+        with self._lock:
+            if job in self._queue:
+                error = self._full(self._time_limit_s)
+            else:
+                error = InvalidRequestError(
+                    f"structured_output.{job.key.params.kind.value}",
+                    f"takes longer than {self._time_limit_s:g} s to compile; make it smaller",
+                )
         _fail(waiter, error)
 
     # ---- the worker threads --------------------------------------------------------------------
@@ -364,12 +379,6 @@ def _limits(kind: GrammarKind) -> LLParserLimits:
         max_lexer_states=50_000,
         max_grammar_size=200_000,
         verbose_errors=False,
-    )
-
-
-def _queue_is_full() -> EngineUnavailableError:
-    return EngineUnavailableError(
-        "structured_output: too many forms are waiting to be compiled; try again later"
     )
 
 

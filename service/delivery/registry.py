@@ -161,7 +161,8 @@ class Registry:
         Raises:
             DuplicateRequestError, LimitReachedError: as they say.
             InvalidRequestError: also where it needs more tokens than there may ever be.
-            UnsupportedFeatureError, QueueFullError, EngineUnavailableError: the engine's refusals.
+            UnsupportedFeatureError, QueueFullError, CompileQueueFullError, EngineUnavailableError:
+                the engine's refusals.
         """
         self.check_free(submission.identity, submission.request_id)
         request, make_text = submission.request, submission.make_text

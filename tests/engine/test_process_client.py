@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import (
+    CompileQueueFullError,
     ConfigError,
     DuplicateRequestError,
     EngineUnavailableError,
@@ -368,6 +369,8 @@ def _is_alive(pid: int) -> bool:
         UnsupportedFeatureError("adapter", "is not done"),
         DuplicateRequestError("a"),
         QueueFullError(3, 0.25),
+        CompileQueueFullError(64, 0.25, 64),
+        CompileQueueFullError(64, 0.25, 12, 10.0),
         ConfigError("block_size", "is 0"),
         ModelRefusedError("no"),
         InsufficientMemoryError("too large"),

@@ -420,6 +420,22 @@ async def test_an_unexpected_error_is_told_by_its_id_alone(
     assert "the secret inside" in caplog.text
 
 
+async def test_a_full_queue_of_forms_is_want_of_room() -> None:
+    from engine.errors import CompileQueueFullError
+
+    async with serving() as h:
+        h.engine.refuse_next.append(CompileQueueFullError(64, 0.25, 63))
+        error = await refused(h.generate(spec()))
+    assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "COMPILE_QUEUE_FULL")
+    assert dict(error.details["ErrorInfo"].metadata) == {
+        "limit": "max_waiting_forms",
+        "max_waiting_forms": "64",
+        "present": "63",
+    }
+    assert error.details["RetryInfo"].retry_delay.ToMilliseconds() == 250
+    assert error.trailers["grpc-retry-pushback-ms"] == "250"
+
+
 async def test_queue_full_tells_when_to_retry() -> None:
     from engine.errors import QueueFullError
 

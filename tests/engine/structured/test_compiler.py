@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from engine.errors import EngineUnavailableError, InvalidRequestError, UnsupportedFeatureError
+from engine.errors import CompileQueueFullError, InvalidRequestError, UnsupportedFeatureError
 from engine.request import TokenMatcher
 from engine.sampling_params import GrammarKind, GrammarParams
 from engine.structured import GrammarCompiler
@@ -208,18 +208,48 @@ def test_an_overrunning_compilation_blocks_nobody_for_ever(
     assert held.entered.acquire(timeout=WAIT)
     behind = compiler.begin(form(REGEX, "behind"), NONE)
     crowded = compiler.begin(form(REGEX, "crowded"), NONE)
-    with pytest.raises(EngineUnavailableError, match="too many"):
+    with pytest.raises(CompileQueueFullError, match="too many") as full:
         crowded.result(0)
+    assert (full.value.limit, full.value.present, full.value.waited_s) == (1, 1, 0)
+    assert full.value.retry_after_s > 0
     with pytest.raises(InvalidRequestError, match=r"regex: takes longer than 0.3 s"):
         slow.result(WAIT)
-    with pytest.raises(EngineUnavailableError, match="other forms are still"):
+    with pytest.raises(CompileQueueFullError, match=r"not come within 0.3 s") as late:
         behind.result(WAIT)
+    assert (late.value.limit, late.value.present, late.value.waited_s) == (1, 1, 0.3)
+    assert late.value.retry_after_s > 0
     # What nobody waits for holds no place; the thread is free again, and the slow one was kept.
     new = compiler.begin(form(REGEX, "new"), NONE)
     gate.set()
     assert callable(new.result(WAIT))
     assert callable(compiler.begin(form(REGEX, "slow"), NONE).result(0))
     assert held.begun == ["slow", "new"]
+
+
+def test_a_full_queue_s_advice_is_the_rate_at_which_forms_leave_it(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    compiler = GrammarCompiler(tokenizer, V, workers=1, max_waiting=2, clock=lambda: now[0])
+    held = Held(compiler, monkeypatch)
+    gates = [held.hold(name) for name in "abc"]
+    for name in "abc":
+        compiler.begin(form(REGEX, name), NONE)
+        if name == "a":
+            assert held.entered.acquire(timeout=WAIT)
+    for name, gate in zip("de", gates, strict=False):  # every 2 s one is done: b, c begin
+        now[0] += 2
+        gate.set()
+        assert held.entered.acquire(timeout=WAIT)
+        compiler.begin(form(REGEX, name), NONE)
+    advice = []
+    for name in "fg":
+        with pytest.raises(CompileQueueFullError) as full:
+            compiler.begin(form(REGEX, name), NONE).result(0)
+        advice.append(full.value.retry_after_s)
+    gates[2].set()
+    assert 2.2 <= advice[0] <= 2.4  # one must leave, and a margin
+    assert 4.4 <= advice[1] <= 4.8  # behind the first
 
 
 def test_those_who_ask_for_the_same_wait_together_and_may_leave(
@@ -349,12 +379,12 @@ def test_a_caller_that_fills_the_queue_makes_room(
     crowd = [compiler.begin(form(REGEX, "c1"), NONE, b"crowd")]
     assert held.entered.acquire(timeout=WAIT)
     crowd += [compiler.begin(form(REGEX, f"c{i}"), NONE, b"crowd") for i in range(2, 5)]
-    with pytest.raises(EngineUnavailableError, match="too many"):
+    with pytest.raises(CompileQueueFullError, match="too many"):
         compiler.begin(form(REGEX, "c5"), NONE, b"crowd").result(0)
     one = compiler.begin(form(REGEX, "o1"), NONE, b"other")
-    with pytest.raises(EngineUnavailableError, match="too many"):
+    with pytest.raises(CompileQueueFullError, match="too many"):
         crowd[3].result(0)  # the last of the crowd
-    with pytest.raises(EngineUnavailableError, match="too many"):
+    with pytest.raises(CompileQueueFullError, match="too many"):
         compiler.begin(form(REGEX, "o2"), NONE, b"other").result(0)  # it has its share
     gate.set()
     for future in [one, *crowd[:3]]:
