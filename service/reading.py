@@ -13,6 +13,14 @@ send as much as the receive limit allows, and only afterwards can be seen how mu
 are read at a time. A message that is there takes a turn of no time; one that is not gives way
 after `TURN_S` if others wait.
 
+Whether a message is there only a read can tell, so those who send none must not stand before those
+who do. There are two lines, each with half of the places. In the first stands one call of each
+connection, unless the last one that stood there brought no message: whoever opens calls and leaves
+them so holds a place there once, until `TURN_S` is over and somebody else comes. All other calls
+stand in the second line. In both the newest is next, and if too many wait, the oldest is refused:
+a check sends its message with the call and is over at once, so those that have waited for long are
+those of a crowd. (All connections to a Unix socket count as one: gRPC does not tell them apart.)
+
 A read is never cancelled here: gRPC's core would write its result into memory that is not there any
 more. The call is given its status instead, which ends the read.
 """
@@ -21,6 +29,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -47,9 +56,11 @@ MAX_OPEN_MESSAGE_BYTES = 4096
 OPEN_BYTES = 24 << 20
 """How many bytes may be read at a time for such methods."""
 MAX_TURNS = 16
-MAX_QUEUED = 512
-"""How many calls of such methods may wait for their turn."""
-TURN_S = 0.05
+MAX_QUEUED = 1024
+"""How many calls of such methods may wait for their turn, in each line."""
+TURN_S = 0.02
+_MAX_REMEMBERED = 8192
+"""How many connections are known at a time to have brought no message."""
 
 
 class _Patience:
@@ -98,50 +109,64 @@ async def _refuse(context: Any, error: HeadraceError) -> None:
 
 
 class _Turns:
-    """Which calls of those that are open to everyone may read."""
+    """Which calls of a line may read: the newest first."""
 
     def __init__(self, places: int, patience: _Patience) -> None:
         self._free = places
         self._patience = patience
         self._reading: dict[Any, float] = {}  # contexts, the oldest first, and since when
-        self._queue: dict[asyncio.Future[None], None] = {}
+        self._queue: dict[asyncio.Future[bool], None] = {}  # the oldest first; False: refused
         self._timer: asyncio.TimerHandle | None = None
 
-    async def begin(self, context: Any) -> None:
-        """Wait for a turn.
+    @asynccontextmanager
+    async def turn(self, context: Any) -> AsyncIterator[None]:
+        """Wait for a turn, and have it.
 
         Raises:
-            TooManyCallsError: too many wait already.
+            TooManyCallsError: too many have come since.
         """
+        await self._begin(context)
+        try:
+            yield
+        finally:
+            self._end(context)
+
+    async def _begin(self, context: Any) -> None:
         loop = asyncio.get_running_loop()
         if self._free:
             self._free -= 1
-        elif len(self._queue) >= MAX_QUEUED:
-            raise TooManyCallsError(MAX_QUEUED)
         else:
+            if len(self._queue) >= MAX_QUEUED:
+                self._refuse_oldest()
             turn = loop.create_future()
             self._queue[turn] = None
             self._watch()
             try:
-                await turn
+                has_come = await turn
             except asyncio.CancelledError:
                 self._queue.pop(turn, None)
-                if not turn.cancelled():  # it had come just now
+                if not turn.cancelled() and turn.result():  # it had come just now
                     self._pass_on()
                 raise
+            if not has_come:
+                raise TooManyCallsError(MAX_QUEUED)
         self._reading[context] = loop.time()
 
-    def end(self, context: Any) -> None:
-        """The turn is over, or was already."""
+    def _refuse_oldest(self) -> None:
+        turn = next(iter(self._queue))
+        del self._queue[turn]
+        if not turn.done():  # else its call was cancelled
+            turn.set_result(False)
+
+    def _end(self, context: Any) -> None:
         if self._reading.pop(context, None) is not None:
             self._pass_on()
 
     def _pass_on(self) -> None:
         while self._queue:
-            turn = next(iter(self._queue))
-            del self._queue[turn]
+            turn, _ = self._queue.popitem()
             if not turn.done():  # else its call was cancelled
-                turn.set_result(None)
+                turn.set_result(True)
                 return
         self._free += 1
 
@@ -163,9 +188,45 @@ class _Turns:
             if now - since < TURN_S:
                 break
             self._patience.give_up(context, TURN_S)
-            self.end(context)
+            self._end(context)
         if self._queue:
             self._watch()
+
+
+class _Lines:
+    """The two lines of calls that are open to everyone."""
+
+    def __init__(self, places: int, patience: _Patience) -> None:
+        self.first = _Turns(places // 2, patience)
+        self.others = _Turns(places - places // 2, patience)
+        # Connections that have a call in the first line (True), or whose last call there brought no
+        # message (False).
+        self._not_first: dict[str, bool] = {}
+
+    @asynccontextmanager
+    async def turn(self, context: Any) -> AsyncIterator[None]:
+        """Wait for a turn, and have it. Left without an error, the call's message has come.
+
+        Raises:
+            TooManyCallsError: too many have come since.
+        """
+        peer = context.peer()
+        if peer in self._not_first:
+            async with self.others.turn(context):
+                yield
+            if not self._not_first.get(peer, True):  # it brings messages again
+                del self._not_first[peer]
+            return
+        self._not_first[peer] = True
+        if len(self._not_first) > _MAX_REMEMBERED:
+            del self._not_first[next(iter(self._not_first))]
+        try:
+            async with self.first.turn(context):
+                yield
+        except BaseException:
+            self._not_first[peer] = False
+            raise
+        self._not_first.pop(peer, None)
 
 
 class Reading(grpc.aio.ServerInterceptor):
@@ -179,7 +240,7 @@ class Reading(grpc.aio.ServerInterceptor):
         """
         self._patience = _Patience(patience_s)
         places = max(2, min(MAX_TURNS, OPEN_BYTES // max_receive_bytes))
-        self._turns = _Turns(places, self._patience)
+        self._lines = _Lines(places, self._patience)
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -231,11 +292,8 @@ class Reading(grpc.aio.ServerInterceptor):
 
     async def _read_open(self, context: Any) -> Any:
         """The same of a method that is open to everyone, in its turn."""
-        await self._turns.begin(context)
-        try:
+        async with self._lines.turn(context):
             return await self._read(context)
-        finally:
-            self._turns.end(context)
 
 
 def _only_small(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +114,9 @@ async def test_who_goes_while_the_server_waits_leaves_nothing() -> None:
                 call.cancel()
             while reading_._patience._waiting or h.server._calls._open:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-        assert reading_._turns._free > 0
-        assert not reading_._turns._reading
+        for line in (reading_._lines.first, reading_._lines.others):
+            assert line._free > 0
+            assert not line._reading
         await check(h)
 
 
@@ -123,7 +126,7 @@ async def test_checks_are_answered_while_strangers_send_half_messages(
     """They take all turns, and give way."""
     monkeypatch.setattr(reading, "MAX_TURNS", 2)
     async with serving() as h:
-        turns = h.server._reading._turns
+        lines = h.server._reading._lines
         connections = []
 
         def half(number: int) -> None:
@@ -135,12 +138,19 @@ async def test_checks_are_answered_while_strangers_send_half_messages(
         for _ in range(3):
             await asyncio.to_thread(half, 10)
             assert (await check(h)).status == health_pb2.HealthCheckResponse.SERVING
-            assert len(turns._reading) <= 2
+            assert len(lines.first._reading) + len(lines.others._reading) <= 2
         for raw in connections:
             raw.close()
 
 
-async def test_too_many_that_wait_for_their_turn_are_refused(
+async def until(holds: Callable[[], Any]) -> None:
+    """Wait until something holds."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_of_too_many_that_wait_for_their_turn_the_oldest_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reading, "MAX_TURNS", 2)
@@ -152,20 +162,115 @@ async def test_too_many_that_wait_for_their_turn_are_refused(
             await asyncio.Event().wait()
             yield b""
 
-        calls = [h.channel.stream_stream(CHECK)(nothing()) for _ in range(5)]
-        turns = h.server._reading._turns
+        lines = h.server._reading._lines
+        calls = []
+        for waiting in (0, 0, 1, 2, 3):  # one in each line is read
+            calls.append(h.channel.stream_stream(CHECK)(nothing()))
+            await until(
+                lambda waiting=waiting: (
+                    len(lines.others._queue) == waiting
+                    and len(lines.first._reading) + len(lines.others._reading) == min(2, len(calls))
+                )
+            )
+        last = asyncio.ensure_future(check(h))
         async with asyncio.timeout(DEADLINE_S):
-            while len(turns._queue) < 3:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-        error = await refused(check(h))
+            error = await refused(calls[2].read())
         assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "TOO_MANY_CALLS")
         assert error.details["RetryInfo"].retry_delay.seconds == 1
+        assert not any(call.done() for call in (calls[0], calls[1], calls[3], calls[4], last))
+        calls[1].cancel()
+        await last  # the newest is next
+        assert not any(call.done() for call in (calls[0], calls[3], calls[4]))
         for call in calls:
             call.cancel()
-        async with asyncio.timeout(DEADLINE_S):
-            while turns._free < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until(lambda: lines.first._free + lines.others._free == 2)
         await check(h)
+
+
+def idle_checks(connections: list[RawConnection], number: int) -> None:
+    """Checks without a message, on each connection."""
+    for raw in connections:
+        for _ in range(number):
+            raw.open(CHECK)
+
+
+async def honest_checks(h: Harness) -> None:
+    """Fifty, each by a connection of its own: all are answered."""
+
+    async def one() -> int:
+        async with grpc.aio.insecure_channel(target_of(h), options=OWN_CONNECTION) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+            return int(answer.status)
+
+    answers = await asyncio.gather(*(one() for _ in range(50)))
+    assert answers == [health_pb2.HealthCheckResponse.SERVING] * 50
+
+
+async def test_idle_checks_of_one_connection_keep_no_others_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Theirs are answered before the turn of any idle one is over."""
+    monkeypatch.setattr(reading, "TURN_S", 3600.0)
+    async with serving(max_streams_per_connection=600, message_timeout_s=3600.0) as h:
+        lines = h.server._reading._lines
+        with RawConnection(target_of(h)) as raw:
+            await asyncio.to_thread(idle_checks, [raw], 600)
+            await until(lambda: len(h.server._calls._open) == 600)
+            await honest_checks(h)
+            assert len(lines.first._reading) == 1
+            assert len(h.server._calls._open) == 600
+
+
+@asynccontextmanager
+async def fifty(h: Harness) -> AsyncIterator[list[RawConnection]]:
+    """Connections, closed at the end."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(RawConnection(target_of(h))) for _ in range(50)]
+
+
+async def test_idle_checks_of_many_connections_keep_no_others_waiting() -> None:
+    """Not even when the first of them come: they give way."""
+    async with serving(message_timeout_s=3600.0) as h, fifty(h) as connections:
+        await asyncio.to_thread(idle_checks, connections, 20)
+        await honest_checks(h)
+        await until(lambda: h.server._reading._lines.others._queue)
+        await honest_checks(h)
+
+
+async def test_who_has_held_up_others_stands_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are answered before the turn of any idle check is over, however many those are."""
+    monkeypatch.setattr(reading, "TURN_S", 3600.0)
+    async with serving(message_timeout_s=3600.0) as h, fifty(h) as connections:
+        lines = h.server._reading._lines
+        for raw in connections:
+            raw.open(CHECK, ends=True)  # it brings no message
+        await until(lambda: list(lines._not_first.values()) == [False] * 50)
+        await asyncio.to_thread(idle_checks, connections, 20)
+        await until(lambda: len(lines.others._reading) + len(lines.others._queue) == 1000)
+        idle = [*lines.others._reading, *lines.others._queue]
+        await honest_checks(h)
+        assert [*lines.others._reading, *lines.others._queue] == idle
+
+
+async def test_who_sends_messages_again_stands_in_the_first_line_again() -> None:
+    async with serving() as h:
+        lines = h.server._reading._lines
+        await refused(h.channel.stream_stream(CHECK)(iter(())).read())
+        assert list(lines._not_first.values()) == [False]
+        await check(h)
+        assert not lines._not_first
+
+
+async def test_few_of_those_who_held_up_others_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reading, "_MAX_REMEMBERED", 20)
+    async with serving() as h, fifty(h) as connections:
+        for raw in connections:
+            stream = raw.open(CHECK, ends=True)
+            await asyncio.to_thread(raw.end_of, stream)
+        assert len(h.server._reading._lines._not_first) == 20
 
 
 async def test_open_messages_are_small() -> None:
