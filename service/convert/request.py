@@ -203,15 +203,8 @@ class Converter:
                 kept = truncation.kept(len(ids))
                 length = kept.stop - kept.start
                 self._check_prompt(spec, length)
-                return TokenIds.of(
-                    check_ids(
-                        ids[kept],
-                        "tokens.ids",
-                        self._info.vocab_size,
-                        most=length,
-                        skipped=kept.start,
-                    )
-                )
+                size = self._info.vocab_size
+                return check_ids(ids, "tokens.ids", size, most=len(ids), kept=kept)
             case "text":
                 encoded = await self._encoder.encode_text(identity, spec.text, fits=whole)
             case "chat":
@@ -246,7 +239,7 @@ class Converter:
             self._info.vocab_size,
             most=MAX_LOGPROB_TOKEN_IDS,
         )
-        return LogprobParams(top_n=output.logprobs, token_ids=TokenIds.of(ids))
+        return LogprobParams(top_n=output.logprobs, token_ids=ids)
 
     def _check_prompt_size(self, options: DeliveryOptions, prompt_tokens: int) -> None:
         """PromptProcessed is one event and cannot be cut: it must fit one message, with room for
@@ -290,8 +283,8 @@ class Converter:
         return StopParams(
             max_tokens=max_tokens,
             min_tokens=options.min_tokens,
-            stop_token_ids=TokenIds.of(stop_ids),
-            eos_token_ids=TokenIds.of(eos or self._info.eos_token_ids),
+            stop_token_ids=stop_ids,
+            eos_token_ids=eos or TokenIds.of(self._info.eos_token_ids),
             ignore_eos=options.ignore_eos,
         )
 

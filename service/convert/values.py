@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from google.protobuf import duration_pb2, struct_pb2
 
 from engine.errors import InvalidRequestError
-from engine.types import TokenId
+from engine.token_ids import TokenIds
 
 _MAX_SECONDS = 315_576_000_000
 _NANO = 1_000_000_000
@@ -41,9 +43,15 @@ def check_enum(enum: Any, value: int, field: str) -> None:
 
 
 def check_ids(
-    ids: Sequence[int], field: str, vocab_size: int, *, most: int | None = None, skipped: int = 0
-) -> list[TokenId]:
-    """The token ids, which must all be in the vocabulary.
+    ids: Sequence[int],
+    field: str,
+    vocab_size: int,
+    *,
+    most: int | None = None,
+    kept: slice | None = None,
+) -> TokenIds:
+    """The token ids, which must all be in the vocabulary. There may be as many as the context or
+    the vocabulary has, and this is done on the event loop: so no id becomes a Python object.
 
     Args:
         ids: of a message: not negative.
@@ -51,7 +59,7 @@ def check_ids(
         vocab_size: of the model.
         most: how many there may be, which is looked at first; None: no more than the vocabulary
             has, for lists in which an id says nothing twice.
-        skipped: how many were left out before the first of them.
+        kept: which of them are taken, and looked at, from its start to its stop; None: all.
 
     Raises:
         InvalidRequestError: there are too many, or one is not in the vocabulary: with the first
@@ -60,13 +68,18 @@ def check_ids(
     most = vocab_size if most is None else most
     if len(ids) > most:
         raise InvalidRequestError(field, f"has {len(ids)} token ids; at most {most} are allowed")
-    if ids and max(ids) >= vocab_size:
-        index = next(i for i, token_id in enumerate(ids) if token_id >= vocab_size)
+    taken: npt.NDArray[np.uint32] = np.array(ids, dtype=np.uint32)
+    first = 0
+    if kept is not None:
+        first, taken = kept.start, taken[kept]
+    beyond = np.flatnonzero(taken >= vocab_size)
+    if len(beyond):
+        index = int(beyond[0])
         raise InvalidRequestError(
-            f"{field}[{index + skipped}]",
-            f"is {ids[index]}; token ids are below {vocab_size} (ModelCard.vocab_size)",
+            f"{field}[{first + index}]",
+            f"is {taken[index]}; token ids are below {vocab_size} (ModelCard.vocab_size)",
         )
-    return cast(list[TokenId], list(ids))
+    return TokenIds(taken.astype(np.int32).tobytes())
 
 
 def from_struct(struct: struct_pb2.Struct, field: str) -> dict[str, object]:

@@ -36,7 +36,7 @@ def test_it_is_as_the_tuple_of_the_same_ids(
     assert TokenIds.of(packed) is packed
 
 
-@given(st.lists(st.integers(0, 20)), st.lists(st.integers(0, 20)))
+@given(st.lists(st.integers(0, 200)), st.lists(st.integers(0, 20)))
 def test_sets(ids: list[int], others: list[int]) -> None:
     packed = TokenIds.set_of(ids)
     assert list(packed) == sorted(set(ids))

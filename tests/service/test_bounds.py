@@ -8,6 +8,7 @@ at least one call for each.
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from headrace.v1 import model_service_pb2 as model
 
 from engine.errors import InvalidRequestError
 from engine.sampling_params import GrammarKind, GrammarParams, check_stop_strings
+from engine.token_ids import TokenIds
 from service.convert.sampling import MAX_CHOICE_STRINGS
 from service.convert.unknown import MAX_PARTS, refuse_unknown
 from service.convert.values import check_ids
@@ -151,7 +153,23 @@ def test_ids_are_counted_before_they_are_looked_at() -> None:
     assert f"has {MANY} token ids; at most 1000" in str(error)
     assert count < 20
     with pytest.raises(InvalidRequestError, match=r"ids\[12\]: is 4294967295"):
-        check_ids(ids[:5], "ids", 1000, skipped=12)
+        check_ids(ids, "ids", 1000, most=MANY, kept=slice(12, 17))
+
+
+def test_ids_become_no_objects() -> None:
+    """Lists as long as the vocabulary are taken in on the event loop."""
+    size = 100_000
+    sampling = pb.SamplingOptions(allowed_token_ids=range(size))
+    tracemalloc.start()
+    try:
+        taken = check_ids(sampling.allowed_token_ids, "ids", size)
+        listed = TokenIds.set_of(taken)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 24 * size  # a list of them alone takes 36
+    assert listed == taken
+    assert list(taken[:3]) == [0, 1, 2]
 
 
 def test_long_texts_are_measured_before_their_characters_are() -> None:
