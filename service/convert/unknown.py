@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -20,10 +21,16 @@ from service.errors import FieldError
 
 MAX_PARTS = 16_384
 """The most messages within a message, at any depth: a chat's messages, tools and tool calls, and
-each value of their JSON. To walk them all takes about 20 ms.
+each value of their JSON. To walk them all takes about 12 ms.
 """
 _MAX_NAMED_BYTES = 4096
 """With more unknown fields than this, in bytes, none of them is named."""
+
+
+_SCALAR, _MESSAGE, _MESSAGES, _SCALAR_MAP, _MESSAGE_MAP = range(5)
+"""What a field has. Numbers, since they are compared for each part: enums take longer."""
+_Path = tuple[Any, FieldDescriptor] | None
+"""Of a field: the path of the message that has it, and the field itself. None: of the outermost."""
 
 
 def refuse_unknown(message: Message) -> None:
@@ -55,33 +62,59 @@ def refuse_unknown(message: Message) -> None:
 
 
 def _check_parts(message: Message) -> None:
+    """Walk the parts, as few steps for each as Python allows: what a field is, is looked up once,
+    and paths are only put together for a refusal.
+    """
     left = MAX_PARTS
-    waiting: list[tuple[Message, str]] = [(message, "")]
+    fields: dict[FieldDescriptor, int] = {}
+    waiting: list[tuple[Message, _Path]] = [(message, None)]
+    add = waiting.append
     while waiting:
         part, path = waiting.pop()
         for descriptor, value in part.ListFields():
-            kind = descriptor.message_type
-            if kind is None:
+            field = fields.get(descriptor)
+            if field is None:
+                field = fields[descriptor] = _kind_of(descriptor, value)
+            if field == _SCALAR:
                 continue
-            name = path + descriptor.name
-            if isinstance(value, Message):
+            here = (path, descriptor)
+            if field == _MESSAGE:
                 left -= 1
-                waiting.append((value, f"{name}."))
+                add((value, here))
                 continue
             left -= len(value)
             if left < 0:
                 raise FieldError(
-                    name,
+                    _written(here),
                     f"has {len(value)} entries; a message may have at most {MAX_PARTS} parts "
                     "(messages, tools, tool calls and values of JSON together): send fewer",
                 )
-            entries = value
-            if kind.GetOptions().map_entry:
-                if kind.fields_by_name["value"].message_type is None:
-                    continue
-                entries = value.values()
-            below = f"{name}."
-            waiting += [(entry, below) for entry in entries]
+            if field != _SCALAR_MAP:
+                if field == _MESSAGE_MAP:  # its values() are a generator of Python's
+                    value = [value[key] for key in value]
+                for entry in value:
+                    add((entry, here))
+
+
+def _kind_of(descriptor: FieldDescriptor, value: object) -> int:
+    """What a field is, by one value of it."""
+    kind = descriptor.message_type
+    if kind is None:
+        return _SCALAR
+    if isinstance(value, Message):
+        return _MESSAGE
+    if not kind.GetOptions().map_entry:
+        return _MESSAGES
+    has_messages = kind.fields_by_name["value"].message_type is not None
+    return _MESSAGE_MAP if has_messages else _SCALAR_MAP
+
+
+def _written(path: _Path) -> str:
+    names = []
+    while path is not None:
+        path, descriptor = path
+        names.append(descriptor.name)
+    return ".".join(reversed(names))
 
 
 def _unknown(message: Message, path: str) -> Iterator[tuple[str, int]]:

@@ -123,6 +123,24 @@ def test_parts_are_counted_together() -> None:
     assert count < 10 * MAX_PARTS
 
 
+@pytest.mark.parametrize("kind", ["list_value", "struct_value"])
+def test_values_within_values_take_few_steps_each(kind: str) -> None:
+    """As deep as protobuf reads, and as many as there may be: on the event loop."""
+    deep = struct_pb2.Value(null_value=struct_pb2.NULL_VALUE)
+    for _ in range(30):
+        outer = struct_pb2.Value()
+        if kind == "list_value":
+            outer.list_value.values.append(deep)
+        else:
+            outer.struct_value.fields["a"].CopyFrom(deep)
+        deep = outer
+    values = struct_pb2.ListValue(values=[deep] * (MAX_PARTS // 60))
+    request = arguments(struct_pb2.Value(list_value=values))
+    count, error = steps(lambda: refuse_unknown(request), FieldError)
+    assert str(error).startswith("spec.chat.template_arguments.fields.list_value.values." + kind)
+    assert count < 5 * MAX_PARTS
+
+
 def test_what_may_be_passes() -> None:
     refuse_unknown(chat(messages=[pb.ChatMessage()] * (MAX_PARTS - 2)))
     with pytest.raises(FieldError):
