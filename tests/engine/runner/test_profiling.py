@@ -61,7 +61,7 @@ def test_the_largest_step_is_run(
 ) -> None:
     """Of a real forward: all its tokens, and logits of all its requests, which are sampled."""
     seen: list[tuple[int, int]] = []
-    model = loaded(family).model
+    model = loaded(family)._verified.model  # what steps run
     forward = model.forward
 
     def watched(*arguments: Any, **named: Any) -> Any:

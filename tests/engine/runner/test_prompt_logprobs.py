@@ -88,13 +88,14 @@ def test_rows_are_picked_where_not_all_are_wanted_in_their_order(
     loaded: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llama = loaded("llama")
-    forward, kept = llama.model.forward, []
+    model = llama._verified.model  # what steps run
+    forward, kept = model.forward, []
 
     def watched(*arguments: Any, **named: Any) -> Any:
         kept.append(named["logits_to_keep"])
         return forward(*arguments, **named)
 
-    monkeypatch.setattr(llama.model, "forward", watched)
+    monkeypatch.setattr(model, "forward", watched)
     (prompt,) = make_prompts((6,))
     for prompt_logprobs, first in ((None, [5]), (0, [5, 0, 1, 2, 3, 4])):
         kept.clear()
