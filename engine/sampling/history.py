@@ -24,9 +24,9 @@ class TokenCounts:
     __slots__ = ("_counts", "_ids", "_num_prompt_tokens", "_num_read", "_places")
 
     def __init__(self, prompt: TokenIds) -> None:
-        self._ids = np.unique(prompt.array).astype(np.int64)
+        self._ids = TokenIds.set_of(prompt).array.astype(np.int64)
         self._counts = np.zeros(len(self._ids), dtype=np.float32)
-        self._places = {token: place for place, token in enumerate(self._ids.tolist())}
+        self._places = dict(zip(self._ids.tolist(), range(len(self._ids)), strict=True))
         self._num_read = len(prompt)
 
     def catch_up(self, token_ids: Sequence[int]) -> None:
