@@ -162,16 +162,27 @@ class Tokenizer:
         Raises:
             InvalidRequestError: the text has lone surrogates.
         """
+        ids: list[int] = self._encoding(text, add_special_tokens).ids
+        return ids
+
+    def count(self, text: str) -> int:
+        """How many tokens a text comes to, without those that the tokenizer adds.
+
+        Raises:
+            InvalidRequestError: the text has lone surrogates.
+        """
+        return len(self._encoding(text, add_special_tokens=False))
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
         try:
             # As a batch of one: `encode` holds the interpreter's lock all the while, and works out
             # where in the text each token was.
             [encoding] = self._backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
-            ids: list[int] = encoding.ids
         except (UnicodeError, TypeError) as error:
             raise InvalidRequestError("text", "is not valid Unicode") from error
-        return ids
+        return encoding
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, as they are: no blanks are cleaned up. Ids without a token add

@@ -4,10 +4,16 @@ Tokenizing takes about a second for each megabyte, so only short texts are token
 loop; others go to `service.text_pool`, whose callers have equal shares of it. A text that could not
 fit the model's context, were each of its tokens the longest one of the vocabulary, is refused
 before it is tokenized.
+
+Tokenizing also takes memory: about 100 bytes for each byte of the text, and as much for each token.
+So texts have a bound that comes from the model's context, whatever is to become of them, and a text
+that could come to far more tokens than the context has is counted in parts first. What is handed on
+are arrays of 4 bytes a token, for a list takes ten times as much.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +22,7 @@ from headrace.v1 import generation_pb2
 from engine.errors import InvalidRequestError
 from engine.text import Tokenizer
 from service.convert.values import check_enum, from_struct
-from service.text_pool import TextPool
+from service.text_pool import SHORT_BYTES, TextPool
 
 INLINE_CHARACTERS = 1024
 """Texts up to this length are tokenized at once, on the event loop: at worst about 1 ms."""
@@ -25,6 +31,17 @@ INLINE_IDS = 1024
 BYTES_OF_ID = 8
 """What an id counts for in the pool."""
 MAX_MESSAGES = 4096
+MIN_MOST_TEXT_BYTES = 256 << 10
+"""A text may have so many bytes of UTF-8, or TEXT_BYTES_OF_TOKEN for each token of the model's
+context if that is more.
+"""
+TEXT_BYTES_OF_TOKEN = 8
+"""Text in most languages comes to 2 to 6."""
+MIN_MOST_TEXT_TOKENS = 256 << 10
+"""A text may come to so many tokens, or to twice the model's context if that is more: the tokens of
+parts add up to a little more than those of the whole, and what fits must not be refused.
+"""
+_PART_CHARACTERS = 32 << 10
 
 _ROLES = {
     generation_pb2.CHAT_ROLE_SYSTEM: "system",
@@ -53,18 +70,22 @@ class InputEncoder:
         Args:
             tokenizer: the model's.
             pool: where long texts are worked on.
-            max_context_tokens: of the model; bounds what is tokenized to fit it.
-            max_receive_bytes: the largest message that is received; bounds all other texts.
+            max_context_tokens: of the model; bounds all texts.
+            max_receive_bytes: the largest message that is received; so are texts that templates
+                make.
         """
         self._tokenizer = tokenizer
         self._pool = pool
         self._longest = tokenizer.longest_token
         self._fitting = max_context_tokens * self._longest
-        self._most = max_receive_bytes
+        self._most = min(
+            max_receive_bytes, max(MIN_MOST_TEXT_BYTES, TEXT_BYTES_OF_TOKEN * max_context_tokens)
+        )
+        self._most_tokens = max(MIN_MOST_TEXT_TOKENS, 2 * max_context_tokens)
 
     async def encode_text(
         self, identity: str, text: generation_pb2.TextInput, *, fits: bool = False
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """The token ids of a text.
 
         Args:
@@ -78,18 +99,18 @@ class InputEncoder:
         """
         special = text.add_special_tokens if text.HasField("add_special_tokens") else True
         content = text.text
-        self._check_length("text.text", content, fits=fits)
+        size = self._check_length("text.text", content, fits=fits)
         if len(content) <= INLINE_CHARACTERS:
             return self._tokenizer.encode(content, add_special_tokens=special)
         return await self._pool.run(
             identity,
-            len(content),
-            lambda: self._tokenizer.encode(content, add_special_tokens=special),
+            size,
+            lambda: self._encode("text.text", content, size, add_special_tokens=special),
         )
 
     async def encode_chat(
         self, identity: str, chat: generation_pb2.ChatInput, *, fits: bool = False
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """The token ids of a conversation, laid out by the tokenizer's template. Arguments as of
         `encode_text`.
 
@@ -98,7 +119,7 @@ class InputEncoder:
             ChatTemplateUnavailableError: there is no template.
         """
 
-        def encode() -> list[int]:
+        def render() -> tuple[str, int, Sequence[int] | None]:
             text = self._tokenizer.apply_chat_template(
                 _messages(chat),
                 tools=[_tool(tool, index) for index, tool in enumerate(chat.tools)] or None,
@@ -108,11 +129,18 @@ class InputEncoder:
                 continue_final_message=chat.continue_final_message,
                 template_arguments=from_struct(chat.template_arguments, "chat.template_arguments"),
             )
-            self._check_length("chat.messages", text, fits=fits)
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            size = self._check_length("chat.messages", text, fits=fits)
+            return text, size, encode(text, size) if size <= SHORT_BYTES else None
+
+        def encode(text: str, size: int) -> Sequence[int]:
+            return self._encode("chat.messages", text, size, add_special_tokens=False)
 
         # A template is a program: it never runs on the event loop.
-        return await self._pool.run(identity, chat.ByteSize(), encode)
+        text, size, ids = await self._pool.run(identity, chat.ByteSize(), render)
+        if ids is not None:
+            return ids
+        # A short conversation may make a long text, whose turn is among such.
+        return await self._pool.run(identity, size, lambda: encode(text, size))
 
     async def decode(self, identity: str, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of token ids, of which there are not too many."""
@@ -124,7 +152,28 @@ class InputEncoder:
             return decode()
         return await self._pool.run(identity, BYTES_OF_ID * len(ids), decode)
 
-    def _check_length(self, field: str, text: str, *, fits: bool) -> None:
+    def _encode(
+        self, field: str, text: str, size: int, *, add_special_tokens: bool
+    ) -> Sequence[int]:
+        """The token ids of a text of `size` bytes, in a thread."""
+        if size > self._most_tokens:
+            self._check_tokens(field, text)
+        return array("I", self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def _check_tokens(self, field: str, text: str) -> None:
+        """Refuse a text that comes to far too many tokens, before there are so many."""
+        number = 0
+        for start in range(0, len(text), _PART_CHARACTERS):
+            number += self._tokenizer.count(text[start : start + _PART_CHARACTERS])
+            if number > self._most_tokens:
+                raise InvalidRequestError(
+                    field,
+                    f"comes to more than {self._most_tokens} tokens, which is the most that one "
+                    "text may come to: shorten it",
+                )
+
+    def _check_length(self, field: str, text: str, *, fits: bool) -> int:
+        """The text's length in UTF-8."""
         if fits and len(text) > self._fitting:
             raise InvalidRequestError(
                 field,
@@ -132,12 +181,14 @@ class InputEncoder:
                 f"(limits.max_context_tokens, each of at most {self._longest} characters): "
                 "shorten it, or set truncation",
             )
-        if len(text) > self._most:
+        size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+        if size > self._most:
             raise InvalidRequestError(
                 field,
-                f"comes to {len(text)} characters; at most {self._most} are tokenized "
-                "(limits.max_message_bytes): shorten it",
+                f"comes to {size} bytes; at most {self._most} of one text are tokenized: "
+                "shorten it, or send it in parts",
             )
+        return size
 
 
 @dataclass(frozen=True, slots=True)

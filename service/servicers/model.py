@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from headrace.v1 import model_service_pb2, model_service_pb2_grpc
@@ -15,9 +16,11 @@ from service.errors import FieldError
 from service.state import FrontEnd, ServerState
 
 MIN_MOST_TOKENS = 1 << 17
-"""So many token ids may be turned into text, or described, in one call, or as many as the model's
-context has if that is more.
+"""So many token ids may be turned into text in one call, or as many as the model's context has if
+that is more.
 """
+MIN_MOST_DETAILS = 1 << 14
+"""Likewise, of tokens that are described: one takes some 200 bytes."""
 
 
 class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
@@ -45,7 +48,7 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
             raise FieldError(error.field, error.description) from error
         if not request.token_details:
             return model_service_pb2.TokenizeResponse(token_ids=ids)
-        if len(ids) > (most := _most_tokens(front)):
+        if len(ids) > (most := max(MIN_MOST_DETAILS, front.info.max_context_tokens)):
             raise FieldError(
                 "token_details",
                 f"asks for the details of {len(ids)} tokens; at most {most} are described: leave "
@@ -68,7 +71,10 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         try:
             ids = check_ids(
-                request.token_ids, "token_ids", front.info.vocab_size, most=_most_tokens(front)
+                request.token_ids,
+                "token_ids",
+                front.info.vocab_size,
+                most=max(MIN_MOST_TOKENS, front.info.max_context_tokens),
             )
         except InvalidRequestError as error:
             raise FieldError(error.field, error.description) from error
@@ -77,13 +83,9 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
         )
 
 
-def _most_tokens(front: FrontEnd) -> int:
-    return max(MIN_MOST_TOKENS, front.info.max_context_tokens)
-
-
 async def _encode(
     front: FrontEnd, identity: str, request: model_service_pb2.TokenizeRequest
-) -> list[int]:
+) -> Sequence[int]:
     match request.WhichOneof("input"):
         case "text":
             return await front.encoder.encode_text(identity, request.text)

@@ -22,6 +22,7 @@ from headrace.v1 import model_service_pb2 as model
 
 from engine.text import Tokenizer
 from service.admission import LimitReachedError
+from service.convert.inputs import MIN_MOST_TEXT_BYTES
 from service.errors import NotReadyError
 from service.text_pool import (
     INLINE_ANSWER_BYTES,
@@ -32,7 +33,7 @@ from service.text_pool import (
     SHORT_BYTES,
     TextPool,
 )
-from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info
+from tests.service.fake_engine import CHAT_TEMPLATE, FakeEngine, byte_tokenizer, model_info
 from tests.service.helpers import DEADLINE_S, Harness, refused, serving, spec, until
 from tests.service.test_auth import TOKENS, bearer, entry, replace
 
@@ -264,8 +265,8 @@ async def test_threads_that_are_closed_meanwhile_end_nothing_twice() -> None:
 class Gate:
     """A tokenizer that waits for the test within each long text, and counts them."""
 
-    def __init__(self) -> None:
-        self.tokenizer = byte_tokenizer()
+    def __init__(self, chat_template: str = CHAT_TEMPLATE) -> None:
+        self.tokenizer = byte_tokenizer(chat_template=chat_template)
         self.open = threading.Event()
         self.texts: list[str] = []
         encode = self.tokenizer.encode
@@ -429,9 +430,89 @@ async def test_a_text_that_a_template_makes_is_no_longer_than_a_message_may_be()
         chat = pb.ChatInput(messages=[said] * 4096)
         error = await refused(h.generate(pb.GenerationSpec(chat=chat, truncation=cut)))
         assert error.field == "spec.chat.messages"
-        assert f"{20 * 4096 + 11} characters; at most {64 << 10}" in error.message
+        assert f"{20 * 4096 + 11} bytes; at most {64 << 10}" in error.message
         chat = pb.ChatInput(messages=[said] * 3000)
         await h.generate(pb.GenerationSpec(chat=chat, truncation=cut, stop={"max_tokens": 1}))
+
+
+class Counting(Tokenizer):
+    """A tokenizer that knows how many characters it was given at once, to be tokenized."""
+
+    lengths: list[int]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.lengths.append(len(text))
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+def counting(tokenizer: Tokenizer) -> Counting:
+    tokenizer.__class__ = Counting
+    assert isinstance(tokenizer, Counting)
+    tokenizer.lengths = []
+    return tokenizer
+
+
+@pytest.mark.parametrize(("letter", "size"), [("x", 1), ("\u20ac", 3)])
+async def test_a_text_has_a_bound_in_bytes_whatever_it_is_for(letter: str, size: int) -> None:
+    """The model's context gives it, though messages may be larger."""
+    tokenizer = counting(byte_tokenizer())
+    async with serving(tokenizer=tokenizer) as h:  # a context of 2,048 tokens
+        most = MIN_MOST_TEXT_BYTES
+        text = letter * (most // size + 1)
+        told = f"comes to {size * len(text)} bytes; at most {most}"
+        error = await refused(tokenize(h, text))
+        assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.field == "text.text"
+        assert told in error.message
+        cut = {"max_prompt_tokens": 9}
+        error = await refused(h.generate(spec(text, truncation=cut)))
+        assert error.field == "spec.text.text"
+        assert told in error.message
+        chat = {"messages": [{"role": pb.CHAT_ROLE_USER, "content": text}]}
+        error = await refused(h.generate(spec(chat=chat, truncation=cut)))
+        assert error.field == "spec.chat.messages"
+        assert not tokenizer.lengths
+        assert len((await tokenize(h, text[1:])).token_ids) == size * (len(text) - 1)
+
+
+async def test_what_comes_to_far_too_many_tokens_is_never_tokenized_as_a_whole() -> None:
+    tokenizer = counting(byte_tokenizer())
+    engine = FakeEngine(info=model_info(max_context_tokens=1 << 17))
+    async with serving(engine, tokenizer=tokenizer, max_receive_bytes=1 << 20) as h:
+        most = 2 << 17
+        text = "x" * (most + 1)
+        told = f"comes to more than {most} tokens"
+        error = await refused(tokenize(h, text))
+        assert error.field == "text.text"
+        assert told in error.message
+        error = await refused(h.generate(spec(text)))
+        assert error.field == "spec.text.text"
+        assert told in error.message
+        assert not tokenizer.lengths
+        # What has as many bytes and fewer tokens is tokenized in one piece.
+        text = "<eos>" * 50_000 + "x" * 50_000
+        assert len((await tokenize(h, text)).token_ids) == 100_000
+        assert tokenizer.lengths == [len(text)]
+
+
+async def test_a_long_text_of_a_short_conversation_waits_among_the_long_ones() -> None:
+    template = "{{ 'y' * 20000 }}"
+    gate = Gate(template)
+    engine = FakeEngine(info=model_info(max_context_tokens=1 << 20))
+    async with serving(engine, tokenizer=gate.tokenizer) as h:
+        try:
+            first = asyncio.ensure_future(tokenize(h, "x" * 100_000))
+            await until(lambda: gate.texts)
+            chat = pb.ChatInput(messages=[pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="a")])
+            second = h.models.Tokenize(model.TokenizeRequest(chat=chat), timeout=DEADLINE_S)
+            await until(lambda: h.server._text_pool.waiting == 1)
+            await tokenize(h, "short")
+            assert [text[0] for text in gate.texts] == ["x"]
+            gate.open.set()
+            assert len((await first).token_ids) == 100_000
+            assert len((await second).token_ids) == 20_000
+        finally:
+            gate.open.set()
 
 
 class Describing(Tokenizer):
@@ -459,11 +540,11 @@ async def test_details_of_many_tokens_come_from_a_thread_and_have_a_bound() -> N
         answer = await h.models.Tokenize(model.TokenizeRequest(text=text, token_details=True))
         assert [token.text for token in answer.tokens] == list("ab" * 5000)
         assert not any(tokenizer.in_main)
-        text = pb.TextInput(text="x" * ((1 << 17) + 1))
+        text = pb.TextInput(text="x" * ((1 << 14) + 1))
         request = model.TokenizeRequest(text=text, token_details=True)
         error = await refused(h.models.Tokenize(request))
         assert error.field == "token_details"
-        assert str(1 << 17) in error.message
+        assert str(1 << 14) in error.message
 
 
 @pytest.mark.parametrize("call", ["Generate", "GenerateStream", "StreamResult", "GetResult"])
