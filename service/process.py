@@ -25,6 +25,7 @@ from engine.errors import HeadraceError
 from service.config import ServiceConfig
 from service.listening import ListeningError
 from service.logs.output import Output
+from service.memory import bound_arenas
 from service.open_files import raise_limit
 from service.options import describe
 from service.server import HeadraceServer, TokenizerLoader, load_tokenizer
@@ -45,6 +46,7 @@ def run(
     """Serve until a signal comes; returns the exit code."""
     try:
         raise_limit()
+        bound_arenas()
         return asyncio.run(_Process(config, client, output, tokenizer_loader).run())
     except Exception:
         logger.exception("the server has failed")
