@@ -31,13 +31,13 @@ INLINE_IDS = 1024
 BYTES_OF_ID = 8
 """What an id counts for in the pool."""
 MAX_MESSAGES = 4096
-MIN_MOST_TEXT_BYTES = 256 << 10
+MIN_MOST_TEXT_BYTES = 128 << 10
 """A text may have so many bytes of UTF-8, or TEXT_BYTES_OF_TOKEN for each token of the model's
 context if that is more.
 """
 TEXT_BYTES_OF_TOKEN = 8
 """Text in most languages comes to 2 to 6."""
-MIN_MOST_TEXT_TOKENS = 256 << 10
+MIN_MOST_TEXT_TOKENS = 128 << 10
 """A text may come to so many tokens, or to twice the model's context if that is more: the tokens of
 parts add up to a little more than those of the whole, and what fits must not be refused.
 """
