@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from engine.scheduler.fifo import FIFOScheduler
 from engine.scheduler.prefill_first import PrefillFirstScheduler
 from engine.scheduler.priority import PriorityScheduler
 from engine.scheduler.request_heap import RequestHeap
+from engine.types import RequestKey
 from tests.engine.core_machine import POLICIES, CoreMachine
 from tests.engine.fake_runner import Violation, make_core
 from tests.engine.traffic import traffic
@@ -174,9 +175,13 @@ def preempted_tokens_are_not_computed_again(patch: pytest.MonkeyPatch) -> None:
 @plant
 def running_requests_are_preempted_while_a_step_is_pending(patch: pytest.MonkeyPatch) -> None:
     def schedule(
-        self: Scheduler, now: float, *, is_step_pending: bool = False
+        self: Scheduler,
+        now: float,
+        *,
+        is_step_pending: bool = False,
+        resting: Container[RequestKey] = (),
     ) -> ScheduledBatch | None:
-        return _schedule(self, now)
+        return _schedule(self, now, resting=resting)
 
     patch.setattr(Scheduler, "schedule", schedule)
 
