@@ -27,7 +27,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import generation_service_pb2_grpc
 
 import engine.process.client
-from engine.client import Admission, ModelInfo, ProgressSink, StepSink
+from engine.client import Admission, EngineClient, ModelInfo, ProgressSink, StepSink
 from engine.outputs import (
     Finish,
     FinishReason,
@@ -44,7 +44,8 @@ from engine.stats import EngineStats
 from engine.text import Tokenizer
 from engine.types import RequestId, TokenId
 from service.config import ServiceConfig
-from service.process import run
+from service.logs.output import Output
+from service.process import run_to_the_end
 
 DEMO = Path(__file__).parents[1] / "models" / "demo"
 _VOCAB_SIZE = 3072
@@ -233,18 +234,22 @@ async def serve_bare(address: str, count: int, steps: int, per_second: float) ->
     await server.wait_for_termination()
 
 
-def main() -> int:
+def main() -> None:
     """The command."""
     address, kind = sys.argv[1:3]
     count, steps, per_second = int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])
     if kind == "bare":
         asyncio.run(serve_bare(address, count, steps, per_second))
-        return 0
+        return
     config = ServiceConfig(listen=(address,), default_time_limit_s=0, max_time_limit_s=0)
-    if kind == "process":
-        return run(config, in_a_process(count, steps, per_second))
-    return run(config, ScriptedEngine(count, steps, per_second))
+    client: EngineClient = (
+        in_a_process(count, steps, per_second)
+        if kind == "process"
+        else ScriptedEngine(count, steps, per_second)
+    )
+    with Output(config.log_format, config.log_level) as output:
+        run_to_the_end(config, client, output)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
