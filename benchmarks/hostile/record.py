@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.hostile.inputs import Group, Input
 from benchmarks.hostile.judging import ENGINE, FRONT_END, Run, allowed_s, faults
+from benchmarks.processes import ROOT
 from benchmarks.records import commit, machine_record, rounded
 from benchmarks.report import FORMAT, KIND_HOSTILE, read_record
 from benchmarks.witness.report import Report
@@ -115,7 +116,7 @@ def _entry(group: Group, one: Input, run: Run) -> dict[str, Any]:
         "own_growth_bytes": {name: memory.growth for name, memory in run.seen.memory.items()},
         "cache_bytes": run.cache_bytes,
         "log_bytes": run.log_bytes,
-        "log": "" if run.secrets else run.log,
+        "log": "" if run.secrets else run.log.replace(f"{ROOT}/", ""),
         "recovered_s": run.recovered_s,
     }
 
