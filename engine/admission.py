@@ -17,6 +17,10 @@ MAX_PRIORITY = 100
 """Priorities are from minus this to this."""
 MAX_CACHE_SALT_BYTES = 256
 """The longest cache salt."""
+MAX_CALLER_CHARS = 512
+"""The longest name of a caller."""
+MIN_WEIGHT, MAX_WEIGHT = 1 / 1000, 1000.0
+"""The least and the most service that a caller is due, where 1 is the usual."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +122,17 @@ def _check_options(request: GenerationRequest) -> None:
     if request.time_limit_s is not None and not request.time_limit_s > 0:
         raise InvalidRequestError(
             "scheduling.time_limit", f"is {request.time_limit_s} s; it must be above zero"
+        )
+    if len(request.caller) > MAX_CALLER_CHARS:
+        raise InvalidRequestError(
+            "caller",
+            f"has {len(request.caller)} characters; at most {MAX_CALLER_CHARS} are allowed, "
+            "shorten the name",
+        )
+    if not MIN_WEIGHT <= request.weight <= MAX_WEIGHT:
+        raise InvalidRequestError(
+            "weight",
+            f"is {request.weight:g}; it must be between {MIN_WEIGHT:g} and {MAX_WEIGHT:g}",
         )
 
 

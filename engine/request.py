@@ -25,7 +25,7 @@ from engine.sampling_params import (
     StopParams,
 )
 from engine.token_ids import TokenIds
-from engine.types import RequestId, RequestKey, TokenId
+from engine.types import NO_CALLER, CallerKey, RequestId, RequestKey, TokenId
 
 PENDING_TOKEN = TokenId(-2)
 """Stands in token_ids for a token that is being computed: its step was launched, its value is not
@@ -73,6 +73,10 @@ class GenerationRequest:
         bypass_prefix_cache: neither use nor leave cached prefixes.
         time_limit_s: seconds from arrival after which the request ends with TIME_LIMIT; None: no
             limit. Above zero.
+        caller: for whom its service is counted; NO_CALLER: nobody was named, and all such requests
+            are one caller's. Only for schedulers that share service among callers.
+        weight: how much service the caller is due beside others, MIN_WEIGHT to MAX_WEIGHT. Of a
+            caller whose requests differ in it, the latest counts.
     """
 
     request_id: RequestId
@@ -87,6 +91,8 @@ class GenerationRequest:
     cache_salt: bytes = b""
     bypass_prefix_cache: bool = False
     time_limit_s: float | None = None
+    caller: CallerKey = NO_CALLER
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", TokenIds.of(self.prompt, "prompt"))

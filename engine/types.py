@@ -14,6 +14,12 @@ RequestKey = NewType("RequestKey", int)
 A request of n choices is n records in the engine, each with a key.
 """
 
+CallerKey = NewType("CallerKey", str)
+"""For whom a request's service is counted. Nothing but equality is looked at."""
+
+NO_CALLER = CallerKey("")
+"""Nobody was named; all such requests are one caller's."""
+
 TokenId = NewType("TokenId", int)
 """An index into the model's vocabulary: 0 ≤ id < vocab_size."""
 

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from engine.admission import MAX_CACHE_SALT_BYTES, AdmissionLimits
+from engine.admission import (
+    MAX_CACHE_SALT_BYTES,
+    MAX_CALLER_CHARS,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
+    AdmissionLimits,
+)
 from engine.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.request import GenerationRequest
 from engine.sampling_params import MAX_CHOICES, MAX_LOGPROBS, LogprobParams, SamplingParams
@@ -36,6 +42,9 @@ def request(**changes: Any) -> GenerationRequest:
         {"sampling": SamplingParams(banned_token_ids=(TokenId(9),))},
         {"logprobs": LogprobParams(token_ids=(TokenId(9),))},
         {"prompt": (TokenId(1),) * 15},
+        {"caller": "c" * MAX_CALLER_CHARS},
+        {"weight": MIN_WEIGHT},
+        {"weight": MAX_WEIGHT},
     ],
 )
 def test_within(changes: dict[str, Any]) -> None:
@@ -68,6 +77,12 @@ def test_within(changes: dict[str, Any]) -> None:
             r"^output\.logprob_token_ids\[0\]: is 10",
         ),
         ({"prompt": (TokenId(1),) * 16}, "at most 15 fit"),
+        ({"caller": "c" * (MAX_CALLER_CHARS + 1)}, "^caller: has 513 characters; at most 512"),
+        ({"weight": 0.0}, r"^weight: is 0; it must be between 0\.001 and 1000"),
+        ({"weight": MIN_WEIGHT / 2}, "^weight: is 0.0005"),
+        ({"weight": 1001.0}, "^weight: is 1001"),
+        ({"weight": float("inf")}, "^weight: is inf"),
+        ({"weight": float("nan")}, "^weight: is nan"),
     ],
 )
 def test_beyond(changes: dict[str, Any], match: str) -> None:

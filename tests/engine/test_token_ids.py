@@ -10,7 +10,7 @@ from engine.errors import InvalidRequestError
 from engine.request import GenerationRequest, Request
 from engine.sampling_params import LogprobParams, SamplingParams, StopParams
 from engine.token_ids import NO_BIASES, NO_IDS, TokenBiases, TokenIds
-from engine.types import RequestId
+from engine.types import CallerKey, RequestId
 
 IDS = st.lists(st.integers(0, 2**31 - 1)).map(tuple)
 INDICES = st.one_of(st.none(), st.integers(-20, 20))
@@ -76,6 +76,8 @@ def _request() -> GenerationRequest:
         ),
         logprobs=LogprobParams(token_ids=TokenIds.of(ids[:128])),
         n=16,
+        caller=CallerKey("somebody"),
+        weight=2.5,
     )
 
 
