@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 from engine.drain_rate import DrainRate
 from engine.errors import HeadraceError, InvalidRequestError
+from service.accounts import Account
 from service.footprint import Footprint
 
 MEASURE_S = 0.1
@@ -162,11 +163,11 @@ class Holding:
     end of it, unless whoever has the request then took them over.
     """
 
-    __slots__ = ("_control", "_identity", "_is_taken_over", "size")
+    __slots__ = ("_account", "_control", "_is_taken_over", "size")
 
-    def __init__(self, control: AdmissionControl, identity: str) -> None:
+    def __init__(self, control: AdmissionControl, account: Account) -> None:
         self._control = control
-        self._identity = identity
+        self._account = account
         self._is_taken_over = False
         self.size = 0
 
@@ -177,13 +178,13 @@ class Holding:
             LimitReachedError: all live requests would hold too many. Nothing is added.
             InvalidRequestError: this one alone would.
         """
-        self._control.hold(self._identity, self.size, footprint)
+        self._control.hold(self._account, self.size, footprint)
         self.size += footprint.size
 
     def drop(self, footprint: Footprint) -> None:
         """A part of them is free before the others. Harmless after `release`."""
         if self.size:
-            self._control.release(self._identity, footprint.size, served=False)
+            self._control.release(self._account, footprint.size, served=False)
             self.size -= footprint.size
 
     def take_over(self) -> None:
@@ -194,7 +195,7 @@ class Holding:
         """The request holds nothing any more. Harmless when repeated. `served`: see
         `AdmissionControl.leave_place`.
         """
-        self._control.release(self._identity, self.size, served=served)
+        self._control.release(self._account, self.size, served=served)
         self.size = 0
 
     def __enter__(self) -> Holding:
@@ -238,14 +239,14 @@ class AdmissionControl:
 
     # Refusing
 
-    def check_place(self, identity: str) -> None:
+    def check_place(self, account: Account) -> None:
         """Refuse a request for which there is no place. Costs nothing: to be called before any
         work is done for a request.
 
         Raises:
             LimitReachedError: too many requests of this identity, or of all, are open.
         """
-        own, everyone = self._of.get(identity), self._all.places
+        own, everyone = self._of.get(account.identity), self._all.places
         if own is not None and own.places.missing(1) > 0:
             places = own.places
             raise LimitReachedError(
@@ -330,8 +331,8 @@ class AdmissionControl:
         """So much was read."""
         self._byte_rate.left(num_bytes)
 
-    def _check_tokens(self, identity: str, tokens: int) -> None:
-        own = self._of.get(identity)
+    def _check_tokens(self, account: Account, tokens: int) -> None:
+        own = self._of.get(account.identity)
         checks = (
             (
                 self._limits.max_tokens_of_identity,
@@ -350,90 +351,90 @@ class AdmissionControl:
                     f"its n choices); at most {most} can be accepted here ({option}): ask for "
                     "fewer tokens or choices, or shorten the prompt",
                 )
-        for most, account, option, reason, whose in checks:
-            if most is None or account is None or account.tokens.missing(tokens) <= 0:
+        for most, counted, option, reason, whose in checks:
+            if most is None or counted is None or counted.tokens.missing(tokens) <= 0:
                 continue
             raise LimitReachedError(
                 reason,
-                f"running requests {whose}reserve {account.tokens.present} tokens, and this one "
+                f"running requests {whose}reserve {counted.tokens.present} tokens, and this one "
                 f"needs {tokens} (its prompt, and max_tokens for each of its n choices); there may "
                 f"be {most} ({option}): ask for fewer",
                 option=option,
                 limit=most,
-                present=account.tokens.present,
-                retry_after_s=account.tokens.advise(tokens),
+                present=counted.tokens.present,
+                retry_after_s=counted.tokens.advise(tokens),
             )
 
     # Counting
 
-    def take_place(self, identity: str) -> None:
+    def take_place(self, account: Account) -> None:
         """A request begins, or one that had ended has a reader again."""
         if not self._all.places.present:
             self._byte_rate.begin()  # without requests there was nothing to be read
         self._all.places.add(1)
-        self._own(identity).places.add(1)
+        self._own(account).places.add(1)
 
-    def leave_place(self, identity: str, *, served: bool = True) -> None:
+    def leave_place(self, account: Account, *, served: bool = True) -> None:
         """A request has ended, and no stream has anything left to read of it. `served`: not for one
         that was taken back: it says nothing of the rate.
         """
         self._all.places.remove(1, served=served)
-        own = self._of[identity]
+        own = self._of[account.identity]
         own.places.remove(1, served=served)
-        self._tidy(identity, own)
+        self._tidy(account, own)
 
-    def reserve(self, identity: str, tokens: int) -> None:
+    def reserve(self, account: Account, tokens: int) -> None:
         """Reserve a request's tokens.
 
         Raises:
             LimitReachedError: too many are reserved by this identity, or by all.
             InvalidRequestError: there could never be so many.
         """
-        self._check_tokens(identity, tokens)
+        self._check_tokens(account, tokens)
         self._all.tokens.add(tokens)
-        self._own(identity).tokens.add(tokens)
+        self._own(account).tokens.add(tokens)
 
-    def free(self, identity: str, tokens: int, *, served: bool = True) -> None:
+    def free(self, account: Account, tokens: int, *, served: bool = True) -> None:
         """A request with these tokens does not run any more. `served`: see `leave_place`."""
         self._all.tokens.remove(tokens, served=served)
-        own = self._of[identity]
+        own = self._of[account.identity]
         own.tokens.remove(tokens, served=served)
-        self._tidy(identity, own)
+        self._tidy(account, own)
 
-    def holding(self, identity: str) -> Holding:
+    def holding(self, account: Account) -> Holding:
         """For what a new request will hold."""
-        return Holding(self, identity)
+        return Holding(self, account)
 
-    def hold(self, identity: str, held: int, more: Footprint) -> None:
+    def hold(self, account: Account, held: int, more: Footprint) -> None:
         """See `Holding`. `held`: what the request holds without it."""
         self._check_live_bytes(held + more.size, more)
         if more.size:
             self._all.bytes.add(more.size)
-            self._own(identity).bytes.add(more.size)
+            self._own(account).bytes.add(more.size)
 
-    def release(self, identity: str, size: int, *, served: bool) -> None:
+    def release(self, account: Account, size: int, *, served: bool) -> None:
         """See `Holding`."""
         if not size:
             return
-        own = self._of[identity]
-        for account in (self._all, own):
-            account.bytes.remove(size, served=served)
-        self._tidy(identity, own)
+        own = self._of[account.identity]
+        for counted in (self._all, own):
+            counted.bytes.remove(size, served=served)
+        self._tidy(account, own)
 
-    def _own(self, identity: str) -> _Account:
-        account = self._of.get(identity)
-        if account is None:
+    def _own(self, account: Account) -> _Account:
+        own = self._of.get(account.identity)
+        if own is None:
             limits = self._limits
-            account = self._of[identity] = _Account(
+            own = self._of[account.identity] = _Account(
                 limits.max_open_of_identity,
                 limits.max_tokens_of_identity,
                 None,
                 self._clock,
                 self._jitter,
             )
-        return account
+        return own
 
-    def _tidy(self, identity: str, account: _Account) -> None:
+    def _tidy(self, account: Account, own: _Account) -> None:
         """Identities without requests take no room."""
-        if account.is_empty:
-            del self._of[identity]
+        if own.is_empty:
+            del self._of[account.identity]

@@ -6,7 +6,7 @@
 Callers stand in a file (`service.callers`), which is read again when it changes. Without a file
 everyone is "anonymous" and may call everything; with one, nobody may call anything that the file
 does not grant, health checks excepted. A token that is sent decides alone; only without one does
-the certificate count.
+the certificate count. For whom a call counts is `service.accounts`' to tell.
 
 `interceptors.Authentication` asks here for every RPC and sets the permit in the RPC's task;
 servicers read it once, at their start, with `current_identity`, or `current_permit` where an RPC
@@ -23,12 +23,17 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 
 from engine.errors import ConfigError, HeadraceError
+from service.accounts import (
+    ON_BEHALF_OF,
+    Metadata,
+    account_at,
+    account_of,
+    name_in,
+)
 from service.callers import EVERYONE, Caller, CallerTable, parse_callers
 from service.watched import Watched, read
 
 logger = logging.getLogger(__name__)
-
-Metadata = Iterable[tuple[str, str | bytes]]
 
 _MISSING = "authorization is missing: send 'authorization: Bearer <token>'"
 _permit: ContextVar[Permit] = ContextVar("permit")
@@ -43,17 +48,22 @@ class UnauthenticatedError(HeadraceError):
 
 
 class PermissionDeniedError(HeadraceError):
-    """The caller is known and may not call this."""
+    """The caller is known and may not do this. `reason`: for programs."""
+
+    def __init__(self, message: str, reason: str = "SERVICE_NOT_GRANTED") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Permit:
     """That a caller may make an RPC, for as long as the callers' file says so.
 
     Attributes:
-        caller: who calls.
+        caller: who calls, as the callers' file had it when it was last checked.
+        account: for whom the call counts, with the weight of that time.
     """
 
-    __slots__ = ("_find", "_table", "_tables", "caller")
+    __slots__ = ("_find", "_name", "_table", "_tables", "account", "caller")
 
     def __init__(
         self,
@@ -71,27 +81,68 @@ class Permit:
             find: finds out in another version who calls; raises as `check`.
         """
         self.caller = caller
+        self.account = account_of(caller.identity, weight=caller.weight)
+        self._name: str | None = None
         self._tables = tables
         self._table = table
         self._find = find
 
+    def of_call(self, metadata: Metadata, peer: str) -> Permit:
+        """The permit of one call, which knows for whom that counts.
+
+        Args:
+            metadata: of the call.
+            peer: where it comes from, as gRPC tells.
+
+        Raises:
+            CallerNameError: for whom it is is said, and is no name.
+            PermissionDeniedError: the caller may not name anybody.
+        """
+        permit = Permit(self.caller, self._tables, self._table, self._find)
+        permit._name = name_in(metadata)
+        if self._tables is None:
+            if permit._name is not None:
+                raise PermissionDeniedError(
+                    f"nobody may send {ON_BEHALF_OF} here: this server has no callers' file "
+                    "(auth_file) that would say who may",
+                    "ON_BEHALF_OF_NOT_GRANTED",
+                )
+            permit.account = account_at(self.caller.identity, peer)
+        else:
+            permit._set_account()
+        return permit
+
+    def _set_account(self) -> None:
+        caller = self.caller
+        if self._name is not None and not caller.may_call_for_others:
+            raise PermissionDeniedError(
+                f"{caller.identity!r} may not send {ON_BEHALF_OF}; may_call_for_others must be "
+                "granted to them",
+                "ON_BEHALF_OF_NOT_GRANTED",
+            )
+        self.account = account_of(caller.identity, self._name, caller.weight)
+
     def check(self) -> None:
-        """Refuse what the callers' file no longer allows.
+        """Refuse what the callers' file no longer allows, and take over what it says by now.
 
         Raises:
             UnauthenticatedError: the token or certificate is not that caller's any more.
-            PermissionDeniedError: the caller may not call this service any more.
+            PermissionDeniedError: the caller may not call this service, or name for whom they call,
+                any more.
         """
         if self._tables is None or self._find is None:
             return
         table = self._tables.current()
         if table is self._table:
             return
-        if self._find(table).identity != self.caller.identity:
+        found = self._find(table)
+        if found.identity != self.caller.identity:
             raise UnauthenticatedError(
                 "IDENTITY_CHANGED",
                 "what this call was opened with belongs to another identity by now; open a new one",
             )
+        self.caller = found
+        self._set_account()
         self._table = table
 
 

@@ -5,6 +5,15 @@
     token_sha256 = "…64 hexadecimal digits…"     # or several: token_sha256 = ["…", "…"]
     services = ["GenerationService", "ModelService"]
 
+    weight = 2.0                                  # twice the service and room that others are due
+    max_priority = 10                             # no request of theirs may ask for more
+
+    [[callers]]
+    identity = "gateway"
+    token_sha256 = "…"
+    services = ["GenerationService"]
+    may_call_for_others = true                    # may name for whom it calls: `accounts`
+
     [[callers]]
     identity = "operators"
     certificate = "ops.example.internal"          # a common name or alternative name, with mTLS
@@ -12,7 +21,9 @@
 
 Only digests of tokens are kept. Tokens are random (`headrace-server token` makes them), so a plain
 SHA-256 cannot be turned back, and needs no salt. An identity may have several entries: a second
-token with fewer services, for example. They share their requests.
+token with fewer services, for example. They share their requests. What an entry grants (`services`,
+`may_call_for_others`) is that entry's; what bounds an identity (`weight`, `max_priority`) counts
+for all of its entries, whichever says it, and those that say it must agree.
 """
 
 from __future__ import annotations
@@ -22,10 +33,11 @@ import hmac
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import ConfigError
+from service.accounts import USUAL_WEIGHT
 
 ANONYMOUS = "anonymous"
 """The identity of every caller where no callers are configured."""
@@ -41,11 +53,23 @@ SERVICES = {
 """How the file calls the services that can be granted. Health is everybody's."""
 MAX_TOKENS = 1024
 """Every call is compared with all tokens, so there is a bound."""
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 1000.0
+LOWEST_PRIORITY, HIGHEST_PRIORITY = -100, 100
 
 _IDENTITY = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _NO_TOKEN = hashlib.sha256(b"").digest()
-_KEYS = frozenset({"identity", "token_sha256", "certificate", "services"})
+_KEYS = frozenset(
+    {
+        "identity",
+        "token_sha256",
+        "certificate",
+        "services",
+        "weight",
+        "max_priority",
+        "may_call_for_others",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +79,16 @@ class Caller:
     Attributes:
         identity: whose requests theirs are.
         services: the services that they may call, as the file names them; "*": all.
+        weight: how much service and room they are due beside others.
+        max_priority: the highest that their requests may have.
+        may_call_for_others: whether they may name for whom they call.
     """
 
     identity: str
     services: frozenset[str]
+    weight: float = USUAL_WEIGHT
+    max_priority: int = HIGHEST_PRIORITY
+    may_call_for_others: bool = False
 
     def may_call(self, method: str) -> bool:
         """Whether they may call a method, given as /package.Service/Method."""
@@ -88,15 +118,19 @@ class CallerTable:
 
     def by_names(self, names: Iterable[str]) -> frozenset[Caller]:
         """The callers to whom a certificate with these names belongs, one for each identity: names
-        in several entries of one identity may call what any of these entries grants.
+        in several entries of one identity may do what any of these entries grants.
         """
-        granted: dict[str, frozenset[str]] = {}
+        found: dict[str, Caller] = {}
         for name in names:
             caller = self.certificates.get(name)
             if caller is not None:
-                before = granted.get(caller.identity, frozenset())
-                granted[caller.identity] = before | caller.services
-        return frozenset(Caller(identity, services) for identity, services in granted.items())
+                before = found.setdefault(caller.identity, caller)
+                found[caller.identity] = replace(
+                    before,
+                    services=before.services | caller.services,
+                    may_call_for_others=before.may_call_for_others or caller.may_call_for_others,
+                )
+        return frozenset(found.values())
 
 
 def parse_callers(text: str) -> CallerTable:
@@ -114,25 +148,53 @@ def parse_callers(text: str) -> CallerTable:
     entries = content.get("callers")
     if set(content) != {"callers"} or not isinstance(entries, list):
         raise ConfigError("auth_file", "must have [[callers]] entries, and nothing else")
+    read = [_entry(entry, f"callers[{index}]") for index, entry in enumerate(entries)]
+    bounds = _bounds(read)
     tokens: dict[bytes, Caller] = {}
     certificates: dict[str, Caller] = {}
-    for index, entry in enumerate(entries):
-        where = f"callers[{index}]"
-        caller, digests, names = _entry(entry, where)
-        for digest in digests:
+    for one in read:
+        caller = replace(one.caller, **bounds[one.caller.identity])
+        for digest in one.digests:
             if digest in tokens:
-                raise ConfigError("auth_file", f"{where}: a token is there twice")
+                raise ConfigError("auth_file", f"{one.where}: a token is there twice")
             tokens[digest] = caller
-        for name in names:
+        for name in one.certificates:
             if name in certificates:
-                raise ConfigError("auth_file", f"{where}: certificate {name!r} is there twice")
+                raise ConfigError("auth_file", f"{one.where}: certificate {name!r} is there twice")
             certificates[name] = caller
     if len(tokens) > MAX_TOKENS:
         raise ConfigError("auth_file", f"has {len(tokens)} tokens; at most {MAX_TOKENS} can be")
     return CallerTable(tuple(tokens.items()), certificates)
 
 
-def _entry(entry: Any, where: str) -> tuple[Caller, list[bytes], list[str]]:
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One entry. `bounds`: what it says of its identity, by key; `where`: its name in messages."""
+
+    where: str
+    caller: Caller
+    bounds: dict[str, Any]
+    digests: list[bytes]
+    certificates: list[str]
+
+
+def _bounds(entries: Iterable[_Entry]) -> dict[str, dict[str, Any]]:
+    """What the entries of each identity say of it, together."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        known = found.setdefault(entry.caller.identity, {})
+        for key, value in entry.bounds.items():
+            if known.setdefault(key, value) != value:
+                raise ConfigError(
+                    "auth_file",
+                    f"{entry.where}.{key} is {value:g}, and another entry of "
+                    f"{entry.caller.identity!r} says {known[key]:g}; an identity has one: write "
+                    "the same in both, or leave it out of one",
+                )
+    return found
+
+
+def _entry(entry: Any, where: str) -> _Entry:
     if not isinstance(entry, dict):
         raise ConfigError("auth_file", f"{where} is no table; write [[callers]]")
     if unknown := sorted(set(entry) - _KEYS):
@@ -157,7 +219,34 @@ def _entry(entry: Any, where: str) -> tuple[Caller, list[bytes], list[str]]:
         raise ConfigError("auth_file", f"{where}.certificate must not be empty")
     if not digests and not names:
         raise ConfigError("auth_file", f"{where} needs token_sha256 or certificate")
-    return Caller(identity, frozenset(services)), digests, names
+    names_others = entry.get("may_call_for_others", False)
+    if not isinstance(names_others, bool):
+        raise ConfigError("auth_file", f"{where}.may_call_for_others must be true or false")
+    caller = Caller(identity, frozenset(services), may_call_for_others=names_others)
+    return _Entry(where, caller, _bounds_of(entry, where), digests, names)
+
+
+def _bounds_of(entry: dict[str, Any], where: str) -> dict[str, Any]:
+    bounds: dict[str, Any] = {}
+    if "weight" in entry:
+        weight = entry["weight"]
+        # Not a number is between no two.
+        if type(weight) not in (int, float) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+            raise ConfigError(
+                "auth_file",
+                f"{where}.weight must be a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}",
+            )
+        bounds["weight"] = float(weight)
+    if "max_priority" in entry:
+        priority = entry["max_priority"]
+        if type(priority) is not int or not LOWEST_PRIORITY <= priority <= HIGHEST_PRIORITY:
+            raise ConfigError(
+                "auth_file",
+                f"{where}.max_priority must be a whole number from {LOWEST_PRIORITY} to "
+                f"{HIGHEST_PRIORITY}",
+            )
+        bounds["max_priority"] = priority
+    return bounds
 
 
 def _digests(entry: dict[str, Any], where: str) -> list[bytes]:

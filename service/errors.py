@@ -35,6 +35,7 @@ from engine.errors import (
 )
 from engine.outputs import RequestFailure
 from engine.text import ChatTemplateUnavailableError
+from service.accounts import CallerNameError
 from service.admission import LimitReachedError
 from service.auth import PermissionDeniedError, UnauthenticatedError
 from service.delivery.errors import (
@@ -295,7 +296,11 @@ def _unauthenticated(error: UnauthenticatedError, _prefix: str) -> _Public:
 
 
 def _denied(error: PermissionDeniedError, _prefix: str) -> _Public:
-    return _Public(grpc.StatusCode.PERMISSION_DENIED, "SERVICE_NOT_GRANTED", str(error))
+    return _Public(grpc.StatusCode.PERMISSION_DENIED, error.reason, str(error))
+
+
+def _caller_name(error: CallerNameError, _prefix: str) -> _Public:
+    return _Public(grpc.StatusCode.INVALID_ARGUMENT, "CALLER_NAME_INVALID", str(error))
 
 
 def _not_read(error: ResultsNotReadError, _prefix: str) -> _Public:
@@ -372,6 +377,7 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
     (LimitReachedError, _limit_reached),
     (UnauthenticatedError, _unauthenticated),
     (PermissionDeniedError, _denied),
+    (CallerNameError, _caller_name),
     (ResultsNotReadError, _not_read),
     (OutputNotReadError, _output_not_read),
     (EngineUnavailableError, _unavailable),

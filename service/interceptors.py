@@ -218,7 +218,8 @@ class Authentication(grpc.aio.ServerInterceptor):
             return self._refusal(method, error)
 
         def enter(context: Any) -> None:
-            set_permit(permit or self._by_certificate(method, context))
+            known = permit or self._by_certificate(method, context)
+            set_permit(known.of_call(metadata, context.peer()))
 
         def unary(behavior: Unary) -> Unary:
             async def call(request: Any, context: Any) -> Any:

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from service.accounts import Account, account_at
 from service.admission import Level, LimitReachedError
+from service.callers import ANONYMOUS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,17 +60,20 @@ class Places:
         """How many are open now."""
         return self._all.present
 
-    def take(self, context: Any, identity: str = "") -> None:
+    def take(self, context: Any, account: Account | None = None) -> None:
         """Take a place for a call, until it is done.
 
         Args:
             context: of the call.
-            identity: whose it is; empty: nobody's.
+            account: for whom it counts; None: where it comes from, which is all that is known.
 
         Raises:
             LimitReachedError: there is none.
         """
         kind = self._kind
+        if account is None:
+            account = account_at(ANONYMOUS, context.peer())
+        identity = account.identity
         own = self._of.get(identity)
         if own is not None and own.missing(1) > 0:
             self._refuse(own, kind.option_of_identity, " of this caller", "_OF_IDENTITY")

@@ -26,6 +26,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from service.accounts import Account
 from service.admission import Level, LimitReachedError
 from service.errors import NotReadyError
 
@@ -174,11 +175,11 @@ class TextPool:
         """How many texts wait."""
         return self._all.number.present
 
-    async def run(self, identity: str, size: int, call: Callable[[], _T]) -> _T:
+    async def run(self, account: Account, size: int, call: Callable[[], _T]) -> _T:
         """Run `call` in a thread when it is its turn.
 
         Args:
-            identity: whose work it is.
+            account: for whom it counts.
             size: about how many bytes it holds and works on.
             call: bounded in length; raises what this method is to raise.
 
@@ -187,6 +188,7 @@ class TextPool:
             NotReadyError: the pool is closed.
         """
         self._check_open()
+        identity = account.key
         self._check(identity, size)
         work = _Work(identity, size, call, asyncio.get_running_loop().create_future())
         lane = self._short if size <= SHORT_BYTES else self._long
@@ -204,12 +206,12 @@ class TextPool:
                 self._left(work, served=False)
         return result
 
-    async def answer(self, identity: str, size: int, call: Callable[[], _T]) -> _T:
+    async def answer(self, account: Account, size: int, call: Callable[[], _T]) -> _T:
         """Make an answer to what was admitted before: at once, or in a thread where it is long.
         Never refused for want of room.
 
         Args:
-            identity: whose it is.
+            account: for whom it counts.
             size: of the answer, about, in bytes.
             call: makes it.
 
@@ -219,7 +221,7 @@ class TextPool:
         if size <= INLINE_ANSWER_BYTES:
             return call()
         self._check_open()
-        work = _Work(identity, size, call, asyncio.get_running_loop().create_future())
+        work = _Work(account.key, size, call, asyncio.get_running_loop().create_future())
         self._answers.add(work)
         try:
             result: _T = await work.done

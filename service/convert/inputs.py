@@ -21,6 +21,7 @@ from headrace.v1 import generation_pb2
 
 from engine.errors import InvalidRequestError
 from engine.text import Tokenizer
+from service.accounts import Account
 from service.convert.values import check_enum, from_struct
 from service.text_pool import SHORT_BYTES, TextPool
 
@@ -84,12 +85,12 @@ class InputEncoder:
         self._most_tokens = max(MIN_MOST_TEXT_TOKENS, 2 * max_context_tokens)
 
     async def encode_text(
-        self, identity: str, text: generation_pb2.TextInput, *, fits: bool = False
+        self, account: Account, text: generation_pb2.TextInput, *, fits: bool = False
     ) -> Sequence[int]:
         """The token ids of a text.
 
         Args:
-            identity: whose it is.
+            account: whose it is.
             text: what to tokenize.
             fits: whether it is to fit the model's context as a whole; what cannot is refused
                 before it is tokenized.
@@ -103,13 +104,13 @@ class InputEncoder:
         if len(content) <= INLINE_CHARACTERS:
             return self._tokenizer.encode(content, add_special_tokens=special)
         return await self._pool.run(
-            identity,
+            account,
             size,
             lambda: self._encode("text.text", content, size, add_special_tokens=special),
         )
 
     async def encode_chat(
-        self, identity: str, chat: generation_pb2.ChatInput, *, fits: bool = False
+        self, account: Account, chat: generation_pb2.ChatInput, *, fits: bool = False
     ) -> Sequence[int]:
         """The token ids of a conversation, laid out by the tokenizer's template. Arguments as of
         `encode_text`.
@@ -136,13 +137,13 @@ class InputEncoder:
             return self._encode("chat.messages", text, size, add_special_tokens=False)
 
         # A template is a program: it never runs on the event loop.
-        text, size, ids = await self._pool.run(identity, chat.ByteSize(), render)
+        text, size, ids = await self._pool.run(account, chat.ByteSize(), render)
         if ids is not None:
             return ids
         # A short conversation may make a long text, whose turn is among such.
-        return await self._pool.run(identity, size, lambda: encode(text, size))
+        return await self._pool.run(account, size, lambda: encode(text, size))
 
-    async def decode(self, identity: str, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    async def decode(self, account: Account, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of token ids, of which there are not too many."""
 
         def decode() -> str:
@@ -150,7 +151,7 @@ class InputEncoder:
 
         if len(ids) <= INLINE_IDS:
             return decode()
-        return await self._pool.run(identity, BYTES_OF_ID * len(ids), decode)
+        return await self._pool.run(account, BYTES_OF_ID * len(ids), decode)
 
     def _encode(
         self, field: str, text: str, size: int, *, add_special_tokens: bool

@@ -28,6 +28,7 @@ from engine.sampling_params import (
 from engine.text import StopStrings, TextStream, Tokenizer
 from engine.token_ids import TokenIds
 from engine.types import RequestId
+from service.accounts import Account
 from service.convert.inputs import InputEncoder, Truncation
 from service.convert.sampling import check_min_tokens, grammar_params, sampling_params
 from service.convert.unsupported import refuse_unsupported
@@ -107,12 +108,20 @@ class Converter:
         self,
         spec: generation_pb2.GenerationSpec,
         *,
-        identity: str,
+        account: Account,
+        max_priority: int,
         request_id: str,
         engine_id: Callable[[str, str], RequestId],
         final: bool = False,
     ) -> Submission:
-        """Convert a spec. `final`: whatever it says, deliver everything at the end.
+        """Convert a spec.
+
+        Args:
+            spec: the caller's.
+            account, request_id: for whom it counts, and its name.
+            max_priority: the highest that the caller may ask for.
+            engine_id: makes its name in the engine, of its identity and its own.
+            final: whatever it says, deliver everything at the end.
 
         Raises:
             InvalidRequestError, UnsupportedFeatureError, ChatTemplateUnavailableError: as they say.
@@ -122,8 +131,8 @@ class Converter:
         check_enum(generation_pb2.Delivery, output.delivery, "output.delivery")
         # Everything that is cheap to check comes before the input is tokenized.
         n = self._choices(spec)
-        priority = _priority(spec.scheduling)
-        salt = cache_salt(identity, spec.cache.salt)
+        priority = _priority(spec.scheduling, max_priority)
+        salt = cache_salt(account.identity, spec.cache.salt)
         sampling = sampling_params(spec.sampling, self._info)
         grammar = (
             grammar_params(spec.structured_output) if spec.HasField("structured_output") else None
@@ -138,13 +147,13 @@ class Converter:
         if output.echo and output.omit_text:
             raise InvalidRequestError("output.echo", "asks for text; it excludes output.omit_text")
         time_limit_s = self._time_limit(spec.scheduling)
-        prompt = await self._prompt(identity, spec)
+        prompt = await self._prompt(account, spec)
         self._check_prompt_size(options, len(prompt))
         stop = self._stop(spec.stop, len(prompt))
         room = self._info.max_context_tokens - len(prompt)
         check_min_tokens(sampling, stop)
         skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
-        echo = await self._encoder.decode(identity, prompt, skip) if output.echo else ""
+        echo = await self._encoder.decode(account, prompt, skip) if output.echo else ""
         include_stop = spec.stop.include_stop  # not by the spec, which would be kept for it
         stops = StopStrings(stop_strings) if stop_strings else ()
 
@@ -160,7 +169,7 @@ class Converter:
             )
 
         request = GenerationRequest(
-            request_id=engine_id(identity, request_id),
+            request_id=engine_id(account.identity, request_id),
             prompt=prompt,
             sampling=sampling,
             stop=stop,
@@ -172,10 +181,12 @@ class Converter:
             cache_salt=salt,
             bypass_prefix_cache=spec.cache.bypass_prefix_cache,
             time_limit_s=time_limit_s,
+            caller=account.key,
+            weight=account.weight,
         )
         output_tokens = min(stop.max_tokens, room)
         return Submission(
-            identity=identity,
+            account=account,
             request_id=request_id,
             request=request,
             reserved_tokens=len(prompt) + n * output_tokens,
@@ -192,7 +203,7 @@ class Converter:
             include_stop=include_stop,
         )
 
-    async def _prompt(self, identity: str, spec: generation_pb2.GenerationSpec) -> TokenIds:
+    async def _prompt(self, account: Account, spec: generation_pb2.GenerationSpec) -> TokenIds:
         """The token ids of the input, cut as the spec asks for, and not too many."""
         truncation = Truncation.of(spec)
         whole = truncation.most is None
@@ -206,9 +217,9 @@ class Converter:
                 size = self._info.vocab_size
                 return check_ids(ids, "tokens.ids", size, most=len(ids), kept=kept)
             case "text":
-                encoded = await self._encoder.encode_text(identity, spec.text, fits=whole)
+                encoded = await self._encoder.encode_text(account, spec.text, fits=whole)
             case "chat":
-                encoded = await self._encoder.encode_chat(identity, spec.chat, fits=whole)
+                encoded = await self._encoder.encode_chat(account, spec.chat, fits=whole)
             case _:
                 raise InvalidRequestError("input", "is missing; set one of text, tokens and chat")
         encoded = encoded[truncation.kept(len(encoded))]
@@ -330,11 +341,17 @@ def _stop_strings(options: generation_pb2.StopOptions) -> tuple[str, ...]:
     return stop_strings
 
 
-def _priority(options: generation_pb2.SchedulingOptions) -> int:
+def _priority(options: generation_pb2.SchedulingOptions, most: int) -> int:
     if abs(options.priority) > MAX_PRIORITY:
         raise InvalidRequestError(
             "scheduling.priority",
             f"is {options.priority}; it must be between -{MAX_PRIORITY} and {MAX_PRIORITY}",
+        )
+    if options.priority > most:
+        raise InvalidRequestError(
+            "scheduling.priority",
+            f"is {options.priority}; at most {most} is allowed to this caller (max_priority of its "
+            "entry in the callers' file): ask for less",
         )
     return options.priority
 

@@ -1,8 +1,9 @@
 """The ended requests whose results are kept, within a bound of their number and one of their bytes.
 
-Beyond a bound the oldest request goes of the identity that has the most: the most requests where
-there are too many, the most bytes where those are too many. So an identity that keeps much pushes
-out its own results, and nobody's who keeps less. With one identity, the oldest goes.
+Beyond a bound the oldest request goes of the group of accounts (`service.accounts`) that has the
+most: the most requests where there are too many, the most bytes where those are too many. So a
+group that keeps much pushes out its own results, and nobody's who keeps less. With one group, the
+oldest goes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Retention:
 
 
 class _Share:
-    """What is kept of one identity: requests with their sizes, oldest first."""
+    """What is kept of one group: requests with their sizes, oldest first."""
 
     __slots__ = ("logs", "size")
 
@@ -41,7 +42,7 @@ class _Share:
 
 
 class KeptResults:
-    """See the module. O(1) for a request, and O(identities) for one that must go.
+    """See the module. O(1) for a request, and O(groups) for one that must go.
 
     Attributes:
         count, size: how many requests are kept, and about how many bytes of events.
@@ -50,17 +51,17 @@ class KeptResults:
     def __init__(self, max_results: int, max_bytes: int) -> None:
         self._max_results = max_results
         self._max_bytes = max_bytes
-        self._shares: dict[str, _Share] = {}  # of identities that have some
+        self._shares: dict[str, _Share] = {}  # of groups that have some
         self.count = 0
         self.size = 0
 
     def __contains__(self, log: RequestLog) -> bool:
-        share = self._shares.get(log.identity)
+        share = self._shares.get(log.account.group)
         return share is not None and log in share.logs
 
     def add(self, log: RequestLog, size: int) -> None:
         """Keep a request that is not kept yet; then see `surplus`. `size`: about how many bytes."""
-        share = self._shares.setdefault(log.identity, _Share())
+        share = self._shares.setdefault(log.account.group, _Share())
         share.logs[log] = size
         share.size += size
         self.count += 1
@@ -68,7 +69,7 @@ class KeptResults:
 
     def discard(self, log: RequestLog) -> None:
         """Keep a request no more. Harmless if it is not kept."""
-        share = self._shares.get(log.identity)
+        share = self._shares.get(log.account.group)
         if share is None or log not in share.logs:
             return
         size = share.logs.pop(log)
@@ -76,7 +77,7 @@ class KeptResults:
         self.count -= 1
         self.size -= size
         if not share.logs:
-            del self._shares[log.identity]
+            del self._shares[log.account.group]
 
     def surplus(self) -> RequestLog | None:
         """The request that must go next; None: all may stay."""

@@ -43,6 +43,7 @@ from service.delivery.events import (
 )
 
 if TYPE_CHECKING:
+    from service.accounts import Account
     from service.admission import Holding
     from service.delivery.flow import LogFlow
     from service.delivery.session import ResultStream
@@ -52,6 +53,7 @@ class RequestLog:
     """One accepted request's events. All methods run on the event loop; none blocks.
 
     Attributes:
+        account: for whom it counts.
         identity, request_id: whose request it is, and its name there.
         engine_id: its name in the engine, unique for the life of the process.
         stream: the stream that its results go to; None: they wait to be read. Set by ResultStream.
@@ -93,6 +95,7 @@ class RequestLog:
         "_ready",
         "abandoned",
         "accepted",
+        "account",
         "cancel_wanted",
         "credit",
         "cursor",
@@ -120,7 +123,7 @@ class RequestLog:
     def __init__(
         self,
         *,
-        identity: str,
+        account: Account,
         request_id: str,
         engine_id: RequestId,
         options: DeliveryOptions,
@@ -134,7 +137,7 @@ class RequestLog:
         """An empty log.
 
         Args:
-            identity, request_id, engine_id: see the attributes.
+            account, request_id, engine_id: see the attributes.
             options: how the results are delivered.
             text_streams: one for each choice; None where no text is wanted.
             ending_ids: stop and end-of-sequence ids in force.
@@ -144,7 +147,8 @@ class RequestLog:
                 was found.
             flow: how much may be untaken.
         """
-        self.identity = identity
+        self.account = account
+        self.identity = account.identity
         self.request_id = request_id
         self.engine_id = engine_id
         self.stream: ResultStream | None = None

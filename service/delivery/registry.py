@@ -25,6 +25,7 @@ from engine.client import EngineClient
 from engine.errors import DuplicateRequestError, RequestNotFoundError
 from engine.outputs import RequestFailure, StepOutputs
 from engine.types import RequestId
+from service.accounts import Account
 from service.admission import AdmissionControl, Holding
 from service.delivery.calls import EngineCalls
 from service.delivery.errors import OutputNotReadError
@@ -104,16 +105,16 @@ class Registry:
         logs = self._by_engine.values()
         return [log for log in logs if identity is None or log.identity == identity]
 
-    def check_free(self, identity: str, request_id: str) -> None:
+    def check_free(self, account: Account, request_id: str) -> None:
         """Refuse a name that is taken, and any request where too many are open, of this identity or
         of all.
 
         Raises:
             DuplicateRequestError, LimitReachedError: as they say.
         """
-        if (identity, request_id) in self._logs:
+        if (account.identity, request_id) in self._logs:
             raise DuplicateRequestError(request_id)
-        self._admission.check_place(identity)
+        self._admission.check_place(account)
         self._admission.check_bytes(self._undelivered_bytes)
 
     def _undelivered_bytes(self) -> int:
@@ -139,9 +140,9 @@ class Registry:
             self._arriving -= 1
             self._check_idle()
 
-    def holding(self, identity: str) -> Holding:
+    def holding(self, account: Account) -> Holding:
         """For what a request is about to hold, around all that is done for it before it is live."""
-        return self._admission.holding(identity)
+        return self._admission.holding(account)
 
     async def start(
         self,
@@ -164,10 +165,10 @@ class Registry:
             UnsupportedFeatureError, QueueFullError, CompileQueueFullError, EngineUnavailableError:
                 the engine's refusals.
         """
-        self.check_free(submission.identity, submission.request_id)
+        self.check_free(submission.account, submission.request_id)
         request, make_text = submission.request, submission.make_text
         log = RequestLog(
-            identity=submission.identity,
+            account=submission.account,
             request_id=submission.request_id,
             engine_id=request.request_id,
             options=submission.options,
@@ -184,7 +185,7 @@ class Registry:
         log.durable = durable
         log.keep = durable or (stream is not None and stream.lease_s > 0)
         log.holding = holding
-        self._admission.reserve(log.identity, log.reserved_tokens)
+        self._admission.reserve(log.account, log.reserved_tokens)
         holding.take_over()
         self._add(log)
         admitting = self._admit(log, submission, stream, command_id)
@@ -251,7 +252,7 @@ class Registry:
         self._logs[log.identity, log.request_id] = log
         self._by_engine[log.engine_id] = log
         self._live += 1
-        self._admission.take_place(log.identity)
+        self._admission.take_place(log.account)
         self._idle.clear()
 
     def _forget(self, log: RequestLog) -> None:
@@ -270,11 +271,11 @@ class Registry:
         """It does not run any more."""
         self._live -= 1
         served = log.accepted is not None
-        self._admission.free(log.identity, log.reserved_tokens, served=served)
+        self._admission.free(log.account, log.reserved_tokens, served=served)
         if log.holding is not None:
             log.holding.release(served=served)
         if log.stream is None:
-            self._admission.leave_place(log.identity, served=served)
+            self._admission.leave_place(log.account, served=served)
         self._check_idle()
 
     def _check_idle(self) -> None:
@@ -374,13 +375,13 @@ class Registry:
         """A stream has the log."""
         self.attached += 1
         if log.engine_id not in self._by_engine:
-            self._admission.take_place(log.identity)
+            self._admission.take_place(log.account)
 
     def on_detached(self, log: RequestLog) -> None:
         """It has it no more."""
         self.attached -= 1
         if log.engine_id not in self._by_engine:
-            self._admission.leave_place(log.identity)
+            self._admission.leave_place(log.account)
 
     def on_delivered(self, log: RequestLog) -> None:
         """A stream took the log's last event."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine.request import GenerationRequest
 from engine.text import TextStream
+from service.accounts import Account
 from service.delivery.events import DeliveryOptions
 from service.footprint import Footprint
 
@@ -16,7 +17,7 @@ class Submission:
     """A checked request, ready for the engine.
 
     Attributes:
-        identity, request_id: whose it is, and its name there.
+        account, request_id: for whom it counts and whose it is, and its name there.
         request: what the engine gets, under a name that `Registry.engine_id` made.
         reserved_tokens: its prompt and the longest output of all its choices.
         footprint: about how many bytes it holds.
@@ -25,7 +26,7 @@ class Submission:
         stop_strings, include_stop: as asked for.
     """
 
-    identity: str
+    account: Account
     request_id: str
     request: GenerationRequest
     reserved_tokens: int

@@ -169,7 +169,7 @@ class CommandReader:
             raise FieldError("add.spec", "is missing; say what to generate")
         await start_request(
             self._front,
-            self._identity,
+            self._permit,
             command.add.spec,
             self._stream,
             command_id=command.command_id,

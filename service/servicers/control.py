@@ -49,7 +49,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         permit = current_permit()
         refuse_unknown(request)
         interval_s = convert.interval_of(request)
-        self._watches.take(context, permit.caller.identity)
+        self._watches.take(context, permit.account)
         ending = self._control.ending
         before = None
         while True:

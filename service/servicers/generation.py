@@ -56,9 +56,9 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.AddRequestRequest, context: Any
     ) -> generation_service_pb2.AddRequestResponse:
         """Start a request and keep its results."""
-        front, identity = self._state.front, current_identity()
+        front, permit = self._state.front, current_permit()
         refuse_unknown(request)
-        log = await start_request(front, identity, spec_of(request), None, durable=True)
+        log = await start_request(front, permit, spec_of(request), None, durable=True)
         response = generation_service_pb2.AddRequestResponse(request_id=log.request_id)
         if log.accepted is not None:
             response.accepted.CopyFrom(front.responder.accepted(log.accepted))
@@ -68,11 +68,11 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.GenerateRequest, context: Any
     ) -> generation_service_pb2.GenerateResponse:
         """Run one request and return its whole result."""
-        front, identity = self._state.front, current_identity()
+        front, permit = self._state.front, current_permit()
         refuse_unknown(request)
         stream = ResultStream(front.registry)
         try:
-            log = await start_request(front, identity, spec_of(request), stream, final=True)
+            log = await start_request(front, permit, spec_of(request), stream, final=True)
             run = []
             size = 0
             while True:
@@ -90,23 +90,23 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         if size > MOST_OVERESTIMATED * front.max_send_bytes:
             raise AnswerTooLargeError(size, front.max_send_bytes)  # nor is it made
         make = partial(front.responder.result, log.request_id, log.n, run)
-        return await front.text_pool.answer(identity, size, make)
+        return await front.text_pool.answer(permit.account, size, make)
 
     async def GenerateStream(
         self, request: generation_service_pb2.GenerateStreamRequest, context: Any
     ) -> AsyncIterator[generation_service_pb2.GenerateStreamResponse]:
         """Run one request and stream its events."""
-        front, identity = self._state.front, current_identity()
+        front, permit = self._state.front, current_permit()
         refuse_unknown(request)
         stream = ResultStream(front.registry)
         context.add_done_callback(lambda _: stream.lost())
         try:
-            log = await start_request(front, identity, spec_of(request), stream)
+            log = await start_request(front, permit, spec_of(request), stream)
             while True:
                 stream.check_given_up()
                 if (batch := stream.take()) is not None:
                     yield await front.text_pool.answer(
-                        identity, batch.size, partial(_streamed, front, batch)
+                        permit.account, batch.size, partial(_streamed, front, batch)
                     )
                 elif stream.finished:
                     break
@@ -122,7 +122,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[generation_service_pb2.StreamResultResponse]:
         """A session: the reader carries out commands, and this writer sends what they bring."""
         front, permit = self._state.front, current_permit()
-        self._sessions.take(context, permit.caller.identity)
+        self._sessions.take(context, permit.account)
         stream = ResultStream(front.registry, is_session=True)
         context.add_done_callback(lambda _: stream.lost())
         reader = asyncio.create_task(
@@ -136,7 +136,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                 is_refused = reader.done() and not stream.closing
                 if (batch := stream.take()) is not None:
                     yield await front.text_pool.answer(
-                        permit.caller.identity, batch.size, partial(front.responder.batch, batch)
+                        permit.account, batch.size, partial(front.responder.batch, batch)
                     )
                 elif stream.finished:
                     break
@@ -173,11 +173,11 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.GetResultRequest, context: Any
     ) -> generation_service_pb2.GetResultResponse:
         """Read a request's events from a number on."""
-        front, identity = self._state.front, current_identity()
+        front, account = self._state.front, current_permit().account
         refuse_unknown(request)
         wait_s = _wait(request)
         from_seq = request.from_seq or 1
-        log = await _find(front, identity, request.request_id)
+        log = await _find(front, account.identity, request.request_id)
         log.check_from(from_seq)
         with contextlib.suppress(TimeoutError):  # the answer is what is there
             async with asyncio.timeout(wait_s):
@@ -202,7 +202,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             return response
 
         size = sum(numbered.event.size for numbered in events)
-        return await front.text_pool.answer(identity, size, fill)
+        return await front.text_pool.answer(account, size, fill)
 
 
 async def _find(front: FrontEnd, identity: str, request_id: str) -> RequestLog:

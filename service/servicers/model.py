@@ -8,7 +8,8 @@ from typing import Any
 from headrace.v1 import model_service_pb2, model_service_pb2_grpc
 
 from engine.errors import InvalidRequestError
-from service.auth import current_identity
+from service.accounts import Account
+from service.auth import current_permit
 from service.convert.unknown import refuse_unknown
 from service.convert.values import check_ids
 from service.delivery.events import detail_bytes
@@ -41,9 +42,9 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
     ) -> model_service_pb2.TokenizeResponse:
         """Text or a conversation as token ids."""
         refuse_unknown(request)
-        front, identity = self._state.front, current_identity()
+        front, account = self._state.front, current_permit().account
         try:
-            ids = await _encode(front, identity, request)
+            ids = await _encode(front, account, request)
         except InvalidRequestError as error:
             raise FieldError(error.field, error.description) from error
         if not request.token_details:
@@ -60,14 +61,14 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
                 token_ids=ids, tokens=map(front.responder.token, ids)
             )
 
-        return await front.text_pool.answer(identity, detail_bytes(0) * len(ids), describe)
+        return await front.text_pool.answer(account, detail_bytes(0) * len(ids), describe)
 
     async def Detokenize(
         self, request: model_service_pb2.DetokenizeRequest, context: Any
     ) -> model_service_pb2.DetokenizeResponse:
         """Token ids as text."""
         refuse_unknown(request)
-        front, identity = self._state.front, current_identity()
+        front, account = self._state.front, current_permit().account
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         try:
             ids = check_ids(
@@ -79,17 +80,17 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
         except InvalidRequestError as error:
             raise FieldError(error.field, error.description) from error
         return model_service_pb2.DetokenizeResponse(
-            text=await front.encoder.decode(identity, ids, skip)
+            text=await front.encoder.decode(account, ids, skip)
         )
 
 
 async def _encode(
-    front: FrontEnd, identity: str, request: model_service_pb2.TokenizeRequest
+    front: FrontEnd, account: Account, request: model_service_pb2.TokenizeRequest
 ) -> Sequence[int]:
     match request.WhichOneof("input"):
         case "text":
-            return await front.encoder.encode_text(identity, request.text)
+            return await front.encoder.encode_text(account, request.text)
         case "chat":
-            return await front.encoder.encode_chat(identity, request.chat)
+            return await front.encoder.encode_chat(account, request.chat)
         case _:
             raise FieldError("input", "is missing; set one of text and chat")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.v1 import generation_pb2, generation_service_pb2
 
+from service.auth import Permit
 from service.convert.weight import message_footprint
 from service.delivery.log import RequestLog
 from service.delivery.session import ResultStream
@@ -28,7 +29,7 @@ def spec_of(
 
 async def start_request(
     front: FrontEnd,
-    identity: str,
+    permit: Permit,
     spec: generation_pb2.GenerationSpec,
     stream: ResultStream | None,
     *,
@@ -40,20 +41,24 @@ async def start_request(
     for it, and a drain that begins meanwhile waits for it.
 
     Args:
-        front, identity, spec: whose request it is, and what is to be generated.
+        front: what requests need.
+        permit: of whoever asks for it.
+        spec: what is to be generated.
         stream: where the results go; None: they are kept.
         final: they are wanted in one piece.
         durable, command_id: see `Registry.start`.
     """
     request_id = front.converter.check_id(spec)
-    with front.registry.arriving(), front.registry.holding(identity) as holding:
-        await front.registry.settled(identity, request_id)
-        front.registry.check_free(identity, request_id)
+    account = permit.account
+    with front.registry.arriving(), front.registry.holding(account) as holding:
+        await front.registry.settled(account.identity, request_id)
+        front.registry.check_free(account, request_id)
         message = message_footprint(spec)
         holding.add(message)
         submission = await front.converter.submission(
             spec,
-            identity=identity,
+            account=account,
+            max_priority=permit.caller.max_priority,
             request_id=request_id,
             engine_id=front.registry.engine_id,
             final=final,

@@ -18,6 +18,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 from engine.drain_rate import MARGIN, UNKNOWN_DELAY_S
 from engine.errors import InvalidRequestError, QueueFullError
 from engine.outputs import RequestFailure
+from service.accounts import account_of
 from service.admission import (
     MEASURE_PART,
     MEASURE_S,
@@ -63,19 +64,19 @@ def test_tokens_are_bounded_for_all_and_for_each() -> None:
     control = AdmissionControl(
         Limits(max_open=9, max_tokens=100, max_tokens_of_identity=60), Clock()
     )
-    control.reserve("a", 50)
-    control.reserve("b", 40)
-    own = limit_of(lambda: control.reserve("a", 11))
+    control.reserve(account_of("a"), 50)
+    control.reserve(account_of("b"), 40)
+    own = limit_of(lambda: control.reserve(account_of("a"), 11))
     assert (own.reason, own.option) == (
         "TOO_MANY_TOKENS_OF_IDENTITY",
         "max_reserved_tokens_per_identity",
     )
     assert (own.limit, own.present) == (60, 50)
-    everyone = limit_of(lambda: control.reserve("c", 11))
+    everyone = limit_of(lambda: control.reserve(account_of("c"), 11))
     assert (everyone.reason, everyone.limit, everyone.present) == ("TOO_MANY_TOKENS", 100, 90)
-    control.reserve("c", 10)
-    control.free("a", 50)
-    control.reserve("c", 50)
+    control.reserve(account_of("c"), 10)
+    control.free(account_of("a"), 50)
+    control.reserve(account_of("c"), 50)
     assert control.reserved_tokens == 100
 
 
@@ -90,7 +91,7 @@ def test_tokens_are_bounded_for_all_and_for_each() -> None:
 def test_what_can_never_fit_is_wrong_not_early(limits: dict[str, int], option: str) -> None:
     control = AdmissionControl(Limits(max_open=9, **limits))
     with pytest.raises(InvalidRequestError, match=rf"at most 10 .*\({option}\)") as caught:
-        control.reserve("a", 11)
+        control.reserve(account_of("a"), 11)
     assert caught.value.field == "stop.max_tokens"
     assert control.reserved_tokens == 0
 
@@ -100,24 +101,30 @@ def test_each_account_has_its_own_rate() -> None:
     limits = Limits(max_open=4, max_open_of_identity=2, max_tokens=40, max_tokens_of_identity=20)
     control = AdmissionControl(limits, clock, no_jitter)
     for name in ("slow", "slow", "quick", "quick"):
-        control.reserve(name, 10)
-        control.take_place(name)
+        control.reserve(account_of(name), 10)
+        control.take_place(account_of(name))
     for turn in range(1, 21):  # for ten seconds: quick ends two a second, slow one in five seconds
         clock.now += 0.5
         for name in ("quick", "slow") if turn % 10 == 0 else ("quick",):
-            control.free(name, 10)
-            control.leave_place(name)
-            control.reserve(name, 10)
-            control.take_place(name)
-    assert limit_of(lambda: control.check_place("quick")).retry_after_s == pytest.approx(late(0.5))
-    assert limit_of(lambda: control.check_place("slow")).retry_after_s == pytest.approx(late(5.0))
-    other = limit_of(lambda: control.check_place("other"))  # 21 of all have left after the first
+            control.free(account_of(name), 10)
+            control.leave_place(account_of(name))
+            control.reserve(account_of(name), 10)
+            control.take_place(account_of(name))
+    assert limit_of(
+        lambda: control.check_place(account_of("quick"))
+    ).retry_after_s == pytest.approx(late(0.5))
+    assert limit_of(lambda: control.check_place(account_of("slow"))).retry_after_s == pytest.approx(
+        late(5.0)
+    )
+    other = limit_of(
+        lambda: control.check_place(account_of("other"))
+    )  # 21 of all have left after the first
     assert other.reason == "TOO_MANY_OPEN_REQUESTS"
     assert other.retry_after_s == pytest.approx(late(9.5 / 21))
     # 20 tokens more than there may be, at 2 a second; and of all, at 22.1.
-    slow = limit_of(lambda: control.reserve("slow", 20))
+    slow = limit_of(lambda: control.reserve(account_of("slow"), 20))
     assert slow.retry_after_s == pytest.approx(late(10.0))
-    other = limit_of(lambda: control.reserve("other", 20))
+    other = limit_of(lambda: control.reserve(account_of("other"), 20))
     assert other.retry_after_s == pytest.approx(late(20 / 210 * 9.5))
 
 
@@ -125,10 +132,10 @@ def test_what_was_taken_back_says_nothing_of_the_rate() -> None:
     clock = Clock()
     control = AdmissionControl(Limits(max_open=1), clock, no_jitter)
     for _ in range(100):
-        control.take_place("a")
-        control.leave_place("a", served=False)
-    control.take_place("a")
-    assert limit_of(lambda: control.check_place("a")).retry_after_s == UNKNOWN_DELAY_S
+        control.take_place(account_of("a"))
+        control.leave_place(account_of("a"), served=False)
+    control.take_place(account_of("a"))
+    assert limit_of(lambda: control.check_place(account_of("a"))).retry_after_s == UNKNOWN_DELAY_S
 
 
 class House:
@@ -145,17 +152,17 @@ class House:
 
     def enter(self) -> None:
         self._ask()
-        self._control.take_place("a")
+        self._control.take_place(account_of("a"))
         self.present += 1
 
     def leave(self) -> None:
-        self._control.free("a", self._tokens)
-        self._control.leave_place("a")
+        self._control.free(account_of("a"), self._tokens)
+        self._control.leave_place(account_of("a"))
         self.present -= 1
 
     def _ask(self) -> None:
-        self._control.check_place("a")
-        self._control.reserve("a", self._tokens)
+        self._control.check_place(account_of("a"))
+        self._control.reserve(account_of("a"), self._tokens)
 
 
 @pytest.mark.parametrize("per_second", [30, 500])
@@ -187,17 +194,17 @@ def test_identities_without_requests_take_no_room() -> None:
     for _ in range(3000):
         if held and rng.random() < 0.5:
             name, tokens = held.pop(rng.randrange(len(held)))
-            control.free(name, tokens)
-            control.leave_place(name)
+            control.free(account_of(name), tokens)
+            control.leave_place(account_of(name))
         else:
             name, tokens = f"c{rng.randrange(500)}", rng.randrange(1, 20)
             try:
-                control.check_place(name)
-                control.reserve(name, tokens)
+                control.check_place(account_of(name))
+                control.reserve(account_of(name), tokens)
             except LimitReachedError:
                 assert len(held) == 9 or control.reserved_tokens + tokens > 100
                 continue
-            control.take_place(name)
+            control.take_place(account_of(name))
             held.append((name, tokens))
         assert control.reserved_tokens == sum(tokens for _, tokens in held) <= 100
         assert control._of.keys() == {name for name, _ in held}
@@ -404,12 +411,12 @@ def test_time_in_which_nothing_was_unread_is_no_time_in_which_nothing_was_read()
         return limit_of(lambda: control.check_bytes(lambda: size)).retry_after_s
 
     clock.now += 3600
-    control.take_place("a")
+    control.take_place(account_of("a"))
     assert advice(200) == UNKNOWN_DELAY_S  # nothing has left yet
     control.delivered(200)
-    control.leave_place("a")
+    control.leave_place(account_of("a"))
     clock.now += 3600  # nobody asks, so nothing is measured
-    control.take_place("a")
+    control.take_place(account_of("a"))
     assert advice(200) == UNKNOWN_DELAY_S
     control.delivered(200)
     clock.now += MEASURE_S

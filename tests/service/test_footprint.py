@@ -26,6 +26,7 @@ from engine.sampling_params import SamplingParams, StopParams
 from engine.text import TextStream
 from engine.token_ids import TokenIds
 from engine.types import RequestId, TokenId
+from service.accounts import account_of
 from service.admission import AdmissionControl, Holding, LimitReachedError, Limits
 from service.delivery.events import Accepted, DeliveryOptions
 from service.delivery.flow import LogFlow
@@ -49,11 +50,11 @@ def part(size: int, field: str = "a") -> Footprint:
 def test_bytes_are_bounded_and_come_free_again() -> None:
     clock = Clock()
     control = AdmissionControl(Limits(max_open=9, max_live_bytes=1000), clock, no_jitter)
-    one, two = control.holding("a"), control.holding("b")
+    one, two = control.holding(account_of("a")), control.holding(account_of("b"))
     one.add(part(300))
     one.add(part(400))
     two.add(part(250))
-    with control.holding("c") as first:  # rates are measured from the first that leaves
+    with control.holding(account_of("c")) as first:  # rates are measured from the first that leaves
         first.add(part(10))
         first.release(served=True)
     error = limit_of(lambda: two.add(part(51)))
@@ -67,7 +68,7 @@ def test_bytes_are_bounded_and_come_free_again() -> None:
     one.drop(part(400))
     assert control.live_bytes == two.size == 301
     # 400 left in 4 seconds, and this one is 60 too many.
-    error = limit_of(lambda: control.holding("c").add(part(759)))
+    error = limit_of(lambda: control.holding(account_of("c")).add(part(759)))
     assert error.retry_after_s == pytest.approx(0.6, rel=0.2)
     two.release(served=False)
     assert (control.live_bytes, dict(control._of)) == (0, {})
@@ -75,7 +76,7 @@ def test_bytes_are_bounded_and_come_free_again() -> None:
 
 def test_what_alone_is_too_much_is_wrong_and_not_early() -> None:
     control = AdmissionControl(Limits(max_open=9, max_live_bytes=1000))
-    holding = control.holding("a")
+    holding = control.holding(account_of("a"))
     holding.add(part(600, "text.text"))
     with pytest.raises(InvalidRequestError, match=r"at most 1000 .*\(max_live_bytes\)") as caught:
         holding.add(part(401, "sampling.logit_bias"))
@@ -85,10 +86,10 @@ def test_what_alone_is_too_much_is_wrong_and_not_early() -> None:
 
 def test_what_was_not_taken_over_is_released() -> None:
     control = AdmissionControl(Limits(max_open=9))
-    with control.holding("a") as holding:
+    with control.holding(account_of("a")) as holding:
         holding.add(part(600))
     assert control.live_bytes == 0
-    with control.holding("a") as holding:
+    with control.holding(account_of("a")) as holding:
         holding.add(part(600))
         holding.take_over()
     assert control.live_bytes == 600
@@ -106,7 +107,7 @@ def test_the_count_is_the_sum_of_what_is_held(steps: list[tuple[str, int]]) -> N
     held: list[tuple[str, Holding, list[int]]] = []
     for action, number in steps:
         if action == "begin" or not held:
-            held.append((f"c{number % 3}", control.holding(f"c{number % 3}"), []))
+            held.append((f"c{number % 3}", control.holding(account_of(f"c{number % 3}")), []))
             continue
         name, holding, parts = held[number % len(held)]
         if action == "add":
@@ -398,7 +399,7 @@ def test_what_is_not_read_is_counted_as_what_it_takes(
     count = 600
     options = DeliveryOptions(candidates=candidates, token_details=candidates is not None)
     log = RequestLog(
-        identity="i",
+        account=account_of("i"),
         request_id="r",
         engine_id=RequestId("i/r#1"),
         options=options,

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.v1 import control_service_pb2 as control
 from headrace.v1 import generation_service_pb2 as rpc
 
+from service.accounts import account_of
 from service.admission import LimitReachedError
 from service.places import Kind, Places
 from tests.service.helpers import DEADLINE_S, Harness, Refused, refused, serving, until
@@ -122,9 +123,9 @@ def test_nobody_who_left_is_remembered() -> None:
     )
     calls = [Call() for _ in range(2)]
     for call, identity in zip(calls, "ab", strict=True):
-        places.take(call, identity)
+        places.take(call, account_of(identity))
     with pytest.raises(LimitReachedError) as caught:
-        places.take(Call(), "c")
+        places.take(Call(), account_of("c"))
     assert caught.value.retry_after_s > 0
     now += 4.0
     calls[0].end(None)

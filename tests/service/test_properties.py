@@ -26,6 +26,7 @@ from engine.request import GenerationRequest
 from engine.sampling_params import SamplingParams, StopParams
 from engine.text import TextStream
 from engine.types import RequestId, TokenId
+from service.accounts import account_of
 from service.delivery.events import (
     Accepted,
     DeliveryOptions,
@@ -66,7 +67,7 @@ def make_log(
 ) -> RequestLog:
     """A log that was accepted."""
     log = RequestLog(
-        identity="i",
+        account=account_of("i"),
         request_id="r",
         engine_id=RequestId("i/r#1"),
         options=options,

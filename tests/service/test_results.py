@@ -10,6 +10,7 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 
 from engine.types import RequestId
+from service.accounts import account_of
 from service.delivery.events import DeliveryOptions
 from service.delivery.flow import LogFlow
 from service.delivery.kept import KeptResults
@@ -197,7 +198,7 @@ async def test_kept_results_are_bounded_in_count_and_bytes() -> None:
 
 def log_of(identity: str, name: str) -> RequestLog:
     return RequestLog(
-        identity=identity,
+        account=account_of(identity),
         request_id=name,
         engine_id=RequestId(f"{identity}/{name}"),
         options=DeliveryOptions(),

@@ -21,6 +21,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import model_service_pb2 as model
 
 from engine.text import Tokenizer
+from service.accounts import account_of
 from service.admission import LimitReachedError
 from service.convert.inputs import MIN_MOST_TEXT_BYTES
 from service.errors import NotReadyError
@@ -71,7 +72,7 @@ async def settle() -> None:
 
 
 def begin(pool: TextPool, identity: str, size: int, name: str) -> asyncio.Task[str]:
-    return asyncio.ensure_future(pool.run(identity, size, lambda: name))
+    return asyncio.ensure_future(pool.run(account_of(identity), size, lambda: name))
 
 
 async def test_callers_have_their_turns_whatever_others_have_waiting() -> None:
@@ -139,7 +140,7 @@ async def test_an_error_is_the_caller_s_alone() -> None:
     def fail() -> str:
         raise ValueError("no")
 
-    failing = asyncio.ensure_future(pool.run("a", LONG, fail))
+    failing = asyncio.ensure_future(pool.run(account_of("a"), LONG, fail))
     working = begin(pool, "a", LONG, "yes")
     await settle()
     await hands.finish()
@@ -169,7 +170,7 @@ async def test_how_much_of_a_caller_may_wait(
     await settle()
     assert pool.waiting == number
     with pytest.raises(LimitReachedError) as caught:
-        await pool.run("a", size, str)
+        await pool.run(account_of("a"), size, str)
     assert (caught.value.reason, caught.value.limit) == (reason, limit)
     assert caught.value.retry_after_s > 0
     other = begin(pool, "b", size, "other")
@@ -194,7 +195,7 @@ async def test_how_much_of_all_may_wait(size: int, reason: str) -> None:
     await settle()
     assert pool.waiting == number
     with pytest.raises(LimitReachedError) as caught:
-        await pool.run("another", size, str)
+        await pool.run(account_of("another"), size, str)
     assert caught.value.reason == reason
     for task in tasks:
         task.cancel()
@@ -212,10 +213,12 @@ async def test_answers_are_not_refused_and_wait_for_no_text() -> None:
     tasks = [begin(pool, "a", 8 << 20, f"{i}") for i in range(3)]
     await settle()
     with pytest.raises(LimitReachedError):
-        await pool.run("a", 8 << 20, str)
-    assert await pool.answer("a", INLINE_ANSWER_BYTES, lambda: "at once") == "at once"
+        await pool.run(account_of("a"), 8 << 20, str)
+    assert await pool.answer(account_of("a"), INLINE_ANSWER_BYTES, lambda: "at once") == "at once"
     answers = [
-        asyncio.ensure_future(pool.answer("a", INLINE_ANSWER_BYTES + 1, partial(str, i)))
+        asyncio.ensure_future(
+            pool.answer(account_of("a"), INLINE_ANSWER_BYTES + 1, partial(str, i))
+        )
         for i in range(3)
     ]
     await settle()
@@ -240,7 +243,7 @@ async def test_a_closed_pool_refuses_what_waits_and_what_comes() -> None:
     assert outcomes[0] == "0"
     assert [type(outcome) for outcome in outcomes[1:]] == [NotReadyError, NotReadyError]
     with pytest.raises(NotReadyError):
-        await pool.run("a", 1, str)
+        await pool.run(account_of("a"), 1, str)
 
 
 async def test_threads_that_are_closed_meanwhile_end_nothing_twice() -> None:
@@ -248,8 +251,8 @@ async def test_threads_that_are_closed_meanwhile_end_nothing_twice() -> None:
     threads = ThreadPoolExecutor(1)
     pool = TextPool(threads)
     go = threading.Event()
-    running = asyncio.ensure_future(pool.run("a", LONG, go.wait))
-    queued = asyncio.ensure_future(pool.run("a", 1, lambda: True))
+    running = asyncio.ensure_future(pool.run(account_of("a"), LONG, go.wait))
+    queued = asyncio.ensure_future(pool.run(account_of("a"), 1, lambda: True))
     await settle()
     pool.close()
     threads.shutdown(wait=False, cancel_futures=True)
