@@ -245,6 +245,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """The figures now."""
         kv_cache = self.scheduler.kv_cache
+        callers = self.scheduler.callers.named()
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -266,6 +267,8 @@ class EngineCore:
             prefix_hits=kv_cache.prefix_hits,
             held=self.scheduler.num_held,
             holds=self._live.num_holds,
+            callers=callers,
+            other_callers=self.scheduler.callers.others(callers),
         )
 
     def _must_wait(self) -> bool:

@@ -158,6 +158,8 @@ class Request:
         num_pending_tokens: how many of token_ids, at their end, are PENDING_TOKEN.
         num_cached_tokens: how many prompt tokens came from the prefix cache when it was first
             scheduled.
+        num_counted_tokens: how many of token_ids, from the first on, its caller's service has been
+            counted for; set by the scheduler.
         block_hashes: of its full blocks, as far as they were needed; kept by the KV cache.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are known.
         sampling_steps: what choosing its tokens takes; kept by the sampler.
@@ -181,6 +183,7 @@ class Request:
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     num_cached_tokens: int = 0
+    num_counted_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     sampling_steps: SamplingSteps | None = None

@@ -6,6 +6,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.types import NO_CALLER, CallerKey
+
+
+@dataclass(frozen=True, slots=True)
+class CallerStats:
+    """What one caller has, and was given.
+
+    Attributes:
+        caller: its name; NO_CALLER where several are summed.
+        weight: how much service it is due beside others; 0 where several are summed.
+        running, waiting: its requests in the batch, and in the queue.
+        service: what it was given, as `engine.scheduler.callers` counts it; since the start, or
+            since it was forgotten.
+    """
+
+    caller: CallerKey = NO_CALLER
+    weight: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    service: int = 0
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
@@ -32,6 +53,10 @@ class EngineStats:
         held: requests that are neither in the batch nor in the queue, because their results are not
             read.
         holds: how often a request was held.
+        num_decode_steps: steps in which at least one request decoded.
+        num_steps_over_target: those of them that took longer than the target for a step's time.
+        callers: by name, a bounded number of them; those that have requests come first.
+        other_callers: all others together, now and in the past; None: there were none.
     """
 
     running: int
@@ -54,3 +79,7 @@ class EngineStats:
     prefix_hits: int = 0
     held: int = 0
     holds: int = 0
+    num_decode_steps: int = 0
+    num_steps_over_target: int = 0
+    callers: tuple[CallerStats, ...] = ()
+    other_callers: CallerStats | None = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -22,7 +22,7 @@ from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 from engine.client import EngineClient
 from engine.errors import HeadraceError
 from engine.outputs import Finish, RequestOutput, StepOutputs
-from engine.stats import EngineStats
+from engine.stats import CallerStats, EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,18 @@ _COUNTERS: Final[tuple[tuple[str, str, str, Callable[[EngineStats], int]], ...]]
         "How often a request was held, because its results were not read.",
         lambda s: s.holds,
     ),
+    (
+        "headrace.steps.with_decodes",
+        "{step}",
+        "Steps in which at least one request decoded.",
+        lambda s: s.num_decode_steps,
+    ),
+    (
+        "headrace.steps.over_target",
+        "{step}",
+        "Those of them that took longer than the target.",
+        lambda s: s.num_steps_over_target,
+    ),
     ("headrace.tokens.generated", "{token}", "Generated.", lambda s: s.generated_tokens),
     (
         "headrace.preemptions",
@@ -121,6 +133,12 @@ _COUNTERS: Final[tuple[tuple[str, str, str, Callable[[EngineStats], int]], ...]]
         lambda s: s.prefix_hits,
     ),
 )
+_CALLER_GAUGES: Final[tuple[tuple[str, str, Callable[[CallerStats], int]], ...]] = (
+    ("headrace.callers.running", "In the batch, by caller.", lambda c: c.running),
+    ("headrace.callers.waiting", "In the queue, by caller.", lambda c: c.waiting),
+)
+_OTHERS: Final = {"headrace.callers": "other"}
+"""The attribute under which the engine sums those that it does not name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +148,13 @@ class _Figures:
     Attributes:
         before: what counters had come to when engines ended that were there before this one, by
             the counter's name.
+        service_before: what all callers were given by engines that ended.
         stats: the last figures of this one; None: it has given none yet.
         is_there: whether it gave them when it was last asked.
     """
 
     before: Mapping[str, int] = field(default_factory=dict)
+    service_before: int = 0
     stats: EngineStats | None = None
     is_there: bool = False
 
@@ -144,6 +164,25 @@ class _Figures:
         if stats is None:
             return self.before
         return {name: self.before.get(name, 0) + read(stats) for name, *_, read in _COUNTERS}
+
+    def callers(self) -> Iterator[tuple[CallerStats, Mapping[str, str]]]:
+        """The callers of this engine, each with its attribute; the engine names few of them."""
+        if self.stats is not None:
+            for caller in self.stats.callers:
+                yield caller, {"headrace.caller": caller.caller}
+            if self.stats.other_callers is not None:
+                yield self.stats.other_callers, _OTHERS
+
+    def services(self) -> Iterator[tuple[int, Mapping[str, str]]]:
+        """What each caller was given; what engines gave that ended is the others'."""
+        others = self.service_before
+        for caller, attributes in self.callers():
+            if attributes is _OTHERS:
+                others += caller.service
+            else:
+                yield caller.service, attributes
+        if others:
+            yield others, _OTHERS
 
 
 class Metrics:
@@ -208,12 +247,25 @@ class Metrics:
         )
         for name, unit, text, _ in _COUNTERS:
             meter.create_observable_counter(name, [self._counter(name)], unit, text)
+        for name, text, read_caller in _CALLER_GAUGES:
+            meter.create_observable_gauge(
+                name, [self._caller_gauge(read_caller)], "{request}", text
+            )
+        meter.create_observable_counter(
+            "headrace.callers.service",
+            [self._observe_service],
+            "{token}",
+            "Tokens computed, by caller: 1 for each of a prompt, 2 for each of an output.",
+        )
 
     def engine_starts(self) -> None:
         """An engine is being started, whether it is the first one or the last one has died. It
         counts from 0: counters go on from where they were.
         """
-        self._figures = _Figures(self._figures.totals())
+        figures = self._figures
+        self._figures = _Figures(
+            figures.totals(), service_before=sum(service for service, _ in figures.services())
+        )
 
     def loaded(self, model: str) -> None:
         """The model is there, under this name."""
@@ -271,6 +323,21 @@ class Metrics:
             return (Observation(read(figures.stats)),)
 
         return observe
+
+    def _caller_gauge(
+        self, read: Callable[[CallerStats], int]
+    ) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        def observe(_options: CallbackOptions) -> Iterable[Observation]:
+            figures = self._figures
+            callers = figures.callers() if figures.is_there else ()
+            return [Observation(read(caller), attributes) for caller, attributes in callers]
+
+        return observe
+
+    def _observe_service(self, _options: CallbackOptions) -> Iterable[Observation]:
+        return [
+            Observation(service, attributes) for service, attributes in self._figures.services()
+        ]
 
     def _counter(self, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(_options: CallbackOptions) -> Iterable[Observation]:

@@ -33,6 +33,7 @@ from typing import ClassVar
 from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import Request, RequestStatus
+from engine.scheduler.callers import Callers
 from engine.types import RequestKey
 
 
@@ -74,6 +75,7 @@ class Scheduler(ABC):
         waiting: the queue, in the order of arrival; preempted requests at its head.
         running: the batch, in the order in which its requests were started.
         held: the requests that are held, with their blocks or without.
+        callers: who has requests that run or wait, and how much service each was given.
         num_preemptions: since the start.
     """
 
@@ -94,6 +96,7 @@ class Scheduler(ABC):
         self.waiting: OrderedDict[RequestKey, Request] = OrderedDict()
         self.running: dict[RequestKey, Request] = {}
         self.held: dict[RequestKey, Request] = {}
+        self.callers = Callers()
         # With blocks, and not running: of the held ones, those that were held first in front; and
         # those that are held no more and go on with the next step.
         self._parked: dict[RequestKey, Request] = {}
@@ -131,6 +134,9 @@ class Scheduler(ABC):
         their own. One that leaves it is just not in `waiting` any more.
         """
 
+    def served(self, request: Request, service: int) -> None:  # noqa: B027  # likewise
+        """A step that was launched gives a request's caller so much service (see `callers`)."""
+
     def next_waiting(self) -> Request | None:
         """The waiting request whose turn is next; None: none waits."""
         return next(iter(self.waiting.values()), None)
@@ -149,18 +155,19 @@ class Scheduler(ABC):
     def add(self, request: Request) -> None:
         """Put a new request into the queue."""
         self.waiting[request.key] = request
-        self.queued(request)
+        self._enter_queue(request)
 
     def put_back(self, request: Request) -> None:
         """Put a request that was in the batch, or belongs to one, at the head of the queue."""
         self.waiting[request.key] = request
         self.waiting.move_to_end(request.key, last=False)
-        self.queued(request)
+        self._enter_queue(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is, and give its blocks back. O(its blocks)."""
         for place in (self.waiting, self.running, self.held, self._parked, self._returning):
             place.pop(request.key, None)
+        self.callers.leave(request)
         self.kv_cache.free(request.key)
 
     def hold(self, request: Request) -> None:
@@ -175,6 +182,8 @@ class Scheduler(ABC):
         elif key in self.waiting:
             del self.waiting[key]
             self.held[key] = request
+        if key in self.held:
+            self.callers.leave(request)
 
     def unhold(self, request: Request) -> None:
         """Let a request go on with the next step; where it has lost its blocks, or there is no
@@ -184,6 +193,7 @@ class Scheduler(ABC):
             return
         if self._parked.pop(request.key, None) is not None:
             self._returning[request.key] = request
+            self.callers.enter(request)
         else:
             self.put_back(request)
 
@@ -209,6 +219,7 @@ class Scheduler(ABC):
             child.num_computed_tokens = num_computed
             child.status = RequestStatus.PREFILLING
             self.running[child.key] = child
+            self.callers.enter(child)
         for child in reversed(left):
             self.put_back(child)
 
@@ -255,6 +266,9 @@ class Scheduler(ABC):
         request.num_computed_tokens = part.start + part.num_tokens
         if part.samples:
             request.status = RequestStatus.DECODING
+        service = self.callers.count(part)
+        if service:
+            self.served(request, service)
 
     def computed(self, part: ScheduledRequest) -> None:
         """Record that a part was computed, and its request still runs."""
@@ -388,6 +402,7 @@ class Scheduler(ABC):
             request.first_scheduled = now
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         del self.waiting[request.key]
+        self.callers.unqueue(request)
         self.running[request.key] = request
         request.status = RequestStatus.PREFILLING
         if not self.extend(plan, request):
@@ -478,6 +493,10 @@ class Scheduler(ABC):
 
     def _give_up(self, request: Request) -> None:
         """Record that a request that had blocks has none any more. It waits, unless it is held."""
+        if request.key not in self.running:  # what is computed again because it was held counts
+            request.num_counted_tokens = min(
+                request.num_counted_tokens, request.num_computed_tokens
+            )
         self.running.pop(request.key, None)
         self._parked.pop(request.key, None)
         self._returning.pop(request.key, None)
@@ -486,6 +505,10 @@ class Scheduler(ABC):
         self.num_preemptions += 1
         if request.key not in self.held:
             self.put_back(request)
+
+    def _enter_queue(self, request: Request) -> None:
+        self.callers.queue(request)
+        self.queued(request)
 
     def _spare_blocks(self, num_running: int) -> list[int]:
         """Blocks of each group to leave for the growth of the running requests, so that a newcomer

@@ -190,7 +190,15 @@ def _front_end(stats: RegistryStats) -> pb.FrontEndStatistics:
 def _engine(stats: EngineStats) -> pb.EngineStatistics:
     values = dataclasses.asdict(stats)
     last_step_s = values.pop("last_step_s")
-    return pb.EngineStatistics(last_step=to_duration(last_step_s), **values)
+    other = values.pop("other_callers")
+    return pb.EngineStatistics(
+        last_step=to_duration(last_step_s),
+        steps_with_decodes=values.pop("num_decode_steps"),
+        steps_over_target=values.pop("num_steps_over_target"),
+        callers=[pb.CallerStatistics(**caller) for caller in values.pop("callers")],
+        other_callers=None if other is None else pb.CallerStatistics(**other),
+        **values,
+    )
 
 
 def _rates(before: Snapshot, now: Snapshot) -> pb.EngineRates | None:

@@ -82,6 +82,8 @@ class CoreMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, 0]),
         history=st.sampled_from([False, False, True]),
         logprobs=st.booleans(),
+        caller=st.sampled_from(["", "", "b", "c"]),
+        weight=st.sampled_from([1.0, 1.0, 0.25, 4.0]),
     )
     def add_one(self, **options: Any) -> None:
         """A request of any kind."""
@@ -99,6 +101,8 @@ class CoreMachine(RuleBasedStateMachine):
         prompt_logprobs: int | None,
         history: bool,
         logprobs: bool,
+        caller: str = "",
+        weight: float = 1.0,
     ) -> None:
         longest = self.core.max_context_tokens - (1 if max_tokens else 0)
         if longest < 1:
@@ -115,6 +119,8 @@ class CoreMachine(RuleBasedStateMachine):
             prompt_logprobs=prompt_logprobs,
             history=history,
             logprobs=logprobs,
+            caller=caller,
+            weight=weight,
         )
         self.ledger.add(spec)
         self.core.add(spec, self.clock())
@@ -140,6 +146,7 @@ class CoreMachine(RuleBasedStateMachine):
                 prompt_logprobs=0 if index == 1 else None,
                 history=index == 6,
                 logprobs=False,
+                caller=("b", "b", "c")[index % 3],
             )
         self.steps(steps)
 
@@ -249,6 +256,10 @@ class CoreMachine(RuleBasedStateMachine):
                 if live.is_held:
                     assert not any(places)
                     assert one.num_tokens <= self.lengths[one.key], "a step took a held request"
+        returning = len(core.scheduler._returning)
+        assert sum(one.running for one in stats.callers) == stats.running + returning
+        assert sum(one.waiting for one in stats.callers) == stats.waiting
+        assert stats.other_callers is None
         assert stats.running <= core.scheduler.max_requests_per_batch
         assert len(set(self.runner.released)) == len(self.runner.released), "released twice"
         assert stats.generated_tokens == sum(map(len, self.ledger.tokens.values()))

@@ -32,7 +32,7 @@ from engine.request import PENDING_TOKEN, GenerationRequest, Request
 from engine.runner_protocol import INVALID_TOKEN, SampledTokens
 from engine.sampling_params import LogprobParams, SamplingParams, StopParams
 from engine.scheduler.registry import scheduler_class
-from engine.types import GroupId, RequestId, RequestKey, TokenId
+from engine.types import CallerKey, GroupId, RequestId, RequestKey, TokenId
 
 VOCAB = 101
 POISON = TokenId(VOCAB + 13)
@@ -493,6 +493,8 @@ def make_request(
     prompt_logprobs: int | None = None,
     logprobs: bool = False,
     history: bool = False,
+    caller: str = "",
+    weight: float = 1.0,
 ) -> GenerationRequest:
     """`history`: its sampling needs the tokens before on the host."""
     return GenerationRequest(
@@ -507,4 +509,6 @@ def make_request(
         n=n,
         priority=priority,
         prompt_logprobs=prompt_logprobs,
+        caller=CallerKey(caller),
+        weight=weight,
     )

@@ -36,6 +36,8 @@ def traffic(
                 time_limit_s=1e6 if chance.random() < 0.5 else None,
                 prompt_logprobs=0 if chance.random() < 0.1 else None,
                 history=chance.random() < 0.02,
+                caller=chance.choice("abcd"),
+                weight=chance.choice((1.0, 1.0, 3.0)),
             )
             added += 1
             ledger.add(spec)

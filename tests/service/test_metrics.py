@@ -25,8 +25,8 @@ from engine.outputs import (
     Timings,
     Usage,
 )
-from engine.stats import EngineStats
-from engine.types import RequestId
+from engine.stats import CallerStats, EngineStats
+from engine.types import CallerKey, RequestId
 from service import metrics, telemetry
 from service.metrics import Metrics
 from tests.service.fake_engine import FakeEngine, says
@@ -114,6 +114,7 @@ async def test_a_server_records_its_requests_and_the_engine_s_figures(
         generated_tokens=7, requests_accepted=8, requests_finished=9, preemptions=10,
         last_step_s=0.5, blocks_cached=11, host_blocks_total=12, host_blocks_used=13,
         offloads=14, restores=15, prefix_queries=16, prefix_hits=17, held=18, holds=19,
+        num_decode_steps=20, num_steps_over_target=21,
     )  # fmt: skip
 
     class Engine(FakeEngine):
@@ -133,13 +134,14 @@ async def test_a_server_records_its_requests_and_the_engine_s_figures(
                 "kv_cache.host_blocks.limit", "kv_cache.host_blocks.used", "kv_cache.offloads",
                 "kv_cache.restores", "prefix_cache.queries", "prefix_cache.hits",
                 "requests.held", "holds",
+                "steps.with_decodes", "steps.over_target",
             )
         }  # fmt: skip
         duration = "gen_ai.server.request.duration"
         requests, _ = book.sum(duration, gen_ai__request__model="mine")
         steps, seconds = book.sum("headrace.step.duration")
         per_token, _ = book.sum("gen_ai.server.time_per_output_token")
-    assert list(found.values()) == list(range(1, 20))
+    assert list(found.values()) == list(range(1, 22))
     assert (requests, per_token) == (2, 3)
     assert steps == h.engine.steps
     assert seconds == 0.25 * steps
@@ -181,6 +183,45 @@ async def test_counters_go_on_and_gauges_say_nothing_when_the_engine_has_died(
             await until(lambda: book.points(running))
             assert (book.value(running), book.value(steps)) == (restarts, total)
             assert book.value("headrace.tokens.prompt") == 50 * (restarts + 1)
+
+
+async def test_callers_are_told_of_by_name_and_the_others_never_shrink() -> None:
+    book = Book()
+    rows = (CallerStats(CallerKey("a"), 2.0, 3, 4, 50), CallerStats(CallerKey("b"), 1.0, 0, 1, 7))
+    figures = [
+        EngineStats(0, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, callers=rows,
+                    other_callers=CallerStats(running=1, waiting=2, service=100)),
+        EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, callers=rows[:1]),
+    ]  # fmt: skip
+
+    class Engine(FakeEngine):
+        async def stats(self) -> EngineStats:
+            return figures[0]
+
+    def told(name: str) -> dict[str, float]:
+        points = book.points(f"headrace.callers.{name}")
+        assert all(len(point.attributes) == 1 for point in points)
+        return {
+            point.attributes.get("headrace.caller", point.attributes.get("headrace.callers")): (
+                point.value
+            )
+            for point in points
+        }
+
+    async def poll_once() -> None:
+        task = asyncio.create_task(book.metrics.poll(Engine()))
+        await asyncio.sleep(0)
+        task.cancel()
+
+    await poll_once()
+    assert told("running") == {"a": 3, "b": 0, "other": 1}
+    assert told("waiting") == {"a": 4, "b": 1, "other": 2}
+    assert told("service") == {"a": 50, "b": 7, "other": 100}
+    book.metrics.engine_starts()  # what the one before gave is the others'
+    figures.pop(0)
+    await poll_once()
+    assert told("service") == {"a": 50, "other": 157}
+    book.provider.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,21 @@ def test_the_picture_shows_all_there_is() -> None:
     assert "0 of 10 blocks" in said
     assert "25% of 8 prompt tokens found" in said
     assert "12.5 tokens generated" in said
-    assert "blocks=6/24" in line(found)
+    assert "blocks=6/24 callers=0" in line(found)
+    assert "of the service" not in said
+    assert "over-target" not in line(found)
+    found.engine.steps_with_decodes, found.engine.steps_over_target = 200, 3
+    for number in range(14):
+        found.engine.callers.add(caller=f"c{number}", weight=1, waiting=number, service=10)
+    found.engine.callers.add(caller="[b]\x1b[2J", weight=2.5, running=99, service=50)
+    found.engine.other_callers.waiting, found.engine.other_callers.service = 40, 10
+    said = shown()
+    assert "'[b]\\x1b[2J': 99 running, 0 waiting, 25% of the service, weight 2.5" in said
+    assert "c13: 0 running, 13 waiting, 5% of the service" in said
+    assert "c2:" not in said
+    assert "all others: 0 running, 43 waiting, 20% of the service" in said
+    assert "1.5% of 200 steps with decodes" in said
+    assert "callers=14 over-target=1.5%" in line(found)
 
 
 @pytest.mark.usefixtures("root_level")

@@ -794,7 +794,15 @@ type EngineStatistics struct {
 	// Choices of requests that are held now, because their results are not read: neither in the batch nor in the queue.
 	Held uint64 `protobuf:"varint,19,opt,name=held,proto3" json:"held,omitempty"`
 	// Counter: how often a request was held.
-	Holds         uint64 `protobuf:"varint,20,opt,name=holds,proto3" json:"holds,omitempty"`
+	Holds uint64 `protobuf:"varint,20,opt,name=holds,proto3" json:"holds,omitempty"`
+	// Counter: steps in which at least one request decoded.
+	StepsWithDecodes uint64 `protobuf:"varint,21,opt,name=steps_with_decodes,json=stepsWithDecodes,proto3" json:"steps_with_decodes,omitempty"`
+	// Counter: those of them that took longer than the target for a step's time. 0 where there is no target.
+	StepsOverTarget uint64 `protobuf:"varint,22,opt,name=steps_over_target,json=stepsOverTarget,proto3" json:"steps_over_target,omitempty"`
+	// Callers by name: at most 32, those with requests before those without.
+	Callers []*CallerStatistics `protobuf:"bytes,23,rep,name=callers,proto3" json:"callers,omitempty"`
+	// All other callers together, now and in the past. Absent where there were none.
+	OtherCallers  *CallerStatistics `protobuf:"bytes,24,opt,name=other_callers,json=otherCallers,proto3" json:"other_callers,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -969,6 +977,118 @@ func (x *EngineStatistics) GetHolds() uint64 {
 	return 0
 }
 
+func (x *EngineStatistics) GetStepsWithDecodes() uint64 {
+	if x != nil {
+		return x.StepsWithDecodes
+	}
+	return 0
+}
+
+func (x *EngineStatistics) GetStepsOverTarget() uint64 {
+	if x != nil {
+		return x.StepsOverTarget
+	}
+	return 0
+}
+
+func (x *EngineStatistics) GetCallers() []*CallerStatistics {
+	if x != nil {
+		return x.Callers
+	}
+	return nil
+}
+
+func (x *EngineStatistics) GetOtherCallers() *CallerStatistics {
+	if x != nil {
+		return x.OtherCallers
+	}
+	return nil
+}
+
+// What one caller has, and was given, in the engine.
+type CallerStatistics struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// For whom requests are counted. Empty: nobody was named, or these are several callers.
+	Caller string `protobuf:"bytes,1,opt,name=caller,proto3" json:"caller,omitempty"`
+	// How much service it is due beside others; the usual is 1. 0 for several callers.
+	Weight float64 `protobuf:"fixed64,2,opt,name=weight,proto3" json:"weight,omitempty"`
+	// Its choices of requests that are in the batch now.
+	Running uint64 `protobuf:"varint,3,opt,name=running,proto3" json:"running,omitempty"`
+	// How many of them wait in the queue now.
+	Waiting uint64 `protobuf:"varint,4,opt,name=waiting,proto3" json:"waiting,omitempty"`
+	// Counter: the service it was given: 1 for each prompt token that was computed, 2 for each output token. What was found in the prefix
+	// cache, or is computed again after a preemption, does not count. Begins anew when the caller has been without requests for so long
+	// that it was forgotten; the counter of `other_callers` then grows by what it had.
+	Service       uint64 `protobuf:"varint,5,opt,name=service,proto3" json:"service,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CallerStatistics) Reset() {
+	*x = CallerStatistics{}
+	mi := &file_headrace_v1_control_service_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CallerStatistics) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CallerStatistics) ProtoMessage() {}
+
+func (x *CallerStatistics) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_control_service_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CallerStatistics.ProtoReflect.Descriptor instead.
+func (*CallerStatistics) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *CallerStatistics) GetCaller() string {
+	if x != nil {
+		return x.Caller
+	}
+	return ""
+}
+
+func (x *CallerStatistics) GetWeight() float64 {
+	if x != nil {
+		return x.Weight
+	}
+	return 0
+}
+
+func (x *CallerStatistics) GetRunning() uint64 {
+	if x != nil {
+		return x.Running
+	}
+	return 0
+}
+
+func (x *CallerStatistics) GetWaiting() uint64 {
+	if x != nil {
+		return x.Waiting
+	}
+	return 0
+}
+
+func (x *CallerStatistics) GetService() uint64 {
+	if x != nil {
+		return x.Service
+	}
+	return 0
+}
+
 // How fast the engine's counters grew, on average over a window of time.
 type EngineRates struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -992,7 +1112,7 @@ type EngineRates struct {
 
 func (x *EngineRates) Reset() {
 	*x = EngineRates{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[9]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1004,7 +1124,7 @@ func (x *EngineRates) String() string {
 func (*EngineRates) ProtoMessage() {}
 
 func (x *EngineRates) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[9]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1017,7 +1137,7 @@ func (x *EngineRates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineRates.ProtoReflect.Descriptor instead.
 func (*EngineRates) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{9}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *EngineRates) GetWindow() *durationpb.Duration {
@@ -1084,7 +1204,7 @@ type ListRequestsRequest struct {
 
 func (x *ListRequestsRequest) Reset() {
 	*x = ListRequestsRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[10]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1096,7 +1216,7 @@ func (x *ListRequestsRequest) String() string {
 func (*ListRequestsRequest) ProtoMessage() {}
 
 func (x *ListRequestsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[10]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1109,7 +1229,7 @@ func (x *ListRequestsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequestsRequest.ProtoReflect.Descriptor instead.
 func (*ListRequestsRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{10}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ListRequestsRequest) GetIdentity() string {
@@ -1148,7 +1268,7 @@ type ListRequestsResponse struct {
 
 func (x *ListRequestsResponse) Reset() {
 	*x = ListRequestsResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[11]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1160,7 +1280,7 @@ func (x *ListRequestsResponse) String() string {
 func (*ListRequestsResponse) ProtoMessage() {}
 
 func (x *ListRequestsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[11]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1173,7 +1293,7 @@ func (x *ListRequestsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequestsResponse.ProtoReflect.Descriptor instead.
 func (*ListRequestsResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{11}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *ListRequestsResponse) GetRequests() []*LiveRequest {
@@ -1226,7 +1346,7 @@ type LiveRequest struct {
 
 func (x *LiveRequest) Reset() {
 	*x = LiveRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[12]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1238,7 +1358,7 @@ func (x *LiveRequest) String() string {
 func (*LiveRequest) ProtoMessage() {}
 
 func (x *LiveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[12]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1251,7 +1371,7 @@ func (x *LiveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LiveRequest.ProtoReflect.Descriptor instead.
 func (*LiveRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{12}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *LiveRequest) GetIdentity() string {
@@ -1337,7 +1457,7 @@ type RequestName struct {
 
 func (x *RequestName) Reset() {
 	*x = RequestName{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[13]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1349,7 +1469,7 @@ func (x *RequestName) String() string {
 func (*RequestName) ProtoMessage() {}
 
 func (x *RequestName) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[13]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1362,7 +1482,7 @@ func (x *RequestName) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RequestName.ProtoReflect.Descriptor instead.
 func (*RequestName) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{13}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *RequestName) GetIdentity() string {
@@ -1390,7 +1510,7 @@ type CancelRequestsRequest struct {
 
 func (x *CancelRequestsRequest) Reset() {
 	*x = CancelRequestsRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[14]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1402,7 +1522,7 @@ func (x *CancelRequestsRequest) String() string {
 func (*CancelRequestsRequest) ProtoMessage() {}
 
 func (x *CancelRequestsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[14]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1415,7 +1535,7 @@ func (x *CancelRequestsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRequestsRequest.ProtoReflect.Descriptor instead.
 func (*CancelRequestsRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{14}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *CancelRequestsRequest) GetRequests() []*RequestName {
@@ -1436,7 +1556,7 @@ type CancelRequestsResponse struct {
 
 func (x *CancelRequestsResponse) Reset() {
 	*x = CancelRequestsResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[15]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1448,7 +1568,7 @@ func (x *CancelRequestsResponse) String() string {
 func (*CancelRequestsResponse) ProtoMessage() {}
 
 func (x *CancelRequestsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[15]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1461,7 +1581,7 @@ func (x *CancelRequestsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRequestsResponse.ProtoReflect.Descriptor instead.
 func (*CancelRequestsResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{15}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *CancelRequestsResponse) GetResults() []*RequestCancellation {
@@ -1486,7 +1606,7 @@ type RequestCancellation struct {
 
 func (x *RequestCancellation) Reset() {
 	*x = RequestCancellation{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[16]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1498,7 +1618,7 @@ func (x *RequestCancellation) String() string {
 func (*RequestCancellation) ProtoMessage() {}
 
 func (x *RequestCancellation) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[16]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1511,7 +1631,7 @@ func (x *RequestCancellation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RequestCancellation.ProtoReflect.Descriptor instead.
 func (*RequestCancellation) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{16}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *RequestCancellation) GetIdentity() string {
@@ -1546,7 +1666,7 @@ type PauseRequest struct {
 
 func (x *PauseRequest) Reset() {
 	*x = PauseRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[17]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1558,7 +1678,7 @@ func (x *PauseRequest) String() string {
 func (*PauseRequest) ProtoMessage() {}
 
 func (x *PauseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[17]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1571,7 +1691,7 @@ func (x *PauseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseRequest.ProtoReflect.Descriptor instead.
 func (*PauseRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{17}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PauseRequest) GetReason() string {
@@ -1594,7 +1714,7 @@ type PauseResponse struct {
 
 func (x *PauseResponse) Reset() {
 	*x = PauseResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[18]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1606,7 +1726,7 @@ func (x *PauseResponse) String() string {
 func (*PauseResponse) ProtoMessage() {}
 
 func (x *PauseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[18]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1619,7 +1739,7 @@ func (x *PauseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseResponse.ProtoReflect.Descriptor instead.
 func (*PauseResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{18}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *PauseResponse) GetPause() *PauseState {
@@ -1645,7 +1765,7 @@ type ResumeRequest struct {
 
 func (x *ResumeRequest) Reset() {
 	*x = ResumeRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[19]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1657,7 +1777,7 @@ func (x *ResumeRequest) String() string {
 func (*ResumeRequest) ProtoMessage() {}
 
 func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[19]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1670,7 +1790,7 @@ func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeRequest.ProtoReflect.Descriptor instead.
 func (*ResumeRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{19}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{20}
 }
 
 // The answer of Resume.
@@ -1684,7 +1804,7 @@ type ResumeResponse struct {
 
 func (x *ResumeResponse) Reset() {
 	*x = ResumeResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[20]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1696,7 +1816,7 @@ func (x *ResumeResponse) String() string {
 func (*ResumeResponse) ProtoMessage() {}
 
 func (x *ResumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[20]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1709,7 +1829,7 @@ func (x *ResumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeResponse.ProtoReflect.Descriptor instead.
 func (*ResumeResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{20}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ResumeResponse) GetWasPaused() bool {
@@ -1733,7 +1853,7 @@ type DrainRequest struct {
 
 func (x *DrainRequest) Reset() {
 	*x = DrainRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[21]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1745,7 +1865,7 @@ func (x *DrainRequest) String() string {
 func (*DrainRequest) ProtoMessage() {}
 
 func (x *DrainRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[21]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1758,7 +1878,7 @@ func (x *DrainRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainRequest.ProtoReflect.Descriptor instead.
 func (*DrainRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{21}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *DrainRequest) GetTimeout() *durationpb.Duration {
@@ -1790,7 +1910,7 @@ type DrainResponse struct {
 
 func (x *DrainResponse) Reset() {
 	*x = DrainResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[22]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1802,7 +1922,7 @@ func (x *DrainResponse) String() string {
 func (*DrainResponse) ProtoMessage() {}
 
 func (x *DrainResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[22]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1815,7 +1935,7 @@ func (x *DrainResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainResponse.ProtoReflect.Descriptor instead.
 func (*DrainResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{22}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *DrainResponse) GetDrain() *DrainState {
@@ -1848,7 +1968,7 @@ type ResetPrefixCacheRequest struct {
 
 func (x *ResetPrefixCacheRequest) Reset() {
 	*x = ResetPrefixCacheRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[23]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1860,7 +1980,7 @@ func (x *ResetPrefixCacheRequest) String() string {
 func (*ResetPrefixCacheRequest) ProtoMessage() {}
 
 func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[23]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1873,7 +1993,7 @@ func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheRequest.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{23}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{24}
 }
 
 // The answer of ResetPrefixCache: the prefixes are forgotten.
@@ -1885,7 +2005,7 @@ type ResetPrefixCacheResponse struct {
 
 func (x *ResetPrefixCacheResponse) Reset() {
 	*x = ResetPrefixCacheResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[24]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1897,7 +2017,7 @@ func (x *ResetPrefixCacheResponse) String() string {
 func (*ResetPrefixCacheResponse) ProtoMessage() {}
 
 func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[24]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1910,7 +2030,7 @@ func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheResponse.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{24}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{25}
 }
 
 // The request of SetLogLevel.
@@ -1924,7 +2044,7 @@ type SetLogLevelRequest struct {
 
 func (x *SetLogLevelRequest) Reset() {
 	*x = SetLogLevelRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[25]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1936,7 +2056,7 @@ func (x *SetLogLevelRequest) String() string {
 func (*SetLogLevelRequest) ProtoMessage() {}
 
 func (x *SetLogLevelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[25]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1949,7 +2069,7 @@ func (x *SetLogLevelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetLogLevelRequest.ProtoReflect.Descriptor instead.
 func (*SetLogLevelRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{25}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *SetLogLevelRequest) GetLevel() LogLevel {
@@ -1970,7 +2090,7 @@ type SetLogLevelResponse struct {
 
 func (x *SetLogLevelResponse) Reset() {
 	*x = SetLogLevelResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[26]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1982,7 +2102,7 @@ func (x *SetLogLevelResponse) String() string {
 func (*SetLogLevelResponse) ProtoMessage() {}
 
 func (x *SetLogLevelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[26]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1995,7 +2115,7 @@ func (x *SetLogLevelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetLogLevelResponse.ProtoReflect.Descriptor instead.
 func (*SetLogLevelResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{26}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *SetLogLevelResponse) GetPreviousLevel() LogLevel {
@@ -2052,7 +2172,7 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\fopen_streams\x18\x02 \x01(\x04R\vopenStreams\x12+\n" +
 	"\x11streamed_requests\x18\x03 \x01(\x04R\x10streamedRequests\x12!\n" +
 	"\fkept_results\x18\x04 \x01(\x04R\vkeptResults\x12*\n" +
-	"\x11kept_result_bytes\x18\x05 \x01(\x04R\x0fkeptResultBytes\"\xc9\x05\n" +
+	"\x11kept_result_bytes\x18\x05 \x01(\x04R\x0fkeptResultBytes\"\xa0\a\n" +
 	"\x10EngineStatistics\x12\x18\n" +
 	"\arunning\x18\x01 \x01(\x04R\arunning\x12\x18\n" +
 	"\awaiting\x18\x02 \x01(\x04R\awaiting\x12!\n" +
@@ -2076,7 +2196,17 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"prefixHits\x126\n" +
 	"\tlast_step\x18\x12 \x01(\v2\x19.google.protobuf.DurationR\blastStep\x12\x12\n" +
 	"\x04held\x18\x13 \x01(\x04R\x04held\x12\x14\n" +
-	"\x05holds\x18\x14 \x01(\x04R\x05holds\"\xa2\x02\n" +
+	"\x05holds\x18\x14 \x01(\x04R\x05holds\x12,\n" +
+	"\x12steps_with_decodes\x18\x15 \x01(\x04R\x10stepsWithDecodes\x12*\n" +
+	"\x11steps_over_target\x18\x16 \x01(\x04R\x0fstepsOverTarget\x127\n" +
+	"\acallers\x18\x17 \x03(\v2\x1d.headrace.v1.CallerStatisticsR\acallers\x12B\n" +
+	"\rother_callers\x18\x18 \x01(\v2\x1d.headrace.v1.CallerStatisticsR\fotherCallers\"\x90\x01\n" +
+	"\x10CallerStatistics\x12\x16\n" +
+	"\x06caller\x18\x01 \x01(\tR\x06caller\x12\x16\n" +
+	"\x06weight\x18\x02 \x01(\x01R\x06weight\x12\x18\n" +
+	"\arunning\x18\x03 \x01(\x04R\arunning\x12\x18\n" +
+	"\awaiting\x18\x04 \x01(\x04R\awaiting\x12\x18\n" +
+	"\aservice\x18\x05 \x01(\x04R\aservice\"\xa2\x02\n" +
 	"\vEngineRates\x121\n" +
 	"\x06window\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x06window\x12\x14\n" +
 	"\x05steps\x18\x02 \x01(\x01R\x05steps\x12#\n" +
@@ -2189,7 +2319,7 @@ func file_headrace_v1_control_service_proto_rawDescGZIP() []byte {
 }
 
 var file_headrace_v1_control_service_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_headrace_v1_control_service_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
+var file_headrace_v1_control_service_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
 var file_headrace_v1_control_service_proto_goTypes = []any{
 	(ServerPhase)(0),                 // 0: headrace.v1.ServerPhase
 	(LogLevel)(0),                    // 1: headrace.v1.LogLevel
@@ -2203,81 +2333,84 @@ var file_headrace_v1_control_service_proto_goTypes = []any{
 	(*DrainState)(nil),               // 9: headrace.v1.DrainState
 	(*FrontEndStatistics)(nil),       // 10: headrace.v1.FrontEndStatistics
 	(*EngineStatistics)(nil),         // 11: headrace.v1.EngineStatistics
-	(*EngineRates)(nil),              // 12: headrace.v1.EngineRates
-	(*ListRequestsRequest)(nil),      // 13: headrace.v1.ListRequestsRequest
-	(*ListRequestsResponse)(nil),     // 14: headrace.v1.ListRequestsResponse
-	(*LiveRequest)(nil),              // 15: headrace.v1.LiveRequest
-	(*RequestName)(nil),              // 16: headrace.v1.RequestName
-	(*CancelRequestsRequest)(nil),    // 17: headrace.v1.CancelRequestsRequest
-	(*CancelRequestsResponse)(nil),   // 18: headrace.v1.CancelRequestsResponse
-	(*RequestCancellation)(nil),      // 19: headrace.v1.RequestCancellation
-	(*PauseRequest)(nil),             // 20: headrace.v1.PauseRequest
-	(*PauseResponse)(nil),            // 21: headrace.v1.PauseResponse
-	(*ResumeRequest)(nil),            // 22: headrace.v1.ResumeRequest
-	(*ResumeResponse)(nil),           // 23: headrace.v1.ResumeResponse
-	(*DrainRequest)(nil),             // 24: headrace.v1.DrainRequest
-	(*DrainResponse)(nil),            // 25: headrace.v1.DrainResponse
-	(*ResetPrefixCacheRequest)(nil),  // 26: headrace.v1.ResetPrefixCacheRequest
-	(*ResetPrefixCacheResponse)(nil), // 27: headrace.v1.ResetPrefixCacheResponse
-	(*SetLogLevelRequest)(nil),       // 28: headrace.v1.SetLogLevelRequest
-	(*SetLogLevelResponse)(nil),      // 29: headrace.v1.SetLogLevelResponse
-	(*durationpb.Duration)(nil),      // 30: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),    // 31: google.protobuf.Timestamp
-	(CancelStatus)(0),                // 32: headrace.v1.CancelStatus
+	(*CallerStatistics)(nil),         // 12: headrace.v1.CallerStatistics
+	(*EngineRates)(nil),              // 13: headrace.v1.EngineRates
+	(*ListRequestsRequest)(nil),      // 14: headrace.v1.ListRequestsRequest
+	(*ListRequestsResponse)(nil),     // 15: headrace.v1.ListRequestsResponse
+	(*LiveRequest)(nil),              // 16: headrace.v1.LiveRequest
+	(*RequestName)(nil),              // 17: headrace.v1.RequestName
+	(*CancelRequestsRequest)(nil),    // 18: headrace.v1.CancelRequestsRequest
+	(*CancelRequestsResponse)(nil),   // 19: headrace.v1.CancelRequestsResponse
+	(*RequestCancellation)(nil),      // 20: headrace.v1.RequestCancellation
+	(*PauseRequest)(nil),             // 21: headrace.v1.PauseRequest
+	(*PauseResponse)(nil),            // 22: headrace.v1.PauseResponse
+	(*ResumeRequest)(nil),            // 23: headrace.v1.ResumeRequest
+	(*ResumeResponse)(nil),           // 24: headrace.v1.ResumeResponse
+	(*DrainRequest)(nil),             // 25: headrace.v1.DrainRequest
+	(*DrainResponse)(nil),            // 26: headrace.v1.DrainResponse
+	(*ResetPrefixCacheRequest)(nil),  // 27: headrace.v1.ResetPrefixCacheRequest
+	(*ResetPrefixCacheResponse)(nil), // 28: headrace.v1.ResetPrefixCacheResponse
+	(*SetLogLevelRequest)(nil),       // 29: headrace.v1.SetLogLevelRequest
+	(*SetLogLevelResponse)(nil),      // 30: headrace.v1.SetLogLevelResponse
+	(*durationpb.Duration)(nil),      // 31: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),    // 32: google.protobuf.Timestamp
+	(CancelStatus)(0),                // 33: headrace.v1.CancelStatus
 }
 var file_headrace_v1_control_service_proto_depIdxs = []int32{
 	7,  // 0: headrace.v1.GetStatisticsResponse.statistics:type_name -> headrace.v1.Statistics
-	30, // 1: headrace.v1.WatchStatisticsRequest.interval:type_name -> google.protobuf.Duration
+	31, // 1: headrace.v1.WatchStatisticsRequest.interval:type_name -> google.protobuf.Duration
 	7,  // 2: headrace.v1.WatchStatisticsResponse.statistics:type_name -> headrace.v1.Statistics
-	31, // 3: headrace.v1.Statistics.time:type_name -> google.protobuf.Timestamp
-	30, // 4: headrace.v1.Statistics.uptime:type_name -> google.protobuf.Duration
+	32, // 3: headrace.v1.Statistics.time:type_name -> google.protobuf.Timestamp
+	31, // 4: headrace.v1.Statistics.uptime:type_name -> google.protobuf.Duration
 	0,  // 5: headrace.v1.Statistics.phase:type_name -> headrace.v1.ServerPhase
 	8,  // 6: headrace.v1.Statistics.pause:type_name -> headrace.v1.PauseState
 	9,  // 7: headrace.v1.Statistics.drain:type_name -> headrace.v1.DrainState
 	1,  // 8: headrace.v1.Statistics.log_level:type_name -> headrace.v1.LogLevel
 	10, // 9: headrace.v1.Statistics.front_end:type_name -> headrace.v1.FrontEndStatistics
 	11, // 10: headrace.v1.Statistics.engine:type_name -> headrace.v1.EngineStatistics
-	12, // 11: headrace.v1.Statistics.rates:type_name -> headrace.v1.EngineRates
-	31, // 12: headrace.v1.PauseState.since:type_name -> google.protobuf.Timestamp
-	31, // 13: headrace.v1.DrainState.since:type_name -> google.protobuf.Timestamp
-	30, // 14: headrace.v1.DrainState.timeout:type_name -> google.protobuf.Duration
-	30, // 15: headrace.v1.EngineStatistics.last_step:type_name -> google.protobuf.Duration
-	30, // 16: headrace.v1.EngineRates.window:type_name -> google.protobuf.Duration
-	15, // 17: headrace.v1.ListRequestsResponse.requests:type_name -> headrace.v1.LiveRequest
-	2,  // 18: headrace.v1.LiveRequest.state:type_name -> headrace.v1.RequestState
-	30, // 19: headrace.v1.LiveRequest.age:type_name -> google.protobuf.Duration
-	30, // 20: headrace.v1.LiveRequest.time_limit:type_name -> google.protobuf.Duration
-	16, // 21: headrace.v1.CancelRequestsRequest.requests:type_name -> headrace.v1.RequestName
-	19, // 22: headrace.v1.CancelRequestsResponse.results:type_name -> headrace.v1.RequestCancellation
-	32, // 23: headrace.v1.RequestCancellation.status:type_name -> headrace.v1.CancelStatus
-	8,  // 24: headrace.v1.PauseResponse.pause:type_name -> headrace.v1.PauseState
-	30, // 25: headrace.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
-	9,  // 26: headrace.v1.DrainResponse.drain:type_name -> headrace.v1.DrainState
-	1,  // 27: headrace.v1.SetLogLevelRequest.level:type_name -> headrace.v1.LogLevel
-	1,  // 28: headrace.v1.SetLogLevelResponse.previous_level:type_name -> headrace.v1.LogLevel
-	3,  // 29: headrace.v1.ControlService.GetStatistics:input_type -> headrace.v1.GetStatisticsRequest
-	5,  // 30: headrace.v1.ControlService.WatchStatistics:input_type -> headrace.v1.WatchStatisticsRequest
-	13, // 31: headrace.v1.ControlService.ListRequests:input_type -> headrace.v1.ListRequestsRequest
-	17, // 32: headrace.v1.ControlService.CancelRequests:input_type -> headrace.v1.CancelRequestsRequest
-	20, // 33: headrace.v1.ControlService.Pause:input_type -> headrace.v1.PauseRequest
-	22, // 34: headrace.v1.ControlService.Resume:input_type -> headrace.v1.ResumeRequest
-	24, // 35: headrace.v1.ControlService.Drain:input_type -> headrace.v1.DrainRequest
-	26, // 36: headrace.v1.ControlService.ResetPrefixCache:input_type -> headrace.v1.ResetPrefixCacheRequest
-	28, // 37: headrace.v1.ControlService.SetLogLevel:input_type -> headrace.v1.SetLogLevelRequest
-	4,  // 38: headrace.v1.ControlService.GetStatistics:output_type -> headrace.v1.GetStatisticsResponse
-	6,  // 39: headrace.v1.ControlService.WatchStatistics:output_type -> headrace.v1.WatchStatisticsResponse
-	14, // 40: headrace.v1.ControlService.ListRequests:output_type -> headrace.v1.ListRequestsResponse
-	18, // 41: headrace.v1.ControlService.CancelRequests:output_type -> headrace.v1.CancelRequestsResponse
-	21, // 42: headrace.v1.ControlService.Pause:output_type -> headrace.v1.PauseResponse
-	23, // 43: headrace.v1.ControlService.Resume:output_type -> headrace.v1.ResumeResponse
-	25, // 44: headrace.v1.ControlService.Drain:output_type -> headrace.v1.DrainResponse
-	27, // 45: headrace.v1.ControlService.ResetPrefixCache:output_type -> headrace.v1.ResetPrefixCacheResponse
-	29, // 46: headrace.v1.ControlService.SetLogLevel:output_type -> headrace.v1.SetLogLevelResponse
-	38, // [38:47] is the sub-list for method output_type
-	29, // [29:38] is the sub-list for method input_type
-	29, // [29:29] is the sub-list for extension type_name
-	29, // [29:29] is the sub-list for extension extendee
-	0,  // [0:29] is the sub-list for field type_name
+	13, // 11: headrace.v1.Statistics.rates:type_name -> headrace.v1.EngineRates
+	32, // 12: headrace.v1.PauseState.since:type_name -> google.protobuf.Timestamp
+	32, // 13: headrace.v1.DrainState.since:type_name -> google.protobuf.Timestamp
+	31, // 14: headrace.v1.DrainState.timeout:type_name -> google.protobuf.Duration
+	31, // 15: headrace.v1.EngineStatistics.last_step:type_name -> google.protobuf.Duration
+	12, // 16: headrace.v1.EngineStatistics.callers:type_name -> headrace.v1.CallerStatistics
+	12, // 17: headrace.v1.EngineStatistics.other_callers:type_name -> headrace.v1.CallerStatistics
+	31, // 18: headrace.v1.EngineRates.window:type_name -> google.protobuf.Duration
+	16, // 19: headrace.v1.ListRequestsResponse.requests:type_name -> headrace.v1.LiveRequest
+	2,  // 20: headrace.v1.LiveRequest.state:type_name -> headrace.v1.RequestState
+	31, // 21: headrace.v1.LiveRequest.age:type_name -> google.protobuf.Duration
+	31, // 22: headrace.v1.LiveRequest.time_limit:type_name -> google.protobuf.Duration
+	17, // 23: headrace.v1.CancelRequestsRequest.requests:type_name -> headrace.v1.RequestName
+	20, // 24: headrace.v1.CancelRequestsResponse.results:type_name -> headrace.v1.RequestCancellation
+	33, // 25: headrace.v1.RequestCancellation.status:type_name -> headrace.v1.CancelStatus
+	8,  // 26: headrace.v1.PauseResponse.pause:type_name -> headrace.v1.PauseState
+	31, // 27: headrace.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
+	9,  // 28: headrace.v1.DrainResponse.drain:type_name -> headrace.v1.DrainState
+	1,  // 29: headrace.v1.SetLogLevelRequest.level:type_name -> headrace.v1.LogLevel
+	1,  // 30: headrace.v1.SetLogLevelResponse.previous_level:type_name -> headrace.v1.LogLevel
+	3,  // 31: headrace.v1.ControlService.GetStatistics:input_type -> headrace.v1.GetStatisticsRequest
+	5,  // 32: headrace.v1.ControlService.WatchStatistics:input_type -> headrace.v1.WatchStatisticsRequest
+	14, // 33: headrace.v1.ControlService.ListRequests:input_type -> headrace.v1.ListRequestsRequest
+	18, // 34: headrace.v1.ControlService.CancelRequests:input_type -> headrace.v1.CancelRequestsRequest
+	21, // 35: headrace.v1.ControlService.Pause:input_type -> headrace.v1.PauseRequest
+	23, // 36: headrace.v1.ControlService.Resume:input_type -> headrace.v1.ResumeRequest
+	25, // 37: headrace.v1.ControlService.Drain:input_type -> headrace.v1.DrainRequest
+	27, // 38: headrace.v1.ControlService.ResetPrefixCache:input_type -> headrace.v1.ResetPrefixCacheRequest
+	29, // 39: headrace.v1.ControlService.SetLogLevel:input_type -> headrace.v1.SetLogLevelRequest
+	4,  // 40: headrace.v1.ControlService.GetStatistics:output_type -> headrace.v1.GetStatisticsResponse
+	6,  // 41: headrace.v1.ControlService.WatchStatistics:output_type -> headrace.v1.WatchStatisticsResponse
+	15, // 42: headrace.v1.ControlService.ListRequests:output_type -> headrace.v1.ListRequestsResponse
+	19, // 43: headrace.v1.ControlService.CancelRequests:output_type -> headrace.v1.CancelRequestsResponse
+	22, // 44: headrace.v1.ControlService.Pause:output_type -> headrace.v1.PauseResponse
+	24, // 45: headrace.v1.ControlService.Resume:output_type -> headrace.v1.ResumeResponse
+	26, // 46: headrace.v1.ControlService.Drain:output_type -> headrace.v1.DrainResponse
+	28, // 47: headrace.v1.ControlService.ResetPrefixCache:output_type -> headrace.v1.ResetPrefixCacheResponse
+	30, // 48: headrace.v1.ControlService.SetLogLevel:output_type -> headrace.v1.SetLogLevelResponse
+	40, // [40:49] is the sub-list for method output_type
+	31, // [31:40] is the sub-list for method input_type
+	31, // [31:31] is the sub-list for extension type_name
+	31, // [31:31] is the sub-list for extension extendee
+	0,  // [0:31] is the sub-list for field type_name
 }
 
 func init() { file_headrace_v1_control_service_proto_init() }
@@ -2292,7 +2425,7 @@ func file_headrace_v1_control_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_headrace_v1_control_service_proto_rawDesc), len(file_headrace_v1_control_service_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   27,
+			NumMessages:   28,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

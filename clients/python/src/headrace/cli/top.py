@@ -18,6 +18,7 @@ from headrace.cli import common
 from headrace.v1 import control_service_pb2 as pb
 
 _BAR = 24  # characters
+_CALLERS = 12  # rows of a terminal
 
 
 @common.tells_errors
@@ -90,7 +91,10 @@ def line(found: pb.Statistics) -> str:
             f"running={engine.running}",
             f"waiting={engine.waiting}",
             f"blocks={engine.blocks_used}/{engine.blocks_total}",
+            f"callers={len(_with_requests(engine))}",
         ]
+        if engine.steps_over_target:
+            words.append(f"over-target={_over_target(engine):.1%}")
     if found.HasField("rates"):
         words += [
             f"generated/s={rates.generated_tokens:.1f}",
@@ -154,6 +158,50 @@ def _engine_rows(table: Table, found: pb.Statistics) -> None:
             f"{rates.steps:.1f} steps, {rates.requests_finished:.2f} requests",
         )
     table.add_row("last step", f"{engine.last_step.ToNanoseconds() / 1e6:.1f} ms")
+    if engine.steps_over_target:
+        table.add_row(
+            "over target",
+            f"{_over_target(engine):.1%} of {engine.steps_with_decodes} steps with decodes",
+        )
+    _caller_rows(table, engine)
+
+
+def _caller_rows(table: Table, engine: pb.EngineStatistics) -> None:
+    """A row for each caller, those with the most requests first; the rest in one."""
+    callers = sorted(engine.callers, key=lambda one: (-one.waiting - one.running, -one.service))
+    total = sum(one.service for one in callers) + engine.other_callers.service
+    for number, one in enumerate(callers[:_CALLERS]):
+        name = one.caller if one.caller.isprintable() else repr(one.caller)
+        weight = "" if one.weight == 1 else f", weight {one.weight:g}"
+        table.add_row(
+            "" if number else "callers",
+            Text(f"{name or '(not named)'}: {_has(one, total)}{weight}"),
+        )
+    rest = [*callers[_CALLERS:]]
+    if engine.HasField("other_callers"):
+        rest.append(engine.other_callers)
+    if rest:
+        others = pb.CallerStatistics(
+            running=sum(one.running for one in rest),
+            waiting=sum(one.waiting for one in rest),
+            service=sum(one.service for one in rest),
+        )
+        table.add_row("", f"all others: {_has(others, total)}")
+
+
+def _has(one: pb.CallerStatistics, total: int) -> str:
+    """What a caller has, and its share of the service."""
+    share = one.service / total if total else 0.0
+    return f"{one.running} running, {one.waiting} waiting, {share:.0%} of the service"
+
+
+def _with_requests(engine: pb.EngineStatistics) -> list[pb.CallerStatistics]:
+    return [one for one in engine.callers if one.running or one.waiting]
+
+
+def _over_target(engine: pb.EngineStatistics) -> float:
+    """The share of the steps with decodes that took longer than the target."""
+    return engine.steps_over_target / max(engine.steps_with_decodes, 1)
 
 
 def _bar(used: int, cached: int, total: int) -> str:

@@ -435,6 +435,10 @@ class EngineStatistics(_message.Message):
     LAST_STEP_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     HOLDS_FIELD_NUMBER: _builtins.int
+    STEPS_WITH_DECODES_FIELD_NUMBER: _builtins.int
+    STEPS_OVER_TARGET_FIELD_NUMBER: _builtins.int
+    CALLERS_FIELD_NUMBER: _builtins.int
+    OTHER_CALLERS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Choices of requests that are in the batch now (a request has `n` of them, and one until its prompt is computed)."""
     waiting: _builtins.int
@@ -473,9 +477,21 @@ class EngineStatistics(_message.Message):
     """Choices of requests that are held now, because their results are not read: neither in the batch nor in the queue."""
     holds: _builtins.int
     """Counter: how often a request was held."""
+    steps_with_decodes: _builtins.int
+    """Counter: steps in which at least one request decoded."""
+    steps_over_target: _builtins.int
+    """Counter: those of them that took longer than the target for a step's time. 0 where there is no target."""
     @_builtins.property
     def last_step(self) -> _duration_pb2.Duration:
         """How long the last step took."""
+
+    @_builtins.property
+    def callers(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallerStatistics]:
+        """Callers by name: at most 32, those with requests before those without."""
+
+    @_builtins.property
+    def other_callers(self) -> Global___CallerStatistics:
+        """All other callers together, now and in the past. Absent where there were none."""
 
     def __init__(
         self,
@@ -500,14 +516,59 @@ class EngineStatistics(_message.Message):
         last_step: _duration_pb2.Duration | None = ...,
         held: _builtins.int = ...,
         holds: _builtins.int = ...,
+        steps_with_decodes: _builtins.int = ...,
+        steps_over_target: _builtins.int = ...,
+        callers: _abc.Iterable[Global___CallerStatistics] | None = ...,
+        other_callers: Global___CallerStatistics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_step", b"last_step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_step", b"last_step", "other_callers", b"other_callers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "generated_tokens", b"generated_tokens", "held", b"held", "holds", b"holds", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "last_step", b"last_step", "offloads", b"offloads", "preemptions", b"preemptions", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "prompt_tokens", b"prompt_tokens", "requests_accepted", b"requests_accepted", "requests_finished", b"requests_finished", "restores", b"restores", "running", b"running", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "callers", b"callers", "generated_tokens", b"generated_tokens", "held", b"held", "holds", b"holds", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "last_step", b"last_step", "offloads", b"offloads", "other_callers", b"other_callers", "preemptions", b"preemptions", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "prompt_tokens", b"prompt_tokens", "requests_accepted", b"requests_accepted", "requests_finished", b"requests_finished", "restores", b"restores", "running", b"running", "steps", b"steps", "steps_over_target", b"steps_over_target", "steps_with_decodes", b"steps_with_decodes", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineStatistics: _TypeAlias = EngineStatistics  # noqa: Y015
+
+@_typing.final
+class CallerStatistics(_message.Message):
+    """What one caller has, and was given, in the engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLER_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    SERVICE_FIELD_NUMBER: _builtins.int
+    caller: _builtins.str
+    """For whom requests are counted. Empty: nobody was named, or these are several callers."""
+    weight: _builtins.float
+    """How much service it is due beside others; the usual is 1. 0 for several callers."""
+    running: _builtins.int
+    """Its choices of requests that are in the batch now."""
+    waiting: _builtins.int
+    """How many of them wait in the queue now."""
+    service: _builtins.int
+    """Counter: the service it was given: 1 for each prompt token that was computed, 2 for each output token. What was found in the prefix
+    cache, or is computed again after a preemption, does not count. Begins anew when the caller has been without requests for so long
+    that it was forgotten; the counter of `other_callers` then grows by what it had.
+    """
+    def __init__(
+        self,
+        *,
+        caller: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        service: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "running", b"running", "service", b"service", "waiting", b"waiting", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallerStatistics: _TypeAlias = CallerStatistics  # noqa: Y015
 
 @_typing.final
 class EngineRates(_message.Message):

@@ -19,7 +19,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file headrace/v1/control_service.proto.
  */
 export const file_headrace_v1_control_service: GenFile = /*@__PURE__*/
-  fileDesc("CiFoZWFkcmFjZS92MS9jb250cm9sX3NlcnZpY2UucHJvdG8SC2hlYWRyYWNlLnYxIhYKFEdldFN0YXRpc3RpY3NSZXF1ZXN0IkQKFUdldFN0YXRpc3RpY3NSZXNwb25zZRIrCgpzdGF0aXN0aWNzGAEgASgLMhcuaGVhZHJhY2UudjEuU3RhdGlzdGljcyJFChZXYXRjaFN0YXRpc3RpY3NSZXF1ZXN0EisKCGludGVydmFsGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIkYKF1dhdGNoU3RhdGlzdGljc1Jlc3BvbnNlEisKCnN0YXRpc3RpY3MYASABKAsyFy5oZWFkcmFjZS52MS5TdGF0aXN0aWNzIuUDCgpTdGF0aXN0aWNzEhMKC2luc3RhbmNlX2lkGAEgASgJEhYKDnNlcnZlcl92ZXJzaW9uGAIgASgJEg0KBW1vZGVsGAMgASgJEigKBHRpbWUYBCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEikKBnVwdGltZRgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhInCgVwaGFzZRgGIAEoDjIYLmhlYWRyYWNlLnYxLlNlcnZlclBoYXNlEiYKBXBhdXNlGAcgASgLMhcuaGVhZHJhY2UudjEuUGF1c2VTdGF0ZRImCgVkcmFpbhgIIAEoCzIXLmhlYWRyYWNlLnYxLkRyYWluU3RhdGUSKAoJbG9nX2xldmVsGAkgASgOMhUuaGVhZHJhY2UudjEuTG9nTGV2ZWwSFwoPZW5naW5lX3Jlc3RhcnRzGAogASgEEjIKCWZyb250X2VuZBgLIAEoCzIfLmhlYWRyYWNlLnYxLkZyb250RW5kU3RhdGlzdGljcxItCgZlbmdpbmUYDCABKAsyHS5oZWFkcmFjZS52MS5FbmdpbmVTdGF0aXN0aWNzEicKBXJhdGVzGA0gASgLMhguaGVhZHJhY2UudjEuRW5naW5lUmF0ZXMiRwoKUGF1c2VTdGF0ZRIOCgZyZWFzb24YASABKAkSKQoFc2luY2UYAiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wInMKCkRyYWluU3RhdGUSDgoGcmVhc29uGAEgASgJEikKBXNpbmNlGAIgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIqCgd0aW1lb3V0GAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIo0BChJGcm9udEVuZFN0YXRpc3RpY3MSFQoNbGl2ZV9yZXF1ZXN0cxgBIAEoBBIUCgxvcGVuX3N0cmVhbXMYAiABKAQSGQoRc3RyZWFtZWRfcmVxdWVzdHMYAyABKAQSFAoMa2VwdF9yZXN1bHRzGAQgASgEEhkKEWtlcHRfcmVzdWx0X2J5dGVzGAUgASgEItIDChBFbmdpbmVTdGF0aXN0aWNzEg8KB3J1bm5pbmcYASABKAQSDwoHd2FpdGluZxgCIAEoBBIUCgxibG9ja3NfdG90YWwYAyABKAQSEwoLYmxvY2tzX3VzZWQYBCABKAQSFQoNYmxvY2tzX2NhY2hlZBgFIAEoBBIZChFob3N0X2Jsb2Nrc190b3RhbBgGIAEoBBIYChBob3N0X2Jsb2Nrc191c2VkGAcgASgEEg0KBXN0ZXBzGAggASgEEhUKDXByb21wdF90b2tlbnMYCSABKAQSGAoQZ2VuZXJhdGVkX3Rva2VucxgKIAEoBBIZChFyZXF1ZXN0c19hY2NlcHRlZBgLIAEoBBIZChFyZXF1ZXN0c19maW5pc2hlZBgMIAEoBBITCgtwcmVlbXB0aW9ucxgNIAEoBBIQCghvZmZsb2FkcxgOIAEoBBIQCghyZXN0b3JlcxgPIAEoBBIWCg5wcmVmaXhfcXVlcmllcxgQIAEoBBITCgtwcmVmaXhfaGl0cxgRIAEoBBIsCglsYXN0X3N0ZXAYEiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDAoEaGVsZBgTIAEoBBINCgVob2xkcxgUIAEoBCLDAQoLRW5naW5lUmF0ZXMSKQoGd2luZG93GAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEg0KBXN0ZXBzGAIgASgBEhUKDXByb21wdF90b2tlbnMYAyABKAESGAoQZ2VuZXJhdGVkX3Rva2VucxgEIAEoARIZChFyZXF1ZXN0c19hY2NlcHRlZBgFIAEoARIZChFyZXF1ZXN0c19maW5pc2hlZBgGIAEoARITCgtwcmVlbXB0aW9ucxgHIAEoASJOChNMaXN0UmVxdWVzdHNSZXF1ZXN0EhAKCGlkZW50aXR5GAEgASgJEhEKCXBhZ2Vfc2l6ZRgCIAEoDRISCgpwYWdlX3Rva2VuGAMgASgJImoKFExpc3RSZXF1ZXN0c1Jlc3BvbnNlEioKCHJlcXVlc3RzGAEgAygLMhguaGVhZHJhY2UudjEuTGl2ZVJlcXVlc3QSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJEg0KBXRvdGFsGAMgASgEIpICCgtMaXZlUmVxdWVzdBIQCghpZGVudGl0eRgBIAEoCRISCgpyZXF1ZXN0X2lkGAIgASgJEigKBXN0YXRlGAMgASgOMhkuaGVhZHJhY2UudjEuUmVxdWVzdFN0YXRlEiYKA2FnZRgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIVCg1wcm9tcHRfdG9rZW5zGAUgASgEEhUKDW91dHB1dF90b2tlbnMYBiABKAQSCQoBbhgHIAEoDRIQCghwcmlvcml0eRgIIAEoBRItCgp0aW1lX2xpbWl0GAkgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhEKCXN0cmVhbWluZxgKIAEoCCIzCgtSZXF1ZXN0TmFtZRIQCghpZGVudGl0eRgBIAEoCRISCgpyZXF1ZXN0X2lkGAIgASgJIkMKFUNhbmNlbFJlcXVlc3RzUmVxdWVzdBIqCghyZXF1ZXN0cxgBIAMoCzIYLmhlYWRyYWNlLnYxLlJlcXVlc3ROYW1lIksKFkNhbmNlbFJlcXVlc3RzUmVzcG9uc2USMQoHcmVzdWx0cxgBIAMoCzIgLmhlYWRyYWNlLnYxLlJlcXVlc3RDYW5jZWxsYXRpb24iZgoTUmVxdWVzdENhbmNlbGxhdGlvbhIQCghpZGVudGl0eRgBIAEoCRISCgpyZXF1ZXN0X2lkGAIgASgJEikKBnN0YXR1cxgDIAEoDjIZLmhlYWRyYWNlLnYxLkNhbmNlbFN0YXR1cyIeCgxQYXVzZVJlcXVlc3QSDgoGcmVhc29uGAEgASgJIksKDVBhdXNlUmVzcG9uc2USJgoFcGF1c2UYASABKAsyFy5oZWFkcmFjZS52MS5QYXVzZVN0YXRlEhIKCndhc19wYXVzZWQYAiABKAgiDwoNUmVzdW1lUmVxdWVzdCIkCg5SZXN1bWVSZXNwb25zZRISCgp3YXNfcGF1c2VkGAEgASgIIkoKDERyYWluUmVxdWVzdBIqCgd0aW1lb3V0GAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEg4KBnJlYXNvbhgCIAEoCSJkCg1EcmFpblJlc3BvbnNlEiYKBWRyYWluGAEgASgLMhcuaGVhZHJhY2UudjEuRHJhaW5TdGF0ZRIUCgx3YXNfZHJhaW5pbmcYAiABKAgSFQoNbGl2ZV9yZXF1ZXN0cxgDIAEoBCIZChdSZXNldFByZWZpeENhY2hlUmVxdWVzdCIaChhSZXNldFByZWZpeENhY2hlUmVzcG9uc2UiOgoSU2V0TG9nTGV2ZWxSZXF1ZXN0EiQKBWxldmVsGAEgASgOMhUuaGVhZHJhY2UudjEuTG9nTGV2ZWwiRAoTU2V0TG9nTGV2ZWxSZXNwb25zZRItCg5wcmV2aW91c19sZXZlbBgBIAEoDjIVLmhlYWRyYWNlLnYxLkxvZ0xldmVsKq4BCgtTZXJ2ZXJQaGFzZRIcChhTRVJWRVJfUEhBU0VfVU5TUEVDSUZJRUQQABIYChRTRVJWRVJfUEhBU0VfTE9BRElORxABEhYKElNFUlZFUl9QSEFTRV9SRUFEWRACEhsKF1NFUlZFUl9QSEFTRV9SRVNUQVJUSU5HEAMSGQoVU0VSVkVSX1BIQVNFX0RSQUlOSU5HEAQSFwoTU0VSVkVSX1BIQVNFX0ZBSUxFRBAFKnoKCExvZ0xldmVsEhkKFUxPR19MRVZFTF9VTlNQRUNJRklFRBAAEhMKD0xPR19MRVZFTF9ERUJVRxABEhIKDkxPR19MRVZFTF9JTkZPEAISFQoRTE9HX0xFVkVMX1dBUk5JTkcQAxITCg9MT0dfTEVWRUxfRVJST1IQBCq5AQoMUmVxdWVzdFN0YXRlEh0KGVJFUVVFU1RfU1RBVEVfVU5TUEVDSUZJRUQQABIbChdSRVFVRVNUX1NUQVRFX1NVQk1JVFRFRBABEhkKFVJFUVVFU1RfU1RBVEVfV0FJVElORxACEhwKGFJFUVVFU1RfU1RBVEVfR0VORVJBVElORxADEhwKGFJFUVVFU1RfU1RBVEVfQ0FOQ0VMTElORxAEEhYKElJFUVVFU1RfU1RBVEVfSEVMRBAFMu4FCg5Db250cm9sU2VydmljZRJWCg1HZXRTdGF0aXN0aWNzEiEuaGVhZHJhY2UudjEuR2V0U3RhdGlzdGljc1JlcXVlc3QaIi5oZWFkcmFjZS52MS5HZXRTdGF0aXN0aWNzUmVzcG9uc2USXgoPV2F0Y2hTdGF0aXN0aWNzEiMuaGVhZHJhY2UudjEuV2F0Y2hTdGF0aXN0aWNzUmVxdWVzdBokLmhlYWRyYWNlLnYxLldhdGNoU3RhdGlzdGljc1Jlc3BvbnNlMAESUwoMTGlzdFJlcXVlc3RzEiAuaGVhZHJhY2UudjEuTGlzdFJlcXVlc3RzUmVxdWVzdBohLmhlYWRyYWNlLnYxLkxpc3RSZXF1ZXN0c1Jlc3BvbnNlElkKDkNhbmNlbFJlcXVlc3RzEiIuaGVhZHJhY2UudjEuQ2FuY2VsUmVxdWVzdHNSZXF1ZXN0GiMuaGVhZHJhY2UudjEuQ2FuY2VsUmVxdWVzdHNSZXNwb25zZRI+CgVQYXVzZRIZLmhlYWRyYWNlLnYxLlBhdXNlUmVxdWVzdBoaLmhlYWRyYWNlLnYxLlBhdXNlUmVzcG9uc2USQQoGUmVzdW1lEhouaGVhZHJhY2UudjEuUmVzdW1lUmVxdWVzdBobLmhlYWRyYWNlLnYxLlJlc3VtZVJlc3BvbnNlEj4KBURyYWluEhkuaGVhZHJhY2UudjEuRHJhaW5SZXF1ZXN0GhouaGVhZHJhY2UudjEuRHJhaW5SZXNwb25zZRJfChBSZXNldFByZWZpeENhY2hlEiQuaGVhZHJhY2UudjEuUmVzZXRQcmVmaXhDYWNoZVJlcXVlc3QaJS5oZWFkcmFjZS52MS5SZXNldFByZWZpeENhY2hlUmVzcG9uc2USUAoLU2V0TG9nTGV2ZWwSHy5oZWFkcmFjZS52MS5TZXRMb2dMZXZlbFJlcXVlc3QaIC5oZWFkcmFjZS52MS5TZXRMb2dMZXZlbFJlc3BvbnNlQlAKD2Rldi5oZWFkcmFjZS52MUITQ29udHJvbFNlcnZpY2VQcm90b1ABWiZoZWFkcmFjZS5kZXYvZ28vaGVhZHJhY2UvdjE7aGVhZHJhY2V2MWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_headrace_v1_generation_service]);
+  fileDesc("CiFoZWFkcmFjZS92MS9jb250cm9sX3NlcnZpY2UucHJvdG8SC2hlYWRyYWNlLnYxIhYKFEdldFN0YXRpc3RpY3NSZXF1ZXN0IkQKFUdldFN0YXRpc3RpY3NSZXNwb25zZRIrCgpzdGF0aXN0aWNzGAEgASgLMhcuaGVhZHJhY2UudjEuU3RhdGlzdGljcyJFChZXYXRjaFN0YXRpc3RpY3NSZXF1ZXN0EisKCGludGVydmFsGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIkYKF1dhdGNoU3RhdGlzdGljc1Jlc3BvbnNlEisKCnN0YXRpc3RpY3MYASABKAsyFy5oZWFkcmFjZS52MS5TdGF0aXN0aWNzIuUDCgpTdGF0aXN0aWNzEhMKC2luc3RhbmNlX2lkGAEgASgJEhYKDnNlcnZlcl92ZXJzaW9uGAIgASgJEg0KBW1vZGVsGAMgASgJEigKBHRpbWUYBCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEikKBnVwdGltZRgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhInCgVwaGFzZRgGIAEoDjIYLmhlYWRyYWNlLnYxLlNlcnZlclBoYXNlEiYKBXBhdXNlGAcgASgLMhcuaGVhZHJhY2UudjEuUGF1c2VTdGF0ZRImCgVkcmFpbhgIIAEoCzIXLmhlYWRyYWNlLnYxLkRyYWluU3RhdGUSKAoJbG9nX2xldmVsGAkgASgOMhUuaGVhZHJhY2UudjEuTG9nTGV2ZWwSFwoPZW5naW5lX3Jlc3RhcnRzGAogASgEEjIKCWZyb250X2VuZBgLIAEoCzIfLmhlYWRyYWNlLnYxLkZyb250RW5kU3RhdGlzdGljcxItCgZlbmdpbmUYDCABKAsyHS5oZWFkcmFjZS52MS5FbmdpbmVTdGF0aXN0aWNzEicKBXJhdGVzGA0gASgLMhguaGVhZHJhY2UudjEuRW5naW5lUmF0ZXMiRwoKUGF1c2VTdGF0ZRIOCgZyZWFzb24YASABKAkSKQoFc2luY2UYAiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wInMKCkRyYWluU3RhdGUSDgoGcmVhc29uGAEgASgJEikKBXNpbmNlGAIgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIqCgd0aW1lb3V0GAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIo0BChJGcm9udEVuZFN0YXRpc3RpY3MSFQoNbGl2ZV9yZXF1ZXN0cxgBIAEoBBIUCgxvcGVuX3N0cmVhbXMYAiABKAQSGQoRc3RyZWFtZWRfcmVxdWVzdHMYAyABKAQSFAoMa2VwdF9yZXN1bHRzGAQgASgEEhkKEWtlcHRfcmVzdWx0X2J5dGVzGAUgASgEIu8EChBFbmdpbmVTdGF0aXN0aWNzEg8KB3J1bm5pbmcYASABKAQSDwoHd2FpdGluZxgCIAEoBBIUCgxibG9ja3NfdG90YWwYAyABKAQSEwoLYmxvY2tzX3VzZWQYBCABKAQSFQoNYmxvY2tzX2NhY2hlZBgFIAEoBBIZChFob3N0X2Jsb2Nrc190b3RhbBgGIAEoBBIYChBob3N0X2Jsb2Nrc191c2VkGAcgASgEEg0KBXN0ZXBzGAggASgEEhUKDXByb21wdF90b2tlbnMYCSABKAQSGAoQZ2VuZXJhdGVkX3Rva2VucxgKIAEoBBIZChFyZXF1ZXN0c19hY2NlcHRlZBgLIAEoBBIZChFyZXF1ZXN0c19maW5pc2hlZBgMIAEoBBITCgtwcmVlbXB0aW9ucxgNIAEoBBIQCghvZmZsb2FkcxgOIAEoBBIQCghyZXN0b3JlcxgPIAEoBBIWCg5wcmVmaXhfcXVlcmllcxgQIAEoBBITCgtwcmVmaXhfaGl0cxgRIAEoBBIsCglsYXN0X3N0ZXAYEiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDAoEaGVsZBgTIAEoBBINCgVob2xkcxgUIAEoBBIaChJzdGVwc193aXRoX2RlY29kZXMYFSABKAQSGQoRc3RlcHNfb3Zlcl90YXJnZXQYFiABKAQSLgoHY2FsbGVycxgXIAMoCzIdLmhlYWRyYWNlLnYxLkNhbGxlclN0YXRpc3RpY3MSNAoNb3RoZXJfY2FsbGVycxgYIAEoCzIdLmhlYWRyYWNlLnYxLkNhbGxlclN0YXRpc3RpY3MiZQoQQ2FsbGVyU3RhdGlzdGljcxIOCgZjYWxsZXIYASABKAkSDgoGd2VpZ2h0GAIgASgBEg8KB3J1bm5pbmcYAyABKAQSDwoHd2FpdGluZxgEIAEoBBIPCgdzZXJ2aWNlGAUgASgEIsMBCgtFbmdpbmVSYXRlcxIpCgZ3aW5kb3cYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDQoFc3RlcHMYAiABKAESFQoNcHJvbXB0X3Rva2VucxgDIAEoARIYChBnZW5lcmF0ZWRfdG9rZW5zGAQgASgBEhkKEXJlcXVlc3RzX2FjY2VwdGVkGAUgASgBEhkKEXJlcXVlc3RzX2ZpbmlzaGVkGAYgASgBEhMKC3ByZWVtcHRpb25zGAcgASgBIk4KE0xpc3RSZXF1ZXN0c1JlcXVlc3QSEAoIaWRlbnRpdHkYASABKAkSEQoJcGFnZV9zaXplGAIgASgNEhIKCnBhZ2VfdG9rZW4YAyABKAkiagoUTGlzdFJlcXVlc3RzUmVzcG9uc2USKgoIcmVxdWVzdHMYASADKAsyGC5oZWFkcmFjZS52MS5MaXZlUmVxdWVzdBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkSDQoFdG90YWwYAyABKAQikgIKC0xpdmVSZXF1ZXN0EhAKCGlkZW50aXR5GAEgASgJEhIKCnJlcXVlc3RfaWQYAiABKAkSKAoFc3RhdGUYAyABKA4yGS5oZWFkcmFjZS52MS5SZXF1ZXN0U3RhdGUSJgoDYWdlGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhUKDXByb21wdF90b2tlbnMYBSABKAQSFQoNb3V0cHV0X3Rva2VucxgGIAEoBBIJCgFuGAcgASgNEhAKCHByaW9yaXR5GAggASgFEi0KCnRpbWVfbGltaXQYCSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SEQoJc3RyZWFtaW5nGAogASgIIjMKC1JlcXVlc3ROYW1lEhAKCGlkZW50aXR5GAEgASgJEhIKCnJlcXVlc3RfaWQYAiABKAkiQwoVQ2FuY2VsUmVxdWVzdHNSZXF1ZXN0EioKCHJlcXVlc3RzGAEgAygLMhguaGVhZHJhY2UudjEuUmVxdWVzdE5hbWUiSwoWQ2FuY2VsUmVxdWVzdHNSZXNwb25zZRIxCgdyZXN1bHRzGAEgAygLMiAuaGVhZHJhY2UudjEuUmVxdWVzdENhbmNlbGxhdGlvbiJmChNSZXF1ZXN0Q2FuY2VsbGF0aW9uEhAKCGlkZW50aXR5GAEgASgJEhIKCnJlcXVlc3RfaWQYAiABKAkSKQoGc3RhdHVzGAMgASgOMhkuaGVhZHJhY2UudjEuQ2FuY2VsU3RhdHVzIh4KDFBhdXNlUmVxdWVzdBIOCgZyZWFzb24YASABKAkiSwoNUGF1c2VSZXNwb25zZRImCgVwYXVzZRgBIAEoCzIXLmhlYWRyYWNlLnYxLlBhdXNlU3RhdGUSEgoKd2FzX3BhdXNlZBgCIAEoCCIPCg1SZXN1bWVSZXF1ZXN0IiQKDlJlc3VtZVJlc3BvbnNlEhIKCndhc19wYXVzZWQYASABKAgiSgoMRHJhaW5SZXF1ZXN0EioKB3RpbWVvdXQYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDgoGcmVhc29uGAIgASgJImQKDURyYWluUmVzcG9uc2USJgoFZHJhaW4YASABKAsyFy5oZWFkcmFjZS52MS5EcmFpblN0YXRlEhQKDHdhc19kcmFpbmluZxgCIAEoCBIVCg1saXZlX3JlcXVlc3RzGAMgASgEIhkKF1Jlc2V0UHJlZml4Q2FjaGVSZXF1ZXN0IhoKGFJlc2V0UHJlZml4Q2FjaGVSZXNwb25zZSI6ChJTZXRMb2dMZXZlbFJlcXVlc3QSJAoFbGV2ZWwYASABKA4yFS5oZWFkcmFjZS52MS5Mb2dMZXZlbCJEChNTZXRMb2dMZXZlbFJlc3BvbnNlEi0KDnByZXZpb3VzX2xldmVsGAEgASgOMhUuaGVhZHJhY2UudjEuTG9nTGV2ZWwqrgEKC1NlcnZlclBoYXNlEhwKGFNFUlZFUl9QSEFTRV9VTlNQRUNJRklFRBAAEhgKFFNFUlZFUl9QSEFTRV9MT0FESU5HEAESFgoSU0VSVkVSX1BIQVNFX1JFQURZEAISGwoXU0VSVkVSX1BIQVNFX1JFU1RBUlRJTkcQAxIZChVTRVJWRVJfUEhBU0VfRFJBSU5JTkcQBBIXChNTRVJWRVJfUEhBU0VfRkFJTEVEEAUqegoITG9nTGV2ZWwSGQoVTE9HX0xFVkVMX1VOU1BFQ0lGSUVEEAASEwoPTE9HX0xFVkVMX0RFQlVHEAESEgoOTE9HX0xFVkVMX0lORk8QAhIVChFMT0dfTEVWRUxfV0FSTklORxADEhMKD0xPR19MRVZFTF9FUlJPUhAEKrkBCgxSZXF1ZXN0U3RhdGUSHQoZUkVRVUVTVF9TVEFURV9VTlNQRUNJRklFRBAAEhsKF1JFUVVFU1RfU1RBVEVfU1VCTUlUVEVEEAESGQoVUkVRVUVTVF9TVEFURV9XQUlUSU5HEAISHAoYUkVRVUVTVF9TVEFURV9HRU5FUkFUSU5HEAMSHAoYUkVRVUVTVF9TVEFURV9DQU5DRUxMSU5HEAQSFgoSUkVRVUVTVF9TVEFURV9IRUxEEAUy7gUKDkNvbnRyb2xTZXJ2aWNlElYKDUdldFN0YXRpc3RpY3MSIS5oZWFkcmFjZS52MS5HZXRTdGF0aXN0aWNzUmVxdWVzdBoiLmhlYWRyYWNlLnYxLkdldFN0YXRpc3RpY3NSZXNwb25zZRJeCg9XYXRjaFN0YXRpc3RpY3MSIy5oZWFkcmFjZS52MS5XYXRjaFN0YXRpc3RpY3NSZXF1ZXN0GiQuaGVhZHJhY2UudjEuV2F0Y2hTdGF0aXN0aWNzUmVzcG9uc2UwARJTCgxMaXN0UmVxdWVzdHMSIC5oZWFkcmFjZS52MS5MaXN0UmVxdWVzdHNSZXF1ZXN0GiEuaGVhZHJhY2UudjEuTGlzdFJlcXVlc3RzUmVzcG9uc2USWQoOQ2FuY2VsUmVxdWVzdHMSIi5oZWFkcmFjZS52MS5DYW5jZWxSZXF1ZXN0c1JlcXVlc3QaIy5oZWFkcmFjZS52MS5DYW5jZWxSZXF1ZXN0c1Jlc3BvbnNlEj4KBVBhdXNlEhkuaGVhZHJhY2UudjEuUGF1c2VSZXF1ZXN0GhouaGVhZHJhY2UudjEuUGF1c2VSZXNwb25zZRJBCgZSZXN1bWUSGi5oZWFkcmFjZS52MS5SZXN1bWVSZXF1ZXN0GhsuaGVhZHJhY2UudjEuUmVzdW1lUmVzcG9uc2USPgoFRHJhaW4SGS5oZWFkcmFjZS52MS5EcmFpblJlcXVlc3QaGi5oZWFkcmFjZS52MS5EcmFpblJlc3BvbnNlEl8KEFJlc2V0UHJlZml4Q2FjaGUSJC5oZWFkcmFjZS52MS5SZXNldFByZWZpeENhY2hlUmVxdWVzdBolLmhlYWRyYWNlLnYxLlJlc2V0UHJlZml4Q2FjaGVSZXNwb25zZRJQCgtTZXRMb2dMZXZlbBIfLmhlYWRyYWNlLnYxLlNldExvZ0xldmVsUmVxdWVzdBogLmhlYWRyYWNlLnYxLlNldExvZ0xldmVsUmVzcG9uc2VCUAoPZGV2LmhlYWRyYWNlLnYxQhNDb250cm9sU2VydmljZVByb3RvUAFaJmhlYWRyYWNlLmRldi9nby9oZWFkcmFjZS92MTtoZWFkcmFjZXYxYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_headrace_v1_generation_service]);
 
 /**
  * The request of GetStatistics.
@@ -464,6 +464,34 @@ export type EngineStatistics = Message<"headrace.v1.EngineStatistics"> & {
    * @generated from field: uint64 holds = 20;
    */
   holds: bigint;
+
+  /**
+   * Counter: steps in which at least one request decoded.
+   *
+   * @generated from field: uint64 steps_with_decodes = 21;
+   */
+  stepsWithDecodes: bigint;
+
+  /**
+   * Counter: those of them that took longer than the target for a step's time. 0 where there is no target.
+   *
+   * @generated from field: uint64 steps_over_target = 22;
+   */
+  stepsOverTarget: bigint;
+
+  /**
+   * Callers by name: at most 32, those with requests before those without.
+   *
+   * @generated from field: repeated headrace.v1.CallerStatistics callers = 23;
+   */
+  callers: CallerStatistics[];
+
+  /**
+   * All other callers together, now and in the past. Absent where there were none.
+   *
+   * @generated from field: headrace.v1.CallerStatistics other_callers = 24;
+   */
+  otherCallers?: CallerStatistics | undefined;
 };
 
 /**
@@ -472,6 +500,57 @@ export type EngineStatistics = Message<"headrace.v1.EngineStatistics"> & {
  */
 export const EngineStatisticsSchema: GenMessage<EngineStatistics> = /*@__PURE__*/
   messageDesc(file_headrace_v1_control_service, 8);
+
+/**
+ * What one caller has, and was given, in the engine.
+ *
+ * @generated from message headrace.v1.CallerStatistics
+ */
+export type CallerStatistics = Message<"headrace.v1.CallerStatistics"> & {
+  /**
+   * For whom requests are counted. Empty: nobody was named, or these are several callers.
+   *
+   * @generated from field: string caller = 1;
+   */
+  caller: string;
+
+  /**
+   * How much service it is due beside others; the usual is 1. 0 for several callers.
+   *
+   * @generated from field: double weight = 2;
+   */
+  weight: number;
+
+  /**
+   * Its choices of requests that are in the batch now.
+   *
+   * @generated from field: uint64 running = 3;
+   */
+  running: bigint;
+
+  /**
+   * How many of them wait in the queue now.
+   *
+   * @generated from field: uint64 waiting = 4;
+   */
+  waiting: bigint;
+
+  /**
+   * Counter: the service it was given: 1 for each prompt token that was computed, 2 for each output token. What was found in the prefix
+   * cache, or is computed again after a preemption, does not count. Begins anew when the caller has been without requests for so long
+   * that it was forgotten; the counter of `other_callers` then grows by what it had.
+   *
+   * @generated from field: uint64 service = 5;
+   */
+  service: bigint;
+};
+
+/**
+ * Describes the message headrace.v1.CallerStatistics.
+ * Use `create(CallerStatisticsSchema)` to create a new message.
+ */
+export const CallerStatisticsSchema: GenMessage<CallerStatistics> = /*@__PURE__*/
+  messageDesc(file_headrace_v1_control_service, 9);
 
 /**
  * How fast the engine's counters grew, on average over a window of time.
@@ -534,7 +613,7 @@ export type EngineRates = Message<"headrace.v1.EngineRates"> & {
  * Use `create(EngineRatesSchema)` to create a new message.
  */
 export const EngineRatesSchema: GenMessage<EngineRates> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 9);
+  messageDesc(file_headrace_v1_control_service, 10);
 
 /**
  * The request of ListRequests.
@@ -569,7 +648,7 @@ export type ListRequestsRequest = Message<"headrace.v1.ListRequestsRequest"> & {
  * Use `create(ListRequestsRequestSchema)` to create a new message.
  */
 export const ListRequestsRequestSchema: GenMessage<ListRequestsRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 10);
+  messageDesc(file_headrace_v1_control_service, 11);
 
 /**
  * The answer of ListRequests.
@@ -604,7 +683,7 @@ export type ListRequestsResponse = Message<"headrace.v1.ListRequestsResponse"> &
  * Use `create(ListRequestsResponseSchema)` to create a new message.
  */
 export const ListRequestsResponseSchema: GenMessage<ListRequestsResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 11);
+  messageDesc(file_headrace_v1_control_service, 12);
 
 /**
  * A request that has not ended.
@@ -688,7 +767,7 @@ export type LiveRequest = Message<"headrace.v1.LiveRequest"> & {
  * Use `create(LiveRequestSchema)` to create a new message.
  */
 export const LiveRequestSchema: GenMessage<LiveRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 12);
+  messageDesc(file_headrace_v1_control_service, 13);
 
 /**
  * The full name of a request.
@@ -716,7 +795,7 @@ export type RequestName = Message<"headrace.v1.RequestName"> & {
  * Use `create(RequestNameSchema)` to create a new message.
  */
 export const RequestNameSchema: GenMessage<RequestName> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 13);
+  messageDesc(file_headrace_v1_control_service, 14);
 
 /**
  * The request of CancelRequests.
@@ -737,7 +816,7 @@ export type CancelRequestsRequest = Message<"headrace.v1.CancelRequestsRequest">
  * Use `create(CancelRequestsRequestSchema)` to create a new message.
  */
 export const CancelRequestsRequestSchema: GenMessage<CancelRequestsRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 14);
+  messageDesc(file_headrace_v1_control_service, 15);
 
 /**
  * The answer of CancelRequests.
@@ -758,7 +837,7 @@ export type CancelRequestsResponse = Message<"headrace.v1.CancelRequestsResponse
  * Use `create(CancelRequestsResponseSchema)` to create a new message.
  */
 export const CancelRequestsResponseSchema: GenMessage<CancelRequestsResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 15);
+  messageDesc(file_headrace_v1_control_service, 16);
 
 /**
  * What became of a cancel.
@@ -793,7 +872,7 @@ export type RequestCancellation = Message<"headrace.v1.RequestCancellation"> & {
  * Use `create(RequestCancellationSchema)` to create a new message.
  */
 export const RequestCancellationSchema: GenMessage<RequestCancellation> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 16);
+  messageDesc(file_headrace_v1_control_service, 17);
 
 /**
  * The request of Pause.
@@ -814,7 +893,7 @@ export type PauseRequest = Message<"headrace.v1.PauseRequest"> & {
  * Use `create(PauseRequestSchema)` to create a new message.
  */
 export const PauseRequestSchema: GenMessage<PauseRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 17);
+  messageDesc(file_headrace_v1_control_service, 18);
 
 /**
  * The answer of Pause: the engine stands still.
@@ -842,7 +921,7 @@ export type PauseResponse = Message<"headrace.v1.PauseResponse"> & {
  * Use `create(PauseResponseSchema)` to create a new message.
  */
 export const PauseResponseSchema: GenMessage<PauseResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 18);
+  messageDesc(file_headrace_v1_control_service, 19);
 
 /**
  * The request of Resume.
@@ -857,7 +936,7 @@ export type ResumeRequest = Message<"headrace.v1.ResumeRequest"> & {
  * Use `create(ResumeRequestSchema)` to create a new message.
  */
 export const ResumeRequestSchema: GenMessage<ResumeRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 19);
+  messageDesc(file_headrace_v1_control_service, 20);
 
 /**
  * The answer of Resume.
@@ -878,7 +957,7 @@ export type ResumeResponse = Message<"headrace.v1.ResumeResponse"> & {
  * Use `create(ResumeResponseSchema)` to create a new message.
  */
 export const ResumeResponseSchema: GenMessage<ResumeResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 20);
+  messageDesc(file_headrace_v1_control_service, 21);
 
 /**
  * The request of Drain.
@@ -907,7 +986,7 @@ export type DrainRequest = Message<"headrace.v1.DrainRequest"> & {
  * Use `create(DrainRequestSchema)` to create a new message.
  */
 export const DrainRequestSchema: GenMessage<DrainRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 21);
+  messageDesc(file_headrace_v1_control_service, 22);
 
 /**
  * The answer of Drain: the drain has begun.
@@ -942,7 +1021,7 @@ export type DrainResponse = Message<"headrace.v1.DrainResponse"> & {
  * Use `create(DrainResponseSchema)` to create a new message.
  */
 export const DrainResponseSchema: GenMessage<DrainResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 22);
+  messageDesc(file_headrace_v1_control_service, 23);
 
 /**
  * The request of ResetPrefixCache.
@@ -957,7 +1036,7 @@ export type ResetPrefixCacheRequest = Message<"headrace.v1.ResetPrefixCacheReque
  * Use `create(ResetPrefixCacheRequestSchema)` to create a new message.
  */
 export const ResetPrefixCacheRequestSchema: GenMessage<ResetPrefixCacheRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 23);
+  messageDesc(file_headrace_v1_control_service, 24);
 
 /**
  * The answer of ResetPrefixCache: the prefixes are forgotten.
@@ -972,7 +1051,7 @@ export type ResetPrefixCacheResponse = Message<"headrace.v1.ResetPrefixCacheResp
  * Use `create(ResetPrefixCacheResponseSchema)` to create a new message.
  */
 export const ResetPrefixCacheResponseSchema: GenMessage<ResetPrefixCacheResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 24);
+  messageDesc(file_headrace_v1_control_service, 25);
 
 /**
  * The request of SetLogLevel.
@@ -993,7 +1072,7 @@ export type SetLogLevelRequest = Message<"headrace.v1.SetLogLevelRequest"> & {
  * Use `create(SetLogLevelRequestSchema)` to create a new message.
  */
 export const SetLogLevelRequestSchema: GenMessage<SetLogLevelRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 25);
+  messageDesc(file_headrace_v1_control_service, 26);
 
 /**
  * The answer of SetLogLevel.
@@ -1014,7 +1093,7 @@ export type SetLogLevelResponse = Message<"headrace.v1.SetLogLevelResponse"> & {
  * Use `create(SetLogLevelResponseSchema)` to create a new message.
  */
 export const SetLogLevelResponseSchema: GenMessage<SetLogLevelResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 26);
+  messageDesc(file_headrace_v1_control_service, 27);
 
 /**
  * What a server does.

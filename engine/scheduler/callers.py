@@ -1,0 +1,146 @@
+"""Who the live requests' callers are, what each has in the queue, and what service it was given.
+
+Service is counted in tokens computed, by what they cost: PROMPT_COST for one of a prompt,
+OUTPUT_COST for one of an output. A prompt's tokens are computed many at a time, while each token of
+an output takes a step of its own, in which all weights and the request's whole KV are read for it.
+Measured, it costs as much as a prompt's token where the batch is full and the processor is the
+limit, and about ten times as much where memory is; twice is between them, and what Sheng et al.
+chose ("Fairness in Serving Large Language Models", OSDI 2024).
+
+Each position of a request counts once, when it is launched: what was found in the prefix cache was
+not computed, and what is computed again after a preemption is not the caller's doing. It is where
+the request was held, because its results were not read: then it counts again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from engine.batch import ScheduledRequest
+from engine.request import Request
+from engine.stats import CallerStats
+from engine.types import CallerKey, RequestKey
+
+PROMPT_COST = 1
+OUTPUT_COST = 2
+NAMED_CALLERS = 32
+"""How many callers are told of by name; the figures of the others are summed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Caller:
+    """One caller.
+
+    Attributes:
+        weight: as its latest request said.
+        live, waiting: its requests that run or wait, and those of them that wait.
+        service: what it was given, as the module says.
+    """
+
+    weight: float
+    live: int = 0
+    waiting: int = 0
+    service: int = 0
+
+
+class Callers:
+    """The callers that have requests, and a few that had. O(1) at each change, on the engine's
+    thread; `named` and `others` may be called on any.
+    """
+
+    def __init__(self) -> None:
+        self._active: dict[CallerKey, _Caller] = {}
+        self._named: dict[CallerKey, _Caller] = {}
+        self._idle: OrderedDict[CallerKey, _Caller] = OrderedDict()  # named; longest idle in front
+        self._of: dict[RequestKey, _Caller] = {}  # of the requests that run or wait
+        self._waiting: dict[RequestKey, _Caller] = {}
+        self._service = 0
+
+    def enter(self, request: Request) -> None:
+        """A request runs or waits. Harmless where that is known."""
+        if request.key in self._of:
+            return
+        spec = request.spec
+        caller = self._active.get(spec.caller)
+        if caller is None:
+            caller = self._active[spec.caller] = self._make(spec.caller, spec.weight)
+        caller.weight = spec.weight
+        caller.live += 1
+        self._of[request.key] = caller
+
+    def queue(self, request: Request) -> None:
+        """A request waits. Harmless where that is known."""
+        self.enter(request)
+        if request.key not in self._waiting:
+            caller = self._waiting[request.key] = self._of[request.key]
+            caller.waiting += 1
+
+    def unqueue(self, request: Request) -> None:
+        """A request does not wait any more. Harmless where that is known."""
+        caller = self._waiting.pop(request.key, None)
+        if caller is not None:
+            caller.waiting -= 1
+
+    def leave(self, request: Request) -> None:
+        """A request neither runs nor waits any more. Harmless where that is known."""
+        self.unqueue(request)
+        caller = self._of.pop(request.key, None)
+        if caller is None:
+            return
+        caller.live -= 1
+        if not caller.live:
+            key = request.spec.caller
+            del self._active[key]
+            if key in self._named:
+                self._idle[key] = caller
+
+    def count(self, part: ScheduledRequest) -> int:
+        """Count what a step computes of a request. Returns the service that it is."""
+        request, end = part.request, part.start + part.num_tokens
+        start = max(part.start, request.num_counted_tokens)
+        if start >= end:
+            return 0
+        request.num_counted_tokens = end
+        num_prompt = max(0, min(end, request.num_prompt_tokens) - start)
+        service = PROMPT_COST * num_prompt + OUTPUT_COST * (end - start - num_prompt)
+        self._service += service
+        caller = self._of.get(request.key)
+        if caller is not None:
+            caller.service += service
+        return service
+
+    def named(self) -> tuple[CallerStats, ...]:
+        """The callers that are told of by name, those that have requests in front."""
+        named = list(self._named.items())  # at once: the engine's thread may change it meanwhile
+        named.sort(key=lambda item: item[1].live == 0)
+        return tuple(
+            CallerStats(key, one.weight, one.live - one.waiting, one.waiting, one.service)
+            for key, one in named
+        )
+
+    def others(self, named: tuple[CallerStats, ...]) -> CallerStats | None:
+        """All but those together; None: there were none."""
+        num_waiting = len(self._waiting)
+        running = len(self._of) - num_waiting - sum(one.running for one in named)
+        waiting = num_waiting - sum(one.waiting for one in named)
+        service = self._service - sum(one.service for one in named)
+        if running <= 0 and waiting <= 0 and service <= 0:
+            return None
+        return CallerStats(
+            running=max(0, running), waiting=max(0, waiting), service=max(0, service)
+        )
+
+    def _make(self, key: CallerKey, weight: float) -> _Caller:
+        """The record of a caller that has its first request. It gets a name if there is one left,
+        or one whose caller has been without requests the longest.
+        """
+        known = self._idle.pop(key, None)
+        if known is not None:
+            return known
+        if len(self._named) == NAMED_CALLERS and self._idle:
+            del self._named[self._idle.popitem(last=False)[0]]
+        caller = _Caller(weight)
+        if len(self._named) < NAMED_CALLERS:
+            self._named[key] = caller
+        return caller
