@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.admission import AdmissionLimits
-from engine.config import ContinuousBatchingConfig
+from engine.config import ContinuousBatchingConfig, target_step_time
 from engine.core import EngineCore
 from engine.errors import InsufficientMemoryError
 from engine.generation_options import GenerationDefaults
@@ -21,6 +21,7 @@ from engine.manager import ContinuousBatchingManager, ManagerKeeper
 from engine.results import StopFinder
 from engine.runner.loader import VerifiedModel, build_runner
 from engine.runner.memory import CachePlan
+from engine.scheduler.pace import StepPace
 from engine.scheduler.registry import scheduler_class
 from engine.text import TextStream, Tokenizer
 from engine.types import TokenId
@@ -66,6 +67,13 @@ def build_core(
         max_requests_per_batch=plan.max_requests,
         safety_margin=config.safety_margin,
     )
+    target_s = target_step_time(config, verified.device.type)
+    if target_s > 0:
+        sizes = loaded.padded_sizes
+        scheduler.pace = StepPace(
+            target_s, plan.block_size, None if sizes is None else sizes.at_most
+        )
+        progress(f"steps in which requests decode aim at {target_s * 1e3:g} ms")
     core = EngineCore(
         scheduler,
         loaded.runner,

@@ -17,6 +17,10 @@ from typing import Literal
 from engine.errors import ConfigError
 
 DEFAULT_BLOCK_SIZE = 256
+CPU_TARGET_STEP_TIME = 0.25
+"""Seconds, on a CPU where target_step_time is None."""
+CUDA_TARGET_STEP_TIME = 0.05
+"""The same on CUDA."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 AttentionName = Literal["auto", "torch", "native", "triton", "varlen"]
 ATTENTIONS = ("auto", "torch", "native", "triton", "varlen")
@@ -104,6 +108,12 @@ class ContinuousBatchingConfig:
         use_default_compile_configs: True is default_compile_level 3.
         scheduler_type: the name of a scheduling policy: "fifo", "prefill_first", "priority", or one
             that was registered (see `engine.scheduler`).
+        target_step_time: about how many seconds a step takes in which requests decode, where it is
+            not the decoding alone that takes longer: the prompts beside them are cut in chunks
+            that the time is enough for, by what steps were measured to take. At least a block of
+            a prompt is computed, so that none waits for ever; steps in which nobody decodes are not
+            cut. 0: there is no such limit; above 0: 0.0001 to 3600. None: 0.25 on a CPU, 0.05 on
+            CUDA.
         safety_margin: no waiting request is started that would leave less than this part of the
             blocks free for the growth of the running ones; 0 to 1. None: the policy's own.
         return_logprobs: whether outputs of the offline API carry the chosen tokens'
@@ -145,6 +155,7 @@ class ContinuousBatchingConfig:
     default_compile_level: int = 0
     use_default_compile_configs: bool = False
     scheduler_type: str = "fifo"
+    target_step_time: float | None = 0.0
     safety_margin: float | None = None
     return_logprobs: bool = False
     seed: int | None = None
@@ -173,6 +184,15 @@ class ContinuousBatchingConfig:
             value = getattr(self, option)
             if value is not None and not (_is_number(value) and 0.0 <= value <= highest):
                 raise ConfigError(option, f"is {value!r}; it must be between 0 and {highest:g}")
+        target = self.target_step_time
+        if target is not None and not (
+            _is_number(target) and (target == 0 or 1e-4 <= target <= 3600)
+        ):
+            raise ConfigError(
+                "target_step_time",
+                f"is {target!r}; it must be a number of seconds from 0.0001 to 3600, or 0 for no "
+                "limit",
+            )
         for option in ("max_memory_percent", "cpu_offload_space_safety_threshold"):
             if getattr(self, option) == 0:
                 raise ConfigError(option, "is 0; it must be above 0 and at most 1")
@@ -199,6 +219,13 @@ class ContinuousBatchingConfig:
                 "use_default_compile_configs",
                 f"is level 3, and default_compile_level is {self.default_compile_level}; give one",
             )
+
+
+def target_step_time(config: ContinuousBatchingConfig, device: str) -> float:
+    """Seconds at which steps with decodes aim on a kind of device; 0: there is no target."""
+    if config.target_step_time is not None:
+        return config.target_step_time
+    return CPU_TARGET_STEP_TIME if device == "cpu" else CUDA_TARGET_STEP_TIME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,6 +97,7 @@ class EngineCore:
         self._record: StepRecord | None = None
         self._next_key = 0
         self._steps = 0
+        self._decode_steps = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
         self._last_step_s = 0.0
@@ -244,7 +245,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """The figures now."""
-        kv_cache = self.scheduler.kv_cache
+        kv_cache, pace = self.scheduler.kv_cache, self.scheduler.pace
         callers = self.scheduler.callers.named()
         return EngineStats(
             running=len(self.scheduler.running),
@@ -267,6 +268,8 @@ class EngineCore:
             prefix_hits=kv_cache.prefix_hits,
             held=self.scheduler.num_held,
             holds=self._live.num_holds,
+            num_decode_steps=self._decode_steps,
+            num_steps_over_target=0 if pace is None else pace.num_over_target,
             callers=callers,
             other_callers=self.scheduler.callers.others(callers),
         )
@@ -374,7 +377,10 @@ class EngineCore:
             num_decode_tokens=num_tokens - num_prompt_tokens,
         )
         # A step that was launched behind another began when that one was over.
-        self.scheduler.measured(num_tokens, now - max(step.launched, self._last_collect))
+        seconds = now - max(step.launched, self._last_collect)
+        is_decode = num_tokens > num_prompt_tokens
+        self._decode_steps += is_decode
+        self.scheduler.step_done(step.batch, seconds, is_decode=is_decode)
         self._last_collect = now
 
     def _append(

@@ -54,7 +54,8 @@ class EngineStats:
             read.
         holds: how often a request was held.
         num_decode_steps: steps in which at least one request decoded.
-        num_steps_over_target: those of them that took longer than the target for a step's time.
+        num_steps_over_target: those of them that took longer than the target for a step's time; 0
+            without one.
         callers: by name, a bounded number of them; those that have requests come first.
         other_callers: all others together, now and in the past; None: there were none.
     """

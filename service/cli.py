@@ -182,6 +182,7 @@ def _engine_client(
         max_requests_per_batch=engine.max_requests_per_batch,
         max_queue_size=config.max_queue_size,
         scheduler_type=config.scheduler,
+        target_step_time=engine.target_step_time_s,
         allow_block_sharing=config.prefix_cache,
         cpu_offload_space=engine.cpu_offload_space,
         use_async_batching=engine.async_batching,

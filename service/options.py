@@ -355,6 +355,16 @@ class EngineOptions:
             _MODEL,
         ),
     ] = "priority"
+    target_step_time_s: Annotated[
+        float | None,
+        _option(
+            "target-step-time",
+            "About how many seconds a step takes in which requests decode: prompts beside them are "
+            "cut in chunks for which that is enough. 0: any.",
+            _MODEL,
+            show_default="0.25 on a CPU, 0.05 on CUDA",
+        ),
+    ] = None
     prefix_cache: Annotated[
         bool,
         _option(
@@ -594,6 +604,7 @@ class ProcessOptions:
 
 _RENAMED = {
     "hang_timeout": "hang_timeout_s",
+    "target_step_time": "target_step_time_s",
     "default_compile_level": "compile_level",
     "scheduler_type": "scheduler",
     "allow_block_sharing": "prefix_cache",

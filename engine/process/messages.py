@@ -204,7 +204,7 @@ def options_of(config: ContinuousBatchingConfig | LoadConfig) -> dict[str, Any]:
         if value == field.default:
             continue
         plain = value if isinstance(value, tuple) else (value,)
-        if not all(isinstance(entry, bool | int | float | str) for entry in plain):
+        if not all(isinstance(entry, bool | int | float | str | None) for entry in plain):
             raise ConfigError(
                 field.name,
                 "is an object, which an engine in a process of its own cannot be given; run the "

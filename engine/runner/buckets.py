@@ -28,6 +28,13 @@ class Sizes:
                 return candidate
         return -(-size // self.first[-1]) * self.first[-1]
 
+    def at_most(self, size: int) -> int:
+        """The largest of them that is not more than `size`; 0: all are."""
+        last = self.first[-1]
+        if size >= last:
+            return size // last * last
+        return max((candidate for candidate in self.first if candidate <= size), default=0)
+
     def up_to(self, size: int) -> Iterator[int]:
         """Those that sizes from 1 to `size` are padded to, ascending."""
         reached = 0

@@ -42,6 +42,7 @@ from engine.config import (
 )
 from engine.errors import ModelChangedError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
+from engine.runner.buckets import Sizes
 from engine.runner.compile import compile_model, compile_options
 from engine.runner.cuda_graph import CudaGraphBackend, GraphBackend
 from engine.runner.forward import ModelForward
@@ -135,12 +136,14 @@ class LoadedRunner:
 
     overlap: whether the runner has two slots, so that the core may launch a step before it collects
         the last one.
+    padded_sizes: the numbers of tokens to which steps with prompts are padded; None: they are not.
     """
 
     runner: ModelRunner
     groups: tuple[LayerGroup, ...]
     plan: CachePlan
     overlap: bool
+    padded_sizes: Sizes | None
 
 
 def resolve_path(model: str) -> Path:
@@ -393,7 +396,13 @@ def build_runner(
         graphs=graphs,
         progress=progress,
     )
-    return LoadedRunner(runner, groups, plan, overlap=options.num_slots > 1)
+    return LoadedRunner(
+        runner,
+        groups,
+        plan,
+        overlap=options.num_slots > 1,
+        padded_sizes=options.padded_sizes,
+    )
 
 
 def _step_bytes(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine.config import ContinuousBatchingConfig
 from engine.errors import ConfigError
+from engine.runner.buckets import Sizes, token_sizes
 
 DEFAULT_MAX_GRAPHS = 32
 
@@ -43,6 +44,13 @@ class RunnerOptions:
     max_graphs: int = DEFAULT_MAX_GRAPHS
     max_requests: int = 1
     num_slots: int = 1
+
+    @property
+    def padded_sizes(self) -> Sizes | None:
+        """The numbers of tokens to which steps with prompts are padded; None: they are not."""
+        if self.q_interval or StepPath.VARLEN in self.captured_paths:
+            return token_sizes(self.q_interval)
+        return None
 
 
 PLAIN = RunnerOptions()

@@ -34,6 +34,7 @@ from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import Request, RequestStatus
 from engine.scheduler.callers import Callers
+from engine.scheduler.pace import ChunkLimit, StepPace
 from engine.types import RequestKey
 
 
@@ -51,14 +52,33 @@ class StepPlan:
         budget: how many tokens it may still take.
         parts: what is in it.
         preempted: the requests that were preempted for it.
+        limit: what prompts may take of it; None: no more than the budget says, or a prompt was not
+            looked at yet (`knows_limit`).
     """
 
-    __slots__ = ("budget", "parts", "preempted")
+    __slots__ = ("budget", "knows_limit", "limit", "parts", "preempted")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.parts: dict[RequestKey, ScheduledRequest] = {}
         self.preempted: set[RequestKey] = set()
+        self.limit: ChunkLimit | None = None
+        self.knows_limit = False
+
+    def put(self, part: ScheduledRequest) -> None:
+        """Put a part in."""
+        self.parts[part.request.key] = part
+        self.budget -= part.num_tokens
+        if self.limit is not None:
+            self.limit.put(part)
+
+    def take_out(self, key: RequestKey) -> None:
+        """Take a request's part out again, if it has one."""
+        part = self.parts.pop(key, None)
+        if part is not None:
+            self.budget += part.num_tokens
+        if self.limit is not None:
+            self.limit.take_out(key, part)
 
 
 class Scheduler(ABC):
@@ -77,6 +97,7 @@ class Scheduler(ABC):
         held: the requests that are held, with their blocks or without.
         callers: who has requests that run or wait, and how much service each was given.
         num_preemptions: since the start.
+        pace: keeps steps in which requests decode to a target time; None: there is no target.
     """
 
     heeds_priorities: ClassVar[bool] = False
@@ -102,6 +123,7 @@ class Scheduler(ABC):
         self._parked: dict[RequestKey, Request] = {}
         self._returning: dict[RequestKey, Request] = {}
         self.num_preemptions = 0
+        self.pace: StepPace | None = None
         self._may_preempt = True
         self._resting: Container[RequestKey] = ()  # of the step that is being chosen
 
@@ -148,7 +170,9 @@ class Scheduler(ABC):
         return ()
 
     def measured(self, num_tokens: int, seconds: float) -> None:  # noqa: B027  # likewise
-        """A step of this many tokens took this long: for policies that estimate."""
+        """A step of this many tokens took this long: for policies that estimate. The pace is told
+        by itself.
+        """
 
     # ---- what the core calls -------------------------------------------------------------------
 
@@ -274,6 +298,18 @@ class Scheduler(ABC):
         """Record that a part was computed, and its request still runs."""
         self.kv_cache.commit(part.request, part.start + part.num_tokens)
 
+    def step_done(self, batch: ScheduledBatch, seconds: float, *, is_decode: bool) -> None:
+        """Record how long a step took.
+
+        Args:
+            batch: the step.
+            seconds: of the device; not those in which it waited for the step before.
+            is_decode: whether requests decoded in it.
+        """
+        if self.pace is not None:
+            self.pace.measured(batch, seconds, is_decode=is_decode)
+        self.measured(batch.num_tokens, seconds)
+
     def step_failed(self, batch: ScheduledBatch) -> list[Request]:
         """A step failed; the requests in it were removed.
 
@@ -307,8 +343,8 @@ class Scheduler(ABC):
         ]
 
     def extend_all(self, plan: StepPlan) -> bool:
-        """Put all that the running requests have to compute into an empty step, if the budget and
-        the blocks last: then the order among them does not matter.
+        """Put all that the running requests have to compute into an empty step, if the budget, the
+        time and the blocks last: then the order among them does not matter.
 
         Returns:
             Whether that was done; False: nothing is in the step.
@@ -324,6 +360,8 @@ class Scheduler(ABC):
         num_tokens = sum(counts)
         if num_tokens > plan.budget:
             return False
+        if num_tokens > len(requests) and self._cuts_any(plan, requests):
+            return False
         for request in requests:
             if not self._has_room(request, len(request.token_ids)):
                 return False
@@ -337,10 +375,11 @@ class Scheduler(ABC):
         return True
 
     def extend(self, plan: StepPlan, request: Request) -> bool:
-        """Put as many of a running request's tokens into the step as the budget lets.
+        """Put as many of a running request's tokens into the step as the budget and the time let.
 
         Returns:
-            Whether it is in the step; False: there are not enough blocks.
+            Whether it is in the step; False: there are not enough blocks, or it is a prompt and no
+            time is left for it.
 
         Raises:
             StepPendingError: there are not enough blocks while a step is pending.
@@ -348,23 +387,12 @@ class Scheduler(ABC):
         """
         if plan.budget < 1 or request.key in plan.parts:
             raise ValueError("a request is put into a step once, while there is a token budget")
-        start, total = request.num_computed_tokens, len(request.token_ids)
-        num_tokens = min(total - start, plan.budget)
-        if not self._has_room(request, start + num_tokens):
-            return False
-        plan.parts[request.key] = ScheduledRequest(
-            request=request,
-            start=start,
-            num_tokens=num_tokens,
-            tables=self.kv_cache.tables(request.key),
-            samples=start + num_tokens == total,
-        )
-        plan.budget -= num_tokens
-        return True
+        num_tokens = self._chunk(plan, request, request.num_computed_tokens)
+        return num_tokens > 0 and self._put(plan, request, num_tokens)
 
     def make_room(self, plan: StepPlan, request: Request, victims: list[Request]) -> bool:
-        """Get the blocks for a running request's next tokens (as many as the budget lets, at least
-        one), so that `extend` finds them.
+        """Get the blocks for a running request's next tokens (as many as the budget and the time
+        let; one where the budget is spent, none where the time is), so that `extend` finds them.
 
         Args:
             victims: running requests, from which as many as need be are preempted and removed, the
@@ -377,7 +405,9 @@ class Scheduler(ABC):
             StepPendingError: there are not enough blocks while a step is pending.
         """
         while True:
-            wanted = min(request.num_tokens_to_compute, max(plan.budget, 1))
+            wanted = 1
+            if plan.budget > 0:
+                wanted = self._chunk(plan, request, request.num_computed_tokens)
             if self._has_room(request, request.num_computed_tokens + wanted):
                 return True
             victim = victims.pop()
@@ -390,7 +420,8 @@ class Scheduler(ABC):
 
         Returns:
             Whether that was done; False: the batch is full, or there are not enough blocks for all
-            its tokens beside what the running requests may still need.
+            its tokens beside what the running requests may still need, or there is no time left
+            for its prompt.
 
         Raises:
             StepPendingError: see `could_admit`.
@@ -405,12 +436,14 @@ class Scheduler(ABC):
         self.callers.unqueue(request)
         self.running[request.key] = request
         request.status = RequestStatus.PREFILLING
-        if not self.extend(plan, request):
+        # Others may have left it other blocks than `could_admit` saw; it goes on all the same.
+        num_tokens = max(1, self._chunk(plan, request, request.num_computed_tokens))
+        if not self._put(plan, request, num_tokens):
             raise RuntimeError("a request was started without room for its first tokens")
         return True
 
     def could_admit(self, plan: StepPlan, request: Request, without: Sequence[Request]) -> bool:
-        """Whether `admit` would find a place and blocks if some of the running requests were
+        """Whether `admit` would find a place, time and blocks if some of the running requests were
         preempted. Where they share blocks with others, it may find fewer than this thinks. Held
         requests give up their blocks as far as that helps.
 
@@ -426,7 +459,9 @@ class Scheduler(ABC):
                 spare[index] -= table.length - table.released
         while True:
             found = self.kv_cache.find_prefix(request)
-            num_tokens = min(request.num_tokens - found, plan.budget)
+            num_tokens = self._chunk(plan, request, found)
+            if num_tokens < 1:
+                return False
             if self.kv_cache.can_start(request, found, num_tokens, spare):
                 return True
             if not self._take_from_held():
@@ -441,12 +476,52 @@ class Scheduler(ABC):
         """
         if not self._may_preempt:
             raise StepPendingError
-        part = plan.parts.pop(request.key, None)
-        if part is not None:
-            plan.budget += part.num_tokens
+        plan.take_out(request.key)
         plan.preempted.add(request.key)
         request.num_computed_tokens = self.kv_cache.preempt(request)
         self._give_up(request)
+
+    def _put(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
+        """Put some of a running request's tokens into the step. False: there are not enough
+        blocks.
+        """
+        start = request.num_computed_tokens
+        if not self._has_room(request, start + num_tokens):
+            return False
+        plan.put(
+            ScheduledRequest(
+                request=request,
+                start=start,
+                num_tokens=num_tokens,
+                tables=self.kv_cache.tables(request.key),
+                samples=start + num_tokens == len(request.token_ids),
+            )
+        )
+        return True
+
+    def _chunk(self, plan: StepPlan, request: Request, start: int) -> int:
+        """How many of a request's tokens from `start` on the step may take now; 0: none."""
+        wanted = len(request.token_ids) - start
+        limit = self._limit(plan) if wanted > 1 else None
+        if limit is None:
+            return min(wanted, plan.budget)
+        return limit.chunk(start, wanted, plan.budget, self.max_batch_tokens - plan.budget)
+
+    def _cuts_any(self, plan: StepPlan, requests: Iterable[Request]) -> bool:
+        """Whether an empty step has less time than all these requests' tokens take."""
+        limit = self._limit(plan)
+        return limit is not None and not limit.has_time_for(
+            (one.num_computed_tokens, one.num_tokens_to_compute) for one in requests
+        )
+
+    def _limit(self, plan: StepPlan) -> ChunkLimit | None:
+        """What prompts may take of a step; it is found out when the first one is looked at."""
+        if self.pace is not None and not plan.knows_limit:
+            plan.limit = self.pace.limit(one for one in self.runnable() if _decodes(one))
+            plan.knows_limit = True
+            if plan.limit is not None:
+                plan.limit.decoding.difference_update(plan.parts)  # no prompt is in it yet
+        return plan.limit
 
     def _has_room(self, request: Request, num_tokens: int) -> bool:
         """Whether a running request has, or now got, the blocks for its first tokens."""
@@ -527,3 +602,8 @@ class Scheduler(ABC):
 
 def _step_order(part: ScheduledRequest) -> tuple[bool, int]:
     return part.num_tokens > 1, part.start
+
+
+def _decodes(request: Request) -> bool:
+    """Whether somebody who has had a token waits for the next one."""
+    return request.num_tokens_to_compute == 1 and request.num_output_tokens > 0

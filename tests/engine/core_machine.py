@@ -35,6 +35,7 @@ class CoreMachine(RuleBasedStateMachine):
         share_blocks=st.booleans(),
         host_slots=st.sampled_from([None, 2, 12]),
         margin=st.sampled_from([None, None, 0.0, 0.3, 1.0]),
+        target_s=st.sampled_from([0.0, 0.0, 0.0001, 0.5]),
     )
     def build(
         self,
@@ -50,6 +51,7 @@ class CoreMachine(RuleBasedStateMachine):
         share_blocks: bool,
         host_slots: int | None,
         margin: float | None,
+        target_s: float,
     ) -> None:
         self.clock = Clock()
         self.core, self.runner, self.kv_cache = make_core(
@@ -66,6 +68,7 @@ class CoreMachine(RuleBasedStateMachine):
             share_blocks=share_blocks,
             host_slots=host_slots,
             safety_margin=margin,
+            target_step_time=target_s,
         )
         self.ledger = Ledger()
         self.count = 0

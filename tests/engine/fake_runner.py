@@ -31,6 +31,7 @@ from engine.outputs import TokenLogprobs
 from engine.request import PENDING_TOKEN, GenerationRequest, Request
 from engine.runner_protocol import INVALID_TOKEN, SampledTokens
 from engine.sampling_params import LogprobParams, SamplingParams, StopParams
+from engine.scheduler.pace import StepPace
 from engine.scheduler.registry import scheduler_class
 from engine.types import CallerKey, GroupId, RequestId, RequestKey, TokenId
 
@@ -447,6 +448,7 @@ def make_core(
     late: bool = False,
     share_blocks: bool = False,
     host_slots: int | None = None,
+    target_step_time: float = 0.0,
 ) -> tuple[EngineCore, FakeRunner, KVCacheManager]:
     """A core around a fake runner; max_context None: what the cache holds for one request;
     host_slots: of each group.
@@ -470,6 +472,8 @@ def make_core(
         max_requests_per_batch=max_requests,
         safety_margin=safety_margin,
     )
+    if target_step_time:
+        scheduler.pace = StepPace(target_step_time, block_size)
     fits = kv_cache.max_tokens_per_request(max_batch_tokens)
     core = EngineCore(
         scheduler,

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from engine.config import ContinuousBatchingConfig, LoadConfig, RankPlace
+from engine.config import (
+    CPU_TARGET_STEP_TIME,
+    ContinuousBatchingConfig,
+    LoadConfig,
+    RankPlace,
+)
 from engine.errors import ConfigError, UnsupportedFeatureError
 from engine.offline import LoadedModel
 from engine.runner.profiling import HostMemory
@@ -55,6 +60,12 @@ from engine.runner.profiling import HostMemory
         ("max_cached_graphs", -1),
         ("default_compile_level", 4),
         ("use_default_compile_configs", 3),
+        ("target_step_time", -0.1),
+        ("target_step_time", 0.00001),
+        ("target_step_time", 3601),
+        ("target_step_time", float("nan")),
+        ("target_step_time", True),
+        ("target_step_time", "1s"),
         ("safety_margin", 1.1),
         ("safety_margin", -0.1),
         ("safety_margin", float("nan")),
@@ -89,6 +100,10 @@ def test_refused_with_the_options_name(option: str, value: object) -> None:
         ("use_cuda_graph", (False, True)),
         ("use_async_batching", False),
         ("default_compile_level", 3),
+        ("target_step_time", 0),
+        ("target_step_time", 0.0001),
+        ("target_step_time", 3600.0),
+        ("target_step_time", None),
         ("safety_margin", 0.0),
         ("seed", 2**64 - 1),
         ("cpu_offload_space_safety_threshold", 1.0),
@@ -290,6 +305,17 @@ def test_priorities_are_heeded_or_refused(llama: LoadedModel, name: str) -> None
                 manager.add_request([5, 6], max_new_tokens=1, priority=1)
     finally:
         manager.stop()
+
+
+def test_target_step_time_acts(llama: LoadedModel) -> None:
+    def target_s(**options: Any) -> float | None:
+        pace = _run(llama, **options)[0]._core.scheduler.pace
+        return None if pace is None else pace.target_s
+
+    assert target_s() is None
+    assert target_s(target_step_time=0) is None
+    assert target_s(target_step_time=0.5) == 0.5
+    assert target_s(target_step_time=None) == CPU_TARGET_STEP_TIME
 
 
 def test_safety_margin_acts(llama: LoadedModel) -> None:

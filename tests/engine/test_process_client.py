@@ -383,9 +383,16 @@ async def test_errors_come_back_as_they_were(error: HeadraceError) -> None:
 
 
 async def test_options_cross_or_are_refused() -> None:
-    config = ContinuousBatchingConfig(use_cuda_graph=(False, True), seed=3, block_size=16)
+    config = ContinuousBatchingConfig(
+        use_cuda_graph=(False, True), seed=3, block_size=16, target_step_time=None
+    )
     options = messages.options_of(config)
-    assert options == {"use_cuda_graph": (False, True), "seed": 3, "block_size": 16}
+    assert options == {
+        "use_cuda_graph": (False, True),
+        "seed": 3,
+        "block_size": 16,
+        "target_step_time": None,
+    }
     assert messages.batching_config({**options, "use_cuda_graph": [False, True]}) == config
     with pytest.raises(ConfigError, match="decode_compile_config"):
         messages.options_of(ContinuousBatchingConfig(decode_compile_config=object()))

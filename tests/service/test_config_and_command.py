@@ -213,6 +213,7 @@ def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batching.allow_block_sharing
     assert (batching.use_async_batching, batching.use_cuda_graph) == (None, None)
     assert (batching.cpu_offload_space, batching.default_compile_level) == (0.0, 0)
+    assert batching.target_step_time is None
     _, (_, batching, load, config, _) = run_serve(
         monkeypatch,
         "--quantization",
@@ -221,6 +222,8 @@ def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
         "--fuse-layers",
         "--scheduler",
         "prefill_first",
+        "--target-step-time",
+        "0",
         "--no-prefix-cache",
         "--cpu-offload-space",
         "1.5",
@@ -236,6 +239,7 @@ def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not config.prefix_cache
     assert (batching.use_async_batching, batching.use_cuda_graph) == (True, False)
     assert (batching.cpu_offload_space, batching.default_compile_level) == (1.5, 2)
+    assert batching.target_step_time == 0.0
     assert config.max_choices == 3
     assert load.quantization == "int8"
     assert load.pack_weights is False
@@ -278,6 +282,7 @@ def test_several_addresses_from_the_environment(monkeypatch: pytest.MonkeyPatch)
         (["--compile-level", "4"], "--compile-level"),
         (["--cpu-offload-space", "-1"], "--cpu-offload-space"),
         (["--scheduler", "lifo"], "--scheduler"),
+        (["--target-step-time", "-1"], "--target-step-time"),
         (["--max-choices", "0"], "--max-choices"),
         (["--max-reserved-tokens", "1"], "--max-reserved-tokens"),
         (["--max-receive-bytes", "0"], "--max-receive-bytes"),

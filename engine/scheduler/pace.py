@@ -1,0 +1,197 @@
+"""How many prompt tokens a step takes beside requests that decode, so that it takes about as long
+as it may: the target step time.
+
+    steps measured ──▶ StepCost ──▶ a step that must not take long: ChunkLimit ──▶ chunks
+
+A limit holds for one step. It begins with the target, less a tenth for what the estimate does not
+know and less what the step costs without prompts, with every request that could decode: whether the
+policy puts prompts or decodes in first, there are time and tokens left for both. Each chunk then
+takes its part of the time. One that is cut ends at a block's boundary; where steps are padded to
+certain sizes (captured on CUDA), where the step has such a size.
+
+The first prompt of a step gets at least the rest of a block, however little time there is: a
+prompt of n tokens is computed within n / block_size + 1 steps in which it is the first. Before a
+prompt was measured that is all it gets; from then on a step has at most twice as many prompt tokens
+as the last ones, so that an estimate is not believed far beyond what it rests on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from engine.batch import ScheduledBatch, ScheduledRequest
+from engine.request import Request
+from engine.scheduler.step_cost import StepCost, StepCosts, StepShape, pairs
+from engine.types import RequestKey
+
+_AIM = 0.9
+"""The part of the target for which steps are planned."""
+_GROWTH = 2
+"""How many times as many prompt tokens as the last steps had, a step may have at most."""
+
+
+class ChunkLimit:
+    """What prompts may take of one step. Made by `StepPace.limit`.
+
+    Attributes:
+        decoding: the requests that decode and are not in the step yet.
+    """
+
+    __slots__ = (
+        "_block_size",
+        "_costs",
+        "_fit_tokens",
+        "_num_prompt_tokens",
+        "_seconds",
+        "_tokens",
+        "decoding",
+    )
+
+    def __init__(
+        self,
+        costs: StepCosts | None,
+        *,
+        seconds: float,
+        tokens: int,
+        decoding: set[RequestKey],
+        block_size: int,
+        fit_tokens: Callable[[int], int] | None,
+    ) -> None:
+        """`seconds`, `tokens`: what prompts may take. For the others see StepPace."""
+        self.decoding = decoding
+        self._costs = costs
+        self._seconds = seconds
+        self._tokens = tokens
+        self._block_size = block_size
+        self._fit_tokens = fit_tokens
+        self._num_prompt_tokens = 0
+
+    def chunk(self, start: int, wanted: int, budget: int, num_taken: int) -> int:
+        """How many of the next tokens of a prompt the step may take; 0: none.
+
+        Args:
+            start: position of the first of them.
+            wanted: how many there are.
+            budget: how many tokens of any kind the step may still take.
+            num_taken: how many it has.
+        """
+        # Who decodes has a place in the step, if it has one for anybody else.
+        free = budget - len(self.decoding)
+        most = min(wanted, free if free > 0 else budget)
+        if self._costs is None:
+            allowed = 0
+        else:
+            affordable = self._costs.most_tokens(start, self._seconds)
+            allowed = int(min(most, self._tokens, affordable))
+        if allowed < wanted:
+            allowed = self._cut(start, allowed, num_taken)
+        if allowed < 1 and not self._num_prompt_tokens:
+            return min(most, self._block_size - start % self._block_size)
+        return allowed
+
+    def has_time_for(self, parts: Iterable[tuple[int, int]]) -> bool:
+        """Whether an empty step has time for all of these: where each begins, and its tokens."""
+        seconds, tokens = self._seconds, self._tokens
+        for start, num_tokens in parts:
+            if num_tokens > 1:
+                if self._costs is None:
+                    return False
+                seconds -= self._costs.of_chunk(start, num_tokens)
+                tokens -= num_tokens
+        return seconds >= 0 and tokens >= 0
+
+    def put(self, part: ScheduledRequest) -> None:
+        """A part has come into the step."""
+        self.decoding.discard(part.request.key)
+        self._count(part, 1)
+
+    def take_out(self, key: RequestKey, part: ScheduledRequest | None) -> None:
+        """A request has gone, with its part if it had one."""
+        self.decoding.discard(key)
+        if part is not None:
+            self._count(part, -1)
+
+    def _count(self, part: ScheduledRequest, times: int) -> None:
+        if part.num_tokens > 1:
+            self._num_prompt_tokens += times * part.num_tokens
+            self._tokens -= times * part.num_tokens
+            if self._costs is not None:
+                self._seconds -= times * self._costs.of_chunk(part.start, part.num_tokens)
+
+    def _cut(self, start: int, allowed: int, num_taken: int) -> int:
+        """Where a chunk of at most so many tokens ends well."""
+        if self._fit_tokens is not None:
+            others = num_taken + len(self.decoding)
+            fitting = self._fit_tokens(others + allowed) - others
+            if fitting > 0:
+                return fitting
+        return max(0, (start + allowed) // self._block_size * self._block_size - start)
+
+
+class StepPace:
+    """Keeps steps in which requests decode to a target time.
+
+    Attributes:
+        target_s: the target, in seconds; above 0.
+        cost: what steps cost.
+        num_over_target: steps in which requests decoded that took longer; since the start.
+    """
+
+    def __init__(
+        self, target_s: float, block_size: int, fit_tokens: Callable[[int], int] | None = None
+    ) -> None:
+        """Set a pace.
+
+        Args:
+            target_s: seconds.
+            block_size: tokens in a block.
+            fit_tokens: of a number of tokens, the most up to it that a step computes without
+                padding, or 0. None: steps are not padded.
+        """
+        self.target_s = target_s
+        self.cost = StepCost()
+        self.num_over_target = 0
+        self._block_size = block_size
+        self._fit_tokens = fit_tokens
+
+    def measured(self, batch: ScheduledBatch, seconds: float, *, is_decode: bool) -> None:
+        """Take in a step. `is_decode`: whether requests decoded in it."""
+        self.num_over_target += is_decode and seconds > self.target_s
+        if batch.requests:
+            self.cost.add(shape_of(batch), seconds)
+
+    def limit(self, decoding: Iterable[Request]) -> ChunkLimit | None:
+        """What prompts may take of a step in which these requests decode; None: as much as they
+        like, since there are none.
+        """
+        keys: set[RequestKey] = set()
+        context = 0
+        for request in decoding:
+            keys.add(request.key)
+            context += request.num_tokens
+        if not keys:
+            return None
+        costs, seconds = self.cost.costs(), 0.0
+        if costs is not None:
+            others = costs.of_step(StepShape(0, 0, len(keys), context)) + costs.prefill
+            seconds = _AIM * self.target_s - others
+        return ChunkLimit(
+            costs,
+            seconds=seconds,
+            tokens=_GROWTH * self.cost.most_measured,
+            decoding=keys,
+            block_size=self._block_size,
+            fit_tokens=self._fit_tokens,
+        )
+
+
+def shape_of(batch: ScheduledBatch) -> StepShape:
+    num_prompt_tokens = num_pairs = num_decodes = context = 0
+    for part in batch.requests:
+        if part.num_tokens == 1:
+            num_decodes += 1
+            context += part.start + 1
+        else:
+            num_prompt_tokens += part.num_tokens
+            num_pairs += pairs(part.start, part.num_tokens)
+    return StepShape(num_prompt_tokens, num_pairs, num_decodes, context)
