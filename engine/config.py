@@ -29,6 +29,7 @@ QUANTIZATIONS = ("none", "int8")
 TensorParallel = Literal["none", "auto"]
 TENSOR_PARALLELS = ("none", "auto")
 
+_SPIN_COUNT = "10000"
 _BOUNDS = {
     "block_size": (1, 4096),
     "num_blocks": (1, 2**31 - 1),
@@ -360,6 +361,20 @@ class RankPlace:
             local_rank=numbers["LOCAL_RANK"],
             local_world_size=numbers["LOCAL_WORLD_SIZE"],
         )
+
+
+def engine_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of an engine's process of its own.
+
+    A step is some hundred short parallel regions, and a thread that waits for the others of its
+    region spins first: GNU OpenMP (torch's) lets it do so for milliseconds. Where other processes
+    want the CPUs, such as a front end under load, those that spin keep the one that all wait for
+    from running, and a step takes up to a hundred times as long. A tenth of a millisecond is
+    longer than regions are apart. What the operator has set stays.
+    """
+    if "GOMP_SPINCOUNT" in environ or "OMP_WAIT_POLICY" in environ:
+        return dict(environ)
+    return {**environ, "GOMP_SPINCOUNT": _SPIN_COUNT}
 
 
 def _number(environ: Mapping[str, str], name: str, least: int) -> int:

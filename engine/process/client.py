@@ -31,7 +31,7 @@ import msgspec
 
 import engine
 from engine.client import Admission, ModelInfo, ProgressSink, StepSink
-from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.config import ContinuousBatchingConfig, LoadConfig, engine_environ
 from engine.errors import ConfigError, DuplicateRequestError, EngineUnavailableError
 from engine.logs import records
 from engine.logs.lines import LineReader, open_pipe
@@ -172,6 +172,7 @@ class ProcessEngineClient:
                     _PROGRAM,
                     str(theirs.fileno()),
                     str(os.getpid()),
+                    env=engine_environ(),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=stderr,
                     stderr=stderr,

@@ -13,6 +13,7 @@ from engine.config import (
     ContinuousBatchingConfig,
     LoadConfig,
     RankPlace,
+    engine_environ,
 )
 from engine.errors import ConfigError, UnsupportedFeatureError
 from engine.offline import LoadedModel
@@ -372,3 +373,9 @@ def test_where_torchrun_put_this_process() -> None:
 def test_a_place_that_cannot_be(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: is "):
         RankPlace.read({**PLACE, name: text})
+
+
+def test_what_the_operator_says_of_spinning_threads_stays() -> None:
+    assert engine_environ({"A": "b"}) == {"A": "b", "GOMP_SPINCOUNT": "10000"}
+    for said in ({"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}):
+        assert engine_environ(said) == said

@@ -261,6 +261,8 @@ async def test_a_killed_and_a_hung_process_end_their_requests_and_can_be_replace
         await client.submit(_request(name, max_tokens=1500))
         await sink.until(name, ended=False)
         assert client.pid is not None
+        # Its threads wait asleep for each other, if they wait long.
+        assert b"GOMP_SPINCOUNT=" in Path(f"/proc/{client.pid}/environ").read_bytes()
         began = time.monotonic()
         os.kill(client.pid, number)
         last = await sink.until(name)
