@@ -31,6 +31,8 @@ class ServiceConfig:
     Attributes:
         listen: addresses to listen on, at least one: "host:port", "[::]:port" or "unix:/path"; port
             0 takes a free one.
+        health_listen: an address at which health alone is answered, in plain text, by threads of
+            its own (`service.health_listener`); None: there is none.
         served_name: the model's name in the model card; None: the last part of its path.
         insecure: allow addresses beyond loopback without TLS.
         control: on which addresses ControlService is served; None: on those that only this machine
@@ -101,6 +103,7 @@ class ServiceConfig:
     """
 
     listen: tuple[str, ...] = ("127.0.0.1:50051",)
+    health_listen: str | None = None
     served_name: str | None = None
     insecure: bool = False
     control: bool | None = None
@@ -153,6 +156,8 @@ class ServiceConfig:
             )
         for address in self.listen:
             parse_address(address)
+        if self.health_listen is not None:
+            parse_address(self.health_listen, "health_listen")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError(
                 "tls_cert", "and tls_key belong together; give both files, or neither"
@@ -283,11 +288,11 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_address(text: str) -> Address:
+def parse_address(text: str, option: str = "listen") -> Address:
     """Read an address.
 
     Raises:
-        ConfigError: it is not one.
+        ConfigError: it is not one; of the option that it was given by.
     """
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
@@ -296,7 +301,7 @@ def parse_address(text: str) -> Address:
         # The kernel's sockaddr_un has room for 107 bytes of path.
         if not path or "\0" in path or len(os.fsencode(path)) > 107:
             raise ConfigError(
-                "listen", f"{text!r} is not a path of 1 to 107 bytes, as in unix:/run/headrace.sock"
+                option, f"{text!r} is not a path of 1 to 107 bytes, as in unix:/run/headrace.sock"
             )
         return Address(path=path)
     host, colon, port = text.rpartition(":")
@@ -309,10 +314,10 @@ def parse_address(text: str) -> Address:
         or not (port.isascii() and port.isdigit())
     ):
         raise ConfigError(
-            "listen", f"{text!r} is not an address; write host:port, [IPv6]:port or unix:/path"
+            option, f"{text!r} is not an address; write host:port, [IPv6]:port or unix:/path"
         )
     if int(port) > 65535:
-        raise ConfigError("listen", f"{text!r} has the port {port}; ports go up to 65535")
+        raise ConfigError(option, f"{text!r} has the port {port}; ports go up to 65535")
     return Address(host=host, port=int(port))
 
 

@@ -4,7 +4,8 @@ The empty name answers for the process: SERVING as soon as it serves anything. T
 answer for their readiness: NOT_SERVING while the model loads, when the engine has stopped and when
 the server drains; those of services that need no model are always SERVING. Watches end when it
 drains: an open one would hold the shutdown for its whole grace. Anybody may watch, so there is a
-bound on Watches; Check and List need no place.
+bound on Watches; Check and List need no place. `service.health_listener` answers them at an address
+of their own.
 """
 
 from __future__ import annotations
@@ -65,21 +66,30 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
             return int(_UNKNOWN)
         return int(_SERVING if ready else _NOT_SERVING)
 
-    async def Check(self, request: Any, context: Any) -> Any:
-        """The status of one service."""
-        status = self._status(request.service)
-        if status == _UNKNOWN:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
-        return health_pb2.HealthCheckResponse(status=status)
+    def check(self, service: str) -> Any:
+        """The answer about one service; None: there is none of that name. From any thread."""
+        status = self._status(service)
+        return None if status == _UNKNOWN else health_pb2.HealthCheckResponse(status=status)
 
-    async def List(self, request: Any, context: Any) -> Any:
-        """The status of all services."""
+    def list(self) -> Any:
+        """The answer about all services. From any thread."""
         return health_pb2.HealthListResponse(
             statuses={
                 name: health_pb2.HealthCheckResponse(status=self._status(name))
                 for name in ("", *self._ready, *self._always)
             }
         )
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        """The status of one service."""
+        answer = self.check(request.service)
+        if answer is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        return answer
+
+    async def List(self, request: Any, context: Any) -> Any:
+        """The status of all services."""
+        return self.list()
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """The status of one service, now and whenever it changes, until the server drains."""

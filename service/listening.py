@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 _MAX_GROUP = 2**32 - 2  # of Linux; the number after it means "no change"
 
 
+AnyServer = grpc.Server | grpc.aio.Server
+
+
 class ListeningError(HeadraceError):
     """Nothing listens any more."""
 
@@ -59,14 +62,17 @@ def bind(
     config: ServiceConfig,
     tls: Tls,
     server_of: Callable[[Address], grpc.aio.Server],
+    health: grpc.Server | None,
     sockets: UnixSockets,
-) -> tuple[Address, ...]:
-    """Bind all addresses; returns them with the ports that were chosen.
+) -> tuple[tuple[Address, ...], Address | None]:
+    """Bind all addresses; returns them, and that of health alone if there is one, with the ports
+    that were chosen.
 
     Args:
         config: the addresses.
         tls: the certificate, if there is one.
         server_of: the server that serves on an address.
+        health: the server that serves health alone, if there is one.
         sockets: takes the files of Unix sockets.
 
     Raises:
@@ -74,28 +80,44 @@ def bind(
             before it are gone again.
     """
     group = _group_id(config.unix_socket_group)
-    bound: list[Address] = []
-    for text in config.listen:
-        address = parse_address(text)
-        server = server_of(address)
-        try:
-            if address.path is not None:
-                _bind_unix(server, address, sockets)
-                _hand_over(address.path, config.unix_socket_mode, group)
-                bound.append(address)
-            elif (credentials := tls.credentials()) is not None:
-                port = server.add_secure_port(address.target, credentials)
-                bound.append(Address(host=address.host, port=port))
-            else:
-                port = server.add_insecure_port(address.target)
-                bound.append(Address(host=address.host, port=port))
-        except (RuntimeError, OSError) as error:
-            sockets.unlink()
-            raise ConfigError(
-                "listen",
-                f"cannot listen on {text}: {_reason(address, error)}",
-            ) from error
-    return tuple(bound)
+    try:
+        bound = [
+            _bind_one("listen", text, server_of(parse_address(text)), tls, config, group, sockets)
+            for text in config.listen
+        ]
+        if health is not None and config.health_listen is not None:
+            address = _bind_one(
+                "health_listen", config.health_listen, health, None, config, group, sockets
+            )
+            return tuple(bound), address
+    except ConfigError:
+        sockets.unlink()
+        raise
+    return tuple(bound), None
+
+
+def _bind_one(
+    option: str,
+    text: str,
+    server: AnyServer,
+    tls: Tls | None,
+    config: ServiceConfig,
+    group: int | None,
+    sockets: UnixSockets,
+) -> Address:
+    address = parse_address(text, option)
+    try:
+        if address.path is not None:
+            _bind_unix(server, address, sockets)
+            _hand_over(address.path, config.unix_socket_mode, group)
+            return address
+        if tls is not None and (credentials := tls.credentials()) is not None:
+            port = server.add_secure_port(address.target, credentials)
+        else:
+            port = server.add_insecure_port(address.target)
+        return Address(host=address.host, port=port)
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(option, f"cannot listen on {text}: {_reason(address, error)}") from error
 
 
 async def wait_ended(server: grpc.aio.Server) -> ListeningError:
@@ -111,7 +133,7 @@ async def wait_ended(server: grpc.aio.Server) -> ListeningError:
     return ListeningError("gRPC's server was stopped")
 
 
-def _bind_unix(server: grpc.aio.Server, address: Address, sockets: UnixSockets) -> None:
+def _bind_unix(server: AnyServer, address: Address, sockets: UnixSockets) -> None:
     path = address.path or ""
     _remove_stale(path)
     # TLS adds nothing on a Unix socket: its file's permissions say who may connect. Until they are

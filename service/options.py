@@ -79,6 +79,15 @@ class NetworkOptions:
             _NETWORK,
         ),
     ] = field(default_factory=lambda: ["127.0.0.1:50051"])
+    health_listen: Annotated[
+        str | None,
+        _option(
+            "health-listen",
+            "Also answer health at this address, and nothing else: in plain text, for probes, "
+            "whatever goes on at the other addresses.",
+            _NETWORK,
+        ),
+    ] = None
     insecure: Annotated[
         bool,
         _option(

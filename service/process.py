@@ -127,7 +127,15 @@ class _Process:
     async def _serve(self, ending: asyncio.Task[None]) -> int:
         state = self._server.state
         seconds = time.monotonic() - self._began
-        self._say(welcome(self._config, state.front.info, self._server.bound, seconds))
+        self._say(
+            welcome(
+                self._config,
+                state.front.info,
+                self._server.bound,
+                self._server.health_bound,
+                seconds,
+            )
+        )
         failed = asyncio.create_task(self._server.failed())
         ends: set[asyncio.Task[Any]] = {ending, failed}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

@@ -61,6 +61,7 @@ from service.delivery.flow import FlowOptions
 from service.delivery.kept import Retention
 from service.delivery.registry import Registry
 from service.health import HealthServicer
+from service.health_listener import make_health_server
 from service.interceptors import Authentication, Readiness, Recovery
 from service.listening import UnixSockets, bind, wait_ended
 from service.places import Kind, Places
@@ -184,6 +185,7 @@ class HeadraceServer:
         self._watches = Places(_watches(config, "WatchStatistics"), clock, jitter)
         self._telemetry = telemetry.Telemetry()
         self._servers: dict[bool, grpc.aio.Server] = {}  # by whether they serve ControlService
+        self._health_server: grpc.Server | None = None
         self._authenticator = Authenticator(None)
         self._calls = OpenCalls()
         self._tls: Tls | None = None
@@ -207,6 +209,7 @@ class HeadraceServer:
         self._unreachable = asyncio.Event()
         self._closed = False
         self.bound: tuple[Address, ...] = ()
+        self.health_bound: Address | None = None
         self.sockets = UnixSockets()
 
     @property
@@ -225,7 +228,13 @@ class HeadraceServer:
         )
         self._tls = Tls(self._config)
         self._telemetry = telemetry.set_up(os.environ, lambda: self._admission.live_bytes)
-        self.bound = bind(self._config, self._tls, self._server_of, self.sockets)
+        if self._config.health_listen is not None:
+            self._health_server = make_health_server(self._health)
+        self.bound, self.health_bound = bind(
+            self._config, self._tls, self._server_of, self._health_server, self.sockets
+        )
+        if self._health_server is not None:
+            self._health_server.start()
         for server in self._servers.values():
             await server.start()
         self._loading = asyncio.create_task(self._load_first())
@@ -438,6 +447,8 @@ class HeadraceServer:
         await self._calls.settle(calls_grace_s)
         servers = self._servers.values()
         await asyncio.gather(*(server.stop(connections_grace_s) for server in servers))
+        if self._health_server is not None:
+            self._health_server.stop(0)
         self._unreachable.set()
         if self._loading is not None and not self._loading.done():
             self._loading.cancel()

@@ -20,9 +20,13 @@ _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def welcome(
-    config: ServiceConfig, info: ModelInfo, bound: tuple[Address, ...], seconds: float
+    config: ServiceConfig,
+    info: ModelInfo,
+    bound: tuple[Address, ...],
+    health: Address | None,
+    seconds: float,
 ) -> str:
-    """The lines."""
+    """The lines. `health`: the address that answers health alone."""
     name = config.served_name or info.name
     where = ", ".join(address.target for address in bound)
     needs = "Try it:"
@@ -33,6 +37,7 @@ def welcome(
         f"{_weights(info)} on {info.device}), up to {info.max_running_requests} requests at once, "
         f"{info.max_context_tokens} tokens each.",
         f"Listening on {where}" + (" with TLS" if config.uses_tls else "") + ".",
+        *([] if health is None else [f"Health alone on {health.target}."]),
         "",
         needs,
         f"  {_command(config, bound[0])}",

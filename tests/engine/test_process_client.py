@@ -262,7 +262,7 @@ async def test_a_killed_and_a_hung_process_end_their_requests_and_can_be_replace
         await sink.until(name, ended=False)
         assert client.pid is not None
         # Its threads wait asleep for each other, if they wait long.
-        assert b"GOMP_SPINCOUNT=" in Path(f"/proc/{client.pid}/environ").read_bytes()
+        assert b"GOMP_SPINCOUNT=" in _environ(client.pid)
         began = time.monotonic()
         os.kill(client.pid, number)
         last = await sink.until(name)
@@ -355,6 +355,10 @@ async def test_the_process_ends_with_its_parent() -> None:
     async with asyncio.timeout(WAIT):
         while _is_alive(int(pid)):  # noqa: ASYNC110  # nothing tells when a grandchild ends
             await asyncio.sleep(0.02)
+
+
+def _environ(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def _is_alive(pid: int) -> bool:

@@ -95,7 +95,7 @@ def test_addresses() -> None:
 
 def test_welcome_lines_fit_the_address() -> None:
     info: ModelInfo = model_info()
-    plain = welcome(ServiceConfig(), info, (Address("127.0.0.1", 50051),), 1.0)
+    plain = welcome(ServiceConfig(), info, (Address("127.0.0.1", 50051),), None, 1.0)
     assert 'headrace generate "Once upon a time"\n' in plain
     assert "headrace.Client()" in plain
     assert (
@@ -104,17 +104,17 @@ def test_welcome_lines_fit_the_address() -> None:
         "headrace.v1.GenerationService/GenerateStream" in plain
     )
     secure = ServiceConfig(listen=("0.0.0.0:1",), tls_cert="c.pem", tls_key="k.pem")
-    lines = welcome(secure, info, (Address("0.0.0.0", 443),), 1.0)
+    lines = welcome(secure, info, (Address("0.0.0.0", 443),), None, 1.0)
     assert "grpcurl -cacert c.pem" in lines
     assert "--target 127.0.0.1:443 --ca c.pem" in lines
     assert 'headrace.Client("127.0.0.1:443", ca="c.pem")' in lines
     guarded = ServiceConfig(tls_cert="c", tls_key="k", tls_client_ca="a", auth_file="callers.toml")
-    lines = welcome(guarded, info, (Address("10.0.0.1", 443),), 1.0)
+    lines = welcome(guarded, info, (Address("10.0.0.1", 443),), None, 1.0)
     assert "who may is in callers.toml" in lines
     assert 'grpcurl -cacert c -cert CERT -key KEY -H "authorization: Bearer TOKEN" -d' in lines
     assert "--ca c --client-cert CERT --client-key KEY --token TOKEN" in lines
     assert 'ca="c", client_cert="CERT", client_key="KEY", token="TOKEN")' in lines
-    unix = welcome(ServiceConfig(), info, (Address(path="/run/s"),), 1.0)
+    unix = welcome(ServiceConfig(), info, (Address(path="/run/s"),), None, 1.0)
     assert "grpcurl -plaintext -unix" in unix
     assert 'headrace.Client("unix:/run/s")' in unix
     assert "float32 on cpu)" in plain
@@ -122,8 +122,11 @@ def test_welcome_lines_fit_the_address() -> None:
         ServiceConfig(),
         model_info(dtype="bfloat16", quantization="int8"),
         (Address("127.0.0.1", 1),),
+        Address("127.0.0.1", 2),
         1.0,
     )
+    assert "\nHealth alone on 127.0.0.1:2.\n" in light
+    assert "Health alone" not in plain
     assert "bfloat16, int8 weights, on cpu)" in light
 
 

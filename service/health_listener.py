@@ -1,0 +1,70 @@
+"""An address at which health alone is answered, by threads of its own.
+
+    probe ──▶ address of health ──▶ gRPC server of its own ──▶ what `HealthServicer` knows
+    clients, strangers ──▶ the other addresses ──▶ event loop ──▶ the same
+
+The other addresses answer health too, on the event loop, in turn with whatever arrives there:
+anybody who may connect can open calls faster than they are refused, and a probe stands behind them
+in a queue of gRPC's. So an operator whose addresses can be reached by strangers gives the probes
+one that cannot: what arrives elsewhere does not stand in front of it, and a busy event loop delays
+it by some of the interpreter's turns of 5 ms.
+
+It speaks plain text, as orchestrators' probes do, and tells nothing but statuses.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from service.health import HealthServicer
+
+_THREADS = 2
+_OPTIONS = [
+    # A check has some bytes, and probes are few.
+    ("grpc.max_receive_message_length", 4 << 10),
+    ("grpc.max_metadata_size", 4 << 10),
+    ("grpc.absolute_max_metadata_size", 4 << 10),
+    ("grpc.max_allowed_incoming_connections", 64),
+    ("grpc.max_concurrent_streams", 16),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 60_000),
+]
+
+
+class _Threaded(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped base
+    """Answers checks from threads."""
+
+    def __init__(self, health: HealthServicer) -> None:
+        self._health = health
+
+    def Check(self, request: Any, context: Any) -> Any:
+        """The status of one service."""
+        answer = self._health.check(request.service)
+        if answer is None:
+            context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        return answer
+
+    def List(self, request: Any, context: Any) -> Any:
+        """The status of all services."""
+        return self._health.list()
+
+    def Watch(self, request: Any, context: Any) -> Any:
+        """Refused: each would keep a thread."""
+        context.abort(
+            grpc.StatusCode.UNIMPLEMENTED,
+            "this address answers Check and List; Watch is served at the server's other addresses",
+        )
+
+
+def make_health_server(health: HealthServicer) -> grpc.Server:
+    """A server of health, not bound and not started yet."""
+    server = grpc.server(
+        ThreadPoolExecutor(_THREADS, thread_name_prefix="headrace-health"), options=_OPTIONS
+    )
+    health_pb2_grpc.add_HealthServicer_to_server(_Threaded(health), server)
+    return server
