@@ -145,7 +145,13 @@ class Campaign:
         with TemporaryDirectory(prefix="headrace-") as name, _server(plan, group, name) as server:
             pids = server.pids
             token = server.token_file(WITNESS)
-            with Witness(server.target, pids, token_file=token, tokens=plan.tokens) as witness:
+            with Witness(
+                server.target,
+                pids,
+                health_target=server.health_target,
+                token_file=token,
+                tokens=plan.tokens,
+            ) as witness:
                 first = {key: memory.now for key, memory in witness.report().memory.items()}
                 place = _Place(server, witness, first, dict(first), Path(name))
                 if self._calm is None:

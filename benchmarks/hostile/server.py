@@ -1,6 +1,7 @@
 """The server that is attacked: `headrace-server serve` at its defaults, as a process, with a file
-of callers: without one all callers are one identity, and nobody is a stranger. The model is served
-in float32, where the witness' tokens are the same beside any others.
+of callers, without which nobody is a stranger, and with an address of its own for health, where the
+witness asks, as probes do. The model is served in float32, where the witness' tokens are the same
+beside any others.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ SERVICES = {
     OPERATOR: '"*"',
 }
 _LISTENING = re.compile(r"^Listening on (.+)\.$", re.MULTILINE)
+_HEALTH = re.compile(r"^Health alone on (.+)\.$", re.MULTILINE)
 _CACHE = re.compile(r"KV cache: ([\d.,]+) (MiB|GiB), \d")
 
 
@@ -43,6 +45,7 @@ class Server:
 
     Attributes:
         target: where it is reached in plain text.
+        health_target: where it answers health alone.
         tls_target: its TCP address that speaks TLS; empty where there is none.
         card: its limits, once it is ready.
         cache_bytes: of its KV cache, as it announced it.
@@ -59,13 +62,13 @@ class Server:
             threads: of the model; None: the server's own default.
             tls: whether it speaks TLS on a TCP address; it is then in plain text on a Unix socket.
         """
-        self.target = self.tls_target = ""
+        self.target = self.tls_target = self.health_target = ""
         self.cache_bytes = 0
         self.card: Card | None = None
         self._folder = folder
         self._tls = tls
         self._tokens = {name: secrets.token_urlsafe(24) for name in SERVICES}
-        listen = ["--listen", "127.0.0.1:0"]
+        listen = ["--listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0"]
         more = [] if threads is None else ["--threads", str(threads)]
         if tls:
             certificate, key = make_certificate(folder)
@@ -120,6 +123,7 @@ class Server:
                 self.tls_target = place
             else:
                 self.target = place
+        [self.health_target] = _HEALTH.findall(text)
         announced = _CACHE.search(text)
         if announced:
             size, unit = announced.groups()

@@ -23,6 +23,7 @@ def main() -> int:
         "was seen, as a line of JSON: waits, wrong and lost tokens, the servers' memory.",
     )
     parser.add_argument("target", help="the server: host:port or unix:/path, without TLS")
+    parser.add_argument("--health-target", help="where to ask health (default: the server)")
     parser.add_argument("--token-file", type=Path, help="a file with a bearer token")
     parser.add_argument(
         "--pid",
@@ -52,6 +53,7 @@ def main() -> int:
         token = arguments.token_file and arguments.token_file.read_text().strip()
         plan = Plan(
             target=arguments.target,
+            health_target=arguments.health_target,
             token=token,
             prompt=arguments.prompt,
             tokens=arguments.tokens,

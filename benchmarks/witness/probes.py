@@ -45,6 +45,7 @@ class Plan:
 
     Attributes:
         target: the server, as gRPC writes it.
+        health_target: where it is asked for its health; None: at `target`.
         token: a bearer token; None: it sends none.
         prompt: what its requests continue, and what it tokenizes.
         tokens: of each request.
@@ -53,6 +54,7 @@ class Plan:
     """
 
     target: str
+    health_target: str | None = None
     token: str | None = None
     prompt: str = "Once upon a time"
     tokens: int = 500
@@ -269,9 +271,13 @@ async def observing(plan: Plan) -> AsyncIterator[Observer]:
     async with contextlib.AsyncExitStack() as stack:
         channels = {
             name: await stack.enter_async_context(
-                grpc.aio.insecure_channel(plan.target, options=options)
+                grpc.aio.insecure_channel(target, options=options)
             )
-            for name in ("stream", "tokenize", "health")
+            for name, target in (
+                ("stream", plan.target),
+                ("tokenize", plan.target),
+                ("health", plan.health_target or plan.target),
+            )
         }
         await _until_ready(plan, channels["health"])
         observer = Observer(plan, channels)

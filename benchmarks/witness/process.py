@@ -40,6 +40,7 @@ class Witness:
         target: str,
         pids: Mapping[str, int],
         *,
+        health_target: str | None = None,
         token_file: Path | None = None,
         tokens: int = 500,
         prompt: str | None = None,
@@ -49,6 +50,7 @@ class Witness:
         Args:
             target: the server, as gRPC writes it; without TLS.
             pids: the processes whose memory is watched, by name.
+            health_target: where health is asked; None: at `target`.
             token_file: a file with a bearer token.
             tokens: of each request.
             prompt: what its requests continue; None: a few words.
@@ -56,6 +58,8 @@ class Witness:
         self._command = [sys.executable, "-m", "benchmarks.witness", target, "--driven"]
         self._command += ["--tokens", str(tokens)]
         self._command += [f"--pid={name}={pid}" for name, pid in pids.items()]
+        if health_target is not None:
+            self._command += ["--health-target", health_target]
         if token_file is not None:
             self._command += ["--token-file", str(token_file)]
         if prompt is not None:

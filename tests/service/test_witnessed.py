@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,15 +24,19 @@ SECONDS = 1.0
 
 
 @pytest.mark.timeout(240)
-async def test_a_witness_loses_nothing_beside_hostile_inputs() -> None:
-    # In float32 the witness' tokens do not depend on who else is in its batch.
-    with real_server("--dtype", "float32", "--listen", "127.0.0.1:0") as server:
+async def test_a_witness_loses_nothing_beside_hostile_inputs(tmp_path: Path) -> None:
+    # In float32 the witness' tokens do not depend on who else is in its batch. At the address where
+    # the inputs are sent, checks may be lost among them.
+    health = f"unix:{tmp_path}/health"
+    options = ("--dtype", "float32", "--listen", "127.0.0.1:0", "--health-listen", health)
+    with real_server(*options) as server:
         await asyncio.to_thread(server.wait_until_ready)
         [target] = server.addresses
         async with grpc.aio.insecure_channel(target) as channel:
             stub: Any = ModelServiceStub(channel)
             card = limits_of((await stub.GetModel(model.GetModelRequest())).model)
-        witness = Witness(target, {"front_end": server.process.pid}, tokens=64)
+        pids = {"front_end": server.process.pid}
+        witness = Witness(target, pids, health_target=health, tokens=64)
         await asyncio.to_thread(witness.start)
         try:
             for name in INPUTS:
