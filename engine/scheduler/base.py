@@ -34,51 +34,11 @@ from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import Request, RequestStatus
 from engine.scheduler.callers import Callers
-from engine.scheduler.pace import ChunkLimit, StepPace
+from engine.scheduler.pace import StepPace
+from engine.scheduler.plan import StepPendingError, StepPlan
 from engine.types import RequestKey
 
-
-class StepPendingError(Exception):
-    """There are not enough blocks, and a step is still running whose end may free some: nothing is
-    decided now. Raised by what a policy calls, caught by `Scheduler.schedule`; policies let it
-    pass.
-    """
-
-
-class StepPlan:
-    """A step that is being put together.
-
-    Attributes:
-        budget: how many tokens it may still take.
-        parts: what is in it.
-        preempted: the requests that were preempted for it.
-        limit: what prompts may take of it; None: no more than the budget says, or a prompt was not
-            looked at yet (`knows_limit`).
-    """
-
-    __slots__ = ("budget", "knows_limit", "limit", "parts", "preempted")
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.parts: dict[RequestKey, ScheduledRequest] = {}
-        self.preempted: set[RequestKey] = set()
-        self.limit: ChunkLimit | None = None
-        self.knows_limit = False
-
-    def put(self, part: ScheduledRequest) -> None:
-        """Put a part in."""
-        self.parts[part.request.key] = part
-        self.budget -= part.num_tokens
-        if self.limit is not None:
-            self.limit.put(part)
-
-    def take_out(self, key: RequestKey) -> None:
-        """Take a request's part out again, if it has one."""
-        part = self.parts.pop(key, None)
-        if part is not None:
-            self.budget += part.num_tokens
-        if self.limit is not None:
-            self.limit.take_out(key, part)
+__all__ = ["Scheduler", "StepPendingError", "StepPlan"]  # what a policy is written with
 
 
 class Scheduler(ABC):
@@ -270,7 +230,7 @@ class Scheduler(ABC):
             The step; empty only if nothing can be computed now. None: blocks are short, and the
             pending step must be awaited before anybody is preempted.
         """
-        plan = StepPlan(self.max_batch_tokens)
+        plan = StepPlan(self.max_batch_tokens, self.pace, self.runnable)
         self._may_preempt = not is_step_pending
         self._resting = resting
         try:
@@ -360,7 +320,7 @@ class Scheduler(ABC):
         num_tokens = sum(counts)
         if num_tokens > plan.budget:
             return False
-        if num_tokens > len(requests) and self._cuts_any(plan, requests):
+        if num_tokens > len(requests) and not plan.has_time_for(requests):
             return False
         for request in requests:
             if not self._has_room(request, len(request.token_ids)):
@@ -387,7 +347,7 @@ class Scheduler(ABC):
         """
         if plan.budget < 1 or request.key in plan.parts:
             raise ValueError("a request is put into a step once, while there is a token budget")
-        num_tokens = self._chunk(plan, request, request.num_computed_tokens)
+        num_tokens = plan.chunk(request, request.num_computed_tokens)
         return num_tokens > 0 and self._put(plan, request, num_tokens)
 
     def make_room(self, plan: StepPlan, request: Request, victims: list[Request]) -> bool:
@@ -407,7 +367,7 @@ class Scheduler(ABC):
         while True:
             wanted = 1
             if plan.budget > 0:
-                wanted = self._chunk(plan, request, request.num_computed_tokens)
+                wanted = plan.chunk(request, request.num_computed_tokens)
             if self._has_room(request, request.num_computed_tokens + wanted):
                 return True
             victim = victims.pop()
@@ -437,7 +397,7 @@ class Scheduler(ABC):
         self.running[request.key] = request
         request.status = RequestStatus.PREFILLING
         # Others may have left it other blocks than `could_admit` saw; it goes on all the same.
-        num_tokens = max(1, self._chunk(plan, request, request.num_computed_tokens))
+        num_tokens = max(1, plan.chunk(request, request.num_computed_tokens))
         if not self._put(plan, request, num_tokens):
             raise RuntimeError("a request was started without room for its first tokens")
         return True
@@ -459,7 +419,7 @@ class Scheduler(ABC):
                 spare[index] -= table.length - table.released
         while True:
             found = self.kv_cache.find_prefix(request)
-            num_tokens = self._chunk(plan, request, found)
+            num_tokens = plan.chunk(request, found)
             if num_tokens < 1:
                 return False
             if self.kv_cache.can_start(request, found, num_tokens, spare):
@@ -498,30 +458,6 @@ class Scheduler(ABC):
             )
         )
         return True
-
-    def _chunk(self, plan: StepPlan, request: Request, start: int) -> int:
-        """How many of a request's tokens from `start` on the step may take now; 0: none."""
-        wanted = len(request.token_ids) - start
-        limit = self._limit(plan) if wanted > 1 else None
-        if limit is None:
-            return min(wanted, plan.budget)
-        return limit.chunk(start, wanted, plan.budget, self.max_batch_tokens - plan.budget)
-
-    def _cuts_any(self, plan: StepPlan, requests: Iterable[Request]) -> bool:
-        """Whether an empty step has less time than all these requests' tokens take."""
-        limit = self._limit(plan)
-        return limit is not None and not limit.has_time_for(
-            (one.num_computed_tokens, one.num_tokens_to_compute) for one in requests
-        )
-
-    def _limit(self, plan: StepPlan) -> ChunkLimit | None:
-        """What prompts may take of a step; it is found out when the first one is looked at."""
-        if self.pace is not None and not plan.knows_limit:
-            plan.limit = self.pace.limit(one for one in self.runnable() if _decodes(one))
-            plan.knows_limit = True
-            if plan.limit is not None:
-                plan.limit.decoding.difference_update(plan.parts)  # no prompt is in it yet
-        return plan.limit
 
     def _has_room(self, request: Request, num_tokens: int) -> bool:
         """Whether a running request has, or now got, the blocks for its first tokens."""
@@ -602,8 +538,3 @@ class Scheduler(ABC):
 
 def _step_order(part: ScheduledRequest) -> tuple[bool, int]:
     return part.num_tokens > 1, part.start
-
-
-def _decodes(request: Request) -> bool:
-    """Whether somebody who has had a token waits for the next one."""
-    return request.num_tokens_to_compute == 1 and request.num_output_tokens > 0
