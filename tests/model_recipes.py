@@ -69,7 +69,7 @@ _GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 
-MODES = ("together", "chunked", "preempted", "prefix shared", "offloaded", "overlapped")
+MODES = ("together", "chunked", "paced", "preempted", "prefix shared", "offloaded", "overlapped")
 """What each family is put through; see tests/engine/test_families.py."""
 
 Attention = Literal["full", "sliding", "sliding and full"]

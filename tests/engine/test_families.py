@@ -56,9 +56,14 @@ def _manager(loaded: LoadedModel, **options: Any) -> Iterator[ContinuousBatching
 
 
 def _run(
-    loaded: LoadedModel, prompts: Tokens, *, one_by_one: bool = False, **options: Any
+    loaded: LoadedModel,
+    prompts: Tokens,
+    *,
+    one_by_one: bool = False,
+    sampling: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[Tokens, EngineStats]:
-    """The generated tokens of each prompt."""
+    """The generated tokens of each prompt. `sampling`: of the requests; None: greedy."""
     results: dict[str, list[int]] = {}
     names: list[str] = []
     with _manager(loaded, **options) as manager:
@@ -71,7 +76,7 @@ def _run(
 
         # All at once: added one after the other, the first may be over before the last comes.
         for group in [[prompt] for prompt in prompts] if one_by_one else [prompts]:
-            names += manager.add_requests(group, max_new_tokens=NEW_TOKENS)
+            names += manager.add_requests(group, max_new_tokens=NEW_TOKENS, **(sampling or {}))
             if one_by_one:
                 take()
         while len(results) < len(prompts):
@@ -94,6 +99,22 @@ def _check_attention(loaded: LoadedModel, recipe: Recipe) -> None:
     seen = "full" if windows == {None} else "sliding and full" if None in windows else "sliding"
     assert seen == recipe.attention
     assert windows <= {None, WINDOW}
+
+
+def _check_paced(loaded: LoadedModel, prompts: Tokens, expected: Tokens) -> None:
+    """With a target that hardly any step meets, and one that none does: what stands beside a
+    decode is cut, mostly to a block.
+    """
+    plain: dict[str, Any] = {"num_blocks": 128, "max_batch_tokens": BUDGET}
+    tokens, _ = _run(loaded, prompts, target_step_time=0.001, **plain)
+    assert tokens == expected
+    plain |= {"sampling": {"temperature": 1.0, "seed": 7}, "per_request_processors": True}
+    paced, stats = _run(loaded, prompts, target_step_time=0.0001, **plain)
+    tokens, off = _run(loaded, prompts, **plain)
+    assert paced == tokens
+    assert paced != expected, "they are not drawn"
+    assert stats.steps >= off.steps + 10
+    assert stats.num_steps_over_target == stats.num_decode_steps
 
 
 @pytest.mark.parametrize(
@@ -123,6 +144,8 @@ def test_every_mode_equals_generate(family: str) -> None:
         elif mode == "chunked":
             tokens, _ = _run(loaded, prompts, num_blocks=128, max_batch_tokens=BUDGET)
             assert tokens == expected, mode
+        elif mode == "paced":
+            _check_paced(loaded, prompts, expected)
         elif mode == "preempted":
             tokens, stats = _run(
                 loaded, prompts, num_blocks=few, max_batch_tokens=BUDGET, allow_block_sharing=False
