@@ -57,7 +57,7 @@ def main() -> None:
     elif arguments.command == "gpu":
         gpu.run(arguments)
     elif arguments.command == "model":
-        print(_checkpoint(arguments.name, arguments.cache))
+        print(checkpoint(arguments.name, arguments.cache))
     elif arguments.command == "report":
         _report(arguments)
     else:
@@ -157,7 +157,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
                 f"{name} DIRECTORY, then give --peer {name}=DIRECTORY"
             )
     model = (
-        _checkpoint(arguments.model, arguments.cache)
+        checkpoint(arguments.model, arguments.cache)
         if arguments.model in SHAPES
         else DEMO
         if arguments.model == "demo"
@@ -212,7 +212,7 @@ def _chosen(kind: str, text: str, known: Mapping[str, object]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _checkpoint(name: str, cache: Path) -> Path:
+def checkpoint(name: str, cache: Path) -> Path:
     """The folder of a named checkpoint, made if it is not there; in a process that ends, since
     torch is large.
     """
