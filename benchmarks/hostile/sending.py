@@ -13,6 +13,12 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
+from service.convert.inputs import (
+    MIN_MOST_TEXT_BYTES,
+    MIN_MOST_TEXT_TOKENS,
+    TEXT_BYTES_OF_TOKEN,
+)
+
 GENERATION = "/headrace.v1.GenerationService/"
 MODEL = "/headrace.v1.ModelService/"
 CONTROL = "/headrace.v1.ControlService/"
@@ -100,6 +106,16 @@ class Sender:
     def sizes(self) -> tuple[int, int]:
         """Both."""
         return self.below, self.above
+
+    @property
+    def longest_text(self) -> int:
+        """The bytes of the longest text that is taken in, in a message that is."""
+        return min(self.below, max(MIN_MOST_TEXT_BYTES, TEXT_BYTES_OF_TOKEN * self.card.context))
+
+    @property
+    def most_ids(self) -> int:
+        """The most ids that are turned into a text, in a message that is taken in."""
+        return min(self.below // 3, max(MIN_MOST_TEXT_TOKENS, 2 * self.card.context))
 
     def connect(self) -> grpc.aio.Channel:
         """A connection of its own, once it is used; open until the end."""

@@ -15,9 +15,11 @@ def _tokenize(text: bytes | str, *, details: bool = False) -> bytes:
 
 
 async def _texts(s: Sender, text: str, width: int = 2) -> None:
-    """A text repeated to both sizes, tokenized again and again, and as a prompt."""
+    """A text repeated to the longest that is taken in and to both sizes of messages, tokenized
+    again and again, and as a prompt.
+    """
     part = text.encode()
-    bodies = [wire.filled(part, size) for size in s.sizes]
+    bodies = [wire.filled(part, size) for size in sorted({s.longest_text, *s.sizes})]
 
     async def one(_: int) -> None:
         for body in bodies:
@@ -33,7 +35,7 @@ async def _texts(s: Sender, text: str, width: int = 2) -> None:
 
 async def gone_texts(s: Sender) -> None:
     """Texts whose caller goes at once: three, and three more, all the time."""
-    text = wire.filled(b"Once upon a time there was a river. ", s.below)
+    text = wire.filled(b"Once upon a time there was a river. ", s.longest_text)
 
     async def one(_: int) -> None:
         await s.call(TOKENIZE, _tokenize(text), patience_s=0.05)
@@ -73,7 +75,7 @@ async def special_tokens(s: Sender) -> None:
 
 async def token_details(s: Sender) -> None:
     """Each token's text and bytes, for the longest text."""
-    text = wire.filled(b"a1 b2.", s.below)
+    text = wire.filled(b"a1 b2.", s.longest_text)
 
     async def one(_: int) -> None:
         await s.call(TOKENIZE, _tokenize(text, details=True), gzip=True)
@@ -84,10 +86,10 @@ async def token_details(s: Sender) -> None:
 async def detokenize(s: Sender) -> None:
     """The longest lists of ids."""
     many = s.card.vocabulary
-    ids = b"".join(wire.varint(7 + 37 * number % (many - 7)) for number in range(s.below // 3))
+    ids = b"".join(wire.varint(7 + 37 * number % (many - 7)) for number in range(s.most_ids))
 
     async def one(_: int) -> None:
-        for raw in (ids, b"\x05" * s.below, b"\x05" * s.above):
+        for raw in (ids, b"\x05" * s.most_ids, b"\x05" * s.below, b"\x05" * s.above):
             await s.call(DETOKENIZE, wire.field(1, raw), gzip=True)
 
     await s.again(4, one)
@@ -100,7 +102,7 @@ async def tokenize_crowd(s: Sender) -> None:
 
 async def truncated(s: Sender) -> None:
     """The largest text, of which one token is wanted."""
-    text = wire.filled(b"Once upon a time there was a river. ", s.below)
+    text = wire.filled(b"Once upon a time there was a river. ", s.longest_text)
     spec = wire.text_input(text) + wire.max_tokens(1) + wire.field(11, wire.count(1, 1))
 
     async def one(_: int) -> None:
@@ -110,8 +112,8 @@ async def truncated(s: Sender) -> None:
 
 
 async def chat_long_content(s: Sender) -> None:
-    """A chat of one message of the largest size, mostly blanks that a template trims."""
-    chat = wire.message(b" " * (s.below // 2) + b"a" * (s.below // 3))
+    """A chat of one long message, mostly blanks that a template trims."""
+    chat = wire.message(b" " * (s.longest_text // 2) + b"a" * (s.longest_text // 3))
 
     async def one(_: int) -> None:
         await s.call(TOKENIZE, wire.field(2, chat), gzip=True)
@@ -121,7 +123,7 @@ async def chat_long_content(s: Sender) -> None:
 
 async def session_texts(s: Sender) -> None:
     """The largest text as one command of a session after the other."""
-    text = wire.filled(b"Once upon a time there was a river. ", s.below)
+    text = wire.filled(b"Once upon a time there was a river. ", s.longest_text)
     command = wire.add(wire.text_input(text) + wire.max_tokens(1))
     await s.session(command for _ in range(64))
 
@@ -174,7 +176,7 @@ TEXTS = Group(
         ),
         Input(
             name="chat-long-content",
-            meaning="a chat of one message of the largest size, four at once",
+            meaning="a chat of one long message, four at once",
             send=chat_long_content,
         ),
         Input(
