@@ -8,6 +8,7 @@ output to compute again (or what the host did not keep), and all of them are the
     add ──▶ waiting ──────────▶ running ──remove──▶ (ended)
                ▲                   │
                └─────preempt───────┘   gives up all blocks; no token is lost
+               └────set_aside──────┘   keeps them until others need them
 
 A request that is held, because nobody reads what it generates, is in neither: no step takes it, and
 it has no place in the batch. It keeps its blocks until they are needed, and is preempted before
@@ -78,8 +79,9 @@ class Scheduler(ABC):
         self.running: dict[RequestKey, Request] = {}
         self.held: dict[RequestKey, Request] = {}
         self.callers = Callers()
-        # With blocks, and not running: of the held ones, those that were held first in front; and
-        # those that are held no more and go on with the next step.
+        # With blocks, and not running: held ones and, of those that wait, the ones that were set
+        # aside, in the order in which they are to lose them; and those that are held no more and go
+        # on with the next step.
         self._parked: dict[RequestKey, Request] = {}
         self._returning: dict[RequestKey, Request] = {}
         self.num_preemptions = 0
@@ -94,11 +96,11 @@ class Scheduler(ABC):
         """Fill the step. Contract:
 
         - requests are put into it by `extend` (those of `runnable`), `extend_all` (all of these)
-          and `admit` (waiting ones) alone, and taken out of the batch by `make_room` and `preempt`
-          alone; each is put in at most once, and only while `plan.budget` lasts;
+          and `admit` (waiting ones) alone, and taken out of the batch by `make_room`, `preempt` and
+          `set_aside` alone; each is put in at most once, and only while `plan.budget` lasts;
         - a request for which `extend` found no blocks waits for the next step, or others are
           preempted for it (`make_room`); a request that runs alone always fits;
-        - none that `admit` put in is preempted for the same step;
+        - none that `admit` put in is preempted or set aside for the same step;
         - if anything is runnable or could be admitted, the step is not empty;
         - each request is put in after a bounded number of steps in which nothing new arrives: the
           simplest way is that one request, such as the one that was started first, is never
@@ -112,9 +114,12 @@ class Scheduler(ABC):
         """
 
     def queued(self, request: Request) -> None:  # noqa: B027  # policies may do without
-        """A request has entered the queue, new or preempted: for policies that keep an order of
-        their own. One that leaves it is just not in `waiting` any more.
+        """A request has entered the queue, new, preempted or set aside, or was preempted while it
+        was there: for policies that keep an order of their own.
         """
+
+    def unqueued(self, request: Request) -> None:  # noqa: B027  # likewise
+        """A request has left the queue: it is not in `waiting` any more."""
 
     def served(self, request: Request, service: int) -> None:  # noqa: B027  # likewise
         """A step that was launched gives a request's caller so much service (see `callers`)."""
@@ -149,7 +154,8 @@ class Scheduler(ABC):
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is, and give its blocks back. O(its blocks)."""
-        for place in (self.waiting, self.running, self.held, self._parked, self._returning):
+        self._leave_queue(request)
+        for place in (self.running, self.held, self._parked, self._returning):
             place.pop(request.key, None)
         self.callers.leave(request)
         self.kv_cache.free(request.key)
@@ -164,7 +170,7 @@ class Scheduler(ABC):
             self._returning.pop(key, None)
             self.held[key] = self._parked[key] = request
         elif key in self.waiting:
-            del self.waiting[key]
+            self._leave_queue(request)
             self.held[key] = request
         if key in self.held:
             self.callers.leave(request)
@@ -388,12 +394,15 @@ class Scheduler(ABC):
         """
         if plan.budget < 1 or not self.could_admit(plan, request, ()):
             return False
-        request.num_computed_tokens = self.kv_cache.start(request)
+        if request.key in self._parked:
+            if not self._has_parked_room(plan, request):
+                return False
+        else:
+            request.num_computed_tokens = self.kv_cache.start(request)
         if request.first_scheduled is None:
             request.first_scheduled = now
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        del self.waiting[request.key]
-        self.callers.unqueue(request)
+        self._leave_queue(request)
         self.running[request.key] = request
         request.status = RequestStatus.PREFILLING
         # Others may have left it other blocks than `could_admit` saw; it goes on all the same.
@@ -405,14 +414,17 @@ class Scheduler(ABC):
     def could_admit(self, plan: StepPlan, request: Request, without: Sequence[Request]) -> bool:
         """Whether `admit` would find a place, time and blocks if some of the running requests were
         preempted. Where they share blocks with others, it may find fewer than this thinks. Held
-        requests give up their blocks as far as that helps.
+        requests, and those that were set aside, give up their blocks as far as that helps.
 
         Raises:
-            StepPendingError: held requests have blocks to give up, and a step is pending.
+            StepPendingError: such requests have blocks to give up, and a step is pending.
         """
         num_running = len(self.running) - len(without)
         if num_running >= self.max_requests_per_batch:
             return False
+        if request.key in self._parked:
+            # Its blocks are there, but perhaps for one.
+            return plan.chunk(request, request.num_computed_tokens) > 0
         spare = self._spare_blocks(num_running)
         for other in without:
             for index, table in enumerate(self.kv_cache.tables(other.key)):
@@ -424,7 +436,7 @@ class Scheduler(ABC):
                 return False
             if self.kv_cache.can_start(request, found, num_tokens, spare):
                 return True
-            if not self._take_from_held():
+            if not self._take_from_parked():
                 return False
 
     def preempt(self, plan: StepPlan, request: Request) -> None:
@@ -436,10 +448,45 @@ class Scheduler(ABC):
         """
         if not self._may_preempt:
             raise StepPendingError
-        plan.take_out(request.key)
-        plan.preempted.add(request.key)
+        self._take_out(plan, request)
         request.num_computed_tokens = self.kv_cache.preempt(request)
         self._give_up(request)
+
+    def set_aside(self, plan: StepPlan, request: Request) -> None:
+        """Take a running request that has something to compute out of the batch, and of the step if
+        it is in it: it waits at the head of the queue. It keeps its blocks until others need them,
+        and is then preempted before anybody that runs. A step may be pending.
+        """
+        self._take_out(plan, request)
+        del self.running[request.key]
+        self._parked[request.key] = request
+        request.status = RequestStatus.WAITING
+        self.put_back(request)
+
+    def _take_out(self, plan: StepPlan, request: Request) -> None:
+        """Take a request that will not run out of a step that is being put together."""
+        plan.take_out(request.key)
+        plan.preempted.add(request.key)
+
+    def _has_parked_room(self, plan: StepPlan, request: Request) -> bool:
+        """Whether a waiting request that was set aside has, or now got, the blocks for its next
+        tokens. Then it may run.
+
+        Raises:
+            StepPendingError: blocks are short, or its last token must be on the host, and a step is
+                pending.
+        """
+        if not self._may_preempt and request.num_pending_tokens and request.needs_host_tokens:
+            raise StepPendingError
+        del self._parked[request.key]  # not to be taken from for itself
+        has_room = False
+        try:
+            num_tokens = plan.chunk(request, request.num_computed_tokens)
+            has_room = self._has_room(request, request.num_computed_tokens + num_tokens)
+        finally:
+            if not has_room:
+                self._parked[request.key] = request
+        return has_room
 
     def _put(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
         """Put some of a running request's tokens into the step. False: there are not enough
@@ -462,15 +509,14 @@ class Scheduler(ABC):
     def _has_room(self, request: Request, num_tokens: int) -> bool:
         """Whether a running request has, or now got, the blocks for its first tokens."""
         while not self.kv_cache.allocate(request.key, num_tokens):
-            if not self._take_from_held():
+            if not self._take_from_parked():
                 if not self._may_preempt:
                     raise StepPendingError
                 return False
         return True
 
-    def _take_from_held(self) -> bool:
-        """Preempt the request that has been held longest of those that have blocks. False: none
-        has.
+    def _take_from_parked(self) -> bool:
+        """Preempt the first of those that have blocks and do not run. False: none has.
 
         Raises:
             StepPendingError: one has, and a step is pending.
@@ -504,7 +550,8 @@ class Scheduler(ABC):
 
     def _give_up(self, request: Request) -> None:
         """Record that a request that had blocks has none any more. It waits, unless it is held."""
-        if request.key not in self.running:  # what is computed again because it was held counts
+        if request.key in self.held or request.key in self._returning:
+            # What is computed again because it was held counts.
             request.num_counted_tokens = min(
                 request.num_counted_tokens, request.num_computed_tokens
             )
@@ -520,6 +567,11 @@ class Scheduler(ABC):
     def _enter_queue(self, request: Request) -> None:
         self.callers.queue(request)
         self.queued(request)
+
+    def _leave_queue(self, request: Request) -> None:
+        if self.waiting.pop(request.key, None) is not None:
+            self.callers.unqueue(request)
+            self.unqueued(request)
 
     def _spare_blocks(self, num_running: int) -> list[int]:
         """Blocks of each group to leave for the growth of the running requests, so that a newcomer

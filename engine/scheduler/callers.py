@@ -97,18 +97,22 @@ class Callers:
 
     def count(self, part: ScheduledRequest) -> int:
         """Count what a step computes of a request. Returns the service that it is."""
-        request, end = part.request, part.start + part.num_tokens
-        start = max(part.start, request.num_counted_tokens)
-        if start >= end:
-            return 0
-        request.num_counted_tokens = end
-        num_prompt = max(0, min(end, request.num_prompt_tokens) - start)
-        service = PROMPT_COST * num_prompt + OUTPUT_COST * (end - start - num_prompt)
+        request, service = part.request, service_of(part)
+        request.num_counted_tokens = max(request.num_counted_tokens, part.start + part.num_tokens)
         self._service += service
         caller = self._of.get(request.key)
         if caller is not None:
             caller.service += service
         return service
+
+    def has(self, caller: CallerKey) -> bool:
+        """Whether a caller has requests that run or wait."""
+        return caller in self._active
+
+    def num_running(self, caller: CallerKey) -> int:
+        """How many of a caller's requests run."""
+        found = self._active.get(caller)
+        return 0 if found is None else found.live - found.waiting
 
     def named(self) -> tuple[CallerStats, ...]:
         """The callers that are told of by name, those that have requests in front."""
@@ -144,3 +148,13 @@ class Callers:
         if len(self._named) < NAMED_CALLERS:
             self._named[key] = caller
         return caller
+
+
+def service_of(part: ScheduledRequest) -> int:
+    """The service that a part of a step is, of what was not counted before."""
+    request, end = part.request, part.start + part.num_tokens
+    start = max(part.start, request.num_counted_tokens)
+    if start >= end:
+        return 0
+    num_prompt = max(0, min(end, request.num_prompt_tokens) - start)
+    return PROMPT_COST * num_prompt + OUTPUT_COST * (end - start - num_prompt)

@@ -10,10 +10,7 @@ from engine.kv_cache.manager import KVCacheManager
 from engine.request import Request
 from engine.scheduler.base import Scheduler, StepPlan
 from engine.scheduler.request_heap import RequestHeap
-from engine.scheduler.step_times import StepTimes
-
-_CHECKS_PER_STEP = 16
-"""Waiting requests whose time limits are looked at after one step."""
+from engine.scheduler.time_limits import TimeLimits
 
 
 class PriorityScheduler(Scheduler):
@@ -25,10 +22,7 @@ class PriorityScheduler(Scheduler):
     3. A waiting request for which there is no place or no room preempts running ones of lower
        priority, the least of them first, if that makes room for it. One of equal priority waits for
        them. Nobody overtakes the head of the queue: the highest priority that arrived first.
-    4. A waiting request whose time limit cannot be met is ended instead of run: if even the steps
-       of its prefill, with the whole token budget for itself, would take longer than is left, at
-       the pace of the fastest steps among the last 64 (see StepTimes). Before anything was
-       measured, only a limit that has passed counts.
+    4. A waiting request whose time limit cannot be met is ended instead of run (see TimeLimits).
 
     A low priority waits for as long as higher ones keep coming.
     """
@@ -50,9 +44,7 @@ class PriorityScheduler(Scheduler):
             safety_margin=safety_margin,
         )
         self._queue = RequestHeap(self.waiting)
-        self._limits = RequestHeap(self.waiting)  # by when a time limit is to be looked at
-        self._hopeless: list[Request] = []
-        self._times = StepTimes(max_batch_tokens)
+        self._limits = TimeLimits(kv_cache, self.waiting, max_batch_tokens)
 
     # ---- the queue -----------------------------------------------------------------------------
 
@@ -61,11 +53,8 @@ class PriorityScheduler(Scheduler):
         are tidied here too.
         """
         self._queue.tidy()
-        self._limits.tidy()
         self._queue.push(_rank(request), request)
-        if request.spec.time_limit_s is not None:
-            needed = self._times.at_least(request.num_tokens)
-            self._limits.push((_deadline(request) - needed,), request)
+        self._limits.queued(request)
 
     def next_waiting(self) -> Request | None:
         """The highest priority that arrived first."""
@@ -82,39 +71,11 @@ class PriorityScheduler(Scheduler):
 
     def measured(self, num_tokens: int, seconds: float) -> None:
         """Remember how long a step took."""
-        self._times.add(num_tokens, seconds)
+        self._limits.measured(num_tokens, seconds)
 
     def take_hopeless(self, now: float) -> Iterable[Request]:
-        """Those that `choose` came across, and those deeper in the queue whose last moment has
-        come, a few at a time.
-        """
-        hopeless, self._hopeless = self._hopeless, []
-        for _ in range(_CHECKS_PER_STEP):
-            first = self._limits.peek()
-            if first is None or first[0][0] > now:
-                break
-            request = first[1]
-            self._limits.pop()
-            slack = self._slack(request, now)
-            if slack < 0:
-                hopeless.append(request)
-            else:
-                self._limits.push((now + slack,), request)
-        self._limits.tidy()
-        # One may be in both, or have ended since `choose` came across it.
-        return {one.key: one for one in hopeless if one.key in self.waiting}.values()
-
-    def _slack(self, request: Request, now: float) -> float:
-        """Seconds by which a request that is started now can reach its next token before its time
-        limit; below zero: it cannot.
-        """
-        left = _deadline(request) - now
-        slack = left - self._times.at_least(request.num_tokens)
-        if slack < 0 <= left:
-            # Looked up only where it matters: what is found need not be computed.
-            found = self.kv_cache.find_prefix(request)
-            slack = left - self._times.at_least(request.num_tokens - found)
-        return slack
+        """Those whose time limits cannot be met."""
+        return self._limits.take(now)
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -130,9 +91,8 @@ class PriorityScheduler(Scheduler):
                 turns.popleft()
             head = self.next_waiting() if is_open else None
             if head is not None and (not turns or head.spec.priority > turns[0].spec.priority):
-                if self._slack(head, now) < 0:
+                if self._limits.is_hopeless(head, now):
                     self._queue.pop()
-                    self._hopeless.append(head)
                 else:
                     is_open = self._admit(plan, head, victims, now)
             elif turns:
@@ -158,12 +118,6 @@ class PriorityScheduler(Scheduler):
             if self.admit(plan, head, now):
                 return True
         return False
-
-
-def _deadline(request: Request) -> float:
-    """Monotonic seconds; infinite without a time limit."""
-    limit = request.spec.time_limit_s
-    return float("inf") if limit is None else request.arrival + limit
 
 
 def _rank(request: Request) -> tuple[float, float, int]:

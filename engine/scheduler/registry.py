@@ -10,6 +10,7 @@ import inspect
 
 from engine.errors import ConfigError
 from engine.scheduler.base import Scheduler
+from engine.scheduler.fair import FairScheduler
 from engine.scheduler.fifo import FIFOScheduler
 from engine.scheduler.prefill_first import PrefillFirstScheduler
 from engine.scheduler.priority import PriorityScheduler
@@ -19,6 +20,7 @@ _SCHEDULERS: dict[str, type[Scheduler]] = {
     "fifo": FIFOScheduler,
     "prefill_first": PrefillFirstScheduler,
     "priority": PriorityScheduler,
+    "fair": FairScheduler,
 }
 
 

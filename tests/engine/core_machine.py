@@ -16,7 +16,7 @@ from tests.engine.fake_runner import VOCAB, Clock, make_core, make_request
 from tests.engine.ledger import Ledger, drain
 
 ENDING = (5, 77)
-POLICIES = ("fifo", "prefill_first", "priority")
+POLICIES = ("fifo", "prefill_first", "priority", "fair")
 
 
 class CoreMachine(RuleBasedStateMachine):

@@ -6,7 +6,7 @@ import pytest
 
 from engine.scheduler.callers import NAMED_CALLERS
 from engine.stats import CallerStats
-from engine.types import RequestId
+from engine.types import CallerKey, RequestId
 from tests.engine.core_machine import POLICIES
 from tests.engine.fake_runner import make_request
 from tests.engine.scheduler.test_policies import Watched
@@ -25,8 +25,8 @@ def test_a_caller_s_service_is_its_prompts_and_twice_its_output(policy: str) -> 
     assert (rows(watched)["x"].waiting, rows(watched)["y"].waiting) == (2, 1)
     watched.drain()
     # The last token of an output is not computed, since nothing follows it.
-    assert rows(watched)["x"] == CallerStats("x", 1.0, 0, 0, 20 + 2 * 4 + 3)
-    assert rows(watched)["y"] == CallerStats("y", 2.5, 0, 0, 3 + 2)
+    assert rows(watched)["x"] == CallerStats(CallerKey("x"), 1.0, 0, 0, 20 + 2 * 4 + 3)
+    assert rows(watched)["y"] == CallerStats(CallerKey("y"), 2.5, 0, 0, 3 + 2)
     assert watched.core.stats().other_callers is None
 
 
