@@ -102,6 +102,7 @@ class ScriptedEngine:
             default_sampling=SamplingParams(),
             max_running_requests=self._count,
             max_queue_size=0,
+            heeds_priorities=False,
         )
 
     async def submit(self, request: GenerationRequest) -> Admission:

@@ -91,7 +91,7 @@ class AdmissionLimits:
             raise UnsupportedFeatureError(
                 "scheduling.priority",
                 "is not heeded by this scheduler; leave it out, or choose another "
-                '(scheduler_type="priority")',
+                '(scheduler_type="priority" or "fair")',
             )
 
     def _check_ids(self, field: str, ids: TokenIds) -> None:

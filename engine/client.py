@@ -48,6 +48,8 @@ class ModelInfo:
         default_sampling: what `model.generate` would use with the model's own generation config.
         max_running_requests: how many requests run at the same time.
         max_queue_size: how many may wait; 0: no limit.
+        heeds_priorities: whether the scheduling policy looks at requests' priorities; where it does
+            not, they are refused.
     """
 
     name: str
@@ -63,6 +65,7 @@ class ModelInfo:
     default_sampling: SamplingParams
     max_running_requests: int
     max_queue_size: int
+    heeds_priorities: bool
 
 
 @dataclass(frozen=True, slots=True)

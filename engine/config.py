@@ -107,8 +107,8 @@ class ContinuousBatchingConfig:
             at all; 1: mode "default", dynamic; 2: mode "max-autotune-no-cudagraphs", dynamic; 3:
             the same for fixed shapes.
         use_default_compile_configs: True is default_compile_level 3.
-        scheduler_type: the name of a scheduling policy: "fifo", "prefill_first", "priority", or one
-            that was registered (see `engine.scheduler`).
+        scheduler_type: the name of a scheduling policy: "fifo", "prefill_first", "priority",
+            "fair", or one that was registered (see `engine.scheduler`).
         target_step_time: about how many seconds a step takes in which requests decode, where it is
             not the decoding alone that takes longer: the prompts beside them are cut in chunks
             that the time is enough for, by what steps were measured to take. At least a block of

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from engine.admission import AdmissionLimits
 from engine.client import Admission, ModelInfo, ProgressSink, StepSink
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.core import MatcherFactory
@@ -123,7 +124,7 @@ class LocalEngineClient:
         return engine, _describe(
             self._model,
             verified,
-            limits.max_context_tokens,
+            limits,
             plan.max_requests,
             self._config,
             self._load_config.quantization,
@@ -254,7 +255,7 @@ def _load_tokenizer(verified: VerifiedModel) -> Tokenizer | None:
 def _describe(
     model: str,
     verified: VerifiedModel,
-    max_context_tokens: int,
+    limits: AdmissionLimits,
     max_requests: int,
     config: ContinuousBatchingConfig,
     quantization: str,
@@ -269,8 +270,9 @@ def _describe(
         device=str(verified.device),
         vocab_size=verified.vocab_size,
         eos_token_ids=verified.eos_token_ids,
-        max_context_tokens=max_context_tokens,
+        max_context_tokens=limits.max_context_tokens,
         default_sampling=verified.default_sampling,
         max_running_requests=max_requests,
         max_queue_size=config.max_queue_size,
+        heeds_priorities=limits.heeds_priorities,
     )

@@ -17,7 +17,7 @@ from engine.sampling_params import MAX_CHOICES
 from service.logs.form import LOG_FORMATS
 from service.receiving import MIN_RECEIVE_BYTES
 
-SCHEDULERS = ("fifo", "prefill_first", "priority")
+SCHEDULERS = ("fair", "priority", "fifo", "prefill_first")
 SLOW_READERS = ("pause", "end")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MIB = 1 << 20
@@ -67,8 +67,9 @@ class ServiceConfig:
         max_queue_size: how many requests may wait in the engine; one more is refused. 1 to
             1,000,000.
         max_choices: the most choices (n) of one request; 1 to 128.
-        scheduler: in which order requests run: "priority" (and by arrival among equals), "fifo" or
-            "prefill_first". Only "priority" heeds scheduling.priority; the others refuse it.
+        scheduler: in which order requests run: "fair" (the least served caller's first), "priority"
+            (the highest first, of all callers), "fifo" or "prefill_first". The last two do not heed
+            scheduling.priority, and refuse it.
         prefix_cache: whether requests may share the blocks of a common prefix.
         max_open_requests: how many requests may run, or have results that their stream has not
             read. 1 to 1,000,000.
@@ -126,7 +127,7 @@ class ServiceConfig:
     drain_timeout_s: float = 30.0
     max_queue_size: int = 1024
     max_choices: int = 16
-    scheduler: str = "priority"
+    scheduler: str = "fair"
     prefix_cache: bool = True
     max_open_requests: int = 8192
     default_max_tokens: int = 256
@@ -228,11 +229,6 @@ class ServiceConfig:
                 "log_format", f"is {self.log_format!r}; it must be one of {', '.join(LOG_FORMATS)}"
             )
         self._check_exposure()
-
-    @property
-    def knows_priorities(self) -> bool:
-        """Whether the scheduler heeds priorities."""
-        return self.scheduler == "priority"
 
     @property
     def uses_tls(self) -> bool:

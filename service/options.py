@@ -360,10 +360,10 @@ class EngineOptions:
         str,
         _option(
             "scheduler",
-            "In which order requests run: priority, fifo or prefill_first.",
+            "In which order requests run: fair (among callers), priority, fifo or prefill_first.",
             _MODEL,
         ),
-    ] = "priority"
+    ] = "fair"
     target_step_time_s: Annotated[
         float | None,
         _option(

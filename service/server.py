@@ -317,7 +317,6 @@ class HeadraceServer:
             max_time_limit_s=config.max_time_limit_s or None,
             max_choices=config.max_choices,
             max_send_bytes=config.max_send_bytes,
-            knows_priorities=config.knows_priorities,
         )
         return FrontEnd(
             info=info,

@@ -54,7 +54,7 @@ def model_card(
     features = [
         *_FEATURES,
         *(["chat"] if tokenizer.has_chat_template else []),
-        *(["priorities"] if config.knows_priorities else []),
+        *(["priorities"] if info.heeds_priorities else []),
         *(["prefix_cache"] if config.prefix_cache else []),
     ]
     return model_service_pb2.ModelCard(

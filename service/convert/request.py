@@ -54,7 +54,6 @@ class RequestLimits:
         max_time_limit_s: the longest one that may be asked for; None: any.
         max_choices: the most choices of one request.
         max_send_bytes: the largest message that can be sent.
-        knows_priorities: whether the engine's scheduler heeds priorities.
     """
 
     default_max_tokens: int
@@ -62,7 +61,6 @@ class RequestLimits:
     max_time_limit_s: float | None
     max_choices: int
     max_send_bytes: int
-    knows_priorities: bool
 
 
 def check_request_id(request_id: str, field: str = "request_id") -> None:
@@ -126,7 +124,7 @@ class Converter:
         Raises:
             InvalidRequestError, UnsupportedFeatureError, ChatTemplateUnavailableError: as they say.
         """
-        refuse_unsupported(spec, knows_priorities=self._limits.knows_priorities)
+        refuse_unsupported(spec, heeds_priorities=self._info.heeds_priorities)
         output = spec.output
         check_enum(generation_pb2.Delivery, output.delivery, "output.delivery")
         # Everything that is cheap to check comes before the input is tokenized.

@@ -13,7 +13,7 @@ from engine.errors import UnsupportedFeatureError
 _NOT_YET = "is not supported by this server yet; leave it out"
 
 
-def refuse_unsupported(spec: generation_pb2.GenerationSpec, *, knows_priorities: bool) -> None:
+def refuse_unsupported(spec: generation_pb2.GenerationSpec, *, heeds_priorities: bool) -> None:
     """Refuse what is not done yet, and what this server's configuration leaves out.
 
     Raises:
@@ -23,9 +23,9 @@ def refuse_unsupported(spec: generation_pb2.GenerationSpec, *, knows_priorities:
         raise UnsupportedFeatureError("adapter", _NOT_YET)
     if spec.structured_output.WhichOneof("format") == "structural_tag":
         raise UnsupportedFeatureError("structured_output.structural_tag", _NOT_YET)
-    if spec.scheduling.priority != 0 and not knows_priorities:
+    if spec.scheduling.priority != 0 and not heeds_priorities:
         raise UnsupportedFeatureError(
             "scheduling.priority",
-            'is not heeded by this server\'s scheduler (its option scheduler is not "priority"); '
-            "leave it out",
+            "is not heeded by this server's scheduler (its option scheduler is neither fair nor "
+            "priority); leave it out",
         )

@@ -124,6 +124,7 @@ def model_info(**changes: object) -> ModelInfo:
         "default_sampling": SamplingParams(temperature=0.7, top_p=0.9),
         "max_running_requests": 64,
         "max_queue_size": 1024,
+        "heeds_priorities": True,
         **changes,
     }
     return ModelInfo(**values)  # type: ignore[arg-type]

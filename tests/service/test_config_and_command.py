@@ -13,9 +13,11 @@ import typer
 from typer.testing import CliRunner
 
 from engine.client import ModelInfo
+from engine.config import ContinuousBatchingConfig
 from engine.errors import ConfigError, HeadraceError, InsufficientMemoryError
+from engine.scheduler import registry
 from service import cli, options
-from service.config import Address, ServiceConfig, parse_address
+from service.config import SCHEDULERS, Address, ServiceConfig, parse_address
 from service.welcome import installed, welcome
 from tests.service.fake_engine import model_info
 
@@ -237,7 +239,6 @@ def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
         HEADRACE_COMPILE_LEVEL="2",
     )
     assert (batching.scheduler_type, config.scheduler) == ("prefill_first", "prefill_first")
-    assert not config.knows_priorities
     assert not batching.allow_block_sharing
     assert not config.prefix_cache
     assert (batching.use_async_batching, batching.use_cuda_graph) == (True, False)
@@ -261,6 +262,15 @@ def test_the_engine_has_a_process_of_its_own_unless_told_otherwise(
     _, started = run_serve(monkeypatch, "--in-process")
     assert type(started[-1]).__name__ == "LocalEngineClient"
     assert started[-1].more == {}
+
+
+def test_the_server_is_fair_by_default_and_knows_the_engine_s_policies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, (_, batching, _, config, _) = run_serve(monkeypatch)
+    assert (batching.scheduler_type, config.scheduler) == ("fair", "fair")
+    assert ContinuousBatchingConfig().scheduler_type == "fifo"
+    assert sorted(SCHEDULERS) == sorted(registry._SCHEDULERS)
 
 
 def test_defaults_are_said_twice_but_once(monkeypatch: pytest.MonkeyPatch) -> None:

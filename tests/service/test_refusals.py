@@ -168,9 +168,8 @@ async def test_what_is_wrong_is_refused_by_name() -> None:
             )
 
 
-@pytest.mark.parametrize("scheduler", ["fifo", "prefill_first"])
-async def test_a_priority_that_no_scheduler_heeds_is_refused(scheduler: str) -> None:
-    async with serving(scheduler=scheduler) as h:
+async def test_a_priority_that_no_scheduler_heeds_is_refused() -> None:
+    async with serving(FakeEngine(info=model_info(heeds_priorities=False))) as h:
         error = await refused(h.generate(spec(scheduling={"priority": 1})))
         card = (await h.models.GetModel(model.GetModelRequest())).model
         await h.generate(spec(scheduling={"priority": 0}, stop={"max_tokens": 1}))
