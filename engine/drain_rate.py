@@ -85,12 +85,14 @@ class DrainRate:
         slices.append((now, amount))
         self._forget(now)
 
-    def advise(self, missing: float, claim: float) -> float:
+    def advise(self, missing: float, claim: float, before: float | None = None) -> float:
         """When somebody who is refused now should come again: in MIN_DELAY_S to MAX_DELAY_S.
 
         Args:
             missing: how much must leave before there is room.
             claim: how much whoever is told this will take then.
+            before: how much of what others were told to come for has its turn before, at most;
+                None: all of it.
         """
         now = self._clock()
         self._forget(now)
@@ -99,7 +101,8 @@ class DrainRate:
         if not gone or measured < SLICE_S:
             delay = max(now - self._last, UNKNOWN_DELAY_S) * (1 + self._jitter())
             return min(delay, MAX_DELAY_S)
-        delay = (missing + self._claimed) * measured / gone
+        line = self._claimed if before is None else min(self._claimed, before)
+        delay = (missing + line) * measured / gone
         delay = max(delay * (1 + MARGIN + JITTER * self._jitter()), MIN_DELAY_S)
         if delay > MAX_DELAY_S:  # told to come, but not for certain to find room
             return MAX_DELAY_S * (1 - JITTER * self._jitter())

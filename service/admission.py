@@ -13,57 +13,35 @@ taken in until somebody reads. It is measured when a request asks, not counted w
 What a request itself holds, in both processes (`service.footprint`), counts from the moment its
 message is there, also while it is tokenized and its form is compiled, to its end.
 
-There is one account of all requests and one of each identity that has some; a limit is compared
-with its own account, and the advice when to come again is from the rate at which that account's
-requests (or tokens) left lately, and from how many others were told to come before
-(`engine.drain_rate`). The engine bounds its queue itself. All
-methods run on one event loop.
+Each limit is one of all callers, in which everybody has a share (`engine.shares`), and perhaps one
+of each identity (`service.bounds`). The advice when to come again is from the rate at which what
+the limit counts left lately, and from how many others were told to come before
+(`engine.drain_rate`).
+Unread bytes are shared too: where there are too many, those who have more than their share of them
+are refused, and nobody else.
+
+The engine bounds its queue itself. All methods run on one event loop.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from engine.drain_rate import DrainRate
-from engine.errors import HeadraceError, InvalidRequestError
+from engine.errors import InvalidRequestError
+from engine.shares import Shares
+from engine.types import CallerKey
 from service.accounts import Account
+from service.bounds import Bound, LimitReachedError, no_room
 from service.footprint import Footprint
 
 MEASURE_S = 0.1
 """How long a measured figure stands for what there is, in seconds."""
 MEASURE_PART = 50
 """Of how many parts of the time measuring may take one."""
-
-
-class LimitReachedError(HeadraceError):
-    """There is as much as may be.
-
-    Attributes:
-        reason: for machines.
-        option, limit: the limit and its name.
-        present: what there is now.
-        retry_after_s: when to try again.
-    """
-
-    def __init__(
-        self,
-        reason: str,
-        message: str,
-        *,
-        option: str,
-        limit: int,
-        present: int,
-        retry_after_s: float,
-    ) -> None:
-        super().__init__(f"{message}, or try again in {retry_after_s:.1f} s")
-        self.reason = reason
-        self.option = option
-        self.limit = limit
-        self.present = present
-        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,74 +64,6 @@ class Limits:
     max_tokens_of_identity: int | None = None
     max_undelivered_bytes: int | None = None
     max_live_bytes: int | None = None
-
-
-class Level:
-    """How much there is of something that has a limit, and how fast it leaves where there is much
-    of it: from half of the limit on, until there is less than a quarter. Where there is little,
-    little leaves, and that says nothing of a full house.
-
-    Attributes:
-        limit: the most; None: any.
-        present: what there is now.
-    """
-
-    __slots__ = ("_is_much", "_rate", "limit", "present")
-
-    def __init__(
-        self, limit: int | None, clock: Callable[[], float], jitter: Callable[[], float]
-    ) -> None:
-        """`clock`, `jitter`: see DrainRate."""
-        self.limit = limit
-        self.present = 0
-        self._is_much = False
-        self._rate = DrainRate(clock, jitter)
-
-    def missing(self, amount: int) -> int:
-        """How much must leave before so much more can come; none of it: 0 or less."""
-        return 0 if self.limit is None else self.present + amount - self.limit
-
-    def advise(self, amount: int) -> float:
-        """When to come again with so much that is refused now; see DrainRate."""
-        return self._rate.advise(self.missing(amount), amount)
-
-    def add(self, amount: int) -> None:
-        """So much has come."""
-        self.present += amount
-        if not self._is_much and self.limit is not None and 2 * self.present >= self.limit:
-            self._is_much = True
-            self._rate.begin()
-
-    def remove(self, amount: int, *, served: bool) -> None:
-        """So much is there no more. `served`: it left as others will."""
-        self.present -= amount
-        if not self._is_much:
-            return
-        if served:
-            self._rate.left(amount)
-        self._is_much = self.limit is not None and 4 * self.present >= self.limit
-
-
-class _Account:
-    """What all requests, or those of one identity, have now."""
-
-    __slots__ = ("bytes", "places", "tokens")
-
-    def __init__(
-        self,
-        max_open: int | None,
-        max_tokens: int | None,
-        max_bytes: int | None,
-        clock: Callable[[], float],
-        jitter: Callable[[], float],
-    ) -> None:
-        self.places = Level(max_open, clock, jitter)
-        self.tokens = Level(max_tokens, clock, jitter)
-        self.bytes = Level(max_bytes, clock, jitter)
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.places.present or self.tokens.present or self.bytes.present)
 
 
 class Holding:
@@ -218,24 +128,43 @@ class AdmissionControl:
         """`clock`: monotonic seconds. `jitter`: numbers from 0 to 1, that spread the advice."""
         self._limits = limits
         self._clock = clock
-        self._jitter = jitter
-        self._all = _Account(
-            limits.max_open, limits.max_tokens, limits.max_live_bytes, clock, jitter
+        self._places = Bound(
+            limits.max_open, clock, jitter, limit_of_identity=limits.max_open_of_identity
         )
-        self._of: dict[str, _Account] = {}  # identities that have something
-        self._undelivered = 0
+        self._tokens = Bound(
+            limits.max_tokens, clock, jitter, limit_of_identity=limits.max_tokens_of_identity
+        )
+        self._bytes = Bound(limits.max_live_bytes, clock, jitter)
+        self._unread = Shares(limits.max_undelivered_bytes, clock, jitter)
+        self._unread_of: dict[CallerKey, tuple[Account, int]] = {}
         self._measure_at = 0.0
         self._byte_rate = DrainRate(clock, jitter)
 
     @property
+    def open_requests(self) -> int:
+        """Requests that have a place."""
+        return self._places.present
+
+    @property
     def reserved_tokens(self) -> int:
         """Tokens that all running requests reserve."""
-        return self._all.tokens.present
+        return self._tokens.present
 
     @property
     def live_bytes(self) -> int:
         """About how many bytes all live requests hold."""
-        return self._all.bytes.present
+        return self._bytes.present
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody has anything."""
+        return self._places.is_empty and self._tokens.is_empty and self._bytes.is_empty
+
+    def weight_of(self, account: Account) -> float:
+        """What an account weighs: its part of its group's weight, among the accounts of that group
+        that have requests.
+        """
+        return account.weight * self._places.shares.part_of(account)
 
     # Refusing
 
@@ -246,66 +175,89 @@ class AdmissionControl:
         Raises:
             LimitReachedError: too many requests of this identity, or of all, are open.
         """
-        own, everyone = self._of.get(account.identity), self._all.places
-        if own is not None and own.places.missing(1) > 0:
-            places = own.places
+        if (own := self._places.full_of_identity(account, 1)) is not None:
             raise LimitReachedError(
                 "TOO_MANY_REQUESTS_OF_IDENTITY",
-                f"{places.present} requests of this caller are running or have results that were "
-                f"not read yet; each caller may have {places.limit} (max_requests_per_identity): "
+                f"{own.present} requests of this caller are running or have results that were "
+                f"not read yet; each caller may have {own.limit} (max_requests_per_identity): "
                 "read the results",
                 option="max_requests_per_identity",
-                limit=places.limit or 0,
-                present=places.present,
-                retry_after_s=places.advise(1),
+                limit=own.limit or 0,
+                present=own.present,
+                retry_after_s=own.advise(1),
             )
-        if everyone.missing(1) > 0:
-            most = self._limits.max_open
-            raise LimitReachedError(
+        if (refusal := self._places.ask(account, 1)) is not None:
+            raise no_room(
                 "TOO_MANY_OPEN_REQUESTS",
-                f"{everyone.present} requests are running or have results that were not read yet; "
-                f"there may be {most} (max_open_requests): read the results",
+                f"{refusal.present} requests are running or have results that were not read yet",
+                "read the results",
                 option="max_open_requests",
-                limit=most,
-                present=everyone.present,
-                retry_after_s=everyone.advise(1),
+                refusal=refusal,
             )
 
-    def check_bytes(self, measure: Callable[[], int]) -> None:
-        """Refuse any request where too many bytes of results were not read.
+    def check_bytes(
+        self, account: Account, measure: Callable[[], Mapping[CallerKey, tuple[Account, int]]]
+    ) -> None:
+        """Refuse a request where too many bytes of results were not read, and its caller has more
+        than a share of them.
 
         Args:
-            measure: tells how many there are. Asked ten times a second at most, and less often if
-                it takes long: one part in MEASURE_PART of the time.
+            account: the caller's.
+            measure: tells how many each has. Asked ten times a second at most, and less often if it
+                takes long: one part in MEASURE_PART of the time.
 
         Raises:
             LimitReachedError: there are too many.
         """
-        most = self._limits.max_undelivered_bytes
+        unread = self._unread
+        most = unread.limit
         if most is None:
             return
         began = self._clock()
         if began >= self._measure_at:
-            measured = measure()
-            if measured and not self._undelivered:
+            before = unread.present
+            self._set_unread(measure())
+            if unread.present and not before:
                 self._byte_rate.begin()  # all had been read
-            self._undelivered = measured
             now = self._clock()
             self._measure_at = now + max(MEASURE_S, MEASURE_PART * (now - began))
-        present = self._undelivered
-        if present > most:
+        present = unread.present
+        if present <= most:
+            return
+        is_above, share = unread.is_above_share(account)
+        if is_above:
+            held = unread.held_by(account)
+            has_others = held < present
+            others = f"; this caller has {held}, where its share is now {share}"
             raise LimitReachedError(
                 "TOO_MANY_UNDELIVERED_BYTES",
                 f"results of about {present} bytes were not read yet, of all callers together; "
-                f"there may be {most} (max_undelivered_bytes): read results as they come",
+                f"there may be {most} (max_undelivered_bytes){others if has_others else ''}: read "
+                "results as they come",
                 option="max_undelivered_bytes",
                 limit=most,
                 present=present,
                 # How much it will take is not known: it claims nothing.
                 retry_after_s=self._byte_rate.advise(present - most, 0),
+                held=held if has_others else None,
+                share=share if has_others else None,
             )
 
-    def _check_live_bytes(self, size: int, more: Footprint) -> None:
+    def _set_unread(self, measured: Mapping[CallerKey, tuple[Account, int]]) -> None:
+        before, self._unread_of = self._unread_of, dict(measured)
+        for key, (account, size) in before.items():
+            if key not in measured:
+                self._unread.remove(account, size, served=False)
+        for key, (account, size) in measured.items():
+            self._unread.add(account, size)
+            if key in before:
+                self._unread.remove(account, before[key][1], served=False)
+
+    def delivered(self, num_bytes: int) -> None:
+        """So much was read."""
+        self._byte_rate.left(num_bytes)
+
+    def _check_live_bytes(self, account: Account, size: int, more: Footprint) -> None:
         most = self._limits.max_live_bytes
         if most is None:
             return
@@ -315,35 +267,22 @@ class AdmissionControl:
                 f"takes most of the {size} bytes that this request would hold in the server; at "
                 f"most {most} can be accepted here (max_live_bytes): make it smaller",
             )
-        level = self._all.bytes
-        if level.missing(more.size) > 0:
-            raise LimitReachedError(
+        if (refusal := self._bytes.ask(account, more.size, has=size - more.size)) is not None:
+            raise no_room(
                 "TOO_MANY_LIVE_BYTES",
-                f"requests that wait or run hold about {level.present} bytes, and this one needs "
-                f"{more.size} more; there may be {most} (max_live_bytes): send smaller ones",
+                f"requests that wait or run hold about {refusal.present} bytes, and this one needs "
+                f"{more.size} more",
+                "send smaller ones",
                 option="max_live_bytes",
-                limit=most,
-                present=level.present,
-                retry_after_s=level.advise(more.size),
+                refusal=refusal,
             )
 
-    def delivered(self, num_bytes: int) -> None:
-        """So much was read."""
-        self._byte_rate.left(num_bytes)
-
     def _check_tokens(self, account: Account, tokens: int) -> None:
-        own = self._of.get(account.identity)
-        checks = (
-            (
-                self._limits.max_tokens_of_identity,
-                own,
-                "max_reserved_tokens_per_identity",
-                "TOO_MANY_TOKENS_OF_IDENTITY",
-                "of this caller ",
-            ),
-            (self._limits.max_tokens, self._all, "max_reserved_tokens", "TOO_MANY_TOKENS", ""),
-        )
-        for most, _, option, _, _ in checks:
+        bound = self._tokens
+        for most, option in (
+            (bound.limit_of_identity, "max_reserved_tokens_per_identity"),
+            (bound.limit, "max_reserved_tokens"),
+        ):
             if most is not None and tokens > most:
                 raise InvalidRequestError(
                     "stop.max_tokens",
@@ -351,37 +290,42 @@ class AdmissionControl:
                     f"its n choices); at most {most} can be accepted here ({option}): ask for "
                     "fewer tokens or choices, or shorten the prompt",
                 )
-        for most, counted, option, reason, whose in checks:
-            if most is None or counted is None or counted.tokens.missing(tokens) <= 0:
-                continue
+        needs = (
+            f"tokens, and this one needs {tokens} (its prompt, and max_tokens for each of its n "
+            "choices)"
+        )
+        if (own := bound.full_of_identity(account, tokens)) is not None:
             raise LimitReachedError(
-                reason,
-                f"running requests {whose}reserve {counted.tokens.present} tokens, and this one "
-                f"needs {tokens} (its prompt, and max_tokens for each of its n choices); there may "
-                f"be {most} ({option}): ask for fewer",
-                option=option,
-                limit=most,
-                present=counted.tokens.present,
-                retry_after_s=counted.tokens.advise(tokens),
+                "TOO_MANY_TOKENS_OF_IDENTITY",
+                f"running requests of this caller reserve {own.present} {needs}; there may be "
+                f"{own.limit} (max_reserved_tokens_per_identity): ask for fewer",
+                option="max_reserved_tokens_per_identity",
+                limit=own.limit or 0,
+                present=own.present,
+                retry_after_s=own.advise(tokens),
+            )
+        if (refusal := bound.ask(account, tokens)) is not None:
+            raise no_room(
+                "TOO_MANY_TOKENS",
+                f"running requests reserve {refusal.present} {needs}",
+                "ask for fewer",
+                option="max_reserved_tokens",
+                refusal=refusal,
             )
 
     # Counting
 
     def take_place(self, account: Account) -> None:
         """A request begins, or one that had ended has a reader again."""
-        if not self._all.places.present:
+        if not self._places.present:
             self._byte_rate.begin()  # without requests there was nothing to be read
-        self._all.places.add(1)
-        self._own(account).places.add(1)
+        self._places.add(account, 1)
 
     def leave_place(self, account: Account, *, served: bool = True) -> None:
         """A request has ended, and no stream has anything left to read of it. `served`: not for one
         that was taken back: it says nothing of the rate.
         """
-        self._all.places.remove(1, served=served)
-        own = self._of[account.identity]
-        own.places.remove(1, served=served)
-        self._tidy(account, own)
+        self._places.remove(account, 1, served=served)
 
     def reserve(self, account: Account, tokens: int) -> None:
         """Reserve a request's tokens.
@@ -391,15 +335,11 @@ class AdmissionControl:
             InvalidRequestError: there could never be so many.
         """
         self._check_tokens(account, tokens)
-        self._all.tokens.add(tokens)
-        self._own(account).tokens.add(tokens)
+        self._tokens.add(account, tokens)
 
     def free(self, account: Account, tokens: int, *, served: bool = True) -> None:
         """A request with these tokens does not run any more. `served`: see `leave_place`."""
-        self._all.tokens.remove(tokens, served=served)
-        own = self._of[account.identity]
-        own.tokens.remove(tokens, served=served)
-        self._tidy(account, own)
+        self._tokens.remove(account, tokens, served=served)
 
     def holding(self, account: Account) -> Holding:
         """For what a new request will hold."""
@@ -407,34 +347,11 @@ class AdmissionControl:
 
     def hold(self, account: Account, held: int, more: Footprint) -> None:
         """See `Holding`. `held`: what the request holds without it."""
-        self._check_live_bytes(held + more.size, more)
+        self._check_live_bytes(account, held + more.size, more)
         if more.size:
-            self._all.bytes.add(more.size)
-            self._own(account).bytes.add(more.size)
+            self._bytes.add(account, more.size)
 
     def release(self, account: Account, size: int, *, served: bool) -> None:
         """See `Holding`."""
-        if not size:
-            return
-        own = self._of[account.identity]
-        for counted in (self._all, own):
-            counted.bytes.remove(size, served=served)
-        self._tidy(account, own)
-
-    def _own(self, account: Account) -> _Account:
-        own = self._of.get(account.identity)
-        if own is None:
-            limits = self._limits
-            own = self._of[account.identity] = _Account(
-                limits.max_open_of_identity,
-                limits.max_tokens_of_identity,
-                None,
-                self._clock,
-                self._jitter,
-            )
-        return own
-
-    def _tidy(self, account: Account, own: _Account) -> None:
-        """Identities without requests take no room."""
-        if own.is_empty:
-            del self._of[account.identity]
+        if size:
+            self._bytes.remove(account, size, served=served)

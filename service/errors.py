@@ -36,8 +36,8 @@ from engine.errors import (
 from engine.outputs import RequestFailure
 from engine.text import ChatTemplateUnavailableError
 from service.accounts import CallerNameError
-from service.admission import LimitReachedError
 from service.auth import PermissionDeniedError, UnauthenticatedError
+from service.bounds import LimitReachedError
 from service.delivery.errors import (
     OutputNotReadError,
     RequestFailedError,
@@ -277,11 +277,14 @@ def _compile_queue_full(error: CompileQueueFullError, _prefix: str) -> _Public:
 
 
 def _limit_reached(error: LimitReachedError, _prefix: str) -> _Public:
+    metadata = _limit(error.option, error.limit, error.present)
+    if error.share is not None:
+        metadata |= {"share": str(error.share), "held": str(error.held)}
     return _Public(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         error.reason,
         str(error),
-        _limit(error.option, error.limit, error.present),
+        metadata,
         retry_after_s=error.retry_after_s,
     )
 

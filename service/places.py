@@ -4,7 +4,7 @@
 
 A session, a health Watch or a WatchStatistics costs some 30 KiB and nothing else while nothing
 happens on it: a place is taken before any of that is made. Requests have places of their own
-(`service.admission`).
+(`service.admission`). Each caller has a share of them (`engine.shares`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.accounts import Account, account_at
-from service.admission import Level, LimitReachedError
+from service.bounds import Bound, LimitReachedError, no_room
 from service.callers import ANONYMOUS
 
 
@@ -50,15 +50,17 @@ class Places:
     ) -> None:
         """`clock`, `jitter`: as of AdmissionControl."""
         self._kind = kind
-        self._clock = clock
-        self._jitter = jitter
-        self._all = Level(kind.limit, clock, jitter)
-        self._of: dict[str, Level] = {}  # identities that have some
+        self._bound = Bound(kind.limit, clock, jitter, limit_of_identity=kind.limit_of_identity)
 
     @property
     def taken(self) -> int:
         """How many are open now."""
-        return self._all.present
+        return self._bound.present
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody has any."""
+        return self._bound.is_empty
 
     def take(self, context: Any, account: Account | None = None) -> None:
         """Take a place for a call, until it is done.
@@ -70,35 +72,25 @@ class Places:
         Raises:
             LimitReachedError: there is none.
         """
-        kind = self._kind
-        if account is None:
-            account = account_at(ANONYMOUS, context.peer())
-        identity = account.identity
-        own = self._of.get(identity)
-        if own is not None and own.missing(1) > 0:
-            self._refuse(own, kind.option_of_identity, " of this caller", "_OF_IDENTITY")
-        if self._all.missing(1) > 0:
-            self._refuse(self._all, kind.option, "", "")
-        if own is None:
-            own = self._of[identity] = Level(kind.limit_of_identity, self._clock, self._jitter)
-        self._all.add(1)
-        own.add(1)
-        context.add_done_callback(lambda _: self._leave(identity))
-
-    def _leave(self, identity: str) -> None:
-        self._all.remove(1, served=True)
-        own = self._of[identity]
-        own.remove(1, served=True)
-        if not own.present:
-            del self._of[identity]
-
-    def _refuse(self, full: Level, option: str, whose: str, suffix: str) -> None:
-        raise LimitReachedError(
-            self._kind.reason + suffix,
-            f"{full.present} {self._kind.name}{whose} are open; there may be {full.limit} "
-            f"({option}): end one",
-            option=option,
-            limit=full.limit or 0,
-            present=full.present,
-            retry_after_s=full.advise(1),
-        )
+        kind, bound = self._kind, self._bound
+        counted = account_at(ANONYMOUS, context.peer()) if account is None else account
+        if (own := bound.full_of_identity(counted, 1)) is not None:
+            raise LimitReachedError(
+                kind.reason + "_OF_IDENTITY",
+                f"{own.present} {kind.name} of this caller are open; there may be {own.limit} "
+                f"({kind.option_of_identity}): end one",
+                option=kind.option_of_identity,
+                limit=own.limit or 0,
+                present=own.present,
+                retry_after_s=own.advise(1),
+            )
+        if (refusal := bound.ask(counted, 1)) is not None:
+            raise no_room(
+                kind.reason,
+                f"{refusal.present} {kind.name} are open",
+                "end one",
+                option=kind.option,
+                refusal=refusal,
+            )
+        bound.add(counted, 1)
+        context.add_done_callback(lambda _: bound.remove(counted, 1, served=True))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from headrace.v1 import generation_pb2
 
+from engine.admission import MIN_WEIGHT
 from engine.client import ModelInfo
 from engine.errors import InvalidRequestError
 from engine.request import GenerationRequest
@@ -107,6 +108,7 @@ class Converter:
         spec: generation_pb2.GenerationSpec,
         *,
         account: Account,
+        weight: float,
         max_priority: int,
         request_id: str,
         engine_id: Callable[[str, str], RequestId],
@@ -117,6 +119,7 @@ class Converter:
         Args:
             spec: the caller's.
             account, request_id: for whom it counts, and its name.
+            weight: how much service that is due now.
             max_priority: the highest that the caller may ask for.
             engine_id: makes its name in the engine, of its identity and its own.
             final: whatever it says, deliver everything at the end.
@@ -180,7 +183,7 @@ class Converter:
             bypass_prefix_cache=spec.cache.bypass_prefix_cache,
             time_limit_s=time_limit_s,
             caller=account.key,
-            weight=account.weight,
+            weight=max(weight, MIN_WEIGHT),
         )
         output_tokens = min(stop.max_tokens, room)
         return Submission(

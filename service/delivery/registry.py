@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from engine.client import EngineClient
 from engine.errors import DuplicateRequestError, RequestNotFoundError
 from engine.outputs import RequestFailure, StepOutputs
-from engine.types import RequestId
+from engine.types import CallerKey, RequestId
 from service.accounts import Account
 from service.admission import AdmissionControl, Holding
 from service.delivery.calls import EngineCalls
@@ -115,13 +115,23 @@ class Registry:
         if (account.identity, request_id) in self._logs:
             raise DuplicateRequestError(request_id)
         self._admission.check_place(account)
-        self._admission.check_bytes(self._undelivered_bytes)
+        self._admission.check_bytes(account, self._undelivered_bytes)
 
-    def _undelivered_bytes(self) -> int:
-        """About how many bytes of results were not read, but for ended requests that are kept:
-        these have a bound of their own.
+    def weight_of(self, account: Account) -> float:
+        """How much service an account is due; see AdmissionControl."""
+        return self._admission.weight_of(account)
+
+    def _undelivered_bytes(self) -> dict[CallerKey, tuple[Account, int]]:
+        """About how many bytes of results each account did not read, but for ended requests that
+        are kept: these have a bound of their own.
         """
-        return sum(log.held_size for log in self._logs.values() if not (log.ended and log.keep))
+        found: dict[CallerKey, tuple[Account, int]] = {}
+        for log in self._logs.values():
+            if not (log.ended and log.keep) and (size := log.held_size):
+                account = log.account
+                _, before = found.get(account.key, (account, 0))
+                found[account.key] = (account, before + size)
+        return found
 
     def on_taken(self, num_bytes: int) -> None:
         """A stream took about so many bytes of results."""

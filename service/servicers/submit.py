@@ -58,6 +58,7 @@ async def start_request(
         submission = await front.converter.submission(
             spec,
             account=account,
+            weight=front.registry.weight_of(account),
             max_priority=permit.caller.max_priority,
             request_id=request_id,
             engine_id=front.registry.engine_id,

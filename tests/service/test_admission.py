@@ -18,14 +18,16 @@ from headrace.v1 import generation_service_pb2 as rpc
 from engine.drain_rate import MARGIN, UNKNOWN_DELAY_S
 from engine.errors import InvalidRequestError, QueueFullError
 from engine.outputs import RequestFailure
-from service.accounts import account_of
+from engine.shares import GRACE_S, MAX_WANT_S
+from engine.types import CallerKey
+from service.accounts import Account, account_of
 from service.admission import (
     MEASURE_PART,
     MEASURE_S,
     AdmissionControl,
-    LimitReachedError,
     Limits,
 )
+from service.bounds import LimitReachedError
 from tests.engine.crowd import Clock, Crowd, Served, at_random, by_the_batch, evenly
 from tests.service.fake_engine import FakeEngine, model_info, says
 from tests.service.helpers import (
@@ -72,7 +74,7 @@ def test_tokens_are_bounded_for_all_and_for_each() -> None:
         "max_reserved_tokens_per_identity",
     )
     assert (own.limit, own.present) == (60, 50)
-    everyone = limit_of(lambda: control.reserve(account_of("c"), 11))
+    everyone = limit_of(lambda: control.reserve(account_of("b"), 11))
     assert (everyone.reason, everyone.limit, everyone.present) == ("TOO_MANY_TOKENS", 100, 90)
     control.reserve(account_of("c"), 10)
     control.free(account_of("a"), 50)
@@ -116,16 +118,16 @@ def test_each_account_has_its_own_rate() -> None:
     assert limit_of(lambda: control.check_place(account_of("slow"))).retry_after_s == pytest.approx(
         late(5.0)
     )
-    other = limit_of(
-        lambda: control.check_place(account_of("other"))
-    )  # 21 of all have left after the first
+    control.take_place(account_of("third"))  # the reserve
+    # 21 of all have left after the first.
+    other = limit_of(lambda: control.check_place(account_of("other")))
     assert other.reason == "TOO_MANY_OPEN_REQUESTS"
     assert other.retry_after_s == pytest.approx(late(9.5 / 21))
     # 20 tokens more than there may be, at 2 a second; and of all, at 22.1.
     slow = limit_of(lambda: control.reserve(account_of("slow"), 20))
     assert slow.retry_after_s == pytest.approx(late(10.0))
     other = limit_of(lambda: control.reserve(account_of("other"), 20))
-    assert other.retry_after_s == pytest.approx(late(20 / 210 * 9.5))
+    assert other.retry_after_s == pytest.approx(late(15 / 210 * 9.5))  # 5 are the reserve
 
 
 def test_what_was_taken_back_says_nothing_of_the_rate() -> None:
@@ -188,10 +190,12 @@ def test_a_crowd_gets_in_when_it_was_told_to_come(
 
 
 def test_identities_without_requests_take_no_room() -> None:
-    control = AdmissionControl(Limits(max_open=9, max_tokens=100), Clock())
+    clock = Clock()
+    control = AdmissionControl(Limits(max_open=9, max_tokens=100), clock)
     rng = random.Random(7)
     held: list[tuple[str, int]] = []
     for _ in range(3000):
+        clock.now += MAX_WANT_S + GRACE_S  # nothing is owed any more to who was refused
         if held and rng.random() < 0.5:
             name, tokens = held.pop(rng.randrange(len(held)))
             control.free(account_of(name), tokens)
@@ -202,12 +206,13 @@ def test_identities_without_requests_take_no_room() -> None:
                 control.check_place(account_of(name))
                 control.reserve(account_of(name), tokens)
             except LimitReachedError:
-                assert len(held) == 9 or control.reserved_tokens + tokens > 100
+                assert len(held) >= 9 or control.reserved_tokens + tokens > 100
                 continue
             control.take_place(account_of(name))
             held.append((name, tokens))
-        assert control.reserved_tokens == sum(tokens for _, tokens in held) <= 100
-        assert control._of.keys() == {name for name, _ in held}
+        assert control.reserved_tokens == sum(tokens for _, tokens in held) <= 112
+        assert control.is_empty == (not held)
+        assert control._places.shares.callers <= 500
 
 
 # ---- in a server -------------------------------------------------------------------------------
@@ -242,7 +247,7 @@ async def test_reserved_tokens_are_the_prompt_and_the_longest_output_of_each_cho
         h.engine.run()
         await until(lambda: not h.registry.live)
         assert control.reserved_tokens == 0
-        assert not control._of
+        assert control.is_empty
 
 
 async def test_too_many_tokens_are_refused_with_advice_and_admitted_after() -> None:
@@ -317,7 +322,7 @@ async def test_every_way_to_end_gives_everything_back() -> None:
         # Refused by the engine.
         engine.refuse_next.append(QueueFullError(3, 0.25))
         assert (await refused(add(h, "a"))).reason == "QUEUE_FULL"
-        assert (control.reserved_tokens, control._all.places.present) == (0, 0)
+        assert (control.reserved_tokens, control.open_requests) == (0, 0)
         # Cancelled, failed, timed out.
         for name in ("a", "b", "c"):
             await add(h, name)
@@ -327,7 +332,7 @@ async def test_every_way_to_end_gives_everything_back() -> None:
         engine.time_out(engine.submitted[-1].request_id)
         engine.step()
         await until(lambda: not h.registry.live)
-        assert (control.reserved_tokens, control._all.places.present) == (0, 0)
+        assert (control.reserved_tokens, control.open_requests) == (0, 0)
         # A lost stream.
         session = h.session()
         await session.add(spec(request_id="d"))
@@ -336,23 +341,23 @@ async def test_every_way_to_end_gives_everything_back() -> None:
         await until(lambda: len(engine.cancelled) == 2)
         engine.step()
         await until(lambda: not h.registry.live)
-        assert (control.reserved_tokens, control._all.places.present) == (0, 0)
+        assert (control.reserved_tokens, control.open_requests) == (0, 0)
         # Ended, unread: its tokens are free, its place is taken until it is read.
         add_two = [add(h, "e"), add(h, "f")]
         await asyncio.gather(*add_two)
         session = h.session()
         await session.send(1, attach=rpc.AttachCommand(request_id="e"))
         await session.read_until(lambda m: m.attached)
-        assert control._all.places.present == 2
+        assert control.open_requests == 2
         engine.run()
         await session.end()
         await until(lambda: not h.registry.live)
-        assert (control.reserved_tokens, control._all.places.present) == (0, 0)
+        assert (control.reserved_tokens, control.open_requests) == (0, 0)
         # Attached to after its end: it takes a place while it is read.
         session = h.session()
         await session.send(1, attach=rpc.AttachCommand(request_id="f"))
         await session.end()
-        assert (control._all.places.present, dict(control._of)) == (0, {})
+        assert (control.open_requests, control.is_empty) == (0, True)
 
 
 async def test_the_queue_s_advice_reaches_the_caller_in_band_too() -> None:
@@ -371,34 +376,71 @@ async def test_the_queue_s_advice_reaches_the_caller_in_band_too() -> None:
 # ---- results that nobody reads -----------------------------------------------------------------
 
 
+Unread = dict[CallerKey, tuple[Account, int]]
+
+
+def unread(**sizes: int) -> Unread:
+    """So many bytes of each account."""
+    accounts = {account_of(name): size for name, size in sizes.items()}
+    return {account.key: (account, size) for account, size in accounts.items() if size}
+
+
+def test_who_has_more_than_a_share_of_what_is_unread_is_refused_and_nobody_else() -> None:
+    clock = Clock()
+    control = AdmissionControl(Limits(max_open=9, max_undelivered_bytes=1000), clock, no_jitter)
+    gateway = [account_of("gateway", name, 2.0) for name in ("x", "y")]
+
+    def is_refused(account: Account, **sizes: int) -> LimitReachedError | None:
+        clock.now += MEASURE_S
+        measured = unread(**sizes) | {one.key: (one, 300) for one in gateway}
+        try:
+            control.check_bytes(account, lambda: measured)
+        except LimitReachedError as error:
+            return error
+        return None
+
+    assert is_refused(account_of("heavy"), heavy=400) is None  # 1000 of all
+    error = is_refused(account_of("heavy"), heavy=2000, light=150)
+    assert error is not None
+    # Two of four parts are the gateway's.
+    assert (error.limit, error.present, error.held, error.share) == (1000, 2750, 2000, 250)
+    assert is_refused(account_of("light"), heavy=2000, light=150) is None
+    assert is_refused(account_of("new"), heavy=2000, light=150) is None
+    # Half is due to both of the gateway together, and they have 600.
+    assert is_refused(gateway[0], heavy=2000, light=150) is not None
+    assert is_refused(account_of("light"), heavy=2000, light=251) is not None
+    assert is_refused(account_of("light"), heavy=0, light=251) is None
+    assert is_refused(account_of("heavy"), heavy=300) is None
+
+
 def test_unread_bytes_are_measured_now_and_then() -> None:
     clock = Clock()
     control = AdmissionControl(Limits(max_open=9, max_undelivered_bytes=1000), clock, no_jitter)
     found: list[int] = []
 
-    def measure(size: int, cost_s: float = 0.0) -> Callable[[], int]:
-        def measured() -> int:
+    def check(size: int, cost_s: float = 0.0) -> None:
+        def measured() -> Unread:
             clock.now += cost_s
             found.append(size)
-            return size
+            return unread(a=size)
 
-        return measured
+        control.check_bytes(account_of("a"), measured)
 
-    control.check_bytes(measure(1000))
-    control.check_bytes(measure(1001))  # too soon to be asked again
+    check(1000)
+    check(1001)  # too soon to be asked again
     clock.now += MEASURE_S
-    error = limit_of(lambda: control.check_bytes(measure(1500)))
+    error = limit_of(lambda: check(1500))
     assert (error.reason, error.limit, error.present) == ("TOO_MANY_UNDELIVERED_BYTES", 1000, 1500)
     assert error.retry_after_s == UNKNOWN_DELAY_S  # nobody has read anything
     for _ in range(20):
         clock.now += 0.5
         control.delivered(125)
-    error = limit_of(lambda: control.check_bytes(measure(1500, cost_s=1.0)))
+    error = limit_of(lambda: check(1500, cost_s=1.0))
     assert error.retry_after_s == pytest.approx(late(2.0), abs=0.2)  # 500 at 250 a second
     clock.now += MEASURE_PART - 0.5
-    limit_of(lambda: control.check_bytes(measure(7)))
+    limit_of(lambda: check(7))
     clock.now += 0.5
-    control.check_bytes(measure(7))
+    check(7)
     assert found == [1000, 1500, 1500, 7]
 
 
@@ -408,7 +450,9 @@ def test_time_in_which_nothing_was_unread_is_no_time_in_which_nothing_was_read()
 
     def advice(size: int) -> float:
         clock.now += MEASURE_S
-        return limit_of(lambda: control.check_bytes(lambda: size)).retry_after_s
+        return limit_of(
+            lambda: control.check_bytes(account_of("a"), lambda: unread(a=size))
+        ).retry_after_s
 
     clock.now += 3600
     control.take_place(account_of("a"))
@@ -420,7 +464,7 @@ def test_time_in_which_nothing_was_unread_is_no_time_in_which_nothing_was_read()
     assert advice(200) == UNKNOWN_DELAY_S
     control.delivered(200)
     clock.now += MEASURE_S
-    control.check_bytes(lambda: 0)  # all is read, and the request goes on
+    control.check_bytes(account_of("a"), unread)  # all is read, and the request goes on
     clock.now += 3600
     assert advice(200) == UNKNOWN_DELAY_S
     control.delivered(100)
@@ -460,6 +504,6 @@ async def test_unread_results_bar_new_requests_until_they_are_read() -> None:
         # What is kept of ended requests has a bound of its own.
         h.engine.run()
         await until(lambda: not h.registry.live)
-        assert h.registry._undelivered_bytes() == 0
+        assert not h.registry._undelivered_bytes()
         assert h.registry.stats().kept_bytes > 0
     assert len(ids_of(session.events()["a"])) == 640

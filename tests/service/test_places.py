@@ -14,7 +14,7 @@ from headrace.v1 import control_service_pb2 as control
 from headrace.v1 import generation_service_pb2 as rpc
 
 from service.accounts import account_of
-from service.admission import LimitReachedError
+from service.bounds import LimitReachedError
 from service.places import Kind, Places
 from tests.service.helpers import DEADLINE_S, Harness, Refused, refused, serving, until
 from tests.service.test_auth import bearer, callers, guarded  # noqa: F401
@@ -113,7 +113,11 @@ async def test_one_identity_leaves_room_for_others(callers: Path) -> None:  # no
             2,
         )
         kept.append(await session(h, "bob"))
-        check_refusal(await refused(session(h, "bob")), "TOO_MANY_SESSIONS", "max_sessions", 3)
+        error = await refused(session(h, "bob"))
+        assert (error.reason, error.details["ErrorInfo"].metadata["share"]) == (
+            "TOO_MANY_SESSIONS",
+            "1",
+        )
 
 
 def test_nobody_who_left_is_remembered() -> None:
@@ -121,14 +125,14 @@ def test_nobody_who_left_is_remembered() -> None:
     places = Places(
         Kind(name="tests", reason="FULL", option="max_tests", limit=2), lambda: now, lambda: 0.0
     )
-    calls = [Call() for _ in range(2)]
-    for call, identity in zip(calls, "ab", strict=True):
+    calls = [Call() for _ in range(3)]
+    for call, identity in zip(calls, "abc", strict=True):  # the last one has the reserve
         places.take(call, account_of(identity))
     with pytest.raises(LimitReachedError) as caught:
-        places.take(Call(), account_of("c"))
+        places.take(Call(), account_of("d"))
     assert caught.value.retry_after_s > 0
     now += 4.0
-    calls[0].end(None)
-    calls[1].end(None)
+    for call in calls:
+        call.end(None)
     assert places.taken == 0
-    assert not places._of
+    assert places.is_empty

@@ -141,7 +141,7 @@ async def test_a_lost_session_takes_its_waiting_commands_with_it() -> None:
         session.call.cancel()
         await until(lambda: not h.registry._logs)
         assert not h.engine.submitted
-        assert not h.registry._admission._of
+        assert h.registry._admission.is_empty
         assert not h.registry.streams
 
 

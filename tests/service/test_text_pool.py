@@ -20,17 +20,16 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import model_service_pb2 as model
 
+from engine.shares import RESERVE_PART
 from engine.text import Tokenizer
 from service.accounts import account_of
-from service.admission import LimitReachedError
+from service.bounds import LimitReachedError
 from service.convert.inputs import MIN_MOST_TEXT_BYTES
 from service.errors import NotReadyError
 from service.text_pool import (
     INLINE_ANSWER_BYTES,
     MAX_WAITING,
     MAX_WAITING_BYTES,
-    MAX_WAITING_BYTES_OF_IDENTITY,
-    MAX_WAITING_OF_IDENTITY,
     SHORT_BYTES,
     TextPool,
 )
@@ -134,6 +133,16 @@ async def test_work_whose_caller_goes_is_dropped_before_it_begins() -> None:
     assert [isinstance(outcome, str) for outcome in outcomes] == [False, True, False, True]
 
 
+async def test_texts_of_nothing_are_counted_too() -> None:
+    pool = TextPool(hands := Hands())
+    tasks = [begin(pool, "a", 0, f"{i}") for i in range(4)]
+    await settle()
+    assert pool.waiting == 3
+    for _ in range(4):
+        await hands.finish()
+    assert await asyncio.gather(*tasks) == ["0", "1", "2", "3"]
+
+
 async def test_an_error_is_the_caller_s_alone() -> None:
     pool = TextPool(hands := Hands())
 
@@ -153,13 +162,8 @@ async def test_an_error_is_the_caller_s_alone() -> None:
 @pytest.mark.parametrize(
     ("size", "number", "reason", "limit"),
     [
-        (9, MAX_WAITING_OF_IDENTITY, "TOO_MANY_TEXTS_OF_IDENTITY", MAX_WAITING_OF_IDENTITY),
-        (
-            1 << 20,
-            MAX_WAITING_BYTES_OF_IDENTITY >> 20,
-            "TOO_MUCH_TEXT_OF_IDENTITY",
-            MAX_WAITING_BYTES_OF_IDENTITY,
-        ),
+        (9, MAX_WAITING, "TOO_MANY_TEXTS", MAX_WAITING),
+        (1 << 20, MAX_WAITING_BYTES >> 20, "TOO_MUCH_TEXT", MAX_WAITING_BYTES),
     ],
 )
 async def test_how_much_of_a_caller_may_wait(
@@ -191,6 +195,7 @@ async def test_how_much_of_all_may_wait(size: int, reason: str) -> None:
     tasks = [begin(pool, "first", size, "first")]
     await settle()
     number = min(MAX_WAITING, MAX_WAITING_BYTES // size)
+    number += number // RESERVE_PART  # all of them come new
     tasks += [begin(pool, f"caller-{i}", size, f"{i}") for i in range(number)]
     await settle()
     assert pool.waiting == number
@@ -210,7 +215,7 @@ async def test_how_much_of_all_may_wait(size: int, reason: str) -> None:
 
 async def test_answers_are_not_refused_and_wait_for_no_text() -> None:
     pool = TextPool(hands := Hands())
-    tasks = [begin(pool, "a", 8 << 20, f"{i}") for i in range(3)]
+    tasks = [begin(pool, "a", MAX_WAITING_BYTES // 2, f"{i}") for i in range(3)]
     await settle()
     with pytest.raises(LimitReachedError):
         await pool.run(account_of("a"), 8 << 20, str)
@@ -318,8 +323,9 @@ async def test_everybody_else_is_served_while_a_long_text_is_tokenized() -> None
 async def test_too_many_texts_are_refused_with_a_time(call: str) -> None:
     text = "x" * 1_000_000
     async with gated() as (h, gate):
-        waiting = [asyncio.ensure_future(tokenize(h, text)) for _ in range(17)]
-        await until(lambda: h.server._text_pool.waiting == 16)
+        most = MAX_WAITING_BYTES // len(text)
+        waiting = [asyncio.ensure_future(tokenize(h, text)) for _ in range(most + 1)]
+        await until(lambda: h.server._text_pool.waiting == most)
         if call == "StreamResult":
             session = h.session()
             await session.add(spec(text), 7)
@@ -330,7 +336,7 @@ async def test_too_many_texts_are_refused_with_a_time(call: str) -> None:
             again = tokenize(h, text) if call == "Tokenize" else h.generate(spec(text))
             error = await refused(again)
             assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert error.reason == "TOO_MUCH_TEXT_OF_IDENTITY"
+            assert error.reason == "TOO_MUCH_TEXT"
             assert error.details["RetryInfo"].retry_delay.ToMilliseconds() > 0
             assert "grpc-retry-pushback-ms" in error.trailers
         assert len(gate.texts) == 1
