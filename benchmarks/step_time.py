@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--scheduler", default="fifo", help="a policy")
     parser.add_argument("--target", type=float, default=CPU_TARGET_STEP_TIME, help="seconds")
     parser.add_argument("--turns", type=int, default=5, help="of W2, with the target and with none")
-    parser.add_argument("--curve", default="0.1,0.15,0.4,0.8", help="other targets, seconds")
+    parser.add_argument("--curve", default="0.15,0.2,0.35,0.5", help="other targets, seconds")
     parser.add_argument("--curve-turns", type=int, default=2, help="of W2, with those")
     parser.add_argument("--long", type=int, default=4096, help="tokens of the long prompt")
     parser.add_argument("--long-turns", type=int, default=3, help="of the long prompt")

@@ -230,6 +230,10 @@ def test_sizes() -> None:
     assert list(context_sizes(0).up_to(8193)) == [256, 1024, 4096, 8192, 12288]
     assert list(context_sizes(300).up_to(300)) == [300]
     assert list(token_sizes(5).up_to(0)) == []
+    assert [token_sizes(0).at_most(size) for size in (0, 1, 7, 64, 127, 200)] == [
+        0, 1, 4, 64, 64, 192,
+    ]  # fmt: skip
+    assert [token_sizes(24).at_most(size) for size in (-1, 23, 24, 50)] == [0, 0, 24, 48]
 
 
 def test_a_capture_refuses_what_cuda_refuses() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -205,6 +207,23 @@ def test_who_was_told_of_delays_alone_does_not_stay_with_the_least() -> None:
     steps = simulation.run_until_begun("long")
     assert max(step.num_prompt_tokens for step in steps[:20]) > BLOCK
     assert not over(steps, TARGET)
+
+
+def test_who_has_seen_small_prompts_alone_does_not_believe_in_large_ones() -> None:
+    """All prompts are alike: that tokens cost something cannot be told from what a step costs."""
+    simulation = Simulation(CPU, 4 * TARGET)
+    streaming(simulation)
+    for index in range(40):
+        simulation.add(prompt(f"p{index}", 20, 1))
+        simulation.run(1)
+    simulation.add(prompt("long", LONG))
+    steps = simulation.run_until_begun("long")
+    sizes = [step.num_prompt_tokens for step in steps]
+    assert all(
+        after <= max(2 * before, BLOCK) for before, after in itertools.pairwise([20, *sizes])
+    )
+    assert not over(steps, 4 * TARGET, 1.3)
+    assert max(sizes) > 300
 
 
 def test_a_short_prompt_whose_beginning_is_cached_joins_beside_a_long_one() -> None:
