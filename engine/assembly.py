@@ -60,7 +60,7 @@ def build_core(
     if limits.max_context_tokens < 2:
         raise InsufficientMemoryError(
             "num_blocks: the KV cache holds not even a prompt of one token and one more; raise it"
-        )
+        ).naming("num_blocks")
     scheduler = policy(
         kv_cache,
         max_batch_tokens=plan.max_batch_tokens,

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.errors import ConfigError
+from engine.options import check_bounds, option
 
 DEFAULT_BLOCK_SIZE = 256
+GROUP = "Model and engine"
+"""Where the server's help lists its flags for these options."""
 CPU_TARGET_STEP_TIME = 0.25
 """Seconds, on a CPU where target_step_time is None."""
 CUDA_TARGET_STEP_TIME = 0.05
@@ -30,34 +33,6 @@ TensorParallel = Literal["none", "auto"]
 TENSOR_PARALLELS = ("none", "auto")
 
 _SPIN_COUNT = "10000"
-_BOUNDS = {
-    "block_size": (1, 4096),
-    "num_blocks": (1, 2**31 - 1),
-    "max_batch_tokens": (1, 2**20),
-    "max_requests_per_batch": (1, 65536),
-    "max_blocks_per_request": (0, 2**20),
-    "q_padding_interval_size": (0, 2**16),
-    "kv_padding_interval_size": (0, 2**20),
-    "max_cached_graphs": (0, 4096),
-    "default_compile_level": (0, 3),
-    "max_queue_size": (0, 2**31 - 1),
-    "max_unread_results": (1, 2**20),
-    "max_unread_requests": (1, 2**24),
-    "seed": (0, 2**64 - 1),
-}
-_FRACTIONS = {
-    "max_memory_percent": 1.0,
-    "safety_margin": 1.0,
-    "cpu_offload_space": 1e6,
-    "cpu_offload_space_safety_threshold": 1.0,
-}
-_SWITCHES = (
-    "allow_block_sharing",
-    "use_default_compile_configs",
-    "return_logprobs",
-    "per_request_processors",
-    "drop_unsupported_processors",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,73 +113,166 @@ class ContinuousBatchingConfig:
             does not do: True drops them with a warning, False raises.
     """
 
-    block_size: int = DEFAULT_BLOCK_SIZE
-    page_size: int | None = None
-    num_blocks: int | None = None
-    max_batch_tokens: int | None = None
-    max_memory_percent: float | None = None
-    max_requests_per_batch: int | None = None
-    max_blocks_per_request: int | None = None
-    allow_block_sharing: bool = True
-    use_async_batching: bool | None = None
-    use_cuda_graph: bool | tuple[bool, bool] | None = None
-    q_padding_interval_size: int = 0
-    kv_padding_interval_size: int = 0
-    max_cached_graphs: int = 0
+    block_size: int = option(
+        DEFAULT_BLOCK_SIZE,
+        "Tokens in a block of the KV cache.",
+        low=1,
+        high=4096,
+        served=(32,),
+        group=GROUP,
+    )
+    page_size: int | None = option(None, low=1, high=4096)
+    num_blocks: int | None = option(
+        None,
+        "Blocks of the KV cache.",
+        low=1,
+        high=2**31 - 1,
+        shown="from the memory",
+        group=GROUP,
+    )
+    max_batch_tokens: int | None = option(
+        None,
+        "Most tokens computed in one step, prompts and outputs together.",
+        more="Longer prompts are cut in chunks.",
+        low=1,
+        high=2**20,
+        shown="1024 on a CPU, 8192 on CUDA",
+        group=GROUP,
+    )
+    max_memory_percent: float | None = option(
+        None,
+        "The part of the free memory that the KV cache may take.",
+        more="Free is what is left after the model was loaded, on CUDA less what the largest step "
+        "was seen to need.",
+        low=0.0,
+        high=1.0,
+        above=True,
+        shown="0.5 on a CPU, 0.8 on CUDA",
+        group=GROUP,
+    )
+    max_requests_per_batch: int | None = option(
+        None,
+        "Most requests that run at the same time; more wait.",
+        low=1,
+        high=65536,
+        shown="64 on a CPU, 256 on CUDA",
+        group=GROUP,
+    )
+    max_blocks_per_request: int | None = option(
+        None,
+        low=0,
+        high=2**20,
+    )
+    allow_block_sharing: bool = option(True)
+    use_async_batching: bool | None = option(
+        None,
+        "Prepare and launch the next step while the last one runs; `--no-async-batching`: do not.",
+        switch=True,
+        flag="async-batching",
+        shown="on CUDA only",
+        group=GROUP,
+    )
+    use_cuda_graph: bool | tuple[bool, bool] | None = option(
+        None,
+        "Capture all kinds of steps as CUDA graphs; `--no-cuda-graphs`: none.",
+        flag="cuda-graphs",
+        shown="decode steps on CUDA",
+        group=GROUP,
+    )
+    q_padding_interval_size: int = option(
+        0,
+        low=0,
+        high=2**16,
+    )
+    kv_padding_interval_size: int = option(
+        0,
+        low=0,
+        high=2**20,
+    )
+    max_cached_graphs: int = option(
+        0,
+        low=0,
+        high=4096,
+    )
     varlen_compile_config: object | None = None
     decode_compile_config: object | None = None
-    default_compile_level: int = 0
-    use_default_compile_configs: bool = False
+    default_compile_level: int = option(
+        0,
+        "How hard torch.compile works on the model: 0 not at all, 1 default, 2 max-autotune, 3 the "
+        "same for fixed shapes.",
+        low=0,
+        high=3,
+        flag="compile-level",
+        group=GROUP,
+    )
+    use_default_compile_configs: bool = option(False)
     scheduler_type: str = "fifo"
-    target_step_time: float | None = 0.0
-    safety_margin: float | None = None
-    return_logprobs: bool = False
-    seed: int | None = None
-    cpu_offload_space: float = 0.0
-    cpu_offload_space_safety_threshold: float = 0.8
-    max_queue_size: int = 0
-    max_unread_results: int = 4096
-    max_unread_requests: int = 65536
-    per_request_processors: bool = False
-    drop_unsupported_processors: bool = True
+    target_step_time: float | None = option(
+        0.0,
+        "About how many seconds a step takes in which requests decode: prompts beside them are cut "
+        "in chunks for which that is enough, of a block at least.",
+        more="[What it does](schedulers.md#the-target-step-time).",
+        low=1e-4,
+        high=3600.0,
+        zero="no limit",
+        served=(None,),
+        shown="0.25 on a CPU, 0.05 on CUDA",
+        group=GROUP,
+    )
+    safety_margin: float | None = option(
+        None,
+        low=0.0,
+        high=1.0,
+    )
+    return_logprobs: bool = option(False)
+    seed: int | None = option(
+        None,
+        low=0,
+        high=2**64 - 1,
+    )
+    cpu_offload_space: float = option(
+        0.0,
+        "GiB of host memory for the KV cache of preempted requests, which is then brought back "
+        "instead of computed again; 0: none.",
+        low=0.0,
+        high=1e6,
+        group=GROUP,
+    )
+    cpu_offload_space_safety_threshold: float = option(
+        0.8,
+        low=0.0,
+        high=1.0,
+        above=True,
+    )
+    max_queue_size: int = option(
+        0,
+        low=0,
+        high=2**31 - 1,
+    )
+    max_unread_results: int = option(
+        4096,
+        low=1,
+        high=2**20,
+    )
+    max_unread_requests: int = option(
+        65536,
+        low=1,
+        high=2**24,
+    )
+    per_request_processors: bool = option(False)
+    drop_unsupported_processors: bool = option(True)
 
     def __post_init__(self) -> None:
-        _bounded("page_size", self.page_size, 1, 4096)
+        check_bounds(self)
         if self.page_size is not None:
             if self.block_size not in (DEFAULT_BLOCK_SIZE, self.page_size):
                 raise ConfigError(
                     "page_size",
                     f"is {self.page_size}, and block_size is {self.block_size}; they are the same "
                     "option, give one",
-                )
+                ).naming("block_size")
             object.__setattr__(self, "block_size", self.page_size)
             object.__setattr__(self, "page_size", None)
-        for option, (low, high) in _BOUNDS.items():
-            _bounded(option, getattr(self, option), low, high)
-        for option, highest in _FRACTIONS.items():
-            value = getattr(self, option)
-            if value is not None and not (_is_number(value) and 0.0 <= value <= highest):
-                raise ConfigError(option, f"is {value!r}; it must be between 0 and {highest:g}")
-        target = self.target_step_time
-        if target is not None and not (
-            _is_number(target) and (target == 0 or 1e-4 <= target <= 3600)
-        ):
-            raise ConfigError(
-                "target_step_time",
-                f"is {target!r}; it must be a number of seconds from 0.0001 to 3600, or 0 for no "
-                "limit",
-            )
-        for option in ("max_memory_percent", "cpu_offload_space_safety_threshold"):
-            if getattr(self, option) == 0:
-                raise ConfigError(option, "is 0; it must be above 0 and at most 1")
-        for option in _SWITCHES:
-            if not isinstance(getattr(self, option), bool):
-                raise ConfigError(option, f"is {getattr(self, option)!r}; it must be True or False")
-        if not isinstance(self.use_async_batching, bool | None):
-            raise ConfigError(
-                "use_async_batching",
-                f"is {self.use_async_batching!r}; it must be True, False or None",
-            )
         graphs: object = self.use_cuda_graph  # configs are also made from text
         if not isinstance(graphs, bool | None) and not (
             isinstance(graphs, tuple)
@@ -219,7 +287,7 @@ class ContinuousBatchingConfig:
             raise ConfigError(
                 "use_default_compile_configs",
                 f"is level 3, and default_compile_level is {self.default_compile_level}; give one",
-            )
+            ).naming("default_compile_level")
 
 
 def target_step_time(config: ContinuousBatchingConfig, device: str) -> float:
@@ -267,39 +335,84 @@ class LoadConfig:
             takes the device of its own. "none": this process has all of it.
     """
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = "auto"
-    threads: int | None = None
-    attention: AttentionName = "auto"
-    quantization: Quantization = "none"
-    pack_weights: bool | None = None
-    fuse_layers: bool | None = None
-    tensor_parallel: TensorParallel = "none"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto",
+        "Type of the weights: `auto` (the checkpoint's), `float32`, `bfloat16` or `float16`.",
+        group=GROUP,
+        choices=DTYPES,
+    )
+    device: str = option(
+        "auto",
+        "`auto` (CUDA where there is one, else the CPU), `cpu`, `cuda` or `cuda:N`.",
+        group=GROUP,
+    )
+    threads: int | None = option(
+        None,
+        "CPU threads for the model.",
+        more="With a model on CUDA the default is 1.",
+        group=GROUP,
+        shown="the CPUs that are allowed",
+        low=1,
+        high=1024,
+    )
+    attention: AttentionName = option(
+        "auto",
+        "What computes attention: `torch`, `native` (the C++ kernels for CPUs), `triton` "
+        "(the kernels for CUDA devices; [what is known of "
+        "them](architecture.md#kernels-for-cuda-devices)), `varlen` (torch's own "
+        "FlashAttention for CUDA devices: torch 2.12 or newer, 16-bit types, "
+        "`--block-size` a multiple of 256, no softcaps or sinks), or `auto`: native on a "
+        "CPU; on CUDA triton, else varlen; torch where none of these can be had.",
+        more="What cannot be had is refused.",
+        group=GROUP,
+        choices=ATTENTIONS,
+    )
+    quantization: Quantization = option(
+        "none",
+        "`int8`: on a CPU, keep the bfloat16 weights of linear layers as whole numbers "
+        "with a scale for each output: half the memory and a faster single request, for "
+        "results that differ a little ([figures](performance.md)).",
+        more="Refused where it cannot be done.",
+        group=GROUP,
+        choices=QUANTIZATIONS,
+    )
+    pack_weights: bool | None = option(
+        None,
+        "On a CPU, put the weights of bfloat16 linear layers in the order in which its "
+        "kernel reads them; `--no-pack-weights`: leave them as they are.",
+        more="Numbers and memory stay what they are. Asked for where it cannot be done, it is "
+        "refused.",
+        switch=True,
+        group=GROUP,
+        shown="where it pays",
+    )
+    fuse_layers: bool | None = option(
+        None,
+        "On a CPU, compute norms, gated layers and rotary embeddings of bfloat16 models "
+        "by one kernel each.",
+        more="On CUDA, and for other types where it is asked for, compute queries, keys and "
+        "values as one matrix product, and the halves of a gated layer as another; memory "
+        "stays what it is. Either is done only where it is shown, at load, to compute the "
+        "same; a line in the log says what was exchanged; `--no-fuse-layers`: leave "
+        "layers as they are. Asked for where it cannot be done, it is refused.",
+        switch=True,
+        group=GROUP,
+        shown="on CUDA, and on a CPU where it pays",
+    )
+    tensor_parallel: TensorParallel = option(
+        "none",
+        "`auto`: divide the model among the processes that `torchrun` started, which all "
+        "get this command line; the first one serves ([tensor "
+        "parallelism](tensor-parallelism.md)).",
+        more="`none`: this process has all of it.",
+        group=GROUP,
+        choices=TENSOR_PARALLELS,
+    )
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError("dtype", f"is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        check_bounds(self)
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ConfigError("device", f"is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
-        _bounded("threads", self.threads, 1, 1024)
-        if self.attention not in ATTENTIONS:
-            raise ConfigError(
-                "attention", f"is {self.attention!r}; it must be one of {', '.join(ATTENTIONS)}"
-            )
-        if self.quantization not in QUANTIZATIONS:
-            raise ConfigError(
-                "quantization",
-                f"is {self.quantization!r}; it must be one of {', '.join(QUANTIZATIONS)}",
-            )
-        for option in ("pack_weights", "fuse_layers"):
-            value = getattr(self, option)
-            if not isinstance(value, bool | None):
-                raise ConfigError(option, f"is {value!r}; it must be True, False or None")
-        if self.tensor_parallel not in TENSOR_PARALLELS:
-            raise ConfigError(
-                "tensor_parallel",
-                f"is {self.tensor_parallel!r}; it must be one of {', '.join(TENSOR_PARALLELS)}",
-            )
         if self.tensor_parallel == "auto":
             self._check_parallel()
 
@@ -307,16 +420,20 @@ class LoadConfig:
         """Refuse what goes with one process alone."""
         reason = "and tensor_parallel is auto: the weights of a divided model stay as they are; "
         if self.quantization != "none":
-            raise ConfigError("quantization", f"is {self.quantization}, {reason}set it to none")
-        for option in ("pack_weights", "fuse_layers"):
-            if getattr(self, option):
-                raise ConfigError(option, f"is True, {reason}leave it out, or set it to False")
+            raise ConfigError(
+                "quantization", f"is {self.quantization}, {reason}set it to none"
+            ).naming("tensor_parallel")
+        for name in ("pack_weights", "fuse_layers"):
+            if getattr(self, name):
+                raise ConfigError(
+                    name, f"is True, {reason}leave it out, or set it to False"
+                ).naming("tensor_parallel")
         if ":" in self.device:
             raise ConfigError(
                 "device",
                 f"is {self.device}, and tensor_parallel is auto: each process takes the device of "
                 "its own number on its machine; set it to auto, cuda or cpu",
-            )
+            ).naming("tensor_parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,17 +501,3 @@ def _number(environ: Mapping[str, str], name: str, least: int) -> int:
             name, f"is {text!r} in the environment; torchrun sets it to a number from {least} up"
         )
     return int(text)
-
-
-def _bounded(option: str, value: object, low: int, high: int) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(
-            option, f"is {value!r}; it must be a whole number between {low} and {high}"
-        )
-
-
-def _is_number(value: object) -> bool:
-    """Whether a value that says it is a number is one: configs are also made from text."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -7,9 +7,23 @@ these classes to gRPC codes in one table.
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class HeadraceError(Exception):
-    """Base of all errors that Headrace raises on purpose. `str(error)` may be shown to a caller."""
+    """Base of all errors that Headrace raises on purpose. `str(error)` may be shown to a caller.
+
+    Attributes:
+        mentions: the options that the text names, as the configs call them: whoever shows it to
+            somebody who knows them by other names exchanges these.
+    """
+
+    mentions: tuple[str, ...] = ()
+
+    def naming(self, *options: str) -> Self:
+        """This error, whose text names these options."""
+        self.mentions = options
+        return self
 
 
 class ConfigError(HeadraceError):

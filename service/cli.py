@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.config import ContinuousBatchingConfig, LoadConfig, RankPlace
+from engine.errors import ConfigError
 from service import options, tokens
+from service.config import ProcessConfig, ServiceConfig
 
 if TYPE_CHECKING:
     from engine.client import EngineClient
-    from engine.config import LoadConfig
-    from service.config import ServiceConfig
 
 app = typer.Typer(
     name="headrace-server",
@@ -61,26 +62,28 @@ def root(
 
 
 @app.command()
-@options.grouped
-def serve(
-    network: options.NetworkOptions,
-    engine: options.EngineOptions,
-    requests: options.RequestOptions,
-    process: options.ProcessOptions,
-) -> None:
+@options.command_of
+def serve(given: options.Given) -> None:
     """Serve a model until a signal comes."""
-    # Imported here: --help is to be fast.
-    from engine.errors import ConfigError
-
     try:
-        config = _service_config(network, engine, requests, process)
-        load = _load_config(engine)
+        process = given.config(ProcessConfig)
+        model = process.model or default_model()
+        config = _service_config(given, model)
+        load = given.config(LoadConfig)
         rank = _rank(load)
-        client = _engine_client(config, load, engine, process)
+        batching = given.config(
+            ContinuousBatchingConfig,
+            max_queue_size=config.max_queue_size,
+            scheduler_type=config.scheduler,
+            allow_block_sharing=config.prefix_cache,
+            per_request_processors=True,
+        )
+        client = _engine_client(process, model, config, batching, load)
     except ConfigError as error:
         typer.echo(f"headrace-server: {options.describe(error)}", err=True)
         raise typer.Exit(2) from error
 
+    # Imported here: --help is to be fast.
     from service.logs.output import Output
 
     with Output(config.log_format, config.log_level) as output:
@@ -89,56 +92,22 @@ def serve(
             output.say(f"headrace-server {_version()}: rank {rank} follows rank 0")
             from service.follower import follow_to_the_end
 
-            model = engine.model or default_model()
-            follow_to_the_end(model, load, engine.block_size, rank, output)
+            follow_to_the_end(model, load, batching.block_size, rank, output)
         output.say(f"headrace-server {_version()}: starting")
         from service.process import run_to_the_end
 
         run_to_the_end(config, client, output)
 
 
-def _service_config(
-    network: options.NetworkOptions,
-    engine: options.EngineOptions,
-    requests: options.RequestOptions,
-    process: options.ProcessOptions,
-) -> ServiceConfig:
-    from service.config import ServiceConfig
+def _service_config(given: options.Given, model: str) -> ServiceConfig:
     from service.receiving import default_receive_bytes
 
-    receive = network.max_receive_bytes
-    given = {
-        **vars(network),
-        "max_receive_bytes": (
-            default_receive_bytes(engine.model or default_model()) if receive is None else receive
-        ),
-        "listen": tuple(network.listen),
-        "unix_socket_mode": _mode(network.unix_socket_mode),
-        **vars(requests),
-    }
-    return ServiceConfig(
-        **given,
-        served_name=engine.served_name,
-        scheduler=engine.scheduler,
-        prefix_cache=engine.prefix_cache,
-        drain_timeout_s=process.drain_timeout_s,
-        log_level=process.log_level.lower(),
-        log_format=process.log_format.lower(),
-    )
-
-
-def _load_config(engine: options.EngineOptions) -> LoadConfig:
-    from engine.config import LoadConfig
-
-    return LoadConfig(
-        dtype=engine.dtype,  # type: ignore[arg-type]
-        device=engine.device,
-        threads=engine.threads,
-        attention=engine.attention,  # type: ignore[arg-type]
-        quantization=engine.quantization,  # type: ignore[arg-type]
-        pack_weights=engine.pack_weights,
-        fuse_layers=engine.fuse_layers,
-        tensor_parallel=engine.tensor_parallel,  # type: ignore[arg-type]
+    receive = given["max_receive_bytes"]
+    return given.config(
+        ServiceConfig,
+        max_receive_bytes=default_receive_bytes(model) if receive is None else receive,
+        log_level=given["log_level"].lower(),
+        log_format=given["log_format"].lower(),
     )
 
 
@@ -148,9 +117,6 @@ def _rank(load: LoadConfig) -> int:
     Raises:
         ConfigError: torchrun started several processes, and they do not share a model.
     """
-    from engine.config import RankPlace
-    from engine.errors import ConfigError
-
     place = RankPlace.read()
     if load.tensor_parallel != "none":
         return 0 if place is None else place.rank
@@ -164,42 +130,18 @@ def _rank(load: LoadConfig) -> int:
 
 
 def _engine_client(
+    process: ProcessConfig,
+    model: str,
     config: ServiceConfig,
+    batching: ContinuousBatchingConfig,
     load: LoadConfig,
-    engine: options.EngineOptions,
-    process: options.ProcessOptions,
 ) -> EngineClient:
-    from engine.config import ContinuousBatchingConfig
-    from engine.errors import ConfigError
     from engine.local_client import LocalEngineClient
     from engine.process.client import DEFAULT_HANG_TIMEOUT_S, ProcessEngineClient
 
-    batching = ContinuousBatchingConfig(
-        block_size=engine.block_size,
-        num_blocks=engine.num_blocks,
-        max_batch_tokens=engine.max_batch_tokens,
-        max_memory_percent=engine.max_memory_percent,
-        max_requests_per_batch=engine.max_requests_per_batch,
-        max_queue_size=config.max_queue_size,
-        scheduler_type=config.scheduler,
-        target_step_time=engine.target_step_time_s,
-        allow_block_sharing=config.prefix_cache,
-        cpu_offload_space=engine.cpu_offload_space,
-        use_async_batching=engine.async_batching,
-        use_cuda_graph=engine.cuda_graphs,
-        default_compile_level=engine.compile_level,
-        per_request_processors=True,
-    )
-    model = engine.model or default_model()
-    hang_timeout_s = process.hang_timeout_s
     if process.in_process:
-        if hang_timeout_s is not None:
-            raise ConfigError(
-                "hang_timeout_s",
-                "is of an engine in a process of its own, which can be ended when it hangs; leave "
-                "it out, or in_process",
-            )
         return LocalEngineClient(model, batching, load)
+    hang_timeout_s = process.hang_timeout_s
     return ProcessEngineClient(
         model,
         batching,
@@ -210,17 +152,6 @@ def _engine_client(
 
 
 app.command("token")(tokens.token)
-
-
-def _mode(text: str) -> int:
-    from engine.errors import ConfigError
-
-    try:
-        return int(text, 8)
-    except ValueError as error:
-        raise ConfigError(
-            "unix_socket_mode", f"is {text!r}; it must be an octal number such as 0660"
-        ) from error
 
 
 def main() -> None:

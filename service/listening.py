@@ -16,7 +16,8 @@ from pathlib import Path
 import grpc
 
 from engine.errors import ConfigError, HeadraceError
-from service.config import Address, ServiceConfig, parse_address
+from service.address import Address, parse_address
+from service.config import ServiceConfig
 from service.tls import Tls
 
 logger = logging.getLogger(__name__)

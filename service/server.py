@@ -48,10 +48,11 @@ from engine.client import EngineClient, ModelInfo, ProgressSink
 from engine.outputs import StepOutputs
 from engine.text import Tokenizer
 from service import telemetry
+from service.address import Address, parse_address
 from service.admission import AdmissionControl, Limits
 from service.auth import Authenticator
 from service.calls import OpenCalls
-from service.config import Address, ServiceConfig, parse_address
+from service.config import ServiceConfig
 from service.control import Control
 from service.convert.inputs import InputEncoder
 from service.convert.model import model_card

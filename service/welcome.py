@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from engine.client import ModelInfo
-from service.config import Address, ServiceConfig
+from service.address import Address
+from service.config import ServiceConfig
 
 _DEFAULT_TARGET = "127.0.0.1:50051"
 _PROMPT = "Once upon a time"

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 
-from service import cli
+from service import options
 from tests.service.readme import README, ROOT, code_blocks, lay_out, shell_commands
 from tests.service.real_server import WAIT_S, RealServer, clean_environment, demo_server
 
@@ -148,25 +147,10 @@ def table_of_options() -> dict[str, tuple[str, str]]:
     return {flag: (variable, default) for flag, variable, default in rows}
 
 
-def test_the_options_are_those_of_the_command() -> None:
-    command = typer.main.get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
-    expected = {}
-    for option in command.params:
-        if option.name == "help":
-            continue
-        default = option.default() if callable(option.default) else option.default
-        if option.name == "listen":
-            shown = f"`{default[0]}`"
-        elif isinstance(option.show_default, str):
-            shown = option.show_default
-        elif default is None:
-            shown = "none"
-        elif isinstance(default, bool):
-            shown = "on" if default else "off"
-        else:
-            shown = f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
-        expected[option.opts[0]] = (option.envvar, shown)
-    assert table_of_options() == expected
+def test_the_table_of_options_is_that_of_the_fields() -> None:
+    text = OPERATIONS.read_text(encoding="utf-8")
+    assert options.with_table(text) == text, "run `python -m service.options`"
+    assert set(table_of_options()) == {f"--{flag.name}" for flag in options.flags().values()}
 
 
 def _said() -> list[str]:

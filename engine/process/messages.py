@@ -140,6 +140,7 @@ class WireError(msgspec.Struct, frozen=True):
 
     kind: str
     arguments: tuple[str | int | float, ...]
+    mentions: tuple[str, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -238,9 +239,9 @@ def to_wire(error: HeadraceError) -> WireError:
             )
         case ConfigError():
             message = str(error).removeprefix(f"{error.option}: ")
-            return WireError("ConfigError", (error.option, message))
+            return WireError("ConfigError", (error.option, message), error.mentions)
         case ModelRefusedError() | InsufficientMemoryError():
-            return WireError(type(error).__name__, (str(error),))
+            return WireError(type(error).__name__, (str(error),), error.mentions)
         case _:
             return WireError("EngineUnavailableError", (str(error),))
 
@@ -263,4 +264,5 @@ _CLASSES: dict[str, type[HeadraceError]] = {
 
 def from_wire(error: WireError) -> HeadraceError:
     """The error that was sent."""
-    return _CLASSES.get(error.kind, EngineUnavailableError)(*error.arguments)
+    found = _CLASSES.get(error.kind, EngineUnavailableError)(*error.arguments)
+    return found.naming(*error.mentions) if error.mentions else found

@@ -323,7 +323,7 @@ def _join(module: torch.nn.Module, names: Sequence[str], pages: Pages) -> None:
         raise ModelRefusedError(
             f"{type(module).__name__}: the product of {', '.join(names)} together is not what they "
             "compute one by one; report it, and start with fuse_layers off meanwhile"
-        )
+        ).naming("fuse_layers")
     if weight.is_cuda:
         # The originals' memory, which the next joined weight is too large for, and the KV cache
         # is not made of.

@@ -85,12 +85,12 @@ class Leader:
             raise InsufficientMemoryError(
                 f"the KV cache does not fit on rank 0 ({failure}); lower num_blocks or "
                 "max_memory_percent"
-            ) from failure
+            ).naming("num_blocks", "max_memory_percent") from failure
         if kv is None or not is_allocated:
             raise InsufficientMemoryError(
                 "the KV cache does not fit on one of the other ranks, whose log says why; lower "
                 "num_blocks or max_memory_percent"
-            )
+            ).naming("num_blocks", "max_memory_percent")
         return kv
 
     def forward(
@@ -125,7 +125,7 @@ class Leader:
                     option,
                     f"is {getattr(config, option)!r}, and tensor_parallel is auto: each rank "
                     "computes its steps as they come, one after the other; leave it out",
-                )
+                ).naming("tensor_parallel")
         return dataclasses.replace(config, use_async_batching=False, use_cuda_graph=False)
 
     @contextlib.contextmanager

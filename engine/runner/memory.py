@@ -255,6 +255,12 @@ def plan_cache(
             f"GiB may be used ({percent:.0%} of {free.replace(' free', f' free on {device}')}): "
             f"{_largest(cost, budget, num_blocks) * block_size} tokens would fit; "
             f"{_remedies(percent, step_bytes)}"
+        ).naming(
+            "num_blocks",
+            "block_size",
+            "max_batch_tokens",
+            "max_requests_per_batch",
+            "max_memory_percent",
         )
     device_bytes = cost(num_blocks)
     host_slots, host_bytes = _plan_host(

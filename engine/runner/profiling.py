@@ -132,7 +132,7 @@ def measure_step(
             f"a step of {limits.max_batch_tokens} tokens of {limits.max_requests} requests needs "
             f"more than the {available / GIB:.2f} GiB that are free on {device} beside the model, "
             "before there is any KV cache; lower max_batch_tokens or max_requests_per_batch"
-        ) from error
+        ).naming("max_batch_tokens", "max_requests_per_batch") from error
 
 
 def largest_batch(

@@ -49,7 +49,7 @@ def check_plan(config: Any, model_class: type[PreTrainedModel], size: int) -> No
         raise ModelRefusedError(
             f"{name} has no tensor-parallel plan in this version of transformers, so it cannot be "
             "divided; set tensor_parallel to none"
-        )
+        ).naming("tensor_parallel")
     for rule, style in plan.items():
         option = _HEADS.get(rule.rpartition(".")[2])
         heads = getattr(text_config, option, None) if option else None
@@ -86,7 +86,7 @@ def whole_logits(model: PreTrainedModel, probe: ModelProbe) -> tuple[torch.Tenso
             f"{type(model).__name__}, divided as its plan in this version of transformers says, "
             f"computes logits that differ from the undivided model's by {error:.2%}; it would be "
             "run wrongly; set tensor_parallel to none"
-        )
+        ).naming("tensor_parallel")
     return whole
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from service.config import parse_address
+from service.address import parse_address
 from tests.service.raw_http2 import PREFACE, Header, all_headers, frame, literal
 
 WAIT_S = 30.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,17 @@ from typer.testing import CliRunner
 
 from engine.client import ModelInfo
 from engine.config import ContinuousBatchingConfig
-from engine.errors import ConfigError, HeadraceError, InsufficientMemoryError
+from engine.errors import (
+    ConfigError,
+    HeadraceError,
+    InsufficientMemoryError,
+    ModelRefusedError,
+)
+from engine.options import check_bounds, option
 from engine.scheduler import registry
 from service import cli, options
-from service.config import SCHEDULERS, Address, ServiceConfig, parse_address
+from service.address import Address, parse_address
+from service.config import SCHEDULERS, ServiceConfig
 from service.welcome import installed, welcome
 from tests.service.fake_engine import model_info
 
@@ -250,6 +258,15 @@ def test_the_engine_s_options_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load.fuse_layers is True
 
 
+def test_the_server_is_fair_by_default_and_knows_the_engine_s_policies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, (_, batching, _, config, _) = run_serve(monkeypatch)
+    assert (batching.scheduler_type, config.scheduler) == ("fair", "fair")
+    assert ContinuousBatchingConfig().scheduler_type == "fifo"
+    assert sorted(SCHEDULERS) == sorted(registry._SCHEDULERS)
+
+
 def test_the_engine_has_a_process_of_its_own_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -264,18 +281,49 @@ def test_the_engine_has_a_process_of_its_own_unless_told_otherwise(
     assert started[-1].more == {}
 
 
-def test_the_server_is_fair_by_default_and_knows_the_engine_s_policies(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    _, (_, batching, _, config, _) = run_serve(monkeypatch)
-    assert (batching.scheduler_type, config.scheduler) == ("fair", "fair")
-    assert ContinuousBatchingConfig().scheduler_type == "fifo"
-    assert sorted(SCHEDULERS) == sorted(registry._SCHEDULERS)
-
-
-def test_defaults_are_said_twice_but_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_options_the_server_has_its_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     _, started = run_serve(monkeypatch)
     assert started[3] == ServiceConfig()
+    # These differ from the engine's own.
+    batching = started[1]
+    assert (batching.block_size, batching.target_step_time) == (32, None)
+    assert batching.per_request_processors
+
+
+def test_an_option_is_a_field_and_all_else_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class MoreConfig:
+        most_s: float = option(2.0, "Most [seconds](x.md).", low=0.5, high=60.0, group="More")
+        is_loud: bool = option(False, "Whether `it` is loud.", group="More")
+
+        def __post_init__(self) -> None:
+            check_bounds(self)
+
+    monkeypatch.setattr(options, "CONFIGS", (*options.CONFIGS, MoreConfig))
+    options.flags.cache_clear()
+    try:
+        seen: list[MoreConfig] = []
+        app = typer.Typer()
+
+        @app.command()
+        @options.command_of
+        def serve(given: options.Given) -> None:
+            try:
+                seen.append(given.config(MoreConfig))
+            except ConfigError as error:
+                raise SystemExit(options.describe(error)) from error
+
+        assert not CliRunner().invoke(app, ["--most", "3"], env={"HEADRACE_IS_LOUD": "1"}).exit_code
+        assert seen == [MoreConfig(most_s=3.0, is_loud=True)]
+        wrong = CliRunner().invoke(app, ["--most", "61"])
+        assert str(wrong.exception) == "--most: is 61; it must be 0.5 to 60"
+        shown = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output.split())
+        assert "Most seconds. 0.5 to 60." in shown
+        rows = options.table().splitlines()
+        assert "| `--most` | `HEADRACE_MOST` | `2` | Most [seconds](x.md). 0.5 to 60. |" in rows
+        assert "| `--is-loud` | `HEADRACE_IS_LOUD` | off | Whether `it` is loud. |" in rows
+    finally:
+        options.flags.cache_clear()
 
 
 def test_several_addresses_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,16 +376,18 @@ def test_a_hang_timeout_out_of_bounds_names_the_flag(seconds: str) -> None:
         (ConfigError("use_cuda_graph", "needs CUDA"), "--cuda-graphs: needs CUDA"),
         (ConfigError("q_padding_interval_size", "is odd"), "q_padding_interval_size: is odd"),
         (
-            ConfigError("tls_cert", "and tls_key belong together"),
+            ConfigError("tls_cert", "and tls_key belong together").naming("tls_key"),
             "--tls-cert: and --tls-key belong together",
         ),
         (
-            InsufficientMemoryError("lower num_blocks or block_size, or raise max_memory_percent"),
+            InsufficientMemoryError(
+                "lower num_blocks or block_size, or raise max_memory_percent"
+            ).naming("num_blocks", "block_size", "max_memory_percent"),
             "lower --num-blocks or --block-size, or raise --max-memory-percent",
         ),
         (
-            InsufficientMemoryError("my_num_blocks and --num_blocks stay, max_lease_s does not"),
-            "my_num_blocks and --num_blocks stay, --max-lease does not",
+            ModelRefusedError("/srv/models/log_level is not a directory"),
+            "/srv/models/log_level is not a directory",
         ),
     ],
 )
@@ -355,10 +405,8 @@ def test_every_flag_is_known_by_its_option() -> None:
 
 def test_every_flag_has_a_variable() -> None:
     command = typer.main.get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
-    for option in command.params:
-        if option.name == "help":
+    for one in command.params:
+        if one.name == "help":
             continue
-        assert option.envvar == "HEADRACE_" + option.opts[0].removeprefix("--").upper().replace(
-            "-", "_"
-        )
+        assert one.envvar == "HEADRACE_" + one.opts[0].removeprefix("--").upper().replace("-", "_")
     assert "HEADRACE_LISTEN" not in os.environ

@@ -1,0 +1,136 @@
+"""What is said of an option, once: beside its field.
+
+    max_sessions: int = option(1024, "Most sessions that are open.", low=1, high=1_000_000)
+
+From that follow the check of its bounds and the error's text (`check_bounds`), and, where it has a
+group, the server's flag, its environment variable, its line of help and its row in
+docs/operations.md (`service.options`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from engine.errors import ConfigError
+
+_KEY = "option"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """An option, as far as its field's type and default do not say it.
+
+    Attributes:
+        help: what it is, in a sentence or two.
+        more: what else the documents say of it; Markdown.
+        low, high: its bounds; None: there is none.
+        above: whether `low` itself is refused.
+        zero: what 0 means, where that lies below `low`; empty: it is refused there.
+        choices: the values that it may have; empty: any.
+        switch: whether it is True or False (or None, where that is the default); always so where
+            the default is.
+        base: how a flag's number is written; 8 is octal.
+        group: where the server's help lists it; empty: the server has no such flag.
+        flag: the flag's name without dashes; empty: the field's, without a unit's ending.
+        shown: how the default is told, where it is not the value itself.
+        served: the server's default, where it is another: in a tuple, since it may be None.
+    """
+
+    help: str
+    more: str = ""
+    low: float | None = None
+    high: float | None = None
+    above: bool = False
+    zero: str = ""
+    choices: tuple[str, ...] = ()
+    switch: bool = False
+    base: int = 10
+    group: str = ""
+    flag: str = ""
+    shown: str = ""
+    served: tuple[Any] | None = None
+
+    def bounds(self, name: str) -> str:
+        """The bounds of the option of this name in words; empty: there are none."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if self.low is None or self.high is None:
+            return ""
+        low, high = (_told(bound, name, self.base) for bound in (self.low, self.high))
+        text = f"above {low}, at most {high}" if self.above else f"{low} to {high}"
+        return f"{text}, or 0: {self.zero}" if self.zero else text
+
+
+def option(default: Any, help: str = "", **more: Any) -> Any:
+    """A dataclass's field that is an option; `more` as of Option."""
+    return dataclasses.field(default=default, metadata={_KEY: Option(help=help, **more)})
+
+
+def options_of(config: type[Any]) -> Mapping[str, Option]:
+    """The options among a dataclass's fields, by the fields' names."""
+    return MappingProxyType(
+        {one.name: one.metadata[_KEY] for one in dataclasses.fields(config) if _KEY in one.metadata}
+    )
+
+
+def check_bounds(config: Any) -> None:
+    """Check that a config's options are of their types and within their bounds. None is allowed
+    where it is the default.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for field in dataclasses.fields(config):
+        one: Option | None = field.metadata.get(_KEY)
+        if one is None:
+            continue
+        name, value = field.name, getattr(config, field.name)
+        if value is None and (field.default is None or one.served == (None,)):
+            continue
+        if one.choices:
+            if value not in one.choices:
+                raise ConfigError(name, f"is {value!r}; it must be {one.bounds(name)}")
+        elif one.switch or isinstance(field.default, bool):
+            if not isinstance(value, bool):
+                nothing = " or None" if field.default is None else ""
+                raise ConfigError(name, f"is {value!r}; it must be True or False{nothing}")
+        elif one.low is not None and one.high is not None and not _is_within(value, one):
+            kind = "a whole number, " if isinstance(one.low, int) else ""
+            shown = f"{value:g}" if isinstance(value, float) else repr(value)
+            raise ConfigError(name, f"is {shown}; it must be {kind}{one.bounds(name)}")
+
+
+def _is_within(value: Any, one: Option) -> bool:
+    """Configs are also made from text, so a number may be anything."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    if one.low is None or one.high is None:
+        return True
+    if isinstance(one.low, int) and not isinstance(value, int):
+        return False
+    if one.zero and value == 0:
+        return True
+    is_low = value > one.low if one.above else value >= one.low
+    return is_low and value <= one.high  # false for NaN too
+
+
+def _told(bound: float, name: str, base: int) -> str:
+    """A bound as people write it: with a unit, where the option's name says that it has one."""
+    if base == 8:
+        return f"{int(bound):04o}"
+    if name.endswith("_bytes"):
+        size, unit = int(bound), 0
+        while size and size % 1024 == 0 and unit < 4:
+            size, unit = size // 1024, unit + 1
+        return f"{size} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
+    if name.endswith("_s") and bound >= 86_400:
+        days = bound / 86_400
+        return "a day" if days == 1 else f"{days:g} days"
+    for power in (31, 53, 64):
+        if bound in (1 << power, (1 << power) - 1):
+            return f"2^{power}" + (" − 1" if bound < 1 << power else "")
+    return f"{bound:,.0f}" if bound == int(bound) else f"{bound:g}"
