@@ -35,6 +35,8 @@ _RECENT = 8
 """Steps with prompt tokens whose sizes count for `most_measured`."""
 _TOLERANCE = 0.1
 """An estimate that is off by more (as a logarithm) counts in proportion, no more as its square."""
+_KEPT = 8
+"""For so many steps a fit is kept, if none of them says that it is off: it takes a while."""
 _PASSES = 3
 """How often the weights are made anew for a fit."""
 _SHARING = 1e-4
@@ -108,13 +110,20 @@ class StepCost:
     def __init__(self) -> None:
         self._prefills: deque[tuple[StepShape, float]] = deque(maxlen=_REMEMBERED)
         self._decodes: deque[tuple[StepShape, float]] = deque(maxlen=_REMEMBERED)
-        self._costs: StepCosts | None = None
+        self._costs: StepCosts | None = None  # to be fitted anew
+        self._num_new = 0  # since they were fitted
 
     def add(self, shape: StepShape, seconds: float) -> None:
         """Remember a step. One that took no time, by a coarse clock, says nothing."""
-        if seconds > 0:
-            kind = self._prefills if shape.num_prompt_tokens else self._decodes
-            kind.append((shape, seconds))
+        if seconds <= 0:
+            return
+        kind = self._prefills if shape.num_prompt_tokens else self._decodes
+        kind.append((shape, seconds))
+        self._num_new += 1
+        if self._costs is not None and (
+            self._num_new >= _KEPT
+            or abs(math.log(seconds / max(self._costs.of_step(shape), 1e-12))) > _TOLERANCE
+        ):
             self._costs = None
 
     @property
@@ -126,7 +135,7 @@ class StepCost:
     def costs(self) -> StepCosts | None:
         """What fits the steps that are remembered; None: there is none with prompt tokens."""
         if self._costs is None and self._prefills:
-            self._costs = self._fit()
+            self._costs, self._num_new = self._fit(), 0
         return self._costs
 
     def _fit(self) -> StepCosts:
