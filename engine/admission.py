@@ -123,12 +123,13 @@ def _check_options(request: GenerationRequest) -> None:
         raise InvalidRequestError(
             "scheduling.time_limit", f"is {request.time_limit_s} s; it must be above zero"
         )
-    if len(request.caller) > MAX_CALLER_CHARS:
-        raise InvalidRequestError(
-            "caller",
-            f"has {len(request.caller)} characters; at most {MAX_CALLER_CHARS} are allowed, "
-            "shorten the name",
-        )
+    for field, name in (("caller", request.caller), ("caller_group", request.caller_group)):
+        if len(name) > MAX_CALLER_CHARS:
+            raise InvalidRequestError(
+                field,
+                f"has {len(name)} characters; at most {MAX_CALLER_CHARS} are allowed, shorten the "
+                "name",
+            )
     if not MIN_WEIGHT <= request.weight <= MAX_WEIGHT:
         raise InvalidRequestError(
             "weight",

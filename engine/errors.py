@@ -83,17 +83,33 @@ class QueueFullError(HeadraceError):
     Attributes:
         limit, present: how many may wait, and how many do.
         retry_after_s: when to try again, in seconds.
+        held, share: how many of the caller wait, and how many are its share while others want
+            theirs; None: that is not why it is refused.
     """
 
-    def __init__(self, limit: int, retry_after_s: float, present: int | None = None) -> None:
+    def __init__(
+        self,
+        limit: int,
+        retry_after_s: float,
+        present: int | None = None,
+        held: int | None = None,
+        share: int | None = None,
+    ) -> None:
         """`present`: None: as many as may."""
         self.present = limit if present is None else present
+        others = ""
+        if share is not None:
+            others = (
+                f"; others want theirs, and this caller has {held}, where its share is now {share}"
+            )
         super().__init__(
             f"the queue is full: {self.present} requests are waiting, and {limit} may "
-            f"(max_queue_size); try again in {retry_after_s:.1f} s"
+            f"(max_queue_size){others}; try again in {retry_after_s:.1f} s"
         )
         self.limit = limit
         self.retry_after_s = retry_after_s
+        self.held = held
+        self.share = share
 
 
 class CompileQueueFullError(HeadraceError):

@@ -37,13 +37,13 @@ from engine.endings import new_error_id
 from engine.errors import (
     DuplicateRequestError,
     EngineUnavailableError,
-    QueueFullError,
     RanksLostError,
     UnsupportedFeatureError,
 )
 from engine.inbox import Inbox
 from engine.outputs import RequestFailure, RequestOutput, StepOutputs, end_of_lost
 from engine.pause import PauseGate
+from engine.queue_room import QueueRoom
 from engine.request import GenerationRequest
 from engine.sampling_params import GrammarParams
 from engine.stats import EngineStats
@@ -90,7 +90,6 @@ class EngineLoop:
         self._core = core
         self._limits = limits
         self._sink = sink
-        self._max_queue_size = max_queue_size
         self._on_end = on_end
         self._compile_grammar = compile_grammar
         self._changed = threading.Condition()
@@ -99,6 +98,7 @@ class EngineLoop:
         self._queued: set[RequestId] = set()  # accepted, their adds are still in the inbox
         self._live: set[RequestId] = set()
         self._ends = DrainRate(core.clock, jitter)  # while others wait: each end lets one begin
+        self._room = QueueRoom(max_queue_size, self._ends, core.clock, jitter)
         self._thread: threading.Thread | None = None
         self._is_running = False
         self._is_warming = False
@@ -338,15 +338,12 @@ class EngineLoop:
                     raise DuplicateRequestError(request.request_id)
                 names.add(request.request_id)
             waiting = len(self._queued) + self._core.num_waiting
-            if self._max_queue_size and waiting + len(requests) > self._max_queue_size:
-                excess = waiting + len(requests) - self._max_queue_size
-                raise QueueFullError(
-                    self._max_queue_size, self._ends.advise(excess, len(requests)), waiting
-                )
+            self._room.check([request for request, _ in requests], waiting)
             if not waiting:
                 self._ends.begin()
             self._live |= names
             self._queued |= names
+            self._room.enter(request for request, _ in requests)
             for request, make_matcher in requests:
                 self._inbox.put(partial(self._add, request, arrival, make_matcher))
             self._changed.notify_all()
@@ -532,6 +529,9 @@ class EngineLoop:
         """
         if not outputs.outputs and outputs.step is None:
             return
+        if self._room.has_of(outputs.outputs):
+            with self._changed:
+                self._room.begun(outputs.outputs)
         ended = [output.request_id for output in outputs.outputs if output.ends_request]
         if ended:
             with self._changed:

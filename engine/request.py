@@ -75,6 +75,8 @@ class GenerationRequest:
             limit. Above zero.
         caller: for whom its service is counted; NO_CALLER: nobody was named, and all such requests
             are one caller's. Only for schedulers that share service among callers.
+        caller_group: of the queue the callers of one group have one share together; NO_CALLER: the
+            caller is a group by itself.
         weight: how much service the caller is due beside others, MIN_WEIGHT to MAX_WEIGHT. Of a
             caller whose requests differ in it, the latest counts.
     """
@@ -92,6 +94,7 @@ class GenerationRequest:
     bypass_prefix_cache: bool = False
     time_limit_s: float | None = None
     caller: CallerKey = NO_CALLER
+    caller_group: CallerKey = NO_CALLER
     weight: float = 1.0
 
     def __post_init__(self) -> None:

@@ -190,9 +190,18 @@ class Shares:
         limit: int | None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
+        *,
+        rate: DrainRate | None = None,
     ) -> None:
-        """`limit`: the most; None: any. `clock`, `jitter`: see DrainRate."""
+        """Nothing of it is taken.
+
+        Args:
+            limit: the most; None: any.
+            clock, jitter: see DrainRate.
+            rate: how fast it leaves, where somebody else knows that; None: as it is seen here.
+        """
         self.level = Level(limit, clock, jitter)
+        self._rate = rate or self.level.rate
         self._clock = clock
         self._reserve = 0 if limit is None else max(1, limit // RESERVE_PART)
         self._callers: dict[str, _Caller] = {}
@@ -297,6 +306,8 @@ class Shares:
 
     def _room_beyond(self, caller: _Caller | None, due: _Due) -> int:
         """How far beyond the limit a caller finds room; below zero: not even up to it."""
+        if due.part == 1:  # alone
+            return 0
         if due.is_of_due_group and due.is_new:
             return self._reserve
         if due.is_of_due_group and due.is_within:
@@ -313,7 +324,7 @@ class Shares:
             own = caller.told * (1 - passed)
         # By turns, so many of the others' come before the last of one's own.
         before = (own + amount) / part - amount if part < 1 else None
-        delay = self.level.rate.advise(missing, amount, before)
+        delay = self._rate.advise(missing, amount, before)
         caller.told = own + amount
         caller.told_since = now
         caller.told_until = max(caller.told_until, now + delay)

@@ -20,7 +20,7 @@ the limit counts left lately, and from how many others were told to come before
 Unread bytes are shared too: where there are too many, those who have more than their share of them
 are refused, and nobody else.
 
-The engine bounds its queue itself. All methods run on one event loop.
+The engine bounds its queue itself (`engine.queue_room`). All methods run on one event loop.
 """
 
 from __future__ import annotations

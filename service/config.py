@@ -193,7 +193,8 @@ class ServiceConfig:
     )
     max_queue_size: int = option(
         1024,
-        "Most requests that wait; more are refused.",
+        "Most requests that wait; more are refused, and some kept for who has none "
+        "([each caller's share](#each-callers-share)).",
         low=1,
         high=1_000_000,
         group=REQUESTS,

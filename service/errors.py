@@ -261,7 +261,7 @@ def _queue_full(error: QueueFullError, _prefix: str) -> _Public:
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "QUEUE_FULL",
         str(error),
-        _limit("max_queue_size", error.limit, error.present),
+        _limit("max_queue_size", error.limit, error.present) | _share(error),
         retry_after_s=error.retry_after_s,
     )
 
@@ -277,14 +277,11 @@ def _compile_queue_full(error: CompileQueueFullError, _prefix: str) -> _Public:
 
 
 def _limit_reached(error: LimitReachedError, _prefix: str) -> _Public:
-    metadata = _limit(error.option, error.limit, error.present)
-    if error.share is not None:
-        metadata |= {"share": str(error.share), "held": str(error.held)}
     return _Public(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         error.reason,
         str(error),
-        metadata,
+        _limit(error.option, error.limit, error.present) | _share(error),
         retry_after_s=error.retry_after_s,
     )
 
@@ -292,6 +289,13 @@ def _limit_reached(error: LimitReachedError, _prefix: str) -> _Public:
 def _limit(option: str, limit: int, present: int) -> dict[str, str]:
     """What ErrorInfo says of a limit: its name, its value, and what there is now."""
     return {"limit": option, option: str(limit), "present": str(present)}
+
+
+def _share(error: LimitReachedError | QueueFullError) -> dict[str, str]:
+    """And of a caller's share of it, where that is why it is refused."""
+    if error.share is None:
+        return {}
+    return {"share": str(error.share), "held": str(error.held)}
 
 
 def _unauthenticated(error: UnauthenticatedError, _prefix: str) -> _Public:

@@ -231,7 +231,10 @@ def to_wire(error: HeadraceError) -> WireError:
         case DuplicateRequestError():
             return WireError("DuplicateRequestError", (error.request_id,))
         case QueueFullError():
-            return WireError("QueueFullError", (error.limit, error.retry_after_s, error.present))
+            of_caller = () if error.share is None else (error.held or 0, error.share)
+            return WireError(
+                "QueueFullError", (error.limit, error.retry_after_s, error.present, *of_caller)
+            )
         case CompileQueueFullError():
             return WireError(
                 "CompileQueueFullError",

@@ -28,7 +28,7 @@ from engine.sampling_params import (
 )
 from engine.text import StopStrings, TextStream, Tokenizer
 from engine.token_ids import TokenIds
-from engine.types import RequestId
+from engine.types import CallerKey, RequestId
 from service.accounts import Account
 from service.convert.inputs import InputEncoder, Truncation
 from service.convert.sampling import check_min_tokens, grammar_params, sampling_params
@@ -183,6 +183,7 @@ class Converter:
             bypass_prefix_cache=spec.cache.bypass_prefix_cache,
             time_limit_s=time_limit_s,
             caller=account.key,
+            caller_group=CallerKey(account.group),
             weight=max(weight, MIN_WEIGHT),
         )
         output_tokens = min(stop.max_tokens, room)

@@ -78,6 +78,7 @@ def test_within(changes: dict[str, Any]) -> None:
         ),
         ({"prompt": (TokenId(1),) * 16}, "at most 15 fit"),
         ({"caller": "c" * (MAX_CALLER_CHARS + 1)}, "^caller: has 513 characters; at most 512"),
+        ({"caller_group": "c" * (MAX_CALLER_CHARS + 1)}, "^caller_group: has 513 characters"),
         ({"weight": 0.0}, r"^weight: is 0; it must be between 0\.001 and 1000"),
         ({"weight": MIN_WEIGHT / 2}, "^weight: is 0.0005"),
         ({"weight": 1001.0}, "^weight: is 1001"),

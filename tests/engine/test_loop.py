@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from engine.errors import EngineUnavailableError, QueueFullError, UnsupportedFea
 from engine.outputs import FinishReason, StepOutputs
 from engine.request import RequestStatus
 from engine.sampling_params import GrammarKind, GrammarParams
+from engine.types import CallerKey
 from tests.engine.fake_runner import expected_tokens, make_request
 from tests.engine.rig import WAIT, LoopRig, Rig, result
 
@@ -460,6 +462,72 @@ def test_a_full_queue_s_advice_is_the_rate_at_which_requests_ended() -> None:
         rig.loop.submit(make_request("g", [1], 1))
     assert caught.value.retry_after_s == pytest.approx(8.0 * (1 + MARGIN))  # behind that one
     now[0] += 1
+    rig.let()
+    rig.loop.stop(timeout=WAIT)
+
+
+def test_each_caller_has_a_share_of_the_queue() -> None:
+    """Of what waits; a caller that comes new finds room, however much another has waiting."""
+    rig = LoopRig(sink=(sink := Sink()), max_queue_size=8, max_requests=1)
+    numbers = itertools.count()
+
+    def submit(caller: str) -> QueueFullError | None:
+        request = make_request(f"{caller}-{next(numbers)}", [1], 1, caller=caller)
+        try:
+            rig.loop.submit(request)
+        except QueueFullError as error:
+            return error
+        return None
+
+    rig.hold()
+    rig.loop.start()
+    assert submit("heavy") is None
+    rig.wait_for_step()
+    answers = [submit("heavy") for _ in range(9)]
+    assert [answer is None for answer in answers] == [True] * 8 + [False]
+    assert answers[8] is not None
+    assert answers[8].share is None  # all of it is its own
+    assert submit("b") is None  # beyond, as one who comes new
+    refused = submit("heavy")
+    assert refused is not None
+    assert (refused.present, refused.held, refused.share) == (9, 9, 4)  # and the one that runs
+    assert "others want theirs" in str(refused)
+    assert submit("b") is not None  # nothing is free
+    # What begins is for those who are below their shares.
+    rig.let(2)
+    rig.wait_for_step()
+    rig.wait_for_step()
+    assert submit("heavy") is not None
+    assert submit("b") is None
+    rig.let()
+    rig.loop.stop(timeout=WAIT)
+    assert not rig.loop._room._entered
+    assert rig.loop._room._shares.callers <= 2  # who was refused lately
+    assert sink.steps
+
+
+def test_callers_of_one_group_have_one_share_of_the_queue() -> None:
+    rig = LoopRig(sink=Sink(), max_queue_size=16, max_requests=1)
+    requests = (
+        dataclasses.replace(
+            make_request(f"g{number}", [1], 1),
+            caller=CallerKey(f"gateway/{number}"),
+            caller_group=CallerKey("gateway"),
+            weight=1 / (number + 1),
+        )
+        for number in itertools.count()
+    )
+    rig.hold()
+    rig.loop.start()
+    rig.loop.submit(make_request("first", [1], 1))
+    rig.wait_for_step()
+    for _ in range(16):
+        rig.loop.submit(next(requests))
+    for _ in range(5):
+        with pytest.raises(QueueFullError):
+            rig.loop.submit(next(requests))
+    for name in ("a", "b"):
+        rig.loop.submit(dataclasses.replace(make_request(name, [1], 1), caller=CallerKey(name)))
     rig.let()
     rig.loop.stop(timeout=WAIT)
 

@@ -375,6 +375,7 @@ def _is_alive(pid: int) -> bool:
         UnsupportedFeatureError("adapter", "is not done"),
         DuplicateRequestError("a"),
         QueueFullError(3, 0.25),
+        QueueFullError(3, 0.25, 4, 3, 1),
         CompileQueueFullError(64, 0.25, 64),
         CompileQueueFullError(64, 0.25, 12, 10.0),
         ConfigError("block_size", "is 0"),

@@ -389,7 +389,7 @@ def test_a_share_or_a_weight_that_is_ignored_is_found(planted: type[Shares]) -> 
 @pytest.mark.parametrize(
     ("planted", "steps"),
     [
-        (NoShares, [("fill", 0, 1), ("take", 1, 1)]),
+        (NoShares, [("fill", 0, 1), ("take", 1, 1), ("take", 0, 1)]),
         (ReserveForAll, [("fill", 0, 1), ("take", 1, 1)]),
         (
             NothingOwed,

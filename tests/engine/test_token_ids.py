@@ -77,6 +77,7 @@ def _request() -> GenerationRequest:
         logprobs=LogprobParams(token_ids=TokenIds.of(ids[:128])),
         n=16,
         caller=CallerKey("somebody"),
+        caller_group=CallerKey("some"),
         weight=2.5,
     )
 

@@ -1,0 +1,102 @@
+"""Who may put a request into the queue: it has a bound, and each caller a share of it
+(`engine.shares`).
+
+    check ──▶ enter ──▶ … its first output, or its end ──▶ begun
+
+How full the queue is, the loop knows exactly. Who fills it is counted until a request's first
+output, so that a request whose prompt is being computed counts too, and a preempted one does not:
+that moves shares by no more than what runs at a time.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.drain_rate import DrainRate
+from engine.errors import QueueFullError
+from engine.outputs import RequestOutput
+from engine.request import GenerationRequest
+from engine.shares import Shares
+from engine.types import NO_CALLER, CallerKey, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class _Asker:
+    """A caller. `weight`: of its group."""
+
+    key: CallerKey
+    group: CallerKey
+    weight: float
+
+
+class QueueRoom:
+    """See the module. The loop calls it with its lock held, but for `has_of`."""
+
+    def __init__(
+        self,
+        limit: int,
+        ends: DrainRate,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """`limit`: how many may wait; 0: any number. `ends`: how fast they leave."""
+        self._shares = Shares(limit or None, clock, jitter, rate=ends)
+        self._entered: dict[RequestId, tuple[_Asker, int]] = {}
+
+    def check(self, requests: Sequence[GenerationRequest], waiting: int) -> None:
+        """Refuse requests for which there is no room, all of them together.
+
+        Args:
+            requests: at least one.
+            waiting: how many wait now.
+
+        Raises:
+            QueueFullError: as it says.
+        """
+        if self._shares.limit is None:
+            return
+        number = Counter(request.caller for request in requests)
+        last = {request.caller: request for request in requests}
+        for caller, request in last.items():
+            refusal = self._shares.ask(self._asker(request), number[caller], present=waiting)
+            if refusal is not None:
+                raise QueueFullError(
+                    refusal.limit,
+                    refusal.retry_after_s,
+                    waiting,
+                    *((refusal.held, refusal.share) if refusal.is_above_share else ()),
+                )
+            waiting += number[caller]
+
+    def enter(self, requests: Iterable[GenerationRequest]) -> None:
+        """These have got their places."""
+        if self._shares.limit is None:
+            return
+        for request in requests:
+            asker = self._asker(request)
+            self._shares.add(asker, request.n)
+            self._entered[request.request_id] = asker, request.n
+
+    def has_of(self, outputs: Iterable[RequestOutput]) -> bool:
+        """Whether `begun` has anything to do for these outputs. May be called without the lock."""
+        entered = self._entered
+        return bool(entered) and any(output.request_id in entered for output in outputs)
+
+    def begun(self, outputs: Iterable[RequestOutput]) -> None:
+        """Outputs have come: what these requests are counted as ends with their first."""
+        for output in outputs:
+            entered = self._entered.pop(output.request_id, None)
+            if entered is not None:
+                self._shares.remove(*entered, served=True)
+
+    def _asker(self, request: GenerationRequest) -> _Asker:
+        group = request.caller_group
+        if group == NO_CALLER:
+            return _Asker(request.caller, request.caller, request.weight)
+        # A request has its caller's part of the weight of the group.
+        callers = round(1 / self._shares.part_of(_Asker(request.caller, group, 1.0)))
+        return _Asker(request.caller, group, request.weight * callers)
