@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from engine.kv_cache.manager import KVCacheManager
@@ -14,6 +14,7 @@ from engine.scheduler.base import Scheduler, StepPlan
 from engine.scheduler.callers import OUTPUT_COST, service_of
 from engine.scheduler.shares import Order, Share, Shares
 from engine.scheduler.time_limits import TimeLimits
+from engine.types import RequestKey
 
 LEAD = 16 * OUTPUT_COST
 """Service that a caller without more than its share of the places is given before it gives one up
@@ -145,10 +146,9 @@ class _FairStep:
     """One step that is put together.
 
     Attributes:
-        given: what each caller gets by it, divided by its weight.
+        given: what each caller gets by it, divided by its weight, as far as that is known.
+        begun: the requests that are started by it.
         victims: who is preempted when blocks run out, the last first.
-        places: the requests in the batch that may give their places up, by caller; of each the
-            last first.
     """
 
     def __init__(
@@ -165,17 +165,8 @@ class _FairStep:
         self._plan = plan
         self._now = now
         self.given: dict[Share, float] = {}
-        running = sorted(
-            ((shares.of(one), one) for one in scheduler.running.values()), key=_protection
-        )
-        self.places: dict[Share, list[Request]] = {}
-        for share, request in running:
-            self.places.setdefault(share, []).append(request)
-        # Who holds more than its share gives up what is beyond it before all others.
-        due = self._due()
-        beyond = {one.key for share, ones in self.places.items() for one in ones[due[share] :]}
-        self._order = [request for _, request in running]
-        self.victims = sorted(self._order, key=lambda one: one.key in beyond)
+        self.begun: set[RequestKey] = set()
+        self.victims: list[Request] = []
         self._work: dict[tuple[Share, int], list[Request]] = {}  # the next one last
         self._turns: list[tuple[Order, int, int, Share]] = []  # heap
         self._popped: list[Share] = []
@@ -184,16 +175,14 @@ class _FairStep:
 
     def fill(self) -> None:
         """Put the requests in."""
-        scheduler, plan = self._scheduler, self._plan
-        runnable = {one.key for one in scheduler.runnable()}
-        order = [one for one in self._order if one.key in runnable]
-        decoding = [one for one in order if one.num_tokens_to_compute == 1]
-        if len(decoding) <= plan.budget - plan.budget // 4:
-            for request in decoding:
-                self._extend(request)
-        else:
-            self._add_work(decoding, _DECODES)
-        self._add_work([one for one in order if one.num_tokens_to_compute > 1], _PREFILLS)
+        plan = self._plan
+        runnable = self._scheduler.runnable()
+        has_prompts = any(one.num_tokens_to_compute > 1 for one in runnable)
+        for_decodes = plan.budget - plan.budget // 4
+        # Mostly all that run decode, and all of them can: then their order does not matter.
+        is_simple = not has_prompts and len(runnable) <= for_decodes
+        if not is_simple or not self._scheduler.extend_all(plan):
+            self._extend_by_order({one.key for one in runnable}, for_decodes)
         while plan.budget > 0:
             turn = self._next_turn()
             if turn is None:
@@ -210,6 +199,35 @@ class _FairStep:
     def close(self) -> None:
         """Leave the callers' order as it was."""
         self._shares.put_back(self._popped)
+
+    def _extend_by_order(self, runnable: set[RequestKey], for_decodes: int) -> None:
+        """Put those that decode in, if the budget lasts for all of them, and let the others have
+        their turns.
+        """
+        places = self._places()
+        order = [one for share in sorted(places, key=_level) for one in places[share]]
+        # Who holds more than its share gives up what is beyond it before all others.
+        due = _due(places)
+        beyond = {one.key for share, ones in places.items() for one in ones[due[share] :]}
+        self.victims = sorted(order, key=lambda one: one.key in beyond)
+        order = [one for one in order if one.key in runnable]
+        decoding = [one for one in order if one.num_tokens_to_compute == 1]
+        if len(decoding) <= for_decodes:
+            for request in decoding:
+                self._extend(request)
+        else:
+            self._add_work(decoding, _DECODES)
+        self._add_work([one for one in order if one.num_tokens_to_compute > 1], _PREFILLS)
+
+    def _places(self) -> dict[Share, list[Request]]:
+        """The requests in the batch that were there before, by caller, in their order."""
+        places: dict[Share, list[Request]] = {}
+        for key, request in self._scheduler.running.items():
+            if key not in self.begun:
+                places.setdefault(self._shares.of(request), []).append(request)
+        for requests in places.values():
+            requests.sort(key=_rank)
+        return places
 
     # ---- whose turn it is ------------------------------------------------------------------------
 
@@ -273,10 +291,10 @@ class _FairStep:
             self._push(share, _QUEUE)
             return
         is_full = len(scheduler.running) >= scheduler.max_requests_per_batch
-        has_place = share in self.places
+        has_place = scheduler.callers.num_running(share.caller) > 0
         if scheduler.admit(plan, head, self._now) or self._take_place(share, head, is_full):
+            self.begun.add(head.key)
             self._note(head)
-            self.places.setdefault(share, [])  # it has a place, which it keeps for this step
             self._push(share, _QUEUE)
         elif not is_full or not has_place:
             # Blocks are short, and nobody passes it by; or there is no time; or there is no place
@@ -285,61 +303,69 @@ class _FairStep:
 
     def _take_place(self, share: Share, head: Request, is_full: bool) -> bool:
         """Start a request in the place of others. Nobody is disturbed where that does not help."""
-        own = self.places.get(share)
-        if own is None:
-            victims = self._overserved(share, head, is_full)
+        scheduler, plan = self._scheduler, self._plan
+        if scheduler.callers.num_running(share.caller):
+            victims = self._lower(head)
         else:
-            victims = [one for one in reversed(own) if one.spec.priority < head.spec.priority]
-        victims = [one for one in victims if _can_wait(one, self._scheduler)]
-        if not victims or not self._scheduler.could_admit(self._plan, head, victims):
+            victims = self._overserved(share, head, is_full)
+        # Who has nothing to compute ends by itself.
+        victims = [one for one in victims if not one.is_generated]
+        if not victims or not scheduler.could_admit(plan, head, victims):
             return False
         for victim in victims:
-            self._scheduler.set_aside(self._plan, victim)
-            self.victims.remove(victim)
-            self.places[self._shares.of(victim)].remove(victim)
-            if self._scheduler.admit(self._plan, head, self._now):
+            scheduler.set_aside(plan, victim)
+            if victim in self.victims:
+                self.victims.remove(victim)
+            if scheduler.admit(plan, head, self._now):
                 return True
         return False
 
+    def _lower(self, head: Request) -> list[Request]:
+        """The caller's own requests of a lower priority; the lowest first."""
+        caller, priority = head.spec.caller, head.spec.priority
+        lower = [
+            one
+            for one in self._scheduler.running.values()
+            if one.spec.priority < priority
+            and one.spec.caller == caller
+            and one.key not in self.begun
+        ]
+        return sorted(lower, key=_rank, reverse=True)
+
     def _overserved(self, share: Share, head: Request, is_full: bool) -> list[Request]:
         """Who gives a place or blocks up for a caller that has none; the first at first."""
-        due = self._due(share.weight)
+        places = self._places()
+        due = _due(places, share.weight)
         wanted = LEAD + max(0, head.num_counted_tokens - head.num_computed_tokens)
         beyond: list[Request] = []
         ahead: list[Request] = []
-        for other in sorted(self.places, key=lambda one: -one.counter):
-            requests = self.places[other]
+        for other in sorted(places, key=_level, reverse=True):
+            requests = places[other]
             lead = other.counter - share.counter
             if len(requests) > due[other] and (lead >= 0 or share.is_new):
                 beyond += reversed(requests[due[other] :])
-            elif requests:
+            else:
                 again = 0 if is_full else requests[-1].num_tokens
                 if lead * other.weight >= min(wanted + again, MAX_LEAD):
                     ahead.append(requests[-1])
         return beyond + ahead
 
-    def _due(self, more: float = 0.0) -> dict[Share, int]:
-        """How many of the places that are taken are each caller's by its weight, at least one.
-        `more`: the weight of one that has none yet.
-        """
-        num_running = sum(map(len, self.places.values()))
-        weights = sum(one.weight for one in self.places) + more
-        return {one: max(1, math.ceil(num_running * one.weight / weights)) for one in self.places}
+
+def _due(places: Mapping[Share, list[Request]], more: float = 0.0) -> dict[Share, int]:
+    """How many of the places that are taken are each caller's by its weight, at least one. `more`:
+    the weight of one that has none yet.
+    """
+    num_running = sum(map(len, places.values()))
+    weights = sum(one.weight for one in places) + more
+    return {one: max(1, math.ceil(num_running * one.weight / weights)) for one in places}
 
 
-def _protection(entry: tuple[Share, Request]) -> tuple[float, int, int, bool, float, int]:
-    """Who is preempted last: the least served caller's highest priority that came first."""
-    share, request = entry
-    return (
-        share.counter,
-        share.since,
-        -request.spec.priority,
-        request.num_tokens_to_compute > 1,
-        request.arrival,
-        request.key,
-    )
+def _level(share: Share) -> tuple[float, int]:
+    """Who of those that run was served the least."""
+    return share.counter, share.since
 
 
-def _can_wait(request: Request, scheduler: Scheduler) -> bool:
-    """Whether a request has something to compute that can wait; one that has not ends by itself."""
-    return request.key in scheduler.running and not request.is_generated
+def _rank(request: Request) -> tuple[int, bool, float, int]:
+    """The order of a caller's requests in the batch: the last one gives up its place first."""
+    prefills = request.num_tokens_to_compute > 1
+    return -request.spec.priority, prefills, request.arrival, request.key
