@@ -132,6 +132,10 @@ bench-gpu: ## Check, then measure on a CUDA device, with PYTHON's own packages (
 bench-report: $(STAMP) ## Write the tables of the documents from the records in benchmarks/results/.
 	$(BIN)/python -m benchmarks report
 
+.PHONY: bench-step-time
+bench-step-time: $(STAMP) $(NATIVE) ## Measure what a target step time gives and costs, on the 0.6B shape: a quarter of an hour (ARGS=--resume).
+	$(BIN)/python -m benchmarks.step_time $(ARGS)
+
 .PHONY: bench-front-end
 bench-front-end: $(STAMP) ## Measure what the front end costs: CPU time of its process for each token.
 	$(BIN)/python -m benchmarks.front_end_cost $(ARGS)
