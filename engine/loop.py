@@ -48,12 +48,14 @@ from engine.request import GenerationRequest
 from engine.sampling_params import GrammarParams
 from engine.stats import EngineStats
 from engine.threads import call_on_own_thread
-from engine.types import RequestId, TokenId
+from engine.types import CallerKey, RequestId, TokenId
 
 logger = logging.getLogger(__name__)
 
 StepSink = Callable[[StepOutputs], None]
-GrammarCompile = Callable[[GrammarParams, frozenset[TokenId], bytes], Future[MatcherFactory]]
+GrammarCompile = Callable[
+    [GrammarParams, frozenset[TokenId], bytes, CallerKey, CallerKey], Future[MatcherFactory]
+]
 """Begins to compile a form for a request with these ending ids, of the caller with this salt."""
 
 _MAX_FAILED_STEPS = 3
@@ -363,7 +365,11 @@ class EngineLoop:
                 "structured_output", "needs the model's tokenizer.json, which is not there"
             )
         return self._compile_grammar(
-            request.grammar, request.stop.ending_token_ids, request.cache_salt
+            request.grammar,
+            request.stop.ending_token_ids,
+            request.cache_salt,
+            request.caller,
+            request.caller_group,
         )
 
     def cancel_request(self, request_id: str) -> bool:

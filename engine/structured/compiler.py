@@ -5,9 +5,10 @@
                               ▼
                             queue ──▶ at most `workers` threads ──▶ cache, and all that wait for it
 
-Each caller has a cache of its own within the common bounds, since the matchers of one compiled
-grammar can fail together; and a share of the queue: callers take turns, and when the queue is full,
-the one that fills it loses its last place to one that has fewer.
+What may share cached prefixes shares compiled forms, and nobody else, since the matchers of one
+compiled grammar can fail together. Each caller has a share of the queue: callers take turns, and
+when the queue is full, the one that fills it loses its last place to one that has fewer. A group of
+callers is first one among the groups, and then its callers are among each other.
 
 llguidance compiles without the interpreter's lock, and cannot be interrupted. Its own limits, and
 the checks of `source`, keep a compilation at seconds. Should one take longer than the time limit,
@@ -51,7 +52,7 @@ from engine.structured.source import to_lark
 from engine.structured.trial import try_out
 from engine.structured.vocabulary import read_vocabulary
 from engine.text import Tokenizer
-from engine.types import TokenId
+from engine.types import NO_CALLER, CallerKey, TokenId
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +74,9 @@ _Value = TypeVar("_Value")
 
 
 class _Key(NamedTuple):
-    """What is compiled, and for whom."""
+    """What is compiled, and who may share it."""
 
-    caller: bytes
+    salt: bytes
     params: GrammarParams
 
 
@@ -90,6 +91,8 @@ class _Root:
 @dataclass(slots=True, eq=False)
 class _Job:
     key: _Key
+    caller: CallerKey
+    group: CallerKey
     waiters: list[Future[_Root]] = field(default_factory=list)
 
 
@@ -132,7 +135,7 @@ class GrammarCompiler:
         self._jobs: dict[_Key, _Job] = {}
         self._queue: deque[_Job] = deque()
         self._running: list[_Job | None] = []  # an entry a worker; None: it looks for work
-        self._last_caller = b""
+        self._last: _Job | None = None  # that had its turn
         self._drain_rate = DrainRate(clock)  # of the queue
 
     def warm_up(self) -> None:
@@ -153,14 +156,21 @@ class GrammarCompiler:
         return self.begin(params, ending_token_ids).result()
 
     def begin(
-        self, params: GrammarParams, ending_token_ids: frozenset[TokenId], caller: bytes = b""
+        self,
+        params: GrammarParams,
+        ending_token_ids: frozenset[TokenId],
+        salt: bytes = b"",
+        caller: CallerKey = NO_CALLER,
+        group: CallerKey = NO_CALLER,
     ) -> Future[MatcherFactory]:
         """Begin to compile a form, or find it in the cache. Does not block.
 
         Args:
             params: the form.
             ending_token_ids: the ids that end the request's output.
-            caller: who shares compiled forms, and places in the queue, with whom.
+            salt: forms that were compiled under the same one are shared.
+            caller, group: whose it is, and which callers share places in the queue; NO_CALLER: the
+                caller is a group by itself.
 
         Returns:
             What makes the matchers of the request, or the error for which it is refused:
@@ -169,8 +179,8 @@ class GrammarCompiler:
             followed), CompileQueueFullError (too many wait; try again). It may be cancelled.
         """
         result: Future[MatcherFactory] = Future()
-        key = _Key(caller, params)
-        compiling = self._root(key)
+        key = _Key(salt, params)
+        compiling = self._root(key, caller, caller if group == NO_CALLER else group)
 
         def take(done: Future[_Root]) -> None:
             if (error := done.exception()) is not None:
@@ -196,7 +206,7 @@ class GrammarCompiler:
 
     # ---- cache and queue -----------------------------------------------------------------------
 
-    def _root(self, key: _Key) -> Future[_Root]:
+    def _root(self, key: _Key, caller: CallerKey, group: CallerKey) -> Future[_Root]:
         """A place in the line for a form, with the time limit on it."""
         waiter: Future[_Root] = Future()
         displaced: _Job | None = None
@@ -211,13 +221,13 @@ class GrammarCompiler:
                 self._drop_deserted()
                 if len(self._queue) >= self._max_waiting:
                     full = self._full()
-                    displaced = self._displace_for(key.caller)
+                    displaced = self._displace_for(caller, group)
                     if displaced is None:
                         _fail(waiter, full)
                         return waiter
                 if not self._queue:
                     self._drain_rate.begin()
-                job = self._jobs[key] = _Job(key)
+                job = self._jobs[key] = _Job(key, caller, group)
                 self._queue.append(job)
                 if len(self._running) < self._workers:
                     self._running.append(None)
@@ -244,15 +254,22 @@ class GrammarCompiler:
         delay = self._drain_rate.advise(missing, 1)
         return CompileQueueFullError(self._max_waiting, delay, present, waited_s)
 
-    def _displace_for(self, caller: bytes) -> _Job | None:
-        """Take the last job of the caller that has most out of the full queue, if it has at least
-        two more than another would then have. None: there is no such caller.
+    def _displace_for(self, caller: CallerKey, group: CallerKey) -> _Job | None:
+        """Take a job out of the full queue: of the group that has most, if it has at least two more
+        than this one, else of this one; of the caller there that has most, in its own group if it
+        has at least two more. The last one of them goes. None: there is no such caller.
         """
-        waiting = Counter(job.key.caller for job in self._queue)
-        crowd, most = waiting.most_common(1)[0]
-        if most < waiting[caller] + 2:
+        groups = Counter(job.group for job in self._queue)
+        crowd, most = groups.most_common(1)[0]
+        is_of_others = most >= groups[group] + 2
+        jobs = [job for job in self._queue if job.group == (crowd if is_of_others else group)]
+        callers = Counter(job.caller for job in jobs)
+        if not callers:
             return None
-        job = next(job for job in reversed(self._queue) if job.key.caller == crowd)
+        busiest, number = callers.most_common(1)[0]
+        if not is_of_others and number < callers[caller] + 2:
+            return None
+        job = next(job for job in reversed(jobs) if job.caller == busiest)
         self._leave_queue(job)
         return job
 
@@ -261,19 +278,20 @@ class GrammarCompiler:
         del self._jobs[job.key]
 
     def _take_next(self) -> _Job | None:
-        """The next job for a worker: the first of a caller that has none in work and was not the
-        last one served, else the first of all.
+        """The next job for a worker: the first of a group that has none in work and was not the
+        last one served, else of such a caller, else the first of all.
         """
         self._drop_deserted()
         if not self._queue:
             return None
-        served = {job.key.caller for job in self._running if job is not None}
-        served.add(self._last_caller)
-        first = (job for job in self._queue if job.key.caller not in served)
-        job = next(first, self._queue[0])
+        served = [job for job in (*self._running, self._last) if job is not None]
+        groups, callers = {job.group for job in served}, {job.caller for job in served}
+        by_caller = (job for job in self._queue if job.caller not in callers)
+        by_group = (job for job in self._queue if job.group not in groups)
+        job = next(by_group, None) or next(by_caller, self._queue[0])
         self._queue.remove(job)
         self._drain_rate.left()
-        self._last_caller = job.key.caller
+        self._last = job
         return job
 
     def _forget(self, key: _Key, root: _Root) -> None:

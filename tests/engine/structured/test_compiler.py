@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher
@@ -21,7 +22,7 @@ from engine.sampling_params import GrammarKind, GrammarParams
 from engine.structured import GrammarCompiler
 from engine.structured.matcher import GrammarMatcher
 from engine.text import Tokenizer
-from engine.types import TokenId
+from engine.types import CallerKey, TokenId
 from tests.engine.structured.conftest import V, form
 from tests.engine.structured.following import allowed
 
@@ -370,26 +371,57 @@ def test_what_a_matcher_spends_is_counted(compiler: GrammarCompiler, tokenizer: 
     assert matcher.spent_s == 3  # the token, and the mask behind it, since it may end here
 
 
+CROWD, OTHER = CallerKey("crowd"), CallerKey("other")
+
+
 def test_a_caller_that_fills_the_queue_makes_room(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = GrammarCompiler(tokenizer, V, workers=1, max_waiting=3)
     held = Held(compiler, monkeypatch)
     gate = held.hold("c1")
-    crowd = [compiler.begin(form(REGEX, "c1"), NONE, b"crowd")]
+    crowd = [compiler.begin(form(REGEX, "c1"), NONE, caller=CROWD)]
     assert held.entered.acquire(timeout=WAIT)
-    crowd += [compiler.begin(form(REGEX, f"c{i}"), NONE, b"crowd") for i in range(2, 5)]
+    crowd += [compiler.begin(form(REGEX, f"c{i}"), NONE, caller=CROWD) for i in range(2, 5)]
     with pytest.raises(CompileQueueFullError, match="too many"):
-        compiler.begin(form(REGEX, "c5"), NONE, b"crowd").result(0)
-    one = compiler.begin(form(REGEX, "o1"), NONE, b"other")
+        compiler.begin(form(REGEX, "c5"), NONE, caller=CROWD).result(0)
+    one = compiler.begin(form(REGEX, "o1"), NONE, caller=OTHER)
     with pytest.raises(CompileQueueFullError, match="too many"):
         crowd[3].result(0)  # the last of the crowd
     with pytest.raises(CompileQueueFullError, match="too many"):
-        compiler.begin(form(REGEX, "o2"), NONE, b"other").result(0)  # it has its share
+        compiler.begin(form(REGEX, "o2"), NONE, caller=OTHER).result(0)  # it has its share
     gate.set()
     for future in [one, *crowd[:3]]:
         assert callable(future.result(WAIT))
     assert held.begun == ["c1", "o1", "c2", "c3"]  # who has nothing in work comes first
+
+
+def test_neither_salts_nor_names_of_a_group_are_more_places(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, V, workers=1, max_waiting=4)
+    held = Held(compiler, monkeypatch)
+    gate = held.hold("first")
+    first = compiler.begin(form(REGEX, "first"), NONE)
+    assert held.entered.acquire(timeout=WAIT)
+
+    def begin(text: str, salt: bytes, name: str, group: str) -> Future[Any]:
+        return compiler.begin(form(REGEX, text), NONE, salt, CallerKey(name), CallerKey(group))
+
+    # One caller under many salts, and one of a gateway's beside.
+    begun = [begin(f"s{i}", bytes([i]), "salty", "") for i in range(3)]
+    begun.append(begin("x1", b"", "gateway/x", "gateway"))
+    # A second of the gateway's: from him who has most.
+    begun.append(begin("y1", b"", "gateway/y", "gateway"))
+    with pytest.raises(CompileQueueFullError, match="too many"):
+        begun.pop(2).result(0)
+    # The gateway has as many as the other by now, whomever it names.
+    with pytest.raises(CompileQueueFullError, match="too many"):
+        begin("z1", b"", "gateway/z", "gateway").result(0)
+    gate.set()
+    for future in (first, *begun):
+        assert callable(future.result(WAIT))
+    assert held.begun == ["first", "s0", "x1", "s1", "y1"]
 
 
 def test_callers_do_not_share_compiled_forms(
