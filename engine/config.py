@@ -25,7 +25,6 @@ CPU_TARGET_STEP_TIME = 0.25
 CUDA_TARGET_STEP_TIME = 0.05
 """The same on CUDA."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-AttentionName = Literal["auto", "torch", "native", "triton", "varlen"]
 ATTENTIONS = ("auto", "torch", "native", "triton", "varlen")
 Quantization = Literal["none", "int8"]
 QUANTIZATIONS = ("none", "int8")
@@ -83,7 +82,8 @@ class ContinuousBatchingConfig:
             the same for fixed shapes.
         use_default_compile_configs: True is default_compile_level 3.
         scheduler_type: the name of a scheduling policy: "fifo", "prefill_first", "priority",
-            "fair", or one that was registered (see `engine.scheduler`).
+            "fair", one that was registered (see `engine.scheduler`), or a class of your own by its
+            place, "package.module:Class".
         target_step_time: about how many seconds a step takes in which requests decode, where it is
             not the decoding alone that takes longer: the prompts beside them are cut in chunks
             that the time is enough for, by what steps were measured to take. At least a block of
@@ -163,7 +163,7 @@ class ContinuousBatchingConfig:
         low=0,
         high=2**20,
     )
-    allow_block_sharing: bool = option(True)
+    allow_block_sharing: bool = option(True, flag="prefix-cache")
     use_async_batching: bool | None = option(
         None,
         "Prepare and launch the next step while the last one runs; `--no-async-batching`: do not.",
@@ -206,7 +206,7 @@ class ContinuousBatchingConfig:
         group=GROUP,
     )
     use_default_compile_configs: bool = option(False)
-    scheduler_type: str = "fifo"
+    scheduler_type: str = option("fifo", flag="scheduler")
     target_step_time: float | None = option(
         0.0,
         "About how many seconds a step takes in which requests decode: prompts beside them are cut "
@@ -311,8 +311,10 @@ class LoadConfig:
             kernels for CUDA devices, refused where Triton does not work; "varlen": torch's own
             FlashAttention for CUDA devices, from torch 2.12 on, refused but for 16-bit types,
             blocks of a multiple of 256 tokens, heads of one size up to 256, and layers without
-            softcap or sinks; "auto": native on a CPU; on CUDA triton, else varlen; where none of
-            these can be had, torch; and a line in the log that says which.
+            softcap or sinks; "package.module:Class": a subclass of
+            `engine.attention.base.AttentionBackend`, made without arguments; "auto": native on a
+            CPU; on CUDA triton, else varlen; where none of these can be had, torch; and a line in
+            the log that says which.
         quantization: "int8": the weights of bfloat16 linear layers are kept, on a CPU, as whole
             numbers from -127 to 127 with a scale for each output: half the memory, and up to twice
             the speed of a single request, for results that differ a little
@@ -355,17 +357,19 @@ class LoadConfig:
         low=1,
         high=1024,
     )
-    attention: AttentionName = option(
+    attention: str = option(
         "auto",
         "What computes attention: `torch`, `native` (the C++ kernels for CPUs), `triton` "
         "(the kernels for CUDA devices; [what is known of "
         "them](architecture.md#kernels-for-cuda-devices)), `varlen` (torch's own "
         "FlashAttention for CUDA devices: torch 2.12 or newer, 16-bit types, "
         "`--block-size` a multiple of 256, no softcaps or sinks), or `auto`: native on a "
-        "CPU; on CUDA triton, else varlen; torch where none of these can be had.",
+        "CPU; on CUDA triton, else varlen; torch where none of these can be had; "
+        "or a backend of your own, as `package.module:Class`.",
         more="What cannot be had is refused.",
         group=GROUP,
         choices=ATTENTIONS,
+        outside=True,
     )
     quantization: Quantization = option(
         "none",

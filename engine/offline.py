@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from engine.assembly import build_manager
 from engine.batch_generation import generate
 from engine.batching_options import resolve_config
-from engine.config import AttentionName, ContinuousBatchingConfig, LoadConfig
+from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import ConfigError, ModelRefusedError
 from engine.following import follow, is_follower
 from engine.generation_options import GenerationDefaults
@@ -287,7 +287,7 @@ def from_model(
     model: PreTrainedModel,
     config: ContinuousBatchingConfig | None = None,
     tokenizer_path: str | Path | None = None,
-    attention: AttentionName = "auto",
+    attention: str = "auto",
 ) -> LoadedModel:
     """Verify a model that is in memory. It stays as it is: steps run on a view of it, which shares
     its weights.

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.plugins import is_outside
 
 _KEY = "option"
 
@@ -31,11 +32,13 @@ class Option:
         above: whether `low` itself is refused.
         zero: what 0 means, where that lies below `low`; empty: it is refused there.
         choices: the values that it may have; empty: any.
+        outside: whether package.module:Class may stand in place of a choice.
         switch: whether it is True or False (or None, where that is the default); always so where
             the default is.
         base: how a flag's number is written; 8 is octal.
         group: where the server's help lists it; empty: the server has no such flag.
-        flag: the flag's name without dashes; empty: the field's, without a unit's ending.
+        flag: the flag's name without dashes; empty: the field's, without a unit's ending. Without
+            a group: the flag of another config's option, which this one is set by.
         shown: how the default is told, where it is not the value itself.
         served: the server's default, where it is another: in a tuple, since it may be None.
     """
@@ -47,6 +50,7 @@ class Option:
     above: bool = False
     zero: str = ""
     choices: tuple[str, ...] = ()
+    outside: bool = False
     switch: bool = False
     base: int = 10
     group: str = ""
@@ -57,7 +61,8 @@ class Option:
     def bounds(self, name: str) -> str:
         """The bounds of the option of this name in words; empty: there are none."""
         if self.choices:
-            return "one of " + ", ".join(self.choices)
+            outside = ", or package.module:Class" if self.outside else ""
+            return "one of " + ", ".join(self.choices) + outside
         if self.low is None or self.high is None:
             return ""
         low, high = (_told(bound, name, self.base) for bound in (self.low, self.high))
@@ -92,7 +97,7 @@ def check_bounds(config: Any) -> None:
         if value is None and (field.default is None or one.served == (None,)):
             continue
         if one.choices:
-            if value not in one.choices:
+            if value not in one.choices and not (one.outside and is_outside(value)):
                 raise ConfigError(name, f"is {value!r}; it must be {one.bounds(name)}")
         elif one.switch or isinstance(field.default, bool):
             if not isinstance(value, bool):

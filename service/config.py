@@ -213,10 +213,12 @@ class ServiceConfig:
         "weight first, and none waits for another's backlog; within a caller by "
         "`scheduling.priority`, then by arrival), `priority` (higher `scheduling.priority` first, "
         "of all callers, then by arrival; preempts lower ones), `fifo` (by arrival), or "
-        "`prefill_first` (prompts before outputs).",
+        "`prefill_first` (prompts before outputs); or a policy of your own, as "
+        "`package.module:Class`.",
         more="The first two end a waiting request whose time limit cannot be met; the last two "
         "refuse priorities. [What they do](schedulers.md).",
         choices=SCHEDULERS,
+        outside=True,
         group=MODEL,
     )
     prefix_cache: bool = option(

@@ -201,16 +201,23 @@ def describe(error: HeadraceError) -> str:
     """An error of the start, in the words of whoever typed the command: flags stand in place of the
     options that it is about and that it says it names. Whatever else it says stays as it is.
     """
-    message = str(error)
-    start = ""
+    names = _names()
+    start, message = "", str(error)
     if isinstance(error, ConfigError):
         start, message = error.option, message.removeprefix(error.option)
-        if start in flags():
-            start = f"--{flags()[start].name}"
     for name in error.mentions:
-        if name in flags():
-            message = message.replace(name, f"--{flags()[name].name}")
-    return start + message
+        message = message.replace(name, names.get(name, name))
+    return names.get(start, start) + message
+
+
+def _names() -> dict[str, str]:
+    """The flags with their dashes, by the fields that they set."""
+    names = {field: f"--{flag.name}" for field, flag in flags().items()}
+    for config in CONFIGS:
+        for field, one in options_of(config).items():
+            if one.flag:
+                names[field] = f"--{one.flag}"
+    return names
 
 
 def table() -> str:

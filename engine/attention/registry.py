@@ -19,9 +19,10 @@ from engine.attention.base import AttentionBackend, AttentionContext, AttentionP
 from engine.attention.native_backend import DTYPES, NativeAttentionBackend
 from engine.attention.opaque import attend_by_number
 from engine.attention.torch_backend import TorchAttentionBackend
-from engine.config import DEFAULT_BLOCK_SIZE, AttentionName
+from engine.config import DEFAULT_BLOCK_SIZE
 from engine.errors import ConfigError, NoStepError
 from engine.native.library import NativeUnavailableError, load_library
+from engine.plugins import is_outside, outside_class
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ def register() -> None:
 def choose_backend(
     device: torch.device,
     dtype: torch.dtype,
-    wanted: AttentionName = "auto",
+    wanted: str = "auto",
     block_size: int = DEFAULT_BLOCK_SIZE,
 ) -> AttentionBackend:
     """The attention that is wanted; with "auto", the first that there is of those for a device:
@@ -102,6 +103,8 @@ def choose_backend(
     Raises:
         ConfigError: what is wanted cannot be had.
     """
+    if is_outside(wanted):
+        return _outside(wanted, dtype)
     if wanted == "torch":
         return TorchAttentionBackend()
     names = _BY_DEVICE.get(device.type, ()) if wanted == "auto" else (wanted,)
@@ -120,7 +123,16 @@ def choose_backend(
     return _torch_because("; ".join(reasons)) if reasons else TorchAttentionBackend()
 
 
-def fall_back(wanted: AttentionName, error: AttentionUnavailableError) -> AttentionBackend:
+def _outside(wanted: str, dtype: torch.dtype) -> AttentionBackend:
+    """A backend from outside the tree. Raises ConfigError."""
+    cls = outside_class("attention", wanted, AttentionBackend, "`prepare` and `forward`")
+    backend: AttentionBackend = cls()
+    if backend.dtypes is not None and dtype not in backend.dtypes:
+        raise ConfigError("attention", f"is {wanted}, but that does not compute in {dtype}")
+    return backend
+
+
+def fall_back(wanted: str, error: AttentionUnavailableError) -> AttentionBackend:
     """The attention for a model that has a layer which the chosen one cannot compute.
 
     Raises:

@@ -35,7 +35,6 @@ from engine.attention.registry import (
 )
 from engine.config import (
     DEFAULT_BLOCK_SIZE,
-    AttentionName,
     ContinuousBatchingConfig,
     LoadConfig,
     RankPlace,
@@ -247,7 +246,7 @@ def verify_model(
     model: PreTrainedModel,
     path: Path,
     progress: Callable[[str], None],
-    attention: AttentionName = "auto",
+    attention: str = "auto",
     packing: Packing | None = None,
     *,
     fuse: Fusing | None = None,

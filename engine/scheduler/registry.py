@@ -1,4 +1,5 @@
-"""The scheduling policies by name, for ContinuousBatchingConfig.scheduler_type.
+"""The scheduling policies by name, for ContinuousBatchingConfig.scheduler_type; others by where
+their classes are (`engine.plugins`).
 
 The registry is process-wide: it is filled when modules are imported or a program starts, and read
 when an engine is assembled.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import inspect
 
 from engine.errors import ConfigError
+from engine.plugins import is_outside, outside_class
 from engine.scheduler.base import Scheduler
 from engine.scheduler.fair import FairScheduler
 from engine.scheduler.fifo import FIFOScheduler
@@ -31,8 +33,8 @@ def register_scheduler(name: str, cls: type[Scheduler]) -> None:
         ConfigError: the name is empty or taken, or the class is no Scheduler with a `choose`.
     """
     given: object = cls  # callers' types are not always checked
-    if not name:
-        raise ConfigError(_OPTION, "the name is empty; give one")
+    if not name or is_outside(name):
+        raise ConfigError(_OPTION, f"{name!r} is no name; give one without a colon")
     if not (isinstance(given, type) and issubclass(given, Scheduler)) or inspect.isabstract(given):
         raise ConfigError(
             _OPTION, f"{given!r} is no scheduler; give a subclass of Scheduler that has `choose`"
@@ -43,13 +45,17 @@ def register_scheduler(name: str, cls: type[Scheduler]) -> None:
 
 
 def scheduler_class(name: str) -> type[Scheduler]:
-    """The policy of a name.
+    """The policy of a name, or the class at package.module:Class.
 
     Raises:
         ConfigError: there is none.
     """
+    if is_outside(name):
+        return outside_class(_OPTION, name, Scheduler, "a `choose`")
     if name not in _SCHEDULERS:
         raise ConfigError(
-            _OPTION, f"is {name!r}; it must be one of {', '.join(sorted(_SCHEDULERS))}"
+            _OPTION,
+            f"is {name!r}; it must be one of {', '.join(sorted(_SCHEDULERS))}, or "
+            "package.module:Class",
         )
     return _SCHEDULERS[name]

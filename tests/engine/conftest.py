@@ -8,7 +8,6 @@ from functools import cache, partial
 import pytest
 import torch
 
-from engine.config import AttentionName
 from engine.offline import LoadedModel, from_model
 from tests.engine.rig import WAIT, Rig
 from tests.tiny_models import FAMILIES, make_model
@@ -20,7 +19,7 @@ def _one_thread() -> None:
 
 
 @cache
-def _loaded(family: str, attention: AttentionName = "auto") -> LoadedModel:
+def _loaded(family: str, attention: str = "auto") -> LoadedModel:
     return from_model(make_model(FAMILIES[family]()), attention=attention)
 
 

@@ -374,6 +374,7 @@ def test_a_hang_timeout_out_of_bounds_names_the_flag(seconds: str) -> None:
     [
         (ConfigError("listen", "is taken"), "--listen: is taken"),
         (ConfigError("use_cuda_graph", "needs CUDA"), "--cuda-graphs: needs CUDA"),
+        (ConfigError("scheduler_type", "is none"), "--scheduler: is none"),
         (ConfigError("q_padding_interval_size", "is odd"), "q_padding_interval_size: is odd"),
         (
             ConfigError("tls_cert", "and tls_key belong together").naming("tls_key"),
