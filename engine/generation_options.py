@@ -27,7 +27,7 @@ from engine.sampling_params import (
     check_stop_strings,
 )
 from engine.token_ids import TokenBiases, TokenIds
-from engine.types import RequestId, TokenId
+from engine.types import NO_CALLER, CallerKey, RequestId, TokenId
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ _CONFIG_KEYS = frozenset(
 """What both a generation config and a single request may set."""
 REQUEST_KEYS = _CONFIG_KEYS | {
     "allowed_token_ids", "banned_token_ids", "logprob_token_ids", "prompt_logprobs", "n", "grammar",
-    "priority", "time_limit_s", "cache_salt", "bypass_prefix_cache",
+    "priority", "time_limit_s", "cache_salt", "bypass_prefix_cache", "caller", "weight",
 }  # fmt: skip
 """The keywords that a single request may set."""
 _CHOICES_KEYS = ("n", "num_return_sequences")
@@ -99,6 +99,8 @@ class RequestOptions:
     cache_salt: bytes = b""
     bypass_prefix_cache: bool = False
     time_limit_s: float | None = None
+    caller: CallerKey = NO_CALLER
+    weight: float = 1.0
 
     def to_request(self, request_id: RequestId, prompt: tuple[TokenId, ...]) -> GenerationRequest:
         """The request with these options. Its bounds are checked at admission."""
@@ -115,6 +117,8 @@ class RequestOptions:
             cache_salt=self.cache_salt,
             bypass_prefix_cache=self.bypass_prefix_cache,
             time_limit_s=self.time_limit_s,
+            caller=self.caller,
+            weight=self.weight,
         )
 
 
@@ -246,6 +250,8 @@ class GenerationDefaults:
             cache_salt=_salt(values["cache_salt"]),
             bypass_prefix_cache=_switch("bypass_prefix_cache", values["bypass_prefix_cache"]),
             time_limit_s=_time_limit(values["time_limit_s"]),
+            caller=_caller(values["caller"]),
+            weight=_number("weight", values["weight"], 1.0),
         )
         if values.get("seed") is not None:
             return options
@@ -395,6 +401,14 @@ def _salt(value: object) -> bytes:
     if value is None or isinstance(value, str):
         return (value or "").encode("utf-8", "surrogatepass")
     raise InvalidRequestError("cache_salt", f"is {value!r}; it must be text or bytes")
+
+
+def _caller(value: object) -> CallerKey:
+    if value is None:
+        return NO_CALLER
+    if not isinstance(value, str):
+        raise InvalidRequestError("caller", f"is {value!r}; it must be text")
+    return CallerKey(value)
 
 
 def _switch(name: str, value: object) -> bool:

@@ -13,7 +13,7 @@ from engine.generation_options import REQUEST_KEYS, GenerationDefaults, RequestO
 from engine.request import GenerationRequest
 from engine.sampling.random import derived_seed
 from engine.sampling_params import GrammarKind, GrammarParams, LogprobParams, SamplingParams
-from engine.types import RequestId, TokenId
+from engine.types import CallerKey, RequestId, TokenId
 
 EOS = (TokenId(2),)
 
@@ -173,6 +173,8 @@ def test_a_bad_word_that_ends_a_request_is_not_banned() -> None:
         ({"time_limit_s": 0}, "time_limit_s"),
         ({"time_limit_s": float("nan")}, "time_limit_s"),
         ({"cache_salt": 7}, "cache_salt"),
+        ({"caller": 7}, "caller"),
+        ({"weight": "2"}, "weight"),
         ({"bypass_prefix_cache": 1}, "bypass_prefix_cache"),
         ({"typical": 0.5}, "typical"),
     ],
@@ -265,6 +267,8 @@ def test_the_request_has_all_of_it() -> None:
         cache_salt="s",
         bypass_prefix_cache=True,
         time_limit_s=4.5,
+        caller="somebody",
+        weight=2,
         prompt_logprobs=2,
         logprobs=1,
         temperature=0.5,
@@ -284,6 +288,8 @@ def test_the_request_has_all_of_it() -> None:
         cache_salt=b"s",
         bypass_prefix_cache=True,
         time_limit_s=4.5,
+        caller=CallerKey("somebody"),
+        weight=2.0,
     )
     shared = {*GenerationRequest.__slots__} - {"request_id", "prompt"}
     assert shared | {"stop_strings"} == {*RequestOptions.__slots__}, "no field is forgotten"
