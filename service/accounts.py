@@ -35,7 +35,7 @@ USUAL_WEIGHT = 1.0
 
 _NAME = re.compile(rf"[A-Za-z0-9._@-]{{1,{MAX_NAME}}}")
 _MAX_ADDRESS = 128
-_IPV6_NETWORK_BITS = 64
+_IPV6_HOST_BITS = 64
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -94,7 +94,8 @@ def origin_of(peer: str) -> str:
         return f"{address}%{zone}"[:_MAX_ADDRESS]
     if address.is_loopback:
         return str(address)
-    return str(ipaddress.ip_network((address, _IPV6_NETWORK_BITS), strict=False))
+    network = int(address) >> _IPV6_HOST_BITS << _IPV6_HOST_BITS
+    return f"{ipaddress.IPv6Address(network)}/{128 - _IPV6_HOST_BITS}"
 
 
 def name_in(metadata: Metadata) -> str | None:

@@ -8,19 +8,27 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 
+from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.local_client import LocalEngineClient
 from service.accounts import ON_BEHALF_OF, Account, account_of
 from service.admission import MEASURE_S
+from service.config import ServiceConfig
+from service.server import HeadraceServer
 from service.text_pool import SHORT_BYTES, TextPool
 from tests.engine.crowd import Clock
 from tests.service.fake_engine import FakeEngine, model_info, says
 from tests.service.helpers import DEADLINE_S, Harness, Refused, Session, refused, until
 from tests.service.helpers import spec as spec_of
+from tests.service.real_server import ROOT
 from tests.service.test_auth import TOKENS, bearer, callers, entry, guarded, replace  # noqa: F401
 from tests.service.test_text_pool import Hands, settle
+
+DEMO = ROOT / "models" / "demo"
 
 
 def add(h: Harness, who: str, request_id: str = "", name: str = "", **fields: Any) -> Any:
@@ -124,6 +132,34 @@ async def test_one_caller_fills_a_bound_and_another_gets_its_share(
             if held["alice"] == most // 2:
                 break
         assert held["bob"] >= most // 2
+
+
+async def test_the_engine_s_queue_has_shares_too(callers: Path) -> None:  # noqa: F811
+    batching = ContinuousBatchingConfig(
+        block_size=16, num_blocks=256, max_requests_per_batch=2, max_queue_size=16
+    )
+    engine: Any = LocalEngineClient(str(DEMO), batching, LoadConfig(device="cpu", threads=1))
+    config = ServiceConfig(listen=("127.0.0.1:0",), auth_file=str(callers), max_queue_size=16)
+    server = HeadraceServer(config, engine, progress=lambda line: None)
+    await server.start()
+    try:
+        await server.ready()
+        async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
+            h = Harness(server, engine, channel)
+            await engine.pause()  # so that all wait
+            fields: dict[str, Any] = {"stop": {"max_tokens": 2}}
+            taken, error = await fill(h, "alice", **fields)
+            assert (taken, error.reason, share_of(error)) == (16, "QUEUE_FULL", {})
+            await add(h, "bob", **fields)
+            error = await refused(add(h, "alice", **fields))
+            assert error.reason == "QUEUE_FULL"
+            assert share_of(error) == {"share": "8", "held": "16"}
+            assert "others want theirs" in error.message
+            await engine.resume()
+            await until(lambda: not h.registry.live)
+            await add(h, "alice", **fields)
+    finally:
+        await server.stop()
 
 
 async def test_a_session_is_kept_for_who_has_none(callers: Path) -> None:  # noqa: F811
