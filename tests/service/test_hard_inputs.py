@@ -153,6 +153,7 @@ async def serving(tiny: Tiny, **options: Any) -> AsyncIterator[Place]:
             "max_requests_per_batch": 16,
             "max_queue_size": 64,
             "per_request_processors": True,
+            "scheduler_type": "fair",  # as the server has it
             **options,
         }
     )
