@@ -2,17 +2,19 @@
 
 Beyond a bound the oldest request goes of the group of accounts (`service.accounts`) that has the
 most: the most requests where there are too many, the most bytes where those are too many. So a
-group that keeps much pushes out its own results, and nobody's who keeps less. With one group, the
-oldest goes.
+group that keeps much pushes out its own results, and nobody's who keeps less; and so does each
+caller of a group. With one caller, the oldest goes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from engine.types import CallerKey
     from service.delivery.log import RequestLog
 
 
@@ -32,7 +34,7 @@ class Retention:
 
 
 class _Share:
-    """What is kept of one group: requests with their sizes, oldest first."""
+    """What is kept of one caller: requests with their sizes, oldest first."""
 
     __slots__ = ("logs", "size")
 
@@ -40,9 +42,25 @@ class _Share:
         self.logs: dict[RequestLog, int] = {}
         self.size = 0
 
+    @property
+    def count(self) -> int:
+        """How many requests."""
+        return len(self.logs)
+
+
+class _Group:
+    """What is kept of the callers of one group."""
+
+    __slots__ = ("callers", "count", "size")
+
+    def __init__(self) -> None:
+        self.callers: dict[CallerKey, _Share] = {}
+        self.count = 0
+        self.size = 0
+
 
 class KeptResults:
-    """See the module. O(1) for a request, and O(groups) for one that must go.
+    """See the module. O(1) for a request, and O(groups, and callers of one) for one that must go.
 
     Attributes:
         count, size: how many requests are kept, and about how many bytes of events.
@@ -51,41 +69,52 @@ class KeptResults:
     def __init__(self, max_results: int, max_bytes: int) -> None:
         self._max_results = max_results
         self._max_bytes = max_bytes
-        self._shares: dict[str, _Share] = {}  # of groups that have some
+        self._groups: dict[str, _Group] = {}  # that have some
         self.count = 0
         self.size = 0
 
     def __contains__(self, log: RequestLog) -> bool:
-        share = self._shares.get(log.account.group)
+        group = self._groups.get(log.account.group)
+        share = None if group is None else group.callers.get(log.account.key)
         return share is not None and log in share.logs
 
     def add(self, log: RequestLog, size: int) -> None:
         """Keep a request that is not kept yet; then see `surplus`. `size`: about how many bytes."""
-        share = self._shares.setdefault(log.account.group, _Share())
+        group = self._groups.setdefault(log.account.group, _Group())
+        share = group.callers.setdefault(log.account.key, _Share())
         share.logs[log] = size
         share.size += size
-        self.count += 1
-        self.size += size
+        self._count(group, 1, size)
 
     def discard(self, log: RequestLog) -> None:
         """Keep a request no more. Harmless if it is not kept."""
-        share = self._shares.get(log.account.group)
-        if share is None or log not in share.logs:
+        if log not in self:
             return
+        account = log.account
+        group = self._groups[account.group]
+        share = group.callers[account.key]
         size = share.logs.pop(log)
         share.size -= size
-        self.count -= 1
-        self.size -= size
+        self._count(group, -1, -size)
         if not share.logs:
-            del self._shares[log.account.group]
+            del group.callers[account.key]
+        if not group.callers:
+            del self._groups[account.group]
+
+    def _count(self, group: _Group, number: int, size: int) -> None:
+        group.count += number
+        group.size += size
+        self.count += number
+        self.size += size
 
     def surplus(self) -> RequestLog | None:
         """The request that must go next; None: all may stay."""
         if self.count > self._max_results:
-            return self._oldest_of_most(lambda share: len(share.logs))
+            return self._oldest_of_most(attrgetter("count"))
         if self.size > self._max_bytes:
-            return self._oldest_of_most(lambda share: share.size)
+            return self._oldest_of_most(attrgetter("size"))
         return None
 
-    def _oldest_of_most(self, amount: Callable[[_Share], int]) -> RequestLog:
-        return next(iter(max(self._shares.values(), key=amount).logs))
+    def _oldest_of_most(self, amount: Callable[[_Group | _Share], int]) -> RequestLog:
+        group = max(self._groups.values(), key=amount)
+        return next(iter(max(group.callers.values(), key=amount).logs))

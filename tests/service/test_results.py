@@ -196,9 +196,9 @@ async def test_kept_results_are_bounded_in_count_and_bytes() -> None:
             assert (await get(h, "r9")).done
 
 
-def log_of(identity: str, name: str) -> RequestLog:
+def log_of(identity: str, name: str, on_behalf_of: str | None = None) -> RequestLog:
     return RequestLog(
-        account=account_of(identity),
+        account=account_of(identity, on_behalf_of),
         request_id=name,
         engine_id=RequestId(f"{identity}/{name}"),
         options=DeliveryOptions(),
@@ -241,6 +241,21 @@ def test_who_keeps_most_loses_the_oldest() -> None:
         kept.discard(log)
     assert kept.count == 1
     assert keep(KeptResults(0, 0), (log_of("a", "x"), 1)) == ["a/x"]
+
+
+def test_whom_a_gateway_names_are_one_and_then_each_for_themselves() -> None:
+    kept = KeptResults(max_results=8, max_bytes=1000)
+    few = [(log_of("few", f"{i}"), 10) for i in range(3)]
+    quiet = (log_of("gateway", "q", "quiet"), 10)
+    many = [(log_of("gateway", f"{i}", "loud"), 10) for i in range(6)]
+    assert keep(kept, *few, quiet, *many) == ["gateway/0", "gateway/1"]
+    # Many names do not push out what another identity has kept.
+    names = [(log_of("gateway", f"n{i}", f"name-{i}"), 10) for i in range(4)]
+    assert keep(kept, *names) == ["gateway/2", "gateway/3", "gateway/4", "gateway/q"]
+    assert all(log in kept for log, _ in few)
+    for log, _ in (*few, *names, *many):
+        kept.discard(log)
+    assert (kept.count, kept.size, kept._groups) == (0, 0, {})
 
 
 async def test_one_identity_does_not_push_out_another_s_results(callers: Path) -> None:  # noqa: F811
