@@ -18,7 +18,6 @@ from engine.sampling_params import SamplingParams, StopParams
 from engine.text import Tokenizer
 from service.convert.values import to_duration
 from service.delivery import events
-from service.delivery.log import RequestLog
 from service.delivery.session import Batch
 from service.errors import failure_status, to_status
 
@@ -121,16 +120,16 @@ class Responder:
         return message
 
     def add_events(
-        self, target: Any, taken: Iterable[tuple[RequestLog, list[events.NumberedEvent]]]
+        self, target: Any, taken: Iterable[tuple[str, list[events.NumberedEvent]]]
     ) -> None:
-        """Add the events of several requests to `target`, a message's repeated ResultEvent.
+        """Add the events of several requests (by name) to `target`, a message's repeated
+        ResultEvent.
 
         They are filled where they stand: a message that is made first and then copied into another
         costs three times as much.
         """
         add, is_delta = target.add, events.Delta
-        for log, run in taken:
-            request_id = log.request_id
+        for request_id, run in taken:
             for numbered in run:
                 message = add()
                 message.request_id = request_id

@@ -230,6 +230,21 @@ class NumberedEvent(msgspec.Struct, frozen=True, gc=False):
     event: Event
 
 
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """Some of a request's events, read by their numbers.
+
+    Attributes:
+        events: as many as fit one message.
+        next_seq: the number after them.
+        done: whether nothing follows.
+    """
+
+    events: list[NumberedEvent]
+    next_seq: int
+    done: bool
+
+
 def at_most(run: list[NumberedEvent], limit: int) -> list[NumberedEvent]:
     """The first events, as many as fit a message of about this size; at least one."""
     size = 0

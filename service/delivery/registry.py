@@ -14,12 +14,12 @@ methods run on one event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 from engine.client import EngineClient
 from engine.errors import DuplicateRequestError, RequestNotFoundError
@@ -29,11 +29,18 @@ from service.accounts import Account
 from service.admission import AdmissionControl, Holding
 from service.delivery.calls import EngineCalls
 from service.delivery.errors import OutputNotReadError
-from service.delivery.events import ALREADY_FINISHED, CANCELLED, NOT_FOUND, Accepted
+from service.delivery.events import (
+    ALREADY_FINISHED,
+    CANCELLED,
+    NOT_FOUND,
+    Accepted,
+    ReadResult,
+    at_most,
+)
 from service.delivery.flow import FlowControl, FlowOptions
 from service.delivery.kept import KeptResults, Retention
 from service.delivery.log import RequestLog
-from service.delivery.session import ResultStream
+from service.delivery.session import MAX_BATCH_BYTES, ResultStream
 from service.delivery.stats import RegistryStats
 from service.delivery.submission import Submission
 
@@ -137,7 +144,7 @@ class Registry:
         """A stream took about so many bytes of results."""
         self._admission.delivered(num_bytes)
 
-    @contextmanager
+    @contextlib.contextmanager
     def arriving(self) -> Iterator[None]:
         """Around what is done for a request before `start`, and `start`: `wait_idle` waits for
         it.
@@ -467,8 +474,36 @@ class Registry:
             raise RequestNotFoundError(request_id)
         return log
 
-    def read_by(self, log: RequestLog, seq: int) -> None:
-        """GetResult has read up to an event: where a request has no stream, that is its reader."""
+    async def read(
+        self, identity: str, request_id: str, from_seq: int, *, until_done: bool, wait_s: float
+    ) -> ReadResult:
+        """A request's events from a number on, as many as fit one message. Where there are none, or
+        (`until_done`) it has not ended, so many seconds are waited; the answer is then what there
+        is. Nothing is consumed.
+
+        Raises:
+            RequestNotFoundError: no request of that name is here for this identity.
+            ResultGoneError: the events from `from_seq` on are not all there (any more).
+        """
+        await self.settled(identity, request_id)
+        log = self.find(identity, request_id)
+        log.check_from(from_seq)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not (log.ended or (not until_done and log.has(from_seq)) or wait_s == 0):
+                    if until_done and log.flow.is_held and log.stream is None:
+                        # It waits for a reader, which is this one. What is read is kept.
+                        log.take_from(log.next_seq)
+                        self._read_to(log, log.next_seq)
+                    await log.changed()
+        log.check_from(from_seq)  # it may have been let go meanwhile
+        events = at_most(log.take_from(from_seq), MAX_BATCH_BYTES)
+        next_seq = events[-1].seq + 1 if events else from_seq
+        self._read_to(log, next_seq)
+        return ReadResult(events, next_seq, log.ended and next_seq == log.next_seq)
+
+    def _read_to(self, log: RequestLog, seq: int) -> None:
+        """A reader has all before this event: where a request has no stream, that counts."""
         if log.stream is None and log.cursor < seq:
             log.move_to(seq)
             self.flow.taken(log)

@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from service.delivery.errors import ResultsNotReadError
+from service.delivery.errors import RequestFailedError, RequestMovedError, ResultsNotReadError
 from service.delivery.events import Detached, NumberedEvent, Reply
 
 if TYPE_CHECKING:
@@ -39,10 +39,12 @@ MAX_REPLIES = 512
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What goes into one message. `size`: of the events, about, in bytes."""
+    """What goes into one message. `events`: with their requests' names; `size`: about how many
+    bytes they take.
+    """
 
     replies: list[Reply]
-    events: list[tuple[RequestLog, list[NumberedEvent]]]
+    events: list[tuple[str, list[NumberedEvent]]]
     size: int
 
 
@@ -192,7 +194,7 @@ class ResultStream:
             del self._dirty[log]
             taken = log.take_for_stream(MAX_BATCH_BYTES - size)
             if taken:
-                events.append((log, taken))
+                events.append((log.request_id, taken))
                 for numbered in taken:
                     size += numbered.event.size
                     held += numbered.event.held
@@ -248,6 +250,21 @@ class ResultStream:
         """
         if self.given_up:
             raise ResultsNotReadError
+
+    def check_end(self, log: RequestLog) -> None:
+        """Called by the writer of a single request's stream, once nothing is left of it.
+
+        Raises:
+            RequestMovedError: its results go to another stream.
+            HeadraceError: it failed.
+        """
+        if self.moved is log:
+            raise RequestMovedError(log.request_id)
+        failed = log.failure
+        if failed is not None and failed.error is not None:
+            raise failed.error
+        if failed is not None and failed.finish.failure is not None:
+            raise RequestFailedError(failed.finish.failure)
 
     def lost(self) -> None:
         """The RPC is over. Unless it was complete: its requests go on for the lease, or are

@@ -13,7 +13,6 @@ in a `yield` (its message is being written) learns of the RPC's end only when it
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -26,10 +25,7 @@ from service.convert.request import check_request_id
 from service.convert.response import cancel_result
 from service.convert.unknown import refuse_unknown
 from service.convert.values import seconds
-from service.delivery.errors import RequestFailedError, RequestMovedError
-from service.delivery.events import at_most
-from service.delivery.log import RequestLog
-from service.delivery.session import MAX_BATCH_BYTES, Batch, ResultStream
+from service.delivery.session import Batch, ResultStream
 from service.errors import AnswerTooLargeError, FieldError
 from service.places import Places
 from service.servicers.commands import CommandReader
@@ -83,7 +79,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                     break
                 else:
                     await stream.wait()
-            _raise_failure(log, stream)
+            stream.check_end(log)
             stream.complete()
         finally:
             stream.lost()
@@ -113,7 +109,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                 else:
                     await stream.wait()
             stream.complete()
-            _raise_failure(log, stream)
+            stream.check_end(log)
         finally:
             stream.lost()
 
@@ -175,48 +171,29 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         """Read a request's events from a number on."""
         front, account = self._state.front, current_permit().account
         refuse_unknown(request)
-        wait_s = _wait(request)
-        from_seq = request.from_seq or 1
-        log = await _find(front, account.identity, request.request_id)
-        log.check_from(from_seq)
-        with contextlib.suppress(TimeoutError):  # the answer is what is there
-            async with asyncio.timeout(wait_s):
-                while not (log.ended if request.until_done else log.has(from_seq)):
-                    if log.ended or wait_s == 0:
-                        break
-                    if request.until_done and log.flow.is_held and log.stream is None:
-                        # It waits for a reader, which is this one. What is read is kept.
-                        log.take_from(log.next_seq)
-                        front.registry.read_by(log, log.next_seq)
-                    await log.changed()
-        log.check_from(from_seq)  # it may have been let go meanwhile
-        events = at_most(log.take_from(from_seq), MAX_BATCH_BYTES)
-        next_seq = events[-1].seq + 1 if events else from_seq
-        front.registry.read_by(log, next_seq)
-        response = generation_service_pb2.GetResultResponse(
-            next_seq=next_seq, done=log.ended and next_seq == log.next_seq
+        wait_s = _check_read(request)
+        read = await front.registry.read(
+            account.identity,
+            request.request_id,
+            request.from_seq or 1,
+            until_done=request.until_done,
+            wait_s=wait_s,
         )
+        response = generation_service_pb2.GetResultResponse(next_seq=read.next_seq, done=read.done)
 
         def fill() -> generation_service_pb2.GetResultResponse:
-            front.responder.add_events(response.events, [(log, events)])
+            front.responder.add_events(response.events, [(request.request_id, read.events)])
             return response
 
-        size = sum(numbered.event.size for numbered in events)
+        size = sum(numbered.event.size for numbered in read.events)
         return await front.text_pool.answer(account, size, fill)
 
 
-async def _find(front: FrontEnd, identity: str, request_id: str) -> RequestLog:
-    try:
-        check_request_id(request_id)
-    except InvalidRequestError as error:
-        raise FieldError(error.field, error.description) from error
-    await front.registry.settled(identity, request_id)
-    return front.registry.find(identity, request_id)
-
-
-def _wait(request: generation_service_pb2.GetResultRequest) -> float:
+def _check_read(request: generation_service_pb2.GetResultRequest) -> float:
+    """Check what GetResult was given; returns for how many seconds it waits."""
     try:
         wait_s = seconds(request.wait, "wait")
+        check_request_id(request.request_id)
     except InvalidRequestError as error:
         raise FieldError(error.field, error.description) from error
     if wait_s > MAX_WAIT_S:
@@ -228,14 +205,3 @@ def _streamed(front: FrontEnd, batch: Batch) -> generation_service_pb2.GenerateS
     message = generation_service_pb2.GenerateStreamResponse()
     front.responder.add_events(message.events, batch.events)
     return message
-
-
-def _raise_failure(log: RequestLog, stream: ResultStream) -> None:
-    """Raise what the RPC's status has to say of its request's end."""
-    failed = log.failure
-    if stream.moved is log:
-        raise RequestMovedError(log.request_id)
-    if failed is not None and failed.error is not None:
-        raise failed.error
-    if failed is not None and failed.finish.failure is not None:
-        raise RequestFailedError(failed.finish.failure)
