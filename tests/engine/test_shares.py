@@ -213,14 +213,15 @@ STEPS = st.lists(
 
 class _Model:
     """What must hold, from a count of its own. `owed`: to those who were refused within their
-    shares: how much they asked for last, and until when they are expected.
+    shares: how much they asked for last, until when they are expected, and whether their group was
+    within its share.
     """
 
     def __init__(self, shares: Shares, clock: Clock, limit: int) -> None:
         self.shares, self.clock, self.limit = shares, clock, limit
         self.reserve = max(1, limit // RESERVE_PART)
         self.held: dict[str, list[int]] = {}
-        self.owed: dict[str, tuple[int, float]] = {}
+        self.owed: dict[str, tuple[int, float, bool]] = {}
 
     def holds(self, key: str) -> int:
         return sum(self.held.get(key, ()))
@@ -229,15 +230,10 @@ class _Model:
     def present(self) -> int:
         return sum(map(sum, self.held.values()))
 
-    def expected(self, but: str) -> dict[str, int]:
-        now = self.clock.now
-        return {k: a for k, (a, until) in self.owed.items() if until > now and k != but}
-
     def due(self, who: Who, amount: int) -> tuple[bool, bool]:
         """Whether the caller and its group stay within their shares."""
-        active = {key for key in {*self.held, *self.expected("")} if self.holds(key)}
-        active |= {*self.expected(""), who.key}
-        members = [c for c in CALLERS if c.key in active]
+        members = [c for c in CALLERS if c.key in self.shares._callers or c == who]
+        assert {key for key in self.held if self.holds(key)} <= {c.key for c in members}
         weights = sum({c.group: c.weight for c in members}.values())
         parts = sum(c.group == who.group for c in members)
         of_group = sum(self.holds(c.key) for c in members if c.group == who.group)
@@ -249,35 +245,45 @@ class _Model:
         )
 
     def take(self, who: Who, amount: int) -> bool:
-        others = self.expected(who.key)
-        before = self.present
-        held = self.holds(who.key)
-        is_within, is_of_due_group = self.due(who, amount)
-        refused = self.shares.ask(who, amount)
-        alone = before == held and not others
+        now, before, held = self.clock.now, self.present, self.holds(who.key)
         after = before + amount
+        refused = self.shares.ask(who, amount)
+        is_within, is_of_due_group = self.due(who, amount)
+        is_alone = set(self.shares._callers) <= {who.key}
         if refused is None:
             self.shares.add(who, amount)
             self.held.setdefault(who.key, []).append(amount)
             self.owed.pop(who.key, None)
-            assert after <= self.limit + self.reserve
-            if not is_within:
-                assert after <= self.limit
-                for owed in others.values():  # who is expected finds what they asked for
-                    assert after + owed <= self.limit
-            if not is_of_due_group:
-                assert after <= self.limit + self.reserve // 4
+            self._check_admitted(after, is_new=held == 0, within=(is_within, is_of_due_group))
             return True
         assert refused.present == before
         assert refused.retry_after_s > 0
-        assert not (alone and after <= self.limit), "one alone has all"
-        if held == 0 and is_of_due_group:
-            assert after > self.limit + self.reserve, "a newcomer finds room"
-        if is_within and is_of_due_group:
-            assert after > self.limit + self.reserve // 2
-            until = self.clock.now + min(refused.retry_after_s, MAX_WANT_S)
-            self.owed[who.key] = (amount, until)
+        assert not (is_alone and after <= self.limit), "one alone has all"
+        if is_within and is_of_due_group and not is_alone:
+            reserve = self.reserve if held == 0 else self.reserve // 2
+            assert after > self.limit + reserve, "who is within the share finds room"
+        if is_within:
+            until = now + min(refused.retry_after_s, MAX_WANT_S)
+            self.owed[who.key] = (amount, until, is_of_due_group)
         return False
+
+    def _check_admitted(self, after: int, *, is_new: bool, within: tuple[bool, bool]) -> None:
+        """`after`: what there is then."""
+        assert after <= self.limit + self.reserve
+        expected = [
+            (owed, due) for owed, until, due in self.owed.values() if until > self.clock.now
+        ]
+        match within:
+            case (True, True):
+                pass
+            case (True, False) if is_new:
+                assert after <= self.limit + self.reserve // 4
+                for owed, due in expected:
+                    assert not due or after + owed <= self.limit + self.reserve // 4
+            case _:  # who is expected finds what they asked for
+                assert after <= self.limit
+                for owed, _ in expected:
+                    assert after + owed <= self.limit
 
     def leave(self, who: Who) -> None:
         if held := self.held.get(who.key):
