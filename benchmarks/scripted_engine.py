@@ -69,8 +69,8 @@ async def ticks(per_second: float) -> AsyncIterator[None]:
         due += 1 / per_second if per_second else 0
 
 
-class ScriptedEngine:
-    """An `EngineClient`; see the module."""
+class ScriptedEngine(EngineClient):
+    """See the module. Of what it is never asked here, the protocol's own methods do nothing."""
 
     is_restartable = False
     failure: Exception | None = None
@@ -154,24 +154,9 @@ class ScriptedEngine:
         """Nothing is ended early here."""
         return False
 
-    async def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> None:
-        """Likewise."""
-
     async def stats(self) -> EngineStats:
         """Nothing to tell."""
         return EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
-
-    async def pause(self) -> None:
-        """Never asked for here."""
-
-    async def resume(self) -> None:
-        """Likewise."""
-
-    async def reset_prefix_cache(self) -> None:
-        """Likewise."""
-
-    async def set_log_level(self, level: str) -> None:
-        """Nothing is logged."""
 
     async def close(self) -> None:
         """End."""

@@ -5,8 +5,9 @@ engine.
     service ◀── step sink ───── engine          one StepOutputs per engine step, on the service's
     event loop
 
-Everything that crosses is a plain frozen dataclass, so that the same seam can later have a process
-behind it.
+A verb is written here once: `engine.local_client` carries it out, and what `engine.process` sends
+for it, to an engine in a process of its own, follows from its signature. So everything that
+crosses is a plain value or a frozen dataclass (docs/extending.md shows how to add a verb).
 """
 
 from __future__ import annotations
@@ -82,19 +83,12 @@ class Admission:
     arrival: float
 
 
-class EngineClient(Protocol):
-    """An engine, wherever it runs. All methods are called on the event loop on which `start` was
-    called.
+class EngineVerbs(Protocol):
+    """What an engine can be asked to do: each method is a verb, and there are no others.
+
+    Arguments are given by place. They and the answer are annotated with types that msgspec can
+    check; an error that a verb raises is one of those in `engine.process.messages`.
     """
-
-    async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
-        """Load the model and begin to serve. Every accepted request's outputs go to `sink`.
-
-        Raises:
-            ModelRefusedError, InsufficientMemoryError, ConfigError: with the reason.
-            EngineUnavailableError: `close` was called meanwhile; loading ended at its next stage.
-        """
-        ...
 
     async def submit(self, request: GenerationRequest) -> Admission:
         """Take a request in, or refuse it at once. Its outputs may reach the sink before this
@@ -179,6 +173,21 @@ class EngineClient(Protocol):
     async def set_log_level(self, level: str) -> None:
         """Set what the engine logs: "debug", "info", "warning" or "error". Stays in force when the
         engine is started again. Works while it loads too.
+        """
+        ...
+
+
+class EngineClient(EngineVerbs, Protocol):
+    """An engine, wherever it runs: its verbs, and its life. All methods are called on the event
+    loop on which `start` was called.
+    """
+
+    async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
+        """Load the model and begin to serve. Every accepted request's outputs go to `sink`.
+
+        Raises:
+            ModelRefusedError, InsufficientMemoryError, ConfigError: with the reason.
+            EngineUnavailableError: `close` was called meanwhile; loading ended at its next stage.
         """
         ...
 

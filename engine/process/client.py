@@ -1,7 +1,7 @@
 """`EngineClient` over an engine in a process of its own.
 
-    event loop ── Submit, Cancel, … ───▶ socket ──▶ engine.process.worker
-    event loop ◀─ Step, replies ──────────── socket ◀──
+    event loop ── Call, for each verb ───▶ socket ──▶ engine.process.worker
+    event loop ◀─ Step, Answer, … ──────── socket ◀──
 
 The process is started by exec, with one end of a private socket pair as its only channel. Its
 death shows at once (the socket closes); a hang shows because live requests get no step, or because
@@ -9,6 +9,9 @@ an idle process does not answer. Either way every live request ends here with an
 "try again", and `start` may be called for another process. Its stderr is a pipe that is read here:
 what it logs becomes records of this process' log, and what it wrote before it crashed is not lost.
 Neither torch nor transformers is imported on this side.
+
+What a verb does is `engine.local_client`'s affair, in the process. Here it is sent, and noted where
+it changes whether steps are to be expected.
 """
 
 from __future__ import annotations
@@ -23,20 +26,21 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 import msgspec
 
 import engine
-from engine.client import Admission, ModelInfo, ProgressSink, StepSink
+from engine.client import Admission, EngineVerbs, ModelInfo, ProgressSink, StepSink
 from engine.config import ContinuousBatchingConfig, LoadConfig, engine_environ
 from engine.errors import ConfigError, DuplicateRequestError, EngineUnavailableError
 from engine.logs import records
 from engine.logs.lines import LineReader, open_pipe
 from engine.outputs import RequestFailure, StepOutputs, end_of_lost
 from engine.process import messages
+from engine.process.verbs import VERBS, Verb, raw
 from engine.process.wire import FrameReader, FrameWriter
 from engine.request import GenerationRequest
 from engine.stats import EngineStats
@@ -64,7 +68,8 @@ _PROGRAM = (
 )
 """Whatever the new process would find by itself, it runs the code of this one."""
 
-A = TypeVar("A", bound=msgspec.Struct)
+As = TypeVarTuple("As")
+R = TypeVar("R")
 
 
 class ProcessEngineClient:
@@ -111,7 +116,7 @@ class ProcessEngineClient:
         self._writer: FrameWriter | None = None
         self._started: asyncio.Future[ModelInfo] | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._calls: dict[int, asyncio.Future[msgspec.Struct]] = {}
+        self._calls: dict[int, tuple[Verb, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count(1)
         self._live: dict[RequestId, float] = {}
         self._admitted: set[RequestId] = set()  # of the live ones: only these make steps,
@@ -224,9 +229,7 @@ class ProcessEngineClient:
             self._last_heard = now
         self._live[request.request_id] = now
         try:
-            reply = await self._call(
-                lambda number: messages.Submit(number, request), messages.Admitted
-            )
+            admission = await self._call(EngineVerbs.submit, request)
         except Exception:
             # Not where this is cancelled: the process may have the request then, and `cancel`, its
             # end or the process's death forgets it.
@@ -236,29 +239,27 @@ class ProcessEngineClient:
             if not self._makes_steps:
                 self._last_step = time.monotonic()
             self._admitted.add(request.request_id)
-        return Admission(reply.queue_position, reply.arrival)
+        return admission
 
     async def cancel(self, request_id: RequestId) -> bool:
         """End a request; see the protocol."""
         if self._writer is None or self._failure is not None:
             return False
-        reply = await self._call(
-            lambda number: messages.Cancel(number, request_id), messages.Cancelled
-        )
-        if not reply.was_live:
+        was_live = await self._call(EngineVerbs.cancel, request_id)
+        if not was_live:
             self._forget(request_id)
-        return reply.was_live
+        return was_live
 
     async def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> None:
         """End a choice as of its first tokens; see the protocol."""
-        if self._writer is not None and self._failure is None:
-            self._writer.write(messages.Finish(request_id, num_tokens, choice))
+        if self._failure is None:
+            self._tell(EngineVerbs.finish, request_id, num_tokens, choice)
 
     async def hold(self, request_id: RequestId) -> None:
         """Take no step for a request; see the protocol."""
         if self._writer is not None and request_id in self._admitted:
             self._held.add(request_id)
-            self._writer.write(messages.Hold(request_id))
+            self._tell(EngineVerbs.hold, request_id)
 
     async def unhold(self, request_id: RequestId) -> None:
         """Let a held request go on; see the protocol."""
@@ -266,52 +267,60 @@ class ProcessEngineClient:
             if not self._makes_steps:
                 self._last_step = time.monotonic()
             self._held.discard(request_id)
-            self._writer.write(messages.Unhold(request_id))
+            self._tell(EngineVerbs.unhold, request_id)
 
     async def stats(self) -> EngineStats:
         """The engine's figures now."""
-        reply = await self._call(messages.GetStats, messages.Stats)
-        return reply.stats
+        return await self._call(EngineVerbs.stats)
 
     async def pause(self) -> None:
         """Take no further step until `resume`; see the protocol."""
-        await self._call(messages.Pause, messages.Done)
+        await self._call(EngineVerbs.pause)
         self._is_paused = True
 
     async def resume(self) -> None:
         """End a pause; see the protocol."""
-        await self._call(messages.Resume, messages.Done)
+        await self._call(EngineVerbs.resume)
         self._is_paused = False
         self._last_step = time.monotonic()  # the time of the pause does not count as a hang
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; see the protocol."""
-        await self._call(messages.ResetPrefixCache, messages.Done)
+        await self._call(EngineVerbs.reset_prefix_cache)
 
     async def set_log_level(self, level: str) -> None:
         """Set what the process logs, and those after it; see the protocol."""
         self._start_message = msgspec.structs.replace(self._start_message, log_level=level)
         if self._writer is not None and self._failure is None:
             with contextlib.suppress(EngineUnavailableError):  # it has died: the next one knows
-                await self._call(lambda number: messages.SetLogLevel(number, level), messages.Done)
+                await self._call(EngineVerbs.set_log_level, level)
 
-    async def _call(self, make: Callable[[int], msgspec.Struct], kind: type[A]) -> A:
-        """Send a call and wait for its answer."""
+    async def _call(
+        self, verb: Callable[[EngineVerbs, Unpack[As]], Awaitable[R]], *arguments: *As
+    ) -> R:
+        """Have a verb carried out, and wait for its answer."""
         if self._failure is not None:
             raise EngineUnavailableError("the engine has failed and is being started again")
         if self._writer is None:
             raise EngineUnavailableError("the model is still loading; try again when it is ready")
         number = next(self._numbers)
-        answer: asyncio.Future[msgspec.Struct] = asyncio.get_running_loop().create_future()
-        self._calls[number] = answer
+        answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self._calls[number] = VERBS[verb], answer
         try:
-            self._writer.write(make(number))
-            reply = await answer
+            self._tell(verb, *arguments, number=number)
+            return await answer
         finally:
             self._calls.pop(number, None)
-        if not isinstance(reply, kind):
-            raise EngineUnavailableError("the engine's process gave an answer to another question")
-        return reply
+
+    def _tell(
+        self,
+        verb: Callable[[EngineVerbs, Unpack[As]], Awaitable[object]],
+        *arguments: *As,
+        number: int = 0,
+    ) -> None:
+        """Have a verb carried out; number: of the answer, 0 if there is to be none."""
+        if self._writer is not None:
+            self._writer.write(messages.Call(number, VERBS[verb].name, raw(arguments)))
 
     # ---- what the process says -----------------------------------------------------------------
 
@@ -347,15 +356,17 @@ class ProcessEngineClient:
                 self._computes_on_cpu = message.info.device.startswith("cpu")
                 if self._started is not None and not self._started.done():
                     self._started.set_result(message.info)
-            case messages.Refused():
-                error = messages.from_wire(message.error)
-                waiting = self._calls.get(message.call) if message.call else self._started
-                if waiting is not None and not waiting.done():
-                    waiting.set_exception(error)
-            case messages.Admitted() | messages.Cancelled() | messages.Stats() | messages.Done():
-                answer = self._calls.get(message.call)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
+            case messages.Refused(0):
+                if self._started is not None and not self._started.done():
+                    self._started.set_exception(messages.from_wire(message.error))
+            case messages.Refused() | messages.Answer() if message.number in self._calls:
+                verb, answer = self._calls[message.number]
+                if answer.done():
+                    pass  # who asked waits no more
+                elif isinstance(message, messages.Refused):
+                    answer.set_exception(messages.from_wire(message.error))
+                else:
+                    answer.set_result(verb.answer.decode(message.value))
 
     def _take_step(self, outputs: StepOutputs) -> None:
         self._last_step = time.monotonic()
@@ -399,8 +410,8 @@ class ProcessEngineClient:
             if self._is_loading:
                 if not self._look()[1]:
                     self._last_heard = time.monotonic()
-            elif not waits_for_step and self._writer is not None:
-                self._writer.write(messages.GetStats(next(self._numbers)))
+            elif not waits_for_step:
+                self._tell(EngineVerbs.stats, number=next(self._numbers))
             last = self._last_step if waits_for_step else self._last_heard
             if time.monotonic() - last <= limit:
                 suspected, used = False, None
@@ -443,7 +454,7 @@ class ProcessEngineClient:
         if not self._closing:
             logger.error("%s", self._failure)
         error = EngineUnavailableError(what)
-        for waiting in (self._started, *self._calls.values()):
+        for waiting in (self._started, *(answer for _, answer in self._calls.values())):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(self._failure if waiting is self._started else error)
         self._end_live(what)
@@ -471,7 +482,7 @@ class ProcessEngineClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
-        for answer in self._calls.values():
+        for _, answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(EngineUnavailableError(_LOST))
         if self._writer is not None:

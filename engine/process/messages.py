@@ -1,7 +1,7 @@
 """What the front end and the engine's process say to each other.
 
-    front end ── Start, Submit, Cancel, Finish, GetStats, … ────────▶ engine process
-    front end ◀─ Progress, Started | Refused, replies, Step, Died ─── engine process
+    front end ── Start, then a Call for each verb ───────────────────▶ engine process
+    front end ◀─ Progress, Started, Answer | Refused, Step, Died ───── engine process
 
 Each message is one msgpack frame (see `engine.process.wire`), typed on both sides: nothing that
 arrives is executed, and a message that does not fit its type is an error.
@@ -29,9 +29,6 @@ from engine.errors import (
     UnsupportedFeatureError,
 )
 from engine.outputs import StepOutputs
-from engine.request import GenerationRequest
-from engine.stats import EngineStats
-from engine.types import RequestId
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -43,84 +40,17 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     log_level: str
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Take a request in; answered by Admitted or Refused."""
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """A verb of `EngineVerbs`, with its arguments (see `engine.process.verbs`). Answered by Answer
+    or Refused of the same number; number 0 is not answered.
+    """
 
-    call: int
-    request: GenerationRequest
-
-
-class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """End a request; answered by Cancelled."""
-
-    call: int
-    request_id: RequestId
+    number: int
+    verb: str
+    arguments: msgspec.Raw
 
 
-class Finish(msgspec.Struct, frozen=True, tag=True):
-    """End a choice as of its first tokens; not answered."""
-
-    request_id: RequestId
-    num_tokens: int
-    choice: int
-
-
-class Hold(msgspec.Struct, frozen=True, tag=True):
-    """Take no step for a request; not answered."""
-
-    request_id: RequestId
-
-
-class Unhold(msgspec.Struct, frozen=True, tag=True):
-    """Let a held request go on; not answered."""
-
-    request_id: RequestId
-
-
-class GetStats(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the figures; answered by Stats."""
-
-    call: int
-
-
-class Pause(msgspec.Struct, frozen=True, tag=True):
-    """Take no further step; answered by Done when the last one is over."""
-
-    call: int
-
-
-class Resume(msgspec.Struct, frozen=True, tag=True):
-    """End a pause; answered by Done."""
-
-    call: int
-
-
-class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
-    """Forget all cached prefixes; answered by Done."""
-
-    call: int
-
-
-class SetLogLevel(msgspec.Struct, frozen=True, tag=True):
-    """Set what the process logs; answered by Done, also while it loads."""
-
-    call: int
-    level: str
-
-
-Command = (
-    Start
-    | Submit
-    | Cancel
-    | Finish
-    | Hold
-    | Unhold
-    | GetStats
-    | Pause
-    | Resume
-    | ResetPrefixCache
-    | SetLogLevel
-)
+Command = Start | Call
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -144,38 +74,17 @@ class WireError(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A call could not be carried out; call 0 is Start."""
+    """The call of that number could not be carried out; 0 is Start."""
 
-    call: int
+    number: int
     error: WireError
 
 
-class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """A request was taken in."""
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """The call of that number was carried out; what it returned."""
 
-    call: int
-    queue_position: int
-    arrival: float
-
-
-class Cancelled(msgspec.Struct, frozen=True, tag=True):
-    """Whether there was a live request to end."""
-
-    call: int
-    was_live: bool
-
-
-class Stats(msgspec.Struct, frozen=True, tag=True):
-    """The figures."""
-
-    call: int
-    stats: EngineStats
-
-
-class Done(msgspec.Struct, frozen=True, tag=True):
-    """A call that has nothing to answer was carried out."""
-
-    call: int
+    number: int
+    value: msgspec.Raw
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -190,7 +99,7 @@ class Died(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Message = Progress | Started | Refused | Admitted | Cancelled | Stats | Done | Step | Died
+Message = Progress | Started | Refused | Answer | Step | Died
 
 
 def options_of(config: ContinuousBatchingConfig | LoadConfig) -> dict[str, Any]:

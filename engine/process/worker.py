@@ -16,12 +16,12 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
 import msgspec
 
-from engine.client import Admission
+from engine.client import Admission, EngineClient
 from engine.config import LoadConfig
 from engine.errors import EngineUnavailableError, HeadraceError
 from engine.local_client import LocalEngineClient
@@ -29,31 +29,21 @@ from engine.logs import hooks, records
 from engine.logs.queue import LogQueue
 from engine.outputs import StepOutputs
 from engine.process.messages import (
-    Admitted,
-    Cancel,
-    Cancelled,
+    Answer,
+    Call,
     Command,
     Died,
-    Done,
-    Finish,
-    GetStats,
-    Hold,
-    Pause,
     Progress,
     Refused,
-    ResetPrefixCache,
-    Resume,
-    SetLogLevel,
     Start,
     Started,
-    Stats,
     Step,
-    Submit,
-    Unhold,
     batching_config,
     to_wire,
 )
+from engine.process.verbs import VERBS, Verb, raw
 from engine.process.wire import FrameReader, FrameWriter
+from engine.request import GenerationRequest
 from engine.types import RequestId
 
 logger = logging.getLogger(__name__)
@@ -67,133 +57,101 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _END_WAIT_S = 3.0
 """How long a step that runs may keep the ranks of a divided model from being told to end."""
 
+Method = Callable[..., Awaitable[object]]
+
 
 class Worker:
     """One engine, and the front end that it works for."""
 
-    def __init__(self, reader: FrameReader[Command], writer: FrameWriter) -> None:
+    def __init__(
+        self, engine: EngineClient, reader: FrameReader[Command], writer: FrameWriter
+    ) -> None:
+        self._engine = engine
         self._reader = reader
         self._writer = writer
-        self._engine: LocalEngineClient | None = None
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._submitting: dict[RequestId, asyncio.Task[Admission]] = {}
+        self._has_loaded = False
+        ours: dict[str, Method] = {"submit": self._submit, "cancel": self._cancel}
+        self._verbs: dict[str, tuple[Verb, Method]] = {
+            verb.name: (verb, ours.get(verb.name) or getattr(engine, verb.name))
+            for verb in VERBS.values()
+        }
 
-    async def run(self) -> None:
-        """Load what the first message says, then serve until the front end goes away."""
-        start = await self._reader.read()
-        if not isinstance(start, Start):
-            return
-        logging.getLogger().setLevel(start.log_level.upper())
-        working = asyncio.ensure_future(self._work(start))
+    async def run(self, *, close: bool) -> None:
+        """Load, then serve until the front end goes away. `close`: whether the engine, if it has
+        loaded, is closed then.
+        """
+        working = asyncio.ensure_future(self._work())
         reading = asyncio.ensure_future(self._read())
         done, _ = await asyncio.wait({working, reading}, return_when=asyncio.FIRST_COMPLETED)
         for future in done:
             future.result()
-        if self._engine is not None and start.load_config.get("tensor_parallel") == "auto":
-            # Other processes wait for this one; they end well if they are told to.
+        if close and self._has_loaded:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._engine.close(), _END_WAIT_S)
 
-    async def _work(self, start: Start) -> None:
+    async def _work(self) -> None:
         """Load; then wait for the engine's death, which ends this process."""
         try:
-            engine = LocalEngineClient(
-                start.model,
-                batching_config(start.config),
-                LoadConfig(**start.load_config),
-                owns_process=True,
-            )
-            info = await engine.start(self._on_step, self._on_progress)
+            info = await self._engine.start(self._on_step, self._on_progress)
         except HeadraceError as error:
             self._writer.write(Refused(0, to_wire(error)))
         else:
-            self._engine = engine
+            self._has_loaded = True
             self._writer.write(Started(info))
-            self._writer.write(Died(str(await engine.wait_failed())))
+            self._writer.write(Died(str(await self._engine.wait_failed())))
         await self._writer.flush()
 
     async def _read(self) -> None:
+        """Have calls carried out, each in a task, begun in the order in which they came.
+
+        Raises:
+            ValueError: what came is no call of a verb.
+        """
         while (command := await self._reader.read()) is not None:
-            task = asyncio.create_task(self._carry_out(command))
+            if isinstance(command, Start):
+                logger.error("told twice what to load; the second time is ignored")
+                continue
+            if command.verb not in self._verbs:
+                raise ValueError(f"{command.verb!r} is no verb of the engine")
+            verb, method = self._verbs[command.verb]
+            result = method(*verb.arguments.decode(command.arguments))
+            task = asyncio.create_task(self._answer(command, result))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _carry_out(self, command: Command) -> None:
-        match command:
-            case Submit():
-                await self._answer(command.call, self._submit(command))
-            case Cancel():
-                await self._answer(command.call, self._cancel(command))
-            case GetStats():
-                await self._answer(command.call, self._stats(command))
-            case Pause() | Resume() | ResetPrefixCache() | SetLogLevel():
-                await self._answer(command.call, self._control(command))
-            case Finish() | Hold() | Unhold():
-                if self._engine is not None:
-                    await self._tell(self._engine, command)
-            case Start():
-                logger.error("told twice what to load; the second time is ignored")
-
-    async def _tell(self, engine: LocalEngineClient, command: Finish | Hold | Unhold) -> None:
-        """Carry out what is not answered."""
-        match command:
-            case Finish():
-                await engine.finish(command.request_id, command.num_tokens, command.choice)
-            case Hold():
-                await engine.hold(command.request_id)
-            case Unhold():
-                await engine.unhold(command.request_id)
-
-    async def _answer(self, call: int, answer: Awaitable[msgspec.Struct]) -> None:
-        """Send a call's answer, or why there is none."""
+    async def _answer(self, call: Call, result: Awaitable[object]) -> None:
+        """Send what came of a call, or why nothing did."""
+        reply: Answer | Refused
         try:
-            self._writer.write(await answer)
+            reply = Answer(call.number, raw(await result))
         except HeadraceError as error:
-            self._writer.write(Refused(call, to_wire(error)))
+            reply = Refused(call.number, to_wire(error))
         except Exception:
             logger.exception("a call of the front end failed")
             unknown = EngineUnavailableError("the engine could not carry this out; see its log")
-            self._writer.write(Refused(call, to_wire(unknown)))
+            reply = Refused(call.number, to_wire(unknown))
+        if call.number:
+            self._writer.write(reply)
 
-    async def _submit(self, command: Submit) -> Admitted:
-        name = command.request.request_id
-        submitting = asyncio.ensure_future(self._running().submit(command.request))
-        self._submitting[name] = submitting
+    async def _submit(self, request: GenerationRequest) -> Admission:
+        submitting = asyncio.ensure_future(self._engine.submit(request))
+        self._submitting[request.request_id] = submitting
         try:
-            admission = await submitting
+            return await submitting
         except asyncio.CancelledError:
             raise EngineUnavailableError("it was cancelled before it was taken in") from None
         finally:
-            self._submitting.pop(name, None)
-        return Admitted(command.call, admission.queue_position, admission.arrival)
+            self._submitting.pop(request.request_id, None)
 
-    async def _cancel(self, command: Cancel) -> Cancelled:
-        submitting = self._submitting.get(command.request_id)
+    async def _cancel(self, request_id: RequestId) -> bool:
+        submitting = self._submitting.get(request_id)
         if submitting is not None and submitting.cancel():
             # Its form is being compiled: the engine does not have it, and never will.
-            return Cancelled(command.call, was_live=False)
-        return Cancelled(command.call, await self._running().cancel(command.request_id))
-
-    async def _stats(self, command: GetStats) -> Stats:
-        return Stats(command.call, await self._running().stats())
-
-    async def _control(self, command: Pause | Resume | ResetPrefixCache | SetLogLevel) -> Done:
-        match command:
-            case Pause():
-                await self._running().pause()
-            case Resume():
-                await self._running().resume()
-            case ResetPrefixCache():
-                await self._running().reset_prefix_cache()
-            case SetLogLevel():
-                logging.getLogger().setLevel(command.level.upper())
-        return Done(command.call)
-
-    def _running(self) -> LocalEngineClient:
-        if self._engine is None:
-            raise EngineUnavailableError("the model is still loading; try again when it is ready")
-        return self._engine
+            return False
+        return await self._engine.cancel(request_id)
 
     def _on_step(self, outputs: StepOutputs) -> None:
         self._writer.write(Step(outputs))
@@ -207,10 +165,24 @@ class Worker:
 
 
 async def serve(connection: socket.socket) -> None:
-    """Work for whoever holds the other end of a socket, until it is closed."""
-    reader, writer = await asyncio.open_connection(sock=connection)
-    frames = FrameReader(reader, msgspec.msgpack.Decoder(Command))
-    await Worker(frames, FrameWriter(writer)).run()
+    """Work for whoever holds the other end of a socket, until it is closed. The first message says
+    what to load.
+    """
+    stream, writer = await asyncio.open_connection(sock=connection)
+    frames, answers = FrameReader(stream, msgspec.msgpack.Decoder(Command)), FrameWriter(writer)
+    start = await frames.read()
+    if not isinstance(start, Start):
+        return
+    logging.getLogger().setLevel(start.log_level.upper())
+    try:
+        config, load_config = batching_config(start.config), LoadConfig(**start.load_config)
+    except HeadraceError as error:
+        answers.write(Refused(0, to_wire(error)))
+        await answers.flush()
+        return
+    engine = LocalEngineClient(start.model, config, load_config, owns_process=True)
+    # Other processes may wait for this one; they end well if they are told to.
+    await Worker(engine, frames, answers).run(close=load_config.tensor_parallel == "auto")
 
 
 def _exit(code: int) -> NoReturn:

@@ -45,15 +45,35 @@ class Client(ProcessEngineClient):
         return self._fake.info
 
 
-class Dropping(FrameWriter):
-    """Some messages never arrive."""
+class Noting(FrameReader[messages.Command]):
+    """Remembers which call was for which verb."""
 
-    kinds: tuple[type, ...] = ()
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        super().__init__(reader, msgspec.msgpack.Decoder(messages.Command))
+        self.asked: dict[int, str] = {}
+
+    async def read(self) -> messages.Command | None:
+        """The next message."""
+        message = await super().read()
+        if isinstance(message, messages.Call):
+            self.asked[message.number] = message.verb
+        return message
+
+
+class Dropping(FrameWriter):
+    """The answers to some verbs never arrive."""
+
+    verbs: tuple[str, ...] = ()
+
+    def __init__(self, writer: asyncio.StreamWriter, reader: Noting) -> None:
+        super().__init__(writer)
+        self._asked = reader.asked
 
     def write(self, message: msgspec.Struct) -> None:
         """Send a message, or not."""
-        if not isinstance(message, self.kinds):
-            super().write(message)
+        if isinstance(message, messages.Answer) and self._asked[message.number] in self.verbs:
+            return
+        super().write(message)
 
 
 class Scene:
@@ -76,9 +96,9 @@ class Scene:
 async def scene(engine: FakeEngine) -> AsyncIterator[Scene]:
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=theirs)
-    answers = Dropping(writer)
-    worker = Worker(FrameReader(reader, msgspec.msgpack.Decoder(messages.Command)), answers)
-    worker._engine = engine  # type: ignore[assignment]
+    calls = Noting(reader)
+    answers = Dropping(writer, calls)
+    worker = Worker(engine, calls, answers)
     await engine.start(worker._on_step, print)
     reading = asyncio.create_task(worker._read())
     client = Client(ours, engine)
@@ -105,7 +125,7 @@ async def test_the_process_ends_before_a_request_that_nobody_wants_has() -> None
     """Its caller gave up before the process answered, and its end never comes."""
     engine = FakeEngine(auto=False)
     async with scene(engine) as there:
-        there.writer.kinds = (messages.Admitted,)
+        there.writer.verbs = ("submit",)
         call = await there.begin()
         await until(lambda: engine.num_live)
         call.cancel()
@@ -118,7 +138,7 @@ async def test_the_process_ends_before_a_request_that_nobody_wants_has() -> None
 
 async def test_calls_that_were_not_answered_end_with_the_process() -> None:
     async with scene(FakeEngine(auto=False)) as there:
-        there.writer.kinds = (messages.Stats,)
+        there.writer.verbs = ("stats",)
         asking = asyncio.ensure_future(there.client.stats())
         await until(lambda: there.client._calls)
         await there.client._end_process()
