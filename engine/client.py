@@ -135,14 +135,6 @@ class EngineVerbs(Protocol):
         """
         ...
 
-    async def live_requests(self) -> tuple[RequestId, ...]:
-        """The requests that were taken in and have not ended, in no order.
-
-        Raises:
-            EngineUnavailableError: loading, or stopped.
-        """
-        ...
-
     async def stats(self) -> EngineStats:
         """The engine's figures now.
 

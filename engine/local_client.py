@@ -158,10 +158,6 @@ class LocalEngineClient:
         if self._engine is not None:
             self._engine.unhold_request(request_id)
 
-    async def live_requests(self) -> tuple[RequestId, ...]:
-        """The requests that have not ended; see the protocol."""
-        return self._running().live_requests()
-
     async def stats(self) -> EngineStats:
         """The engine's figures now."""
         return self._running().stats()

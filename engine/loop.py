@@ -230,11 +230,6 @@ class EngineLoop:
             self._is_held = True
             return self._between_steps(self._core.settle)
 
-    def live_requests(self) -> tuple[RequestId, ...]:
-        """The requests that were taken in and have not ended."""
-        with self._changed:
-            return tuple(self._live)
-
     def go_on(self) -> None:
         """End a hold. Harmless where there is none."""
         with self._changed:

@@ -269,10 +269,6 @@ class ProcessEngineClient:
             self._held.discard(request_id)
             self._tell(EngineVerbs.unhold, request_id)
 
-    async def live_requests(self) -> tuple[RequestId, ...]:
-        """The requests that have not ended; see the protocol."""
-        return await self._call(EngineVerbs.live_requests)
-
     async def stats(self) -> EngineStats:
         """The engine's figures now."""
         return await self._call(EngineVerbs.stats)

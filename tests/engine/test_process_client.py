@@ -159,15 +159,6 @@ async def test_calls_and_refusals_cross(shared: tuple[ProcessEngineClient, Sink]
     assert not await client.cancel(RequestId("cancelled"))
 
 
-async def test_the_live_requests_cross(shared: tuple[ProcessEngineClient, Sink]) -> None:
-    client, sink = shared
-    assert await client.live_requests() == ()
-    await client.submit(_request("live", max_tokens=1500))
-    assert await client.live_requests() == ("live",)
-    await client.cancel(RequestId("live"))
-    await sink.until("live")
-
-
 async def _refusals_for(seconds: float, client: ProcessEngineClient) -> None:
     """Without a pause there are requests that are refused: they make no steps, and no hang."""
     end = time.monotonic() + seconds

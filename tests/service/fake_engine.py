@@ -278,10 +278,6 @@ class FakeEngine:
             live.held = False
             self._work.set()
 
-    async def live_requests(self) -> tuple[RequestId, ...]:
-        """The requests that have not ended."""
-        return tuple(self._live)
-
     async def stats(self) -> EngineStats:
         """The figures now."""
         if self.stats_gate is not None:
