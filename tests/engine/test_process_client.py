@@ -181,9 +181,9 @@ async def test_a_pause_crosses_and_is_no_hang_and_the_tokens_stay_the_same(sink:
     await client.set_log_level("error")  # kept for the process that is to come
     await client.start(sink, lambda line: None)
     try:
-        await client.submit(_request("plain", max_tokens=60))
+        await client.submit(_request("plain", max_tokens=400))
         await sink.until("plain")
-        await client.submit(_request("a", max_tokens=60))
+        await client.submit(_request("a", max_tokens=400))
         await client.submit(_request("c", max_tokens=1500))
         await sink.until("a", ended=False)
         await client.pause()
