@@ -34,11 +34,13 @@ class _Caller:
 
     Attributes:
         weight: as its latest request said.
+        group: its name, or that of the group whose weight it shares.
         live, waiting: its requests that run or wait, and those of them that wait.
         service: what it was given, as the module says.
     """
 
     weight: float
+    group: CallerKey
     live: int = 0
     waiting: int = 0
     service: int = 0
@@ -55,6 +57,7 @@ class Callers:
         self._idle: OrderedDict[CallerKey, _Caller] = OrderedDict()  # named; longest idle in front
         self._of: dict[RequestKey, _Caller] = {}  # of the requests that run or wait
         self._waiting: dict[RequestKey, _Caller] = {}
+        self._groups: dict[CallerKey, int] = {}  # how many of a group have requests
         self._service = 0
 
     def enter(self, request: Request) -> None:
@@ -65,6 +68,8 @@ class Callers:
         caller = self._active.get(spec.caller)
         if caller is None:
             caller = self._active[spec.caller] = self._make(spec.caller, spec.weight)
+            caller.group = spec.caller_group or spec.caller
+            self._groups[caller.group] = self._groups.get(caller.group, 0) + 1
         caller.weight = spec.weight
         caller.live += 1
         self._of[request.key] = caller
@@ -92,6 +97,9 @@ class Callers:
         if not caller.live:
             key = request.spec.caller
             del self._active[key]
+            self._groups[caller.group] -= 1
+            if not self._groups[caller.group]:
+                del self._groups[caller.group]
             if key in self._named:
                 self._idle[key] = caller
 
@@ -113,6 +121,13 @@ class Callers:
         """How many of a caller's requests run."""
         found = self._active.get(caller)
         return 0 if found is None else found.live - found.waiting
+
+    def weight(self, caller: CallerKey) -> float:
+        """What a caller that has requests is due beside others: those of a group that have some
+        share its weight in equal parts.
+        """
+        found = self._active[caller]
+        return found.weight / self._groups[found.group]
 
     def named(self) -> tuple[CallerStats, ...]:
         """The callers that are told of by name, those that have requests in front."""
@@ -144,7 +159,7 @@ class Callers:
             return known
         if len(self._named) == NAMED_CALLERS and self._idle:
             del self._named[self._idle.popitem(last=False)[0]]
-        caller = _Caller(weight)
+        caller = _Caller(weight, key)
         if len(self._named) < NAMED_CALLERS:
             self._named[key] = caller
         return caller

@@ -125,7 +125,9 @@ class FairScheduler(Scheduler):
             places[share] = places.get(share, 0) + 1
         if not places:
             return 0.0
-        return max(places, key=lambda one: (places[one] / one.weight, one.counter)).counter
+        return max(
+            places, key=lambda one: (places[one] / self._shares.weight(one), one.counter)
+        ).counter
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -207,7 +209,7 @@ class _FairStep:
         places = self._places()
         order = [one for share in sorted(places, key=_level) for one in places[share]]
         # Who holds more than its share gives up what is beyond it before all others.
-        due = _due(places)
+        due = self._due(places)
         beyond = {one.key for share, ones in places.items() for one in ones[due[share] :]}
         self.victims = sorted(order, key=lambda one: one.key in beyond)
         order = [one for one in order if one.key in runnable]
@@ -276,7 +278,7 @@ class _FairStep:
     def _note(self, request: Request) -> None:
         share = self._shares.of(request)
         service = service_of(self._plan.parts[request.key])
-        self.given[share] = self.given.get(share, 0.0) + service / share.weight
+        self.given[share] = self.given.get(share, 0.0) + service / self._shares.weight(share)
 
     # ---- requests that wait ----------------------------------------------------------------------
 
@@ -335,7 +337,7 @@ class _FairStep:
     def _overserved(self, share: Share, head: Request, is_full: bool) -> list[Request]:
         """Who gives a place or blocks up for a caller that has none; the first at first."""
         places = self._places()
-        due = _due(places, share.weight)
+        due = self._due(places, self._shares.weight(share))
         wanted = LEAD + max(0, head.num_counted_tokens - head.num_computed_tokens)
         beyond: list[Request] = []
         ahead: list[Request] = []
@@ -346,18 +348,21 @@ class _FairStep:
                 beyond += reversed(requests[due[other] :])
             else:
                 again = 0 if is_full else requests[-1].num_tokens
-                if lead * other.weight >= min(wanted + again, MAX_LEAD):
+                if lead * self._shares.weight(other) >= min(wanted + again, MAX_LEAD):
                     ahead.append(requests[-1])
         return beyond + ahead
 
-
-def _due(places: Mapping[Share, list[Request]], more: float = 0.0) -> dict[Share, int]:
-    """How many of the places that are taken are each caller's by its weight, at least one. `more`:
-    the weight of one that has none yet.
-    """
-    num_running = sum(map(len, places.values()))
-    weights = sum(one.weight for one in places) + more
-    return {one: max(1, math.ceil(num_running * one.weight / weights)) for one in places}
+    def _due(self, places: Mapping[Share, list[Request]], more: float = 0.0) -> dict[Share, int]:
+        """How many of the places that are taken are each caller's by its weight, at least one.
+        `more`: the weight of one that has none yet.
+        """
+        num_running = sum(map(len, places.values()))
+        weights = {share: self._shares.weight(share) for share in places}
+        total = sum(weights.values()) + more
+        return {
+            share: max(1, math.ceil(num_running * weight / total))
+            for share, weight in weights.items()
+        }
 
 
 def _level(share: Share) -> tuple[float, int]:

@@ -42,8 +42,7 @@ class Share:
 
     Attributes:
         caller: its name.
-        weight: as its latest request said.
-        counter: the service that it was given, divided by its weight.
+        counter: the service that it was given, divided by its weight at that time.
         is_new: it was lifted when it began to wait, and was given nothing since.
         since: when it began to wait, counted in such beginnings.
         waiting: its requests in the queue.
@@ -51,7 +50,6 @@ class Share:
     """
 
     caller: CallerKey
-    weight: float
     counter: float
     is_new: bool = False
     since: int = 0
@@ -155,7 +153,7 @@ class Shares:
         share = self._shares.get(caller)
         if share is None:
             self._forget()
-            share = Share(caller, request.spec.weight, self.floor())
+            share = Share(caller, self.floor())
             self._shares[caller] = share
         return share
 
@@ -163,6 +161,10 @@ class Shares:
         """A caller's place among the others; `given`: of this step, not counted yet."""
         has_place = given > 0 or self._callers.num_running(share.caller) > 0
         return share.counter + given, has_place, share.since
+
+    def weight(self, share: Share) -> float:
+        """What a caller that has requests is due beside others."""
+        return self._callers.weight(share.caller)
 
     def wake(self, request: Request) -> None:
         """A request will run that neither ran nor waited."""
@@ -175,7 +177,6 @@ class Shares:
         is lifted to the floor if it begins to wait by that.
         """
         share = self.of(request)
-        share.weight = request.spec.weight
         is_begun = request.first_scheduled is not None
         if not share.waiting:
             floor = self.floor() if lifts else -math.inf
@@ -207,7 +208,7 @@ class Shares:
     def served(self, request: Request, service: int) -> None:
         """A request's caller was given service."""
         share = self.of(request)
-        share.counter += service / share.weight
+        share.counter += service / self.weight(share)
         if share.is_new:
             share.is_new = False
             self._enter(share)

@@ -499,6 +499,7 @@ def make_request(
     history: bool = False,
     caller: str = "",
     weight: float = 1.0,
+    group: str = "",
 ) -> GenerationRequest:
     """`history`: its sampling needs the tokens before on the host."""
     return GenerationRequest(
@@ -515,4 +516,5 @@ def make_request(
         prompt_logprobs=prompt_logprobs,
         caller=CallerKey(caller),
         weight=weight,
+        caller_group=CallerKey(group),
     )

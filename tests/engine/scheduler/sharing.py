@@ -25,6 +25,7 @@ class Client:
 
     Attributes:
         stays: when it is there: from a step, for a number of steps.
+        group: whose weight it shares; "": its own.
         prompt, output: its requests' longest, in tokens; at least 1.
     """
 
@@ -32,6 +33,7 @@ class Client:
     stays: Sequence[tuple[int, int]] = ((0, 10**9),)
     prompt: int = 24
     output: int = 6
+    group: str = ""
 
     def is_there(self, step: int) -> bool:
         return any(begin <= step < begin + length for begin, length in self.stays)
@@ -127,6 +129,7 @@ class Sharing:
             self._chance.randint(1, client.output),
             caller=name,
             weight=client.weight,
+            group=client.group,
         )
         self.core.add(spec, self.core.clock())
 

@@ -158,6 +158,14 @@ def test_weights_are_heeded() -> None:
     assert max(each) <= 1.05 * min(each)
 
 
+def test_whom_a_gateway_names_share_its_weight() -> None:
+    sharing = Sharing([Client(2.0), *(Client(2.0, group="gateway") for _ in range(3))])
+    sharing.run(3000)
+    alone, *named = sharing.service
+    assert max(named) <= 1.05 * min(named)
+    assert abs(alone - sum(named)) <= 0.05 * alone
+
+
 def test_time_without_requests_is_no_credit() -> None:
     sharing = Sharing([Client(), Client(stays=((0, 20), (2000, 400)))])
     sharing.run(2000)
@@ -322,11 +330,7 @@ def a_newcomer_has_no_floor(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def a_weight_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    def served(self: Shares, request: Request, service: int) -> None:
-        share = self.of(request)
-        _served(self, request, round(service * share.weight))
-
-    patch.setattr(Shares, "served", served)
+    patch.setattr(Shares, "weight", lambda self, share: 1.0)
 
 
 @plant
