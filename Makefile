@@ -136,6 +136,10 @@ bench-report: $(STAMP) ## Write the tables of the documents from the records in 
 bench-step-time: $(STAMP) $(NATIVE) ## Measure what a target step time gives and costs, on the 0.6B shape: a quarter of an hour (ARGS=--resume).
 	$(BIN)/python -m benchmarks.step_time $(ARGS)
 
+.PHONY: bench-fairness
+bench-fairness: $(STAMP) $(NATIVE) ## Measure what a caller gets beside another's backlog: about ten minutes.
+	$(BIN)/python -m benchmarks.fairness $(ARGS)
+
 .PHONY: bench-front-end
 bench-front-end: $(STAMP) ## Measure what the front end costs: CPU time of its process for each token.
 	$(BIN)/python -m benchmarks.front_end_cost $(ARGS)

@@ -412,7 +412,7 @@ def test_what_is_no_policy_is_refused() -> None:
         register_scheduler("mine", int)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no scheduler"):
         register_scheduler("mine", Unfinished)
-    with pytest.raises(ConfigError, match="name is empty"):
+    with pytest.raises(ConfigError, match="is no name"):
         register_scheduler("", FIFOScheduler)
     with pytest.raises(ConfigError):
         scheduler_class("mine")
