@@ -281,25 +281,26 @@ def test_cpu_offload_space_acts(llama: LoadedModel) -> None:
 def test_scheduler_type_acts(llama: LoadedModel) -> None:
     kinds = {
         name: type(_run(llama, scheduler_type=name)[0]._core.scheduler).__name__
-        for name in ("fifo", "prefill_first", "priority")
+        for name in ("fifo", "prefill_first", "priority", "fair")
     }
     assert kinds == {
         "fifo": "FIFOScheduler",
         "prefill_first": "PrefillFirstScheduler",
         "priority": "PriorityScheduler",
+        "fair": "FairScheduler",
     }
     with pytest.raises(ConfigError, match="scheduler_type"):
         _run(llama, scheduler_type="lifo")
 
 
-@pytest.mark.parametrize("name", ["fifo", "prefill_first", "priority"])
+@pytest.mark.parametrize("name", ["fifo", "prefill_first", "priority", "fair"])
 def test_priorities_are_heeded_or_refused(llama: LoadedModel, name: str) -> None:
     config = ContinuousBatchingConfig(block_size=8, num_blocks=64, scheduler_type=name)
     manager = llama.init_continuous_batching(None, config)
     manager.start()
     try:
         manager.add_request([5, 6], max_new_tokens=1, priority=0)
-        if name == "priority":
+        if name in ("priority", "fair"):
             manager.add_request([5, 6], max_new_tokens=1, priority=1)
         else:
             with pytest.raises(UnsupportedFeatureError, match=r"scheduling\.priority"):

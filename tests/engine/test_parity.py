@@ -12,8 +12,12 @@ from engine.config import ContinuousBatchingConfig
 from engine.errors import ModelRefusedError
 from engine.kv_cache.groups import window_blocks
 from engine.offline import LoadedModel, from_model
-from engine.request import RequestStatus
+from engine.request import GenerationRequest, Request, RequestStatus
 from engine.results import GenerationOutput
+from engine.sampling_params import SamplingParams, StopParams
+from engine.scheduler.plan import StepPlan
+from engine.token_ids import TokenIds
+from engine.types import CallerKey, RequestId
 from tests.tiny_models import (
     FAMILIES,
     WINDOW,
@@ -108,6 +112,52 @@ def test_a_budget_of_one_token() -> None:
     assert longest_step == 1
     for length, output in zip(lengths, outputs, strict=True):
         assert tuple(output.generated_tokens) == _reference("mistral", length)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_who_gives_a_place_up_goes_on_where_it_was(family: str, overlap: bool) -> None:
+    """One caller has both places, and another comes and goes: its requests are set aside."""
+    config = ContinuousBatchingConfig(
+        block_size=8,
+        num_blocks=256,
+        max_requests_per_batch=2,
+        scheduler_type="fair",
+        use_async_batching=overlap,
+    )
+    core = _loaded(family).init_continuous_batching(continuous_batching_config=config)._core
+    set_aside, kept = core.scheduler.set_aside, []
+
+    def watch(plan: StepPlan, request: Request) -> None:
+        kept.append(request.num_computed_tokens)
+        set_aside(plan, request)
+
+    core.scheduler.set_aside = watch  # type: ignore[method-assign]
+    lengths = (64, 31, 90, 2, 1, 33)
+    tokens: dict[str, list[int]] = {str(length): [] for length in lengths}
+
+    def step() -> None:
+        for output in core.step().outputs:
+            tokens[output.request_id] += output.token_ids
+
+    for index, length in enumerate(lengths):
+        spec = GenerationRequest(
+            request_id=RequestId(str(length)),
+            prompt=TokenIds.of(make_prompts((length,), seed=length)[0]),
+            sampling=SamplingParams(temperature=0.0),
+            stop=StopParams(max_tokens=NEW_TOKENS),
+            caller=CallerKey("many" if index < 3 else f"few{index}"),
+        )
+        core.add(spec, float(index))
+        if index > 1:
+            for _ in range(4):
+                step()
+    while core.has_work:
+        step()
+    assert core.stats().preemptions == 0
+    assert len([one for one in kept if one]) >= 2
+    for length in lengths:
+        assert tuple(tokens[str(length)]) == _reference(family, length), length
 
 
 def test_a_model_in_training_mode_is_refused() -> None:
