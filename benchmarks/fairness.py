@@ -192,13 +192,13 @@ async def watch(operator: Caller, steps: list[float]) -> None:
         steps.append(message.statistics.engine.last_step.ToNanoseconds() / 1e9)
 
 
-async def ask_short(caller: Caller, count: int, chance: random.Random) -> list[float]:
-    """The times to the first token of short requests, one after the other."""
-    found = []
-    for number in range(count):
+async def ask_short(caller: Caller, count: int | None, chance: random.Random) -> list[float]:
+    """The times to the first token of short requests, one after the other; None: without end."""
+    found: list[float] = []
+    for number in itertools.count() if count is None else range(count):
         await asyncio.sleep(chance.uniform(0, 2 * _PAUSE_S))
         found.append(await caller.first_token(SHORT_TOKENS))
-        if number % 50 == 49:
+        if number % 50 == 49 and count is not None:
             print(f"  {number + 1} of {count} short requests", flush=True)
     return found
 
@@ -216,16 +216,14 @@ async def measure_first(server: Server, arguments: argparse.Namespace) -> dict[s
         asking = [keep_asking(backlog, BACKLOG_TOKENS) for _ in range(arguments.backlog)]
         async with running(*asking):
             await asyncio.sleep(arguments.warm_up)
-            stats = await operator.control.GetStatistics(
-                control_service_pb2.GetStatisticsRequest(), metadata=operator.metadata
-            )
+            stats = await figures(operator)
             async with running(watch(operator, steps)):
                 beside = await ask_short(other, arguments.samples, chance)
     step = statistics.median(steps)
     return {
         "samples": len(beside),
-        "waiting": stats.statistics.engine.waiting,
-        "running": stats.statistics.engine.running,
+        "waiting": stats.engine.waiting,
+        "running": stats.engine.running,
         "step_p50_s": step,
         "step_p99_s": quantile(steps, 99),
         "alone_p50_s": statistics.median(alone),
@@ -237,16 +235,40 @@ async def measure_first(server: Server, arguments: argparse.Namespace) -> dict[s
     }
 
 
-async def turn(server: Server, requests: int) -> dict[str, float]:
-    """A backlog to its end, beside short requests; tokens a second of all."""
+async def figures(operator: Caller) -> Any:
+    """The server's statistics now."""
+    request = control_service_pb2.GetStatisticsRequest()
+    answer = await operator.control.GetStatistics(request, metadata=operator.metadata)
+    return answer.statistics
+
+
+async def turn(server: Server, arguments: argparse.Namespace) -> dict[str, float]:
+    """A backlog that does not end, beside short requests; tokens a second of all, as the engine
+    counts them: a batch that empties at the end would say more of its end than of the policy.
+    """
     chance = random.Random(2)
-    async with Caller(server, "backlog") as backlog, Caller(server, "other") as other:
-        began = time.perf_counter()
-        async with running(ask_short(other, 1 << 30, chance)):
-            await asyncio.gather(*(backlog.generate(BACKLOG_TOKENS) for _ in range(requests)))
-            seconds = time.perf_counter() - began
-            tokens = backlog.tokens + other.tokens
-    return {"tokens_per_s": tokens / seconds, "seconds": seconds, "short": other.tokens}
+    async with (
+        Caller(server, "backlog") as backlog,
+        Caller(server, "other") as other,
+        Caller(server, "operator") as operator,
+    ):
+        asking = [keep_asking(backlog, BACKLOG_TOKENS) for _ in range(arguments.backlog)]
+        async with running(*asking, ask_short(other, None, chance)):
+            await asyncio.sleep(arguments.warm_up)
+            before, began = (await figures(operator)).engine, time.perf_counter()
+            await asyncio.sleep(arguments.turn_seconds)
+            after, seconds = (await figures(operator)).engine, time.perf_counter() - began
+        while (await figures(operator)).engine.running:  # noqa: ASYNC110 - another process's
+            await asyncio.sleep(_PAUSE_S)
+    generated = after.generated_tokens - before.generated_tokens
+    prompts = after.prompt_tokens - before.prompt_tokens
+    return {
+        "tokens_per_s": (generated + prompts) / seconds,
+        "generated_per_s": generated / seconds,
+        "steps_per_s": (after.steps - before.steps) / seconds,
+        "preemptions": after.preemptions - before.preemptions,
+        "short_tokens": other.tokens,
+    }
 
 
 async def measure_paired(servers: Sequence[Server], arguments: argparse.Namespace) -> Any:
@@ -254,7 +276,7 @@ async def measure_paired(servers: Sequence[Server], arguments: argparse.Namespac
     turns: list[list[dict[str, float]]] = [[], []]
     for number in range(arguments.turns + 1):
         for index in (0, 1) if number % 2 else (1, 0):
-            found = await turn(servers[index], arguments.turn_requests)
+            found = await turn(servers[index], arguments)
             if number:  # the first one warms up
                 turns[index].append(found)
         if number:
@@ -365,11 +387,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--parts", default="first,paired,shares", type=lambda text: text.split(","))
     parser.add_argument("--backlog", type=int, default=500, help="requests that wait or run")
-    parser.add_argument("--samples", type=int, default=300, help="short requests beside it")
+    parser.add_argument("--samples", type=int, default=250, help="short requests beside it")
     parser.add_argument("--alone", type=int, default=50, help="short requests before it")
-    parser.add_argument("--warm-up", type=float, default=5.0, help="seconds of the backlog alone")
+    parser.add_argument(
+        "--warm-up", type=float, default=4.0, help="seconds of a load before it counts"
+    )
     parser.add_argument("--turns", type=int, default=7, help="pairs that count")
-    parser.add_argument("--turn-requests", type=int, default=200, help="of the backlog in a turn")
+    parser.add_argument("--turn-seconds", type=float, default=12.0, help="of each turn")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each part of shares")
     parser.add_argument("--quick", action="store_true", help="a few of each, for a look")
     parser.add_argument(
@@ -378,7 +402,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     if arguments.quick:
         arguments.backlog, arguments.samples, arguments.alone = 40, 5, 2
-        arguments.warm_up, arguments.turns, arguments.turn_requests = 0.5, 1, 20
+        arguments.warm_up, arguments.turns, arguments.turn_seconds = 0.5, 1, 1.0
         arguments.seconds = 1.0
     return arguments
 
