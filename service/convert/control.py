@@ -16,7 +16,7 @@ from service.control import Pause, Snapshot
 from service.convert.model import server_version
 from service.convert.response import cancel_result
 from service.convert.values import seconds, to_duration
-from service.delivery.log import RequestLog
+from service.delivery.request import ServedRequest
 from service.delivery.stats import RegistryStats
 from service.errors import FieldError
 from service.state import Drain, Phase
@@ -219,30 +219,31 @@ def _rates(before: Snapshot, now: Snapshot) -> pb.EngineRates | None:
     )
 
 
-def live_request(log: RequestLog, now: float) -> pb.LiveRequest:
+def live_request(request: ServedRequest, now: float) -> pb.LiveRequest:
     """A live request. `now`: monotonic seconds."""
+    log = request.log
     output_tokens = log.output_tokens
-    if log.cancel_wanted:
+    if request.cancel_wanted:
         state = pb.REQUEST_STATE_CANCELLING
     elif log.accepted is None:
         state = pb.REQUEST_STATE_SUBMITTED
-    elif log.flow.is_held:
+    elif request.is_held:
         state = pb.REQUEST_STATE_HELD
     elif output_tokens == 0:
         state = pb.REQUEST_STATE_WAITING
     else:
         state = pb.REQUEST_STATE_GENERATING
     return pb.LiveRequest(
-        identity=log.identity,
-        request_id=log.request_id,
+        identity=request.identity,
+        request_id=request.request_id,
         state=state,
         age=to_duration(now - log.arrival),
         prompt_tokens=log.prompt_tokens,
         output_tokens=output_tokens,
         n=log.n,
-        priority=log.priority,
-        time_limit=None if log.time_limit_s is None else to_duration(log.time_limit_s),
-        streaming=log.stream is not None,
+        priority=request.priority,
+        time_limit=None if request.time_limit_s is None else to_duration(request.time_limit_s),
+        streaming=request.stream is not None,
     )
 
 

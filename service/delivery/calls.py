@@ -22,6 +22,11 @@ class EngineCalls:
         self._client = client
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def num_open(self) -> int:
+        """Calls that are under way."""
+        return len(self._tasks)
+
     def cancel(self, request_id: RequestId) -> None:
         """End a request with CANCELLED."""
         self._tell("cancelling", request_id, self._cancel(request_id))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.types import CallerKey
-    from service.delivery.log import RequestLog
+    from service.delivery.request import ServedRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +36,16 @@ class Retention:
 class _Share:
     """What is kept of one caller: requests with their sizes, oldest first."""
 
-    __slots__ = ("logs", "size")
+    __slots__ = ("requests", "size")
 
     def __init__(self) -> None:
-        self.logs: dict[RequestLog, int] = {}
+        self.requests: dict[ServedRequest, int] = {}
         self.size = 0
 
     @property
     def count(self) -> int:
         """How many requests."""
-        return len(self.logs)
+        return len(self.requests)
 
 
 class _Group:
@@ -73,30 +73,30 @@ class KeptResults:
         self.count = 0
         self.size = 0
 
-    def __contains__(self, log: RequestLog) -> bool:
-        group = self._groups.get(log.account.group)
-        share = None if group is None else group.callers.get(log.account.key)
-        return share is not None and log in share.logs
+    def __contains__(self, request: ServedRequest) -> bool:
+        group = self._groups.get(request.account.group)
+        share = None if group is None else group.callers.get(request.account.key)
+        return share is not None and request in share.requests
 
-    def add(self, log: RequestLog, size: int) -> None:
+    def add(self, request: ServedRequest, size: int) -> None:
         """Keep a request that is not kept yet; then see `surplus`. `size`: about how many bytes."""
-        group = self._groups.setdefault(log.account.group, _Group())
-        share = group.callers.setdefault(log.account.key, _Share())
-        share.logs[log] = size
+        group = self._groups.setdefault(request.account.group, _Group())
+        share = group.callers.setdefault(request.account.key, _Share())
+        share.requests[request] = size
         share.size += size
         self._count(group, 1, size)
 
-    def discard(self, log: RequestLog) -> None:
+    def discard(self, request: ServedRequest) -> None:
         """Keep a request no more. Harmless if it is not kept."""
-        if log not in self:
+        if request not in self:
             return
-        account = log.account
+        account = request.account
         group = self._groups[account.group]
         share = group.callers[account.key]
-        size = share.logs.pop(log)
+        size = share.requests.pop(request)
         share.size -= size
         self._count(group, -1, -size)
-        if not share.logs:
+        if not share.requests:
             del group.callers[account.key]
         if not group.callers:
             del self._groups[account.group]
@@ -107,7 +107,7 @@ class KeptResults:
         self.count += number
         self.size += size
 
-    def surplus(self) -> RequestLog | None:
+    def surplus(self) -> ServedRequest | None:
         """The request that must go next; None: all may stay."""
         if self.count > self._max_results:
             return self._oldest_of_most(attrgetter("count"))
@@ -115,6 +115,6 @@ class KeptResults:
             return self._oldest_of_most(attrgetter("size"))
         return None
 
-    def _oldest_of_most(self, amount: Callable[[_Group | _Share], int]) -> RequestLog:
+    def _oldest_of_most(self, amount: Callable[[_Group | _Share], int]) -> ServedRequest:
         group = max(self._groups.values(), key=amount)
-        return next(iter(max(group.callers.values(), key=amount).logs))
+        return next(iter(max(group.callers.values(), key=amount).requests))

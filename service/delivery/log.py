@@ -10,21 +10,22 @@ stream has taken them.
 
 A request ends in one Finished for each of its choices, or in one Failed. It has ended when the
 engine says that nothing of it comes after (`ends_request`), and never twice: `push` and `fail` do
-nothing after that. When a choice's stop string is found, `on_stop` tells the engine.
+nothing after that.
+
+The log is data: it knows no stream, no timer and no engine. `request.ServedRequest` has it, and
+decides what becomes of the request.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from engine.errors import HeadraceError
 from engine.outputs import Finish, FinishReason, RequestFailure, RequestOutput, Timings, Usage
-from engine.text import TextStream
+from engine.text import StopMatch, TextStream
 from engine.token_ids import NO_IDS, TokenIds
-from engine.types import RequestId, TokenId
+from engine.types import TokenId
 from service.delivery.choice import ChoiceLog
 from service.delivery.errors import ResultGoneError
 from service.delivery.events import (
@@ -42,143 +43,94 @@ from service.delivery.events import (
     prompt_size,
 )
 
-if TYPE_CHECKING:
-    from service.accounts import Account
-    from service.admission import Holding
-    from service.delivery.flow import LogFlow
-    from service.delivery.session import ResultStream
 
-
-class RequestLog:
-    """One accepted request's events. All methods run on the event loop; none blocks.
+class EventLog:
+    """One request's events, and how far its reader is.
 
     Attributes:
-        account: for whom it counts.
-        identity, request_id: whose request it is, and its name there.
-        engine_id: its name in the engine, unique for the life of the process.
-        stream: the stream that its results go to; None: they wait to be read. Set by ResultStream.
-        cursor: the number of the next event for the stream. Set by ResultStream.
+        cursor: the number of the next event for the reader, which is its stream, or GetResult where
+            it has none.
         next_seq: the number that the next new event gets.
-        keep: whether events are kept after the stream took them. Set by Registry.
-        durable: whether it outlives its streams (it came by AddRequest).
+        keep: whether events are kept after the reader took them.
         accepted: event number 1, once the engine took the request in.
         failure: the terminal event of a request that failed.
-        ended: whether the terminal events are all there (sent or not).
-        cancel_wanted: somebody asked for its end, perhaps before that. Set by Registry.
-        abandoned: whoever wanted it went away before that. Set by Registry.
-        serial: which of the process's requests it is, counted from 1. Set by Registry.
-        priority, time_limit_s: as the engine has them. Set by Registry.
-        reserved_tokens: what admission counts it as while it runs. Set by Registry.
-        holding: the bytes that it holds, as admission counts them. Set by Registry.
-        watchers: who waits in `changed`.
-        timer: the pending lease or retention timer. Set by Registry.
+        ended: whether the terminal events are all there (taken or not).
         size: about how much memory its kept events take.
-        untaken: tokens of output that its stream (or, without one, GetResult) has not taken.
+        untaken: tokens of output that the reader has not taken.
         credit: how many tokens the stream may still take; None: any number. Below zero after an
-            event that was numbered before, since such a one is not cut. Set by ResultStream.
-        flow: what `flow.FlowControl` knows of it.
+            event that was numbered before, since such a one is not cut.
+        arrival: when the request was taken in; before that: when it went to the engine. Monotonic
+            seconds.
+        prompt_tokens: tokens of its prompt.
     """
 
     __slots__ = (
-        "_arrival",
+        "_at_least",
         "_cached_tokens",
         "_choices",
         "_end_numbered",
         "_first_token",
+        "_flows",
         "_kept",
         "_last_token",
-        "_on_stop",
         "_options",
         "_prompt",
         "_prompt_ids",
-        "_prompt_tokens",
         "_ready",
-        "abandoned",
+        "_request_id",
         "accepted",
-        "account",
-        "cancel_wanted",
+        "arrival",
         "credit",
         "cursor",
-        "durable",
         "ended",
-        "engine_id",
         "failure",
-        "flow",
-        "holding",
-        "identity",
         "keep",
         "next_seq",
-        "priority",
-        "request_id",
-        "reserved_tokens",
-        "serial",
+        "prompt_tokens",
         "size",
-        "stream",
-        "time_limit_s",
-        "timer",
         "untaken",
-        "watchers",
     )
 
     def __init__(
         self,
-        *,
-        account: Account,
         request_id: str,
-        engine_id: RequestId,
+        *,
         options: DeliveryOptions,
         text_streams: Sequence[TextStream | None],
         ending_ids: frozenset[TokenId],
         prompt: TokenIds,
         now: float,
-        on_stop: Callable[[RequestLog, int, int], None],
-        flow: LogFlow,
+        keep: bool = False,
     ) -> None:
         """An empty log.
 
         Args:
-            account, request_id, engine_id: see the attributes.
+            request_id: whose it is, for errors.
             options: how the results are delivered.
             text_streams: one for each choice; None where no text is wanted.
             ending_ids: stop and end-of-sequence ids in force.
             prompt: the prompt's tokens.
             now: monotonic seconds, until the engine tells when the request arrived.
-            on_stop: called with the log, the choice and its number of tokens when a stop string
-                was found.
-            flow: how much may be untaken.
+            keep: see the attributes.
         """
-        self.account = account
-        self.identity = account.identity
-        self.request_id = request_id
-        self.engine_id = engine_id
-        self.stream: ResultStream | None = None
         self.cursor = 1
-        self.keep = False
-        self.durable = False
-        self.timer: asyncio.TimerHandle | None = None
+        self.keep = keep
         self.size = 0
         self.accepted: Accepted | None = None
         self.failure: Failed | None = None
         self.ended = False
-        self.abandoned = False
-        self.cancel_wanted = False
-        self.serial = 0
-        self.priority = 0
-        self.reserved_tokens = 0
-        self.holding: Holding | None = None
-        self.time_limit_s: float | None = None
-        self.watchers: list[asyncio.Future[None]] = []
         self.untaken = 0
         self.credit: int | None = None
-        self.flow = flow
+        self.arrival = now
+        self.prompt_tokens = len(prompt)
+        self._request_id = request_id
+        self._at_least = options.min_tokens_per_delta
+        self._flows = False  # whether output may go as it comes: accepted, and not in one piece
         self._options = options
-        self._prompt_tokens = len(prompt)
         self._prompt_ids = prompt if options.describe_prompt else NO_IDS
-        self._arrival = now
         self._cached_tokens = 0
         self._first_token: float | None = None
         self._last_token: float | None = None
-        self._on_stop = on_stop
         # Pending: what came since the last number was given.
         self._choices = tuple(
             ChoiceLog(
@@ -196,22 +148,12 @@ class RequestLog:
         self.next_seq = 1
         self._end_numbered = False
 
-    # What the registry asks
+    # What it has
 
     @property
     def n(self) -> int:
         """How many choices it has."""
         return len(self._choices)
-
-    @property
-    def arrival(self) -> float:
-        """When it was taken in; before that: when it went to the engine. Monotonic seconds."""
-        return self._arrival
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of its prompt."""
-        return self._prompt_tokens
 
     @property
     def output_tokens(self) -> int:
@@ -220,7 +162,7 @@ class RequestLog:
 
     @property
     def delivered(self) -> bool:
-        """Whether the stream has taken the last event."""
+        """Whether the reader has taken the last event."""
         return self._end_numbered and self.cursor >= self.next_seq
 
     @property
@@ -238,19 +180,23 @@ class RequestLog:
         Nothing can be taken before.
         """
         self.accepted = accepted
-        self._arrival = arrival
+        self._flows = not self._options.final
+        self.arrival = arrival
         for choice in self._choices:
             choice.arrival = arrival
         self._number(accepted)
 
-    def push(self, output: RequestOutput, now: float) -> None:
-        """Take one step's output of one choice. The path of every token: kept short.
+    def push(self, output: RequestOutput, now: float) -> StopMatch | None:
+        """Take one step's output of one choice; returns its stop string if that was completed. The
+        path of every token: kept short.
 
         Raises:
             RuntimeError: the engine ended the request, and not all of its choices.
         """
+        stop = None
+        is_ready = False
         if self.ended:
-            return
+            return stop
         if output.prompt_done is not None:
             self._prompt = self._processed(output.prompt_done, output)
             self._first_token = now
@@ -260,23 +206,25 @@ class RequestLog:
             stop = choice.push(ids, output.logprobs, now)
             self.untaken += len(ids)
             self._last_token = now
-            if stop is not None:
+            if stop is None:
+                is_ready = len(ids) >= self._at_least
+            else:
                 self.untaken = self._untaken_from(self.cursor)  # what is behind it was dropped
-                self._on_stop(self, choice.index, stop.num_tokens)
         if output.finish is not None:
             self._finish(choice, output.finish)
-        if not choice.queued and choice.is_ready:
+        if not choice.queued and (is_ready or choice.is_ready):
             choice.queued = True
             self._ready.append(choice)
         if output.ends_request:
             self._check_ended()
             self.ended = True
+        return stop
 
     def _processed(self, cached_tokens: int, output: RequestOutput) -> PromptProcessed:
         ids, self._prompt_ids = self._prompt_ids, NO_IDS
         self._cached_tokens = cached_tokens
         return PromptProcessed(
-            self._prompt_tokens,
+            self.prompt_tokens,
             cached_tokens,
             ids,
             output.prompt_logprobs or (),
@@ -310,7 +258,7 @@ class RequestLog:
         first, last = finish.timings.first_token, finish.timings.last_token
         return replace(
             finish,
-            usage=Usage(self._prompt_tokens, self._cached_tokens, tokens),
+            usage=Usage(self.prompt_tokens, self._cached_tokens, tokens),
             timings=replace(
                 finish.timings,
                 first_token=self._first_token if first is None else first,
@@ -324,7 +272,7 @@ class RequestLog:
         missing = [choice.index for choice in self._choices if choice.finished is None]
         if missing:
             raise RuntimeError(
-                f"{self.engine_id}: the engine ended the request, but not its choices {missing}"
+                f"{self._request_id}: the engine ended the request, but not its choices {missing}"
             )
 
     def flush(self) -> None:
@@ -344,7 +292,7 @@ class RequestLog:
         finish = Finish(
             FinishReason.ERROR,
             Usage(0, 0, 0),
-            Timings(self._arrival, None, None, None, now, 0),
+            Timings(self.arrival, None, None, None, now, 0),
             failure=failure,
         )
         unfinished = [choice for choice in self._choices if choice.finished is None]
@@ -371,7 +319,7 @@ class RequestLog:
         """Give numbers to what is pending, as far as the delivery options let it go, and to at most
         `room` tokens of it; None: any number.
         """
-        if not self._can_number():
+        if not (self._ready and self._flows) and not self._can_number():
             return
         if self._prompt is not None:
             self._number(self._prompt)
@@ -404,7 +352,7 @@ class RequestLog:
         """
         earliest = self._kept[0].seq if self._kept else self.next_seq
         if not earliest <= seq <= self.next_seq:
-            raise ResultGoneError(self.request_id, seq, earliest, self.next_seq)
+            raise ResultGoneError(self._request_id, seq, earliest, self.next_seq)
 
     def take_from(self, seq: int) -> list[NumberedEvent]:
         """Number what is pending and return the events from `seq` on. `seq` was checked."""
@@ -419,7 +367,7 @@ class RequestLog:
         """Whether the stream may take something now."""
         credit = self.credit
         if credit is None or credit > 0:
-            if self._ready and not self._options.final and self.accepted is not None:
+            if self._ready and self._flows:
                 return True  # nearly always
             return self.cursor < self.next_seq or self._can_number()
         if self.cursor < self.next_seq:
@@ -465,7 +413,7 @@ class RequestLog:
             self._kept = []
             self.size = 0
         else:
-            self.drop_taken()
+            self._drop_taken()
         return events
 
     def _affordable(self, events: list[NumberedEvent]) -> list[NumberedEvent]:
@@ -478,9 +426,12 @@ class RequestLog:
             left -= cost
         return events
 
-    def move_to(self, seq: int) -> None:
-        """The events from `seq` on (which was checked) are the next to be taken."""
+    def move_to(self, seq: int, credit: int | None = None) -> None:
+        """The events from `seq` on (which was checked) are the next to be taken, as far as this
+        credit goes.
+        """
         self.cursor = seq
+        self.credit = credit
         self.untaken = self._untaken_from(seq)
 
     @property
@@ -492,24 +443,14 @@ class RequestLog:
         kept = [num_tokens(numbered.event) for numbered in self._kept if numbered.seq >= seq]
         return sum(kept) + self._num_pending
 
-    def drop_taken(self) -> None:
-        """Forget the events that the stream took."""
+    def keep_all(self, keep: bool) -> None:
+        """Whether events are kept after the reader took them, from now on: else those go that it
+        has taken.
+        """
+        if self.keep and not keep:
+            self._drop_taken()
+        self.keep = keep
+
+    def _drop_taken(self) -> None:
         self._kept = [numbered for numbered in self._kept if numbered.seq >= self.cursor]
         self.size = sum(numbered.event.held for numbered in self._kept)
-
-    def notify(self) -> None:
-        """Wake those who wait for events."""
-        for watcher in self.watchers:
-            if not watcher.done():
-                watcher.set_result(None)
-        self.watchers.clear()
-
-    async def changed(self) -> None:
-        """Wait until something was pushed, or the request ended."""
-        future = asyncio.get_running_loop().create_future()
-        self.watchers.append(future)
-        try:
-            await future
-        finally:
-            if future in self.watchers:
-                self.watchers.remove(future)

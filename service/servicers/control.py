@@ -72,15 +72,15 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         """Live requests, in pages."""
         refuse_unknown(request)
         size, behind = convert.page_of(request)
-        logs = self._control.registry.live_logs(request.identity or None)
-        later = (log for log in logs if log.serial > behind)
+        live = self._control.registry.live_requests(request.identity or None)
+        later = (one for one in live if one.serial > behind)
         page = list(itertools.islice(later, size))
-        is_more = bool(page) and page[-1] is not logs[-1]
+        is_more = bool(page) and page[-1] is not live[-1]
         now = time.monotonic()
         return pb.ListRequestsResponse(
-            requests=[convert.live_request(log, now) for log in page],
+            requests=[convert.live_request(one, now) for one in page],
             next_page_token=str(page[-1].serial) if is_more else "",
-            total=len(logs),
+            total=len(live),
         )
 
     # Steering

@@ -25,7 +25,7 @@ from service.convert.request import check_request_id
 from service.convert.response import cancel_result
 from service.convert.unknown import refuse_unknown
 from service.convert.values import seconds
-from service.delivery.session import Batch, ResultStream
+from service.delivery.session import Batch
 from service.errors import AnswerTooLargeError, FieldError
 from service.places import Places
 from service.servicers.commands import CommandReader
@@ -54,10 +54,10 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         """Start a request and keep its results."""
         front, permit = self._state.front, current_permit()
         refuse_unknown(request)
-        log = await start_request(front, permit, spec_of(request), None, durable=True)
-        response = generation_service_pb2.AddRequestResponse(request_id=log.request_id)
-        if log.accepted is not None:
-            response.accepted.CopyFrom(front.responder.accepted(log.accepted))
+        started = await start_request(front, permit, spec_of(request), None, durable=True)
+        response = generation_service_pb2.AddRequestResponse(request_id=started.request_id)
+        if started.log.accepted is not None:
+            response.accepted.CopyFrom(front.responder.accepted(started.log.accepted))
         return response
 
     async def Generate(
@@ -66,9 +66,10 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         """Run one request and return its whole result."""
         front, permit = self._state.front, current_permit()
         refuse_unknown(request)
-        stream = ResultStream(front.registry)
+        registry = front.registry
+        stream = registry.open_stream()
         try:
-            log = await start_request(front, permit, spec_of(request), stream, final=True)
+            started = await start_request(front, permit, spec_of(request), stream, final=True)
             run = []
             size = 0
             while True:
@@ -79,13 +80,13 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                     break
                 else:
                     await stream.wait()
-            stream.check_end(log)
-            stream.complete()
+            stream.check_end(started)
+            registry.complete(stream)
         finally:
-            stream.lost()
+            registry.lost(stream)
         if size > MOST_OVERESTIMATED * front.max_send_bytes:
             raise AnswerTooLargeError(size, front.max_send_bytes)  # nor is it made
-        make = partial(front.responder.result, log.request_id, log.n, run)
+        make = partial(front.responder.result, started.request_id, started.log.n, run)
         return await front.text_pool.answer(permit.account, size, make)
 
     async def GenerateStream(
@@ -94,10 +95,11 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         """Run one request and stream its events."""
         front, permit = self._state.front, current_permit()
         refuse_unknown(request)
-        stream = ResultStream(front.registry)
-        context.add_done_callback(lambda _: stream.lost())
+        registry = front.registry
+        stream = registry.open_stream()
+        context.add_done_callback(lambda _: registry.lost(stream))
         try:
-            log = await start_request(front, permit, spec_of(request), stream)
+            started = await start_request(front, permit, spec_of(request), stream)
             while True:
                 stream.check_given_up()
                 if (batch := stream.take()) is not None:
@@ -108,10 +110,10 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                     break
                 else:
                     await stream.wait()
-            stream.complete()
-            stream.check_end(log)
+            registry.complete(stream)
+            stream.check_end(started)
         finally:
-            stream.lost()
+            registry.lost(stream)
 
     async def StreamResult(
         self, request_iterator: Any, context: Any
@@ -119,8 +121,9 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         """A session: the reader carries out commands, and this writer sends what they bring."""
         front, permit = self._state.front, current_permit()
         self._sessions.take(context, permit.account)
-        stream = ResultStream(front.registry, is_session=True)
-        context.add_done_callback(lambda _: stream.lost())
+        registry = front.registry
+        stream = registry.open_stream(is_session=True)
+        context.add_done_callback(lambda _: registry.lost(stream))
         reader = asyncio.create_task(
             CommandReader(front, self._state, permit, stream).run(request_iterator)
         )
@@ -140,9 +143,9 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                     await stream.wait()
                 if is_refused:
                     await reader  # raises
-            stream.complete()
+            registry.complete(stream)
         finally:
-            stream.lost()
+            registry.lost(stream)
             reader.cancel()
 
     # Requests that are there

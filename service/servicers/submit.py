@@ -6,7 +6,7 @@ from headrace.v1 import generation_pb2, generation_service_pb2
 
 from service.auth import Permit
 from service.convert.weight import message_footprint
-from service.delivery.log import RequestLog
+from service.delivery.request import ServedRequest
 from service.delivery.session import ResultStream
 from service.errors import FieldError
 from service.state import FrontEnd
@@ -36,7 +36,7 @@ async def start_request(
     final: bool = False,
     durable: bool = False,
     command_id: int = 0,
-) -> RequestLog:
+) -> ServedRequest:
     """Convert a caller's spec and start the request. Its name is checked before any work is done
     for it, and a drain that begins meanwhile waits for it.
 

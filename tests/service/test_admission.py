@@ -235,7 +235,7 @@ def check_advice(error: Refused, seconds: float) -> None:
 
 async def test_reserved_tokens_are_the_prompt_and_the_longest_output_of_each_choice() -> None:
     async with serving(FakeEngine(auto=False)) as h:
-        control = h.registry._admission
+        control = h.registry.admission
         await add(h, "a", "four", stop={"max_tokens": 10})
         assert control.reserved_tokens == 14
         await add(h, "b", "four", stop={"max_tokens": 10}, n=3)
@@ -318,7 +318,7 @@ async def test_one_identity_s_tokens_do_not_bar_another(callers: Path) -> None: 
 async def test_every_way_to_end_gives_everything_back() -> None:
     engine = FakeEngine(auto=False)
     async with serving(engine) as h:
-        control = h.registry._admission
+        control = h.registry.admission
         # Refused by the engine.
         engine.refuse_next.append(QueueFullError(3, 0.25))
         assert (await refused(add(h, "a"))).reason == "QUEUE_FULL"
@@ -504,6 +504,6 @@ async def test_unread_results_bar_new_requests_until_they_are_read() -> None:
         # What is kept of ended requests has a bound of its own.
         h.engine.run()
         await until(lambda: not h.registry.live)
-        assert not h.registry._undelivered_bytes()
+        assert not h.registry.undelivered_bytes()
         assert h.registry.stats().kept_bytes > 0
     assert len(ids_of(session.events()["a"])) == 640

@@ -291,7 +291,7 @@ async def waited_for(place: Place) -> list[Victim]:
         await generation.AddRequest(rpc.AddRequestRequest(spec=added))
     waits: list[Victim] = [asyncio.ensure_future(wait(name)) for name in names]
     find = place.h.registry.find
-    await until(lambda: all(find("anonymous", name).watchers for name in names))
+    await until(lambda: all(find("anonymous", name).readers for name in names))
     return waits
 
 
@@ -513,7 +513,7 @@ async def test_the_engine_is_killed_or_stopped_at_20_moments(
             check_log(caplog.records, situation)
             if turn == 3:
                 before = Holdings.now()
-        await until(lambda: not h.registry._logs)  # what AddRequest keeps
+        await until(lambda: not h.registry.requests)  # what AddRequest keeps
         assert before is not None
         check_nothing_is_left(h, engine, before)
         for task in watching:
@@ -536,9 +536,9 @@ def check_log(records: list[logging.LogRecord], situation: Situation) -> None:
 def check_nothing_is_left(h: Harness, engine: Engine, before: Holdings) -> None:
     """Sixteen moments later: had each left something, it would show."""
     registry = h.registry
-    assert registry.live == registry.attached == registry._kept.count == registry._kept.size == 0
+    assert registry.live == registry.attached == registry.kept.count == registry.kept.size == 0
     left = [
-        registry.streams, registry._by_engine, registry._admitting, registry._engine._tasks,
+        registry.streams, registry.live_requests(), registry.under_way,
         engine._live, engine._admitted, engine._calls,
     ]  # fmt: skip
     assert not any(left), left

@@ -159,8 +159,8 @@ class Caller:
                     rpc.GetResultRequest(request_id=NAME, until_done=True, wait={"seconds": 60})
                 )
                 # A server that drains takes no call that is still on its way.
-                log = self.h.registry.find("anonymous", NAME)
-                await until(lambda: log.watchers)
+                request = self.h.registry.find("anonymous", NAME)
+                await until(lambda: request.readers)
         engine: Any = self.h.engine
         await until(lambda: engine.holds(NAME) or self.call.done())  # done: at its deadline
 
@@ -291,7 +291,7 @@ class Scene:
     @property
     def kept(self) -> bool:
         """Whether it goes on without its stream."""
-        return bool(self.h.registry.find("anonymous", NAME).keep)
+        return bool(self.h.registry.find("anonymous", NAME).log.keep)
 
 
 EVENTS: dict[str, Callable[[Scene], Awaitable[None]]] = {
@@ -427,7 +427,7 @@ async def _try(kind: str, event: str, state: str, deadline_s: float | None) -> b
             assert not engine.cancelled
             await check_resumes(there)
         elif end == "ended":
-            await until(lambda: ("anonymous", NAME) not in registry._logs)
+            await until(lambda: ("anonymous", NAME) not in registry.requests)
         assert not engine.holds(NAME)
         engine.run_out()
         for task in there.tasks:
@@ -512,7 +512,7 @@ async def test_on_its_way_without_a_lease_it_is_ended(kind: str, how: str) -> No
         call.cancel() if how == "cancel" else proxy.cut()
         await until(lambda: h.engine.cancelled)
         gate.set()
-        await until(lambda: ("anonymous", NAME) not in h.registry._logs)
+        await until(lambda: ("anonymous", NAME) not in h.registry.requests)
         assert h.engine.num_live == h.registry.live == 0
 
 
@@ -564,7 +564,7 @@ async def test_on_its_way_and_then_refused_leaves_nothing() -> None:
         assert not done
         gate.set()
         assert (await refused(again)).code is grpc.StatusCode.UNAVAILABLE
-        assert not h.registry._logs
+        assert not h.registry.requests
         assert h.registry.live == 0
 
 
@@ -584,8 +584,8 @@ async def test_on_its_way_while_the_server_stops() -> None:
     async with on_its_way("AddRequest", lease=False) as (h, call, _, gate):
         await h.server.stop()
         await asyncio.gather(call, return_exceptions=True)
-        assert not h.registry._logs
-        assert not h.registry._engine._tasks
+        assert not h.registry.requests
+        assert not h.registry.under_way
         gate.set()
 
 

@@ -262,7 +262,7 @@ async def storm(kinds: dict[str, int], requests: int, *, unix: bool, seed: int) 
                 return
             began = time.monotonic()
             names = [("anonymous", name) for name in client.events]
-            await until(lambda: not any(name in registry._logs for name in names))
+            await until(lambda: not any(name in registry.requests for name in names))
             freed.append(time.monotonic() - began)
 
         for kind, count in kinds.items():
@@ -344,7 +344,7 @@ async def stalled_readers(stalled: int, live: int, tokens: int) -> None:
         target = h.server.addresses[0]
         stuck = [await open_session(stack, target, f"s{i}", tokens) for i in range(stalled)]
         readers = [await open_session(stack, target, f"l{i}", tokens) for i in range(live)]
-        logs = [log for (_, name), log in h.registry._logs.items() if name.startswith("s")]
+        logs = [one.log for (_, name), one in h.registry.requests.items() if name.startswith("s")]
         assert len(logs) == stalled * REQUESTS
         # The live ones get each step before the next one is made, in one message.
         start = tokens // 4
@@ -363,7 +363,7 @@ async def stalled_readers(stalled: int, live: int, tokens: int) -> None:
         # What the stalled ones cost: their output, once, in a few events each.
         assert engine.num_live == 0
         assert not any(log.delivered for log in logs)
-        assert max(len(log._kept) for log in logs) <= MOST_EVENTS
+        assert max(log.next_seq - log.cursor for log in logs) <= MOST_EVENTS
         unread = sum(log.held_size for log in logs)
         assert unread <= len(logs) * (tokens * HELD_BYTES + MOST_EVENTS * EVENT_BYTES)
         # Not by what is unread: what a blocked writer holds was taken, and is there all the same.
@@ -403,7 +403,8 @@ async def test_results_that_nobody_reads_are_given_up(lease: bool) -> None:
             error = await refused(h.generate(spec()))
             assert error.reason == "TOO_MANY_OPEN_REQUESTS"
             await until(lambda: h.registry.attached == 0)
-            assert bool(h.registry._logs) == lease  # its results stay as long as any that are kept
+            # Its results stay as long as any that are kept.
+            assert bool(h.registry.requests) == lease
             error = await refused(read_all(session))
             assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert error.reason == "RESULTS_NOT_READ"
@@ -432,21 +433,25 @@ async def test_a_long_wait_for_credit_is_not_cut_by_the_wait_for_a_reader() -> N
 
 
 async def test_what_has_just_ended_is_not_given_up_for_what_ended_before() -> None:
-    async with serving(FakeEngine()) as h:
+    async with serving(FakeEngine(auto=False)) as h:
         session = h.session()
         await session.send(open=rpc.OpenCommand(initial_credit=1))
         await session.add(spec(request_id="a", stop={"max_tokens": 1}))
-        await session.read_until(lambda m: any(event.HasField("finished") for event in m.events))
+        while not any(event.HasField("finished") for event in session.events().get("a", [])):
+            h.engine.step()
+            await session.read()
         [stream] = h.registry.streams
         await session.add(spec(request_id="b", stop={"max_tokens": 5}))
-        await session.read_until(lambda _: ids_of(session.events().get("b", [])))
-        await until(lambda: not h.engine.num_live)
-        [log] = stream._ended_at
-        stream._last_taken -= 1000  # nothing was taken for long
-        stream._check_reader(300.0)
+        while not ids_of(session.events().get("b", [])):
+            h.engine.step()
+            await session.read()
+        h.registry.clock = lambda: time.monotonic() + 1000  # nothing was taken for long
+        while h.engine.num_live:
+            h.engine.step()
+        h.registry.check_reader(stream)
         assert not stream.given_up
-        stream._ended_at[log] -= 1000
-        stream._check_reader(300.0)
+        h.registry.clock = lambda: time.monotonic() + 2000
+        h.registry.check_reader(stream)
         assert stream.given_up
         assert (await refused(read_all(session))).reason == "RESULTS_NOT_READ"
 
@@ -488,14 +493,14 @@ async def test_a_client_that_writes_and_does_not_read_leaves_nothing() -> None:
 
             flooding = asyncio.ensure_future(flood())
             stream = next(iter(h.registry.streams))
-            await until(lambda: not stream._room.is_set())
+            await until(lambda: stream.unread_replies >= MAX_REPLIES)
             assert readers()
-            assert len(stream._replies) == MAX_REPLIES
+            assert stream.unread_replies == MAX_REPLIES
             flooding.cancel()
             await asyncio.gather(flooding, return_exceptions=True)
         await until(lambda: h.engine.cancelled)
         h.engine.step()
-        await until(lambda: not h.registry._logs)
+        await until(lambda: not h.registry.requests)
         await until(lambda: not readers())
 
 
@@ -531,7 +536,7 @@ async def test_a_session_lost_while_the_server_drains_is_read_by_getresult() -> 
                 )
             )
         )
-        await until(lambda: h.registry.find("anonymous", "a").watchers)
+        await until(lambda: h.registry.find("anonymous", "a").readers)
         engine.run()
         answer = await reading
         assert answer.done

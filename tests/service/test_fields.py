@@ -78,7 +78,7 @@ async def test_forms_reach_the_engine(output: dict[str, object], grammar: Gramma
 async def test_a_form_that_the_engine_refuses_names_its_field() -> None:
     async with serving() as h:
         error = await refused(h.generate(spec(structured_output={"json_schema": "no json"})))
-        assert not h.registry._logs
+        assert not h.registry.requests
     assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
     assert error.field == "spec.structured_output.json_schema"
     assert "is not JSON" in error.message

@@ -13,7 +13,8 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import model_service_pb2
 
-from service.delivery.log import RequestLog
+from service.delivery.log import EventLog
+from service.delivery.request import ServedRequest
 from tests.service.fake_engine import FakeEngine, default_script, model_info, says
 from tests.service.helpers import (
     DEADLINE_S,
@@ -39,10 +40,14 @@ LONG = 100_000
 """No test waits for it: a max_pause, in seconds."""
 
 
-def log_of(h: Harness, name: str) -> RequestLog:
-    [log] = [log for (_, request_id), log in h.registry._logs.items() if request_id == name]
-    assert isinstance(log, RequestLog)
-    return log
+def request_of(h: Harness, name: str) -> ServedRequest:
+    [request] = [one for (_, request_id), one in h.registry.requests.items() if request_id == name]
+    assert isinstance(request, ServedRequest)
+    return request
+
+
+def log_of(h: Harness, name: str) -> EventLog:
+    return request_of(h, name).log
 
 
 def oracle(h: Harness, name: str, count: int, choice: int = 0) -> list[int]:
@@ -79,7 +84,7 @@ async def test_a_request_that_is_not_read_is_held_and_goes_on_when_it_is(n: int)
         await step(h, 200)
         log = log_of(h, "a")
         assert h.engine.held
-        assert log.flow.is_held
+        assert request_of(h, "a").is_held
         assert log.output_tokens <= 60 + 4 + 2 * n
         generated = log.output_tokens
         await step(h, 50)
@@ -101,7 +106,7 @@ async def test_a_request_that_is_not_read_is_held_and_goes_on_when_it_is(n: int)
             assert ids_of(events, choice) == oracle(h, "a", 1500, choice)
             assert text_of(events, choice) == bytes(ids_of(events, choice)).decode()
         assert h.engine.num_holds >= 1
-        assert not h.registry._logs
+        assert not h.registry.requests
 
 
 async def test_a_request_that_is_not_read_in_time_ends_with_the_reason() -> None:
@@ -188,8 +193,7 @@ async def test_generatestream_ends_with_the_status_too() -> None:
 async def test_described_tokens_count_by_their_bytes() -> None:
     async with serving(FakeEngine(auto=False), max_unread_bytes=4 << 10) as h:
         session = await blocked(h, "a", h.session(), output={"logprobs": 3})
-        log = log_of(h, "a")
-        assert log.flow.bound == 4096 // (48 * 4)
+        assert request_of(h, "a").bound == 4096 // (48 * 4)
         session.call.cancel()
 
 
@@ -270,9 +274,9 @@ async def test_a_held_request_moves_to_another_session_and_goes_on() -> None:
         await old.read_until(lambda m: m.events)
         await step(h, 60)
         assert h.engine.held
-        log = log_of(h, "a")
+        request, log = request_of(h, "a"), log_of(h, "a")
         old.call.cancel()
-        await until(lambda: log.stream is None)
+        await until(lambda: request.stream is None)
         await asyncio.sleep(0.5)  # longer than the pause: the lease is what counts now
         assert not log.ended
         assert h.engine.held
@@ -293,9 +297,9 @@ async def test_on_a_lease_getresult_reads_in_the_streams_place() -> None:
         await old.send(open=rpc.OpenCommand(lease=LEASE))
         await old.add(spec(request_id="a", stop={"max_tokens": 100}))
         await old.read_until(lambda m: m.events)
-        log = log_of(h, "a")
+        request, log = request_of(h, "a"), log_of(h, "a")
         old.call.cancel()
-        await until(lambda: log.stream is None)
+        await until(lambda: request.stream is None)
         await step(h, 60)
         assert h.engine.held
         assert log.output_tokens <= 24
@@ -342,14 +346,14 @@ async def test_getresult_until_done_is_the_reader_of_what_has_no_stream() -> Non
         await old.send(open=rpc.OpenCommand(lease=LEASE, initial_credit=4))
         await old.add(spec(request_id="a", stop={"max_tokens": 200}))
         await until(lambda: h.engine.held)
-        [log] = h.registry._logs.values()
+        [request] = h.registry.requests.values()
         reading = asyncio.ensure_future(
             h.generation.GetResult(
                 rpc.GetResultRequest(request_id="a", until_done=True, wait={"seconds": 60}),
                 timeout=DEADLINE_S,
             )
         )
-        await until(lambda: log.watchers)
+        await until(lambda: request.readers)
         old.call.cancel()
         answer = await reading
         assert answer.done
@@ -501,7 +505,7 @@ async def test_100_stalled_readers_beside_live_ones() -> None:
             generated = engine.generated
         assert len(engine.held) == stalled
         logs = [log_of(h, f"s{index}") for index in range(stalled)]
-        assert all(log.flow.is_held for log in logs)
+        assert all(request_of(h, f"s{index}").is_held for index in range(stalled))
         assert max(log.untaken for log in logs) <= bound + 3
         pending = sum(log.held_size for log in logs)
         assert pending <= stalled * (bound + 3) * (48 + 160 + 120 * 20 + 100)
@@ -528,5 +532,5 @@ async def test_100_stalled_readers_beside_live_ones() -> None:
             check_course(events)
             assert ids_of(events) == oracle(h, f"s{index}", count)
             assert finished_of(events).reason == pb.FINISH_REASON_LENGTH
-        assert not h.registry._logs
+        assert not h.registry.requests
         assert engine.num_live == 0

@@ -31,8 +31,7 @@ from service.accounts import account_of
 from service.admission import AdmissionControl, Holding, Limits
 from service.bounds import LimitReachedError
 from service.delivery.events import Accepted, DeliveryOptions
-from service.delivery.flow import LogFlow
-from service.delivery.log import RequestLog
+from service.delivery.log import EventLog
 from service.footprint import Footprint
 from tests.service.fake_engine import FakeEngine, model_info
 from tests.service.helpers import DEADLINE_S, Harness, details, refused, serving, spec, until
@@ -199,7 +198,7 @@ async def test_it_is_counted_as_what_it_takes(kind: str) -> None:
     engine = Records()
     count = 10
     async with serving(engine, max_live_bytes=0) as h:
-        control = h.registry._admission
+        control = h.registry.admission
         for number in range(3):
             await add(h, f"warm-{number}", **KINDS[kind])
         counted = control.live_bytes
@@ -229,7 +228,7 @@ async def test_too_many_bytes_are_refused_before_work_is_done_and_admitted_after
     clock = Clock()
     engine = long_engine()
     async with serving(engine, clock=clock, max_live_bytes=1_250_000) as h:
-        control = h.registry._admission
+        control = h.registry.admission
         await add(h, "a", **LONG)
         held = control.live_bytes
         assert 400_000 < held < 420_000  # without its message
@@ -277,7 +276,7 @@ async def test_a_request_that_alone_is_too_large_names_what_is(
     fields: dict[str, Any], field: str
 ) -> None:
     async with serving(long_engine(), max_live_bytes=MIB) as h:
-        control = h.registry._admission
+        control = h.registry.admission
         # As small a bound as the largest of them needs, which is no option's business.
         control._limits = dataclasses.replace(control._limits, max_live_bytes=600_000)
         error = await refused(add(h, "a", **fields))
@@ -289,7 +288,7 @@ async def test_a_request_that_alone_is_too_large_names_what_is(
 async def test_it_counts_while_it_is_tokenized_and_while_the_engine_decides() -> None:
     engine = long_engine()
     async with serving(engine) as h:
-        control = h.registry._admission
+        control = h.registry.admission
         asked, decided = asyncio.Event(), asyncio.Event()
         submit = engine.submit
 
@@ -320,7 +319,7 @@ async def test_it_counts_while_it_is_tokenized_and_while_the_engine_decides() ->
 async def test_nothing_stays_counted_whatever_the_end() -> None:
     engine = long_engine()
     async with serving(engine) as h:
-        control = h.registry._admission
+        control = h.registry.admission
 
         def nothing() -> bool:
             return (control.live_bytes, control.is_empty) == (0, True)
@@ -363,7 +362,7 @@ async def test_nothing_stays_counted_whatever_the_end() -> None:
 async def test_nothing_stays_counted_of_an_engine_that_died() -> None:
     engine = long_engine()
     async with serving(engine) as h:
-        control = h.registry._admission
+        control = h.registry.admission
         for name in ("a", "b"):
             await add(h, name, **LONG)
         assert control.live_bytes > 800_000
@@ -401,17 +400,13 @@ def test_what_is_not_read_is_counted_as_what_it_takes(
 ) -> None:
     count = 600
     options = DeliveryOptions(candidates=candidates, token_details=candidates is not None)
-    log = RequestLog(
-        account=account_of("i"),
-        request_id="r",
-        engine_id=RequestId("i/r#1"),
+    log = EventLog(
+        "r",
         options=options,
         text_streams=[cast(TextStream, Words()) if has_text else None],
         ending_ids=frozenset(),
         prompt=TokenIds.of([1, 2]),
         now=0.0,
-        on_stop=lambda *_: None,
-        flow=LogFlow(),
     )
     log.keep = True
     log.accept(ACCEPTED, 0.0)

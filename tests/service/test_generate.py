@@ -235,7 +235,7 @@ async def test_outputs_may_come_before_the_admission() -> None:
         added = rpc.AddRequestRequest(spec=spec(request_id="b"))
         await h.generation.AddRequest(added)
         kept = await h.generation.GetResult(rpc.GetResultRequest(request_id="b"))
-        assert list(h.registry._logs) == [("anonymous", "b")]
+        assert list(h.registry.requests) == [("anonymous", "b")]
         assert h.registry.live == h.registry.attached == 0
     for run in (events, session.events()["a"], list(kept.events)):
         check_course(run)

@@ -134,7 +134,7 @@ class Place(Harness):
         kv_cache = self.manager._core.scheduler.kv_cache
         kv_cache.check_integrity()
         assert kv_cache.num_used_blocks == 0
-        assert not self.registry._logs
+        assert not self.registry.requests
         assert self.manager.is_running()
 
     async def is_serving(self) -> bool:
@@ -502,10 +502,10 @@ async def test_clients_that_vanish(place: Place) -> None:
             await session.add(endless("gone-3"))
             await session.read()
             await stream.read()
-            await until(lambda: ("anonymous", "gone-2") in place.registry._logs)
+            await until(lambda: ("anonymous", "gone-2") in place.registry.requests)
         # The channel is closed, with all three calls on it.
         unary.cancel()
-        await until(lambda: not any("gone" in name for _, name in place.registry._logs))
+        await until(lambda: not any("gone" in name for _, name in place.registry.requests))
         await until(lambda: not any("gone" in name for name in place.manager._live))
 
 

@@ -26,7 +26,6 @@ from engine.request import GenerationRequest
 from engine.sampling_params import SamplingParams, StopParams
 from engine.text import TextStream
 from engine.types import RequestId, TokenId
-from service.accounts import account_of
 from service.delivery.events import (
     Accepted,
     DeliveryOptions,
@@ -36,8 +35,7 @@ from service.delivery.events import (
     NumberedEvent,
     num_tokens,
 )
-from service.delivery.flow import LogFlow
-from service.delivery.log import RequestLog
+from service.delivery.log import EventLog
 from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer
 from tests.service.helpers import (
     Harness,
@@ -51,6 +49,7 @@ from tests.service.helpers import (
 )
 
 TOKENIZER = byte_tokenizer()
+ENGINE_ID = RequestId("i/r#1")
 TEXTS = st.text(alphabet="abcé€😀 ", max_size=40)
 
 
@@ -62,21 +61,15 @@ def expected(text: str, stop: str) -> tuple[str, int]:
     return text[:place], len(text[: place + len(stop)].encode())
 
 
-def make_log(
-    stop: str, options: DeliveryOptions, stopped: dict[int, int], *, n: int = 1
-) -> RequestLog:
+def make_log(stop: str, options: DeliveryOptions, *, n: int = 1) -> EventLog:
     """A log that was accepted."""
-    log = RequestLog(
-        account=account_of("i"),
-        request_id="r",
-        engine_id=RequestId("i/r#1"),
+    log = EventLog(
+        "r",
         options=options,
         text_streams=[TextStream(TOKENIZER, stop_strings=[stop] if stop else []) for _ in range(n)],
         ending_ids=frozenset((TokenId(EOS),)),
         prompt=(TokenId(1),) * 3,
         now=0.0,
-        on_stop=lambda _log, choice, tokens: stopped.update({choice: tokens}),
-        flow=LogFlow(),
     )
     log.accept(
         Accepted(
@@ -121,7 +114,7 @@ def test_a_log_under_any_steps_and_takes(
     """`credits`: what is granted before each take; None: there are no credits."""
     ids = [TokenId(byte) for byte in text.encode()]
     stopped: dict[int, int] = {}
-    log = make_log(stop, DeliveryOptions(final=final, min_tokens_per_delta=at_least), stopped)
+    log = make_log(stop, DeliveryOptions(final=final, min_tokens_per_delta=at_least))
     log.keep = keep
     taken: list[NumberedEvent] = []
     place = 0
@@ -135,13 +128,14 @@ def test_a_log_under_any_steps_and_takes(
             usage = Usage(3, 0, len(ids))
             finish = Finish(FinishReason.LENGTH, usage, Timings(0, 0, 0, 1, 1, 0))
         output = RequestOutput(
-            log.engine_id,
+            ENGINE_ID,
             token_ids=part,
             prompt_done=0 if number == 0 else None,
             finish=finish,
             ends_request=over,
         )
-        log.push(output, 1.0)
+        if (stopped_by := log.push(output, 1.0)) is not None:
+            stopped[0] = stopped_by.num_tokens
         if next(choice, False):
             if credits is not None:
                 log.credit = (log.credit or 0) + next(grants, 0)
@@ -157,9 +151,7 @@ def test_a_log_under_any_steps_and_takes(
         if over:
             break
     log.credit = None
-    log.push(
-        RequestOutput(log.engine_id, token_ids=(TokenId(97),)), 2.0
-    )  # too late: nothing happens
+    log.push(RequestOutput(ENGINE_ID, token_ids=(TokenId(97),)), 2.0)  # too late: nothing happens
     taken += log.take_for_stream(1 << 20)
     assert log.delivered
     assert log.take_for_stream(1 << 20) == []
@@ -222,7 +214,7 @@ def test_a_log_of_several_choices_under_any_steps_and_takes(
     """
     stopped: dict[int, int] = {}
     options = DeliveryOptions(final=final, min_tokens_per_delta=at_least)
-    log = make_log(stop, options, stopped, n=len(texts))
+    log = make_log(stop, options, n=len(texts))
     log.keep = keep
     left = {i: [TokenId(byte) for byte in text.encode()] for i, text in enumerate(texts)}
     lengths = {i: len(ids) for i, ids in left.items()}
@@ -235,12 +227,12 @@ def test_a_log_of_several_choices_under_any_steps_and_takes(
             usage = Usage(3, 0, lengths[choice])
             finish = Finish(FinishReason.LENGTH, usage, Timings(0, 0, 0, 1, 1, 0))
             del left[choice]
-        log.push(
-            RequestOutput(
-                log.engine_id, choice, token_ids=ids, finish=finish, ends_request=not left
-            ),
+        stopped_by = log.push(
+            RequestOutput(ENGINE_ID, choice, token_ids=ids, finish=finish, ends_request=not left),
             1.0,
         )
+        if stopped_by is not None:
+            stopped[choice] = stopped_by.num_tokens
 
     for choice, size, take in moves:
         if choice in left:
@@ -253,7 +245,7 @@ def test_a_log_of_several_choices_under_any_steps_and_takes(
         finish = Finish(
             FinishReason.ERROR, Usage(3, 0, 0), Timings(0, 0, 0, 1, 1, 0), failure=failure
         )
-        log.push(RequestOutput(log.engine_id, min(left), finish=finish, ends_request=True), 1.0)
+        log.push(RequestOutput(ENGINE_ID, min(left), finish=finish, ends_request=True), 1.0)
     else:
         for choice in list(left):
             push(choice, 1000, end=True)
@@ -357,7 +349,7 @@ async def test_thousands_of_requests_with_cancels_and_stop_strings() -> None:
         cancelled = [client.check() for client in clients]
         assert h.registry.live == 0
         assert h.registry.attached == 0
-        assert not h.registry._logs
+        assert not h.registry.requests
         assert engine.num_live == 0
     assert len(engine.submitted) == engine.ended == 2400
     assert sum(cancelled) > 0

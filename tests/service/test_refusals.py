@@ -143,7 +143,7 @@ async def check_everywhere(h: Harness, message: pb.GenerationSpec, path: str) ->
         assert error.field == path
         assert error.message.startswith(path)
     assert not h.engine.submitted
-    assert not h.registry._logs
+    assert not h.registry.requests
 
 
 async def test_what_is_not_done_yet_is_refused_by_name() -> None:

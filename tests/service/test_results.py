@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import grpc
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 
-from engine.types import RequestId
-from service.accounts import account_of
-from service.delivery.events import DeliveryOptions
-from service.delivery.flow import LogFlow
+from service.accounts import Account, account_of
 from service.delivery.kept import KeptResults
-from service.delivery.log import RequestLog
+from service.delivery.request import ServedRequest
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (
     DEADLINE_S,
@@ -74,8 +73,8 @@ async def test_reading_while_it_runs() -> None:
         second = await get(h, from_seq=2)
         assert kinds(second.events) == ["prompt", "delta"]
         waiting = asyncio.ensure_future(get(h, from_seq=second.next_seq, wait={"seconds": 10}))
-        log = h.registry.find("anonymous", "a")
-        await until(lambda: log.watchers)
+        request = h.registry.find("anonymous", "a")
+        await until(lambda: request.readers)
         h.engine.step()
         third = await waiting
         h.engine.run()
@@ -85,7 +84,7 @@ async def test_reading_while_it_runs() -> None:
         assert list((await get(h)).events) == events
     check_course(events)
     assert text_of(events) == "abcd"
-    assert not log.watchers
+    assert not request.readers
 
 
 async def test_the_end_of_a_reading_rpc_does_not_touch_the_request() -> None:
@@ -93,10 +92,10 @@ async def test_the_end_of_a_reading_rpc_does_not_touch_the_request() -> None:
         await add(h)
         message = rpc.GetResultRequest(request_id="a", from_seq=2, wait={"seconds": 30})
         call = h.generation.GetResult(message)
-        log = h.registry.find("anonymous", "a")
-        await until(lambda: log.watchers)
+        request = h.registry.find("anonymous", "a")
+        await until(lambda: request.readers)
         call.cancel()
-        await until(lambda: not log.watchers)
+        await until(lambda: not request.readers)
         h.engine.run()
         assert not h.engine.cancelled
         assert (await get(h)).done
@@ -156,7 +155,7 @@ async def test_a_kept_name_is_taken_until_it_is_forgotten() -> None:
         assert (await refused(add(h))).code is grpc.StatusCode.ALREADY_EXISTS
     async with serving(FakeEngine(script=says("x")), result_retention_s=0.02) as h:
         await add(h)
-        await until(lambda: not h.registry._logs)
+        await until(lambda: not h.registry.requests)
         assert (await refused(get(h))).code is grpc.StatusCode.NOT_FOUND
         await add(h)
 
@@ -180,7 +179,7 @@ async def test_what_is_kept_no_more_is_delivered_and_has_its_name_till_then() ->
         await session.end()
         check_course(session.events()["a"])
         assert len(ids_of(session.events()["a"])) == 10
-        assert not h.registry._logs
+        assert not h.registry.requests
 
 
 async def test_kept_results_are_bounded_in_count_and_bytes() -> None:
@@ -189,29 +188,27 @@ async def test_kept_results_are_bounded_in_count_and_bytes() -> None:
             for i in range(10):
                 await add(h, f"r{i}")
                 await until(lambda: h.registry.live == 0)
-            kept = [f"r{i}" for i in range(10) if ("anonymous", f"r{i}") in h.registry._logs]
+            kept = [f"r{i}" for i in range(10) if ("anonymous", f"r{i}") in h.registry.requests]
             assert 1 <= len(kept) <= 5
             assert kept == [f"r{i}" for i in range(10 - len(kept), 10)]  # the newest
             assert (await refused(get(h, "r0"))).code is grpc.StatusCode.NOT_FOUND
             assert (await get(h, "r9")).done
 
 
-def log_of(identity: str, name: str, on_behalf_of: str | None = None) -> RequestLog:
-    return RequestLog(
-        account=account_of(identity, on_behalf_of),
-        request_id=name,
-        engine_id=RequestId(f"{identity}/{name}"),
-        options=DeliveryOptions(),
-        text_streams=[None],
-        ending_ids=frozenset(),
-        prompt=(),
-        now=0.0,
-        on_stop=lambda *_: None,
-        flow=LogFlow(),
-    )
+@dataclass(frozen=True, eq=False)
+class Named:
+    """What the keeper of results asks of a request."""
+
+    account: Account
+    identity: str
+    request_id: str
 
 
-def keep(kept: KeptResults, *logs: tuple[RequestLog, int]) -> list[str]:
+def named(identity: str, name: str, on_behalf_of: str | None = None) -> ServedRequest:
+    return cast(ServedRequest, Named(account_of(identity, on_behalf_of), identity, name))
+
+
+def keep(kept: KeptResults, *logs: tuple[ServedRequest, int]) -> list[str]:
     """Keep some, one after the other; returns which had to go."""
     gone = []
     for log, size in logs:
@@ -224,33 +221,33 @@ def keep(kept: KeptResults, *logs: tuple[RequestLog, int]) -> list[str]:
 
 def test_who_keeps_most_loses_the_oldest() -> None:
     kept = KeptResults(max_results=4, max_bytes=1000)
-    few = [(log_of("few", f"{i}"), 10) for i in range(2)]
-    many = [(log_of("many", f"{i}"), 10) for i in range(5)]
+    few = [(named("few", f"{i}"), 10) for i in range(2)]
+    many = [(named("many", f"{i}"), 10) for i in range(5)]
     assert keep(kept, *few, *many) == ["many/0", "many/1", "many/2"]
     assert all(log in kept for log, _ in few)
     # Bytes: of the one that has most of them, though it has the fewest results.
-    large = [(log_of("few", "large"), 975)]
+    large = [(named("few", "large"), 975)]
     assert keep(kept, *large) == ["few/0", "few/1"]
     assert (kept.count, kept.size) == (3, 995)
-    assert keep(kept, (log_of("many", "last"), 10)) == ["few/large"]
+    assert keep(kept, (named("many", "last"), 10)) == ["few/large"]
     # One that is larger than all that may be kept goes, and nobody else's.
-    assert keep(kept, (log_of("few", "giant"), 5000)) == ["few/giant"]
+    assert keep(kept, (named("few", "giant"), 5000)) == ["few/giant"]
     assert (kept.count, kept.size) == (3, 30)
     kept.discard(large[0][0])  # harmless: it is not kept
     for log in [log for log, _ in many]:
         kept.discard(log)
     assert kept.count == 1
-    assert keep(KeptResults(0, 0), (log_of("a", "x"), 1)) == ["a/x"]
+    assert keep(KeptResults(0, 0), (named("a", "x"), 1)) == ["a/x"]
 
 
 def test_whom_a_gateway_names_are_one_and_then_each_for_themselves() -> None:
     kept = KeptResults(max_results=8, max_bytes=1000)
-    few = [(log_of("few", f"{i}"), 10) for i in range(3)]
-    quiet = (log_of("gateway", "q", "quiet"), 10)
-    many = [(log_of("gateway", f"{i}", "loud"), 10) for i in range(6)]
+    few = [(named("few", f"{i}"), 10) for i in range(3)]
+    quiet = (named("gateway", "q", "quiet"), 10)
+    many = [(named("gateway", f"{i}", "loud"), 10) for i in range(6)]
     assert keep(kept, *few, quiet, *many) == ["gateway/0", "gateway/1"]
     # Many names do not push out what another identity has kept.
-    names = [(log_of("gateway", f"n{i}", f"name-{i}"), 10) for i in range(4)]
+    names = [(named("gateway", f"n{i}", f"name-{i}"), 10) for i in range(4)]
     assert keep(kept, *names) == ["gateway/2", "gateway/3", "gateway/4", "gateway/q"]
     assert all(log in kept for log, _ in few)
     for log, _ in (*few, *names, *many):

@@ -139,9 +139,9 @@ async def test_a_lost_session_takes_its_waiting_commands_with_it() -> None:
             await session.send(cancel=rpc.CancelCommand(request_id=f"r{i}"))
         await until(lambda: h.registry.live == 3)
         session.call.cancel()
-        await until(lambda: not h.registry._logs)
+        await until(lambda: not h.registry.requests)
         assert not h.engine.submitted
-        assert h.registry._admission.is_empty
+        assert h.registry.admission.is_empty
         assert not h.registry.streams
 
 
@@ -436,11 +436,11 @@ async def test_a_stream_is_lost_while_its_writer_is_blocked() -> None:
                 h.engine.step()
                 await asyncio.sleep(0)
             stream = next(iter(h.registry.streams))
-            await until(lambda stream=stream: stream.logs)
+            await until(lambda stream=stream: stream.requests)
             call.cancel()
             await until(lambda cancelled=cancelled: len(h.engine.cancelled) > cancelled)
             h.engine.step()
-            await until(lambda: not h.registry._logs)
+            await until(lambda: not h.registry.requests)
             assert h.registry.attached == h.registry.live == 0
 
 

@@ -68,7 +68,7 @@ async def test_drain_ends_watches_and_idle_sessions_and_finishes_live_requests()
                 rpc.GetResultRequest(request_id="b", until_done=True, wait={"seconds": 30})
             )
         )
-        await until(lambda: h.registry.find("anonymous", "b").watchers)
+        await until(lambda: h.registry.find("anonymous", "b").readers)
         assert not draining.done()
         h.engine.run()
         await live.rest()
@@ -133,7 +133,7 @@ async def test_stop_ends_live_requests_and_leaves_nothing() -> None:
         await h.server.stop()
         error = await refused(call)
         assert error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-        assert not h.registry._logs
+        assert not h.registry.requests
         await h.server.stop()  # again: harmless
 
 

@@ -152,11 +152,8 @@ async def test_a_real_engine_process_that_is_killed_or_hangs(number: int) -> Non
                 await session.add(twin)
                 kept = spec("Once", request_id=f"kept-{name}", n=n, stop=long.stop)
                 await h.generation.AddRequest(rpc.AddRequestRequest(spec=kept))
-            await until(
-                lambda: (
-                    [log.output_tokens > 30 for log in server.registry.live_logs()] == [True] * 5
-                )
-            )
+            live = server.registry.live_requests
+            await until(lambda: [one.log.output_tokens > 30 for one in live()] == [True] * 5)
             assert engine.pid is not None
             os.kill(engine.pid, number)
             async with asyncio.timeout(DEADLINE_S):

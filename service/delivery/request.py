@@ -1,0 +1,439 @@
+"""One request from its start until its name is free: the one object that changes its state.
+
+    engine ──▶ push ──▶ EventLog ──take──▶ its stream (a mailbox), or `read` (GetResult)
+                 └──▶ state (`states`), counts (admission), timers, calls to the engine
+
+The state is in `state`, and `_become` alone sets it: it looks into the table of `states`, and does
+what belongs to leaving a state and to coming into one. All else that is to happen to a request is a
+method here, named by what has happened: `attach`, `lost`, `cancel`, `lease_over`, … So whoever
+calls (the registry, a stream, a timer) needs to know nothing of the states.
+
+Whether the request is held in the engine, because its output is not read (`flow`), is beside the
+state: `is_held`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from engine.outputs import RequestFailure, RequestOutput
+from service.delivery.errors import OutputNotReadError
+from service.delivery.events import Accepted, NumberedEvent, ReadResult, at_most
+from service.delivery.log import EventLog
+from service.delivery.session import MAX_BATCH_BYTES, ResultStream
+from service.delivery.states import TRANSITIONS, State
+
+if TYPE_CHECKING:
+    from service.admission import Holding
+    from service.delivery.registry import Registry
+    from service.delivery.submission import Submission
+
+logger = logging.getLogger(__name__)
+
+
+class ServedRequest:
+    """See the module. All methods run on the event loop; none but `read` waits.
+
+    Attributes:
+        account: for whom it counts.
+        identity, request_id: whose request it is, and its name there.
+        engine_id: its name in the engine, unique for the life of the process.
+        serial: which of the process's requests it is, counted from 1.
+        priority, time_limit_s: as the engine has them.
+        reserved_tokens: what admission counts it as while it runs.
+        holding: the bytes that it holds, as admission counts them.
+        state: where it is in its life.
+        log: its events.
+        stream: where its results go; None: they wait to be read.
+        cancel_wanted: somebody asked for its end.
+        is_held: whether the engine was told to hold it.
+        bound: with so many untaken tokens it is held.
+        readers: who waits for its events without a stream.
+    """
+
+    __slots__ = (
+        "_is_durable",
+        "_low",
+        "_registry",
+        "account",
+        "bound",
+        "cancel_wanted",
+        "engine_id",
+        "holding",
+        "identity",
+        "is_held",
+        "log",
+        "priority",
+        "readers",
+        "request_id",
+        "reserved_tokens",
+        "serial",
+        "state",
+        "stream",
+        "time_limit_s",
+    )
+
+    def __init__(
+        self,
+        registry: Registry,
+        submission: Submission,
+        holding: Holding,
+        *,
+        serial: int,
+        is_durable: bool,
+        keep: bool,
+    ) -> None:
+        """A request that the engine has not yet. `is_durable`: it outlives its streams, because it
+        came by AddRequest; `keep`: its results are kept, so far.
+        """
+        request, make_text = submission.request, submission.make_text
+        self.account = submission.account
+        self.identity = submission.account.identity
+        self.request_id = submission.request_id
+        self.engine_id = request.request_id
+        self.serial = serial
+        self.priority = request.priority
+        self.time_limit_s = request.time_limit_s
+        self.reserved_tokens = submission.reserved_tokens
+        self.holding = holding
+        self.state = State.ADMITTING
+        self.log = EventLog(
+            submission.request_id,
+            options=submission.options,
+            text_streams=[make_text() if make_text is not None else None for _ in range(request.n)],
+            ending_ids=request.stop.ending_token_ids,
+            prompt=request.prompt,
+            now=time.monotonic(),
+            keep=keep,
+        )
+        self.stream: ResultStream | None = None
+        self.cancel_wanted = False
+        self.is_held = False
+        self.bound, self._low = registry.flow.bounds(
+            submission.options, request.n, is_kept=is_durable
+        )
+        self.readers: list[asyncio.Future[None]] = []
+        self._registry = registry
+        self._is_durable = is_durable
+
+    # The state
+
+    def _become(self, state: State) -> None:
+        """Go to another state."""
+        before = self.state
+        if state not in TRANSITIONS[before]:
+            raise RuntimeError(f"a request cannot go from {before.name} to {state.name}")
+        self.state = state
+        registry = self._registry
+        if before is State.LEASED:
+            registry.leases.stop(self)
+        elif before is State.KEPT:
+            registry.unkeep(self)
+        if before.is_live and not state.is_live:
+            self.is_held = False
+            registry.has_ended(self)
+        if state is State.GONE:
+            registry.pauses.stop(self)
+            registry.forget(self)
+        elif state is State.KEPT:
+            registry.keep(self)  # which may be too much, and then it does not stay in this state
+
+    def accept(self, accepted: Accepted, arrival: float, stream: ResultStream | None) -> None:
+        """The engine took it in, at this moment of its monotonic clock; its results go to this
+        stream.
+        """
+        self.log.accept(accepted, arrival)
+        if self.state is State.ADMITTING:
+            self._become(State.LIVE)
+        if stream is not None:
+            self.attach(stream, 1)
+        if self.cancel_wanted:
+            self._registry.engine.cancel(self.engine_id)
+        if self.log.untaken >= self.bound:
+            self._reach_bound()
+        self._wake_readers()
+
+    def abandon(self) -> None:
+        """Who asked for it went away before the engine had answered."""
+        self.log.keep = self._is_durable = False
+        if self.state is State.ADMITTING:
+            self._become(State.ABANDONED)
+
+    def forget(self) -> None:
+        """It is no more: the engine does not have it, or the server closes."""
+        if self.state is not State.GONE:
+            self._become(State.GONE)
+
+    def keep_no_more(self) -> None:
+        """Its results need not be kept any longer. A stream that still sends them has the request,
+        and its name, until they are delivered.
+        """
+        if self.stream is None:
+            self._become(State.GONE)
+        else:
+            self._become(State.ENDED)
+            self.log.keep_all(False)
+
+    # What comes from the engine
+
+    def push(self, output: RequestOutput, now: float) -> None:
+        """Take one step's output of one choice, and wake who waits for it. The path of every token:
+        kept short.
+        """
+        log = self.log
+        try:
+            stop = log.push(output, now)
+        except Exception as error:
+            self._break(now, error)
+        else:
+            if stop is not None:
+                engine = self._registry.engine
+                engine.finish(self.engine_id, stop.num_tokens, output.choice)
+        if log.untaken >= self.bound:
+            self._reach_bound()
+        stream = self.stream
+        if stream is not None and log.is_takeable:
+            stream.mark(self)
+        if self.readers:
+            self._wake_readers()
+        if log.ended:
+            self._end()
+
+    def _tell(self) -> None:
+        """Something of it has come: wake who waits for it."""
+        if self.stream is not None and self.log.is_takeable:
+            self.stream.mark(self)
+        self._wake_readers()
+        if self.log.ended:
+            self._end()
+
+    def _break(self, now: float, error: Exception) -> None:
+        """The front end could not go on with this request: it alone ends."""
+        error_id = secrets.token_hex(8)
+        logger.error("delivery of a request failed [error_id=%s]", error_id, exc_info=error)
+        failure = RequestFailure("the request's output could not be delivered", error_id)
+        self.log.fail(failure, now)
+        self._registry.engine.cancel(self.engine_id)
+
+    def _end(self) -> None:
+        """Its terminal events are there."""
+        if not self.state.is_live:
+            return
+        self._watch_pause()
+        if self.stream is not None:
+            self._registry.expect_reader(self.stream, self)
+        if self.log.keep:
+            self._become(State.KEPT)
+        elif self.state is State.ABANDONED:
+            self._become(State.GONE)
+        else:  # Its stream has it, or (ADMITTING) is about to.
+            self._become(State.ENDED)
+
+    def cancel(self) -> None:
+        """End it: its terminal event follows within one step."""
+        self.cancel_wanted = True
+        if self.log.accepted is not None:  # else `accept` does it
+            self._registry.engine.cancel(self.engine_id)
+
+    # Streams
+
+    def attach(self, stream: ResultStream, from_seq: int) -> None:
+        """Make the events from `from_seq` on go to a stream, away from where they went.
+
+        Raises:
+            ResultGoneError: they are not all there.
+        """
+        log = self.log
+        log.check_from(from_seq)
+        before = self.stream
+        if before is not stream:
+            if before is not None:
+                self._leave()
+                before.moved_away(self)
+            self.stream = stream
+            stream.requests.add(self)
+            if not self.state.is_live:
+                self._registry.admission.take_place(self.account)
+        log.move_to(from_seq, stream.initial_credit)
+        if self.state.is_live:
+            if self.state is not State.LIVE:
+                self._become(State.LIVE)
+            log.keep_all(self._is_durable or stream.lease_s > 0)
+        if log.is_takeable:
+            stream.mark(self)
+        elif log.delivered:
+            self._delivered()
+        if self.stream is not None:
+            self._have_taken()
+            if stream.is_over:  # it was lost while the request was on its way
+                self.lost(stream.lease_s)
+            elif log.ended:
+                self._registry.expect_reader(stream, self)
+
+    def take(self, limit: int) -> list[NumberedEvent]:
+        """Its stream takes about so many bytes of what is pending, at most."""
+        log = self.log
+        events = log.take_for_stream(limit)
+        if log.ended and log.delivered:
+            self._delivered()
+            return events
+        credit = log.credit
+        if self.is_held or (log.ended and credit is not None):
+            self._have_taken()
+        if (log.cursor < log.next_seq or credit is not None) and log.is_takeable and self.stream:
+            self.stream.mark(self)  # it goes on in the next message
+        return events
+
+    def lost(self, lease_s: float) -> None:
+        """Its stream is over before it was delivered. It goes on for the lease."""
+        self._leave()
+        self.log.credit = None
+        if self.state is State.ENDED:
+            self._become(State.GONE)
+        elif self.state is State.LIVE and not self._is_durable:
+            if lease_s > 0:
+                self._become(State.LEASED)
+                self._registry.leases.start(self, lease_s)
+                self._wake_readers()  # one that waits is what reads it now
+            else:
+                self.log.keep = False
+                self._become(State.ABANDONED)
+                self.cancel()
+
+    def not_read(self) -> None:
+        """It has ended, and its stream's client does not read the rest."""
+        self._leave()
+        if self.state is State.ENDED:
+            self._become(State.GONE)
+
+    def _delivered(self) -> None:
+        """Its stream took the last event."""
+        self._leave()
+        if self.state is State.ENDED:
+            self._become(State.GONE)
+
+    def _leave(self) -> None:
+        """Its stream does not have it any more."""
+        if self.stream is not None:
+            self.stream.remove(self)
+            self.stream = None
+            if not self.state.is_live:
+                self._registry.admission.leave_place(self.account)
+        self._registry.pauses.stop(self)
+
+    def lease_over(self) -> None:
+        """Its lease has passed, and no stream came."""
+        self.cancel()
+
+    # Flow control
+
+    def grant(self, tokens: int, stream: ResultStream) -> None:
+        """Let so many more of its tokens be sent on this stream. Harmless if it is not there."""
+        log = self.log
+        if self.stream is stream and log.credit is not None:
+            log.credit += tokens
+            if log.is_takeable:
+                stream.mark(self)
+            self._watch_pause()
+
+    def _reach_bound(self) -> None:
+        """As much of it is untaken as may be, or more."""
+        if self.is_held or self.log.ended or self.log.accepted is None:
+            return
+        if self._registry.flow.ends:
+            self.pause_over()
+            return
+        self.is_held = True
+        self._registry.engine.hold(self.engine_id)
+        self._watch_pause()
+
+    def _have_taken(self) -> None:
+        """Something of it was taken, where it is held or on credit; or it has another reader."""
+        if self.is_held and not self.log.ended and self.log.untaken <= self._low:
+            self.is_held = False
+            self._registry.engine.unhold(self.engine_id)
+        self._watch_pause()
+
+    def _watch_pause(self) -> None:
+        """Its wait for its stream begins anew, or is over."""
+        log = self.log
+        if log.ended:
+            waits = log.credit is not None and not log.delivered and not log.is_takeable
+        else:
+            waits = self.is_held
+        registry = self._registry
+        if waits and self.stream is not None:
+            registry.pauses.start(self, registry.flow.max_pause_s)
+        else:
+            registry.pauses.stop(self)
+
+    def pause_over(self) -> None:
+        """Its stream took nothing of it for max_pause, or does not get such a time."""
+        self.log.credit = None  # what is there goes with its end
+        if not self.log.ended:
+            self._end_unread()
+        elif self.stream is not None:
+            self.stream.mark(self)
+
+    def _end_unread(self) -> None:
+        """Nobody reads its output: it alone ends."""
+        waited_s = self._registry.flow.max_pause_s if self.is_held else None
+        error = OutputNotReadError(self.log.untaken, waited_s)
+        self.log.flush()
+        failure = RequestFailure(str(error), secrets.token_hex(8))
+        self.log.fail(failure, time.monotonic(), error)
+        self._registry.engine.cancel(self.engine_id)
+        self._tell()
+
+    # Reading without a stream
+
+    async def read(self, from_seq: int, *, until_done: bool, wait_s: float) -> ReadResult:
+        """Its events from a number on, as many as fit one message. Where there are none, or
+        (`until_done`) it has not ended, so many seconds are waited; the answer is then what there
+        is. Nothing is consumed.
+
+        Raises:
+            ResultGoneError: the events from `from_seq` on are not all there (any more).
+        """
+        log = self.log
+        log.check_from(from_seq)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not (log.ended or (not until_done and log.has(from_seq)) or wait_s == 0):
+                    if until_done and self.is_held and self.stream is None:
+                        # It waits for a reader, which is this one. What is read is kept.
+                        log.take_from(log.next_seq)
+                        self._read_to(log.next_seq)
+                    await self._changed()
+        log.check_from(from_seq)  # it may have been let go meanwhile
+        events = at_most(log.take_from(from_seq), MAX_BATCH_BYTES)
+        next_seq = events[-1].seq + 1 if events else from_seq
+        self._read_to(next_seq)
+        return ReadResult(events, next_seq, log.ended and next_seq == log.next_seq)
+
+    def _read_to(self, seq: int) -> None:
+        """A reader has all before this event: where there is no stream, that counts."""
+        if self.stream is None and self.log.cursor < seq:
+            self.log.move_to(seq)
+            self._have_taken()
+
+    def _wake_readers(self) -> None:
+        for reader in self.readers:
+            if not reader.done():
+                reader.set_result(None)
+        self.readers.clear()
+
+    async def _changed(self) -> None:
+        """Wait until something was pushed, or it ended."""
+        future = asyncio.get_running_loop().create_future()
+        self.readers.append(future)
+        try:
+            await future
+        finally:
+            if future in self.readers:
+                self.readers.remove(future)

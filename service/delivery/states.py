@@ -1,0 +1,67 @@
+"""The states of a request in the front end, and what leads from one to the next: the one table.
+`request.ServedRequest` alone changes them, and docs/sessions.md shows them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+
+class State(enum.Enum):
+    """Where a request is between its start and the moment when its name is free again. The value
+    says what is true in it.
+    """
+
+    ADMITTING = "the engine has not answered yet whether it takes the request in"
+    LIVE = "it waits or runs; its results go to a stream, or are kept (AddRequest)"
+    LEASED = "it waits or runs, but its stream is lost; with the end of its lease it is cancelled"
+    ABANDONED = "nobody wants its results any more: the engine is told to end it"
+    ENDED = "all its events are there, and its stream has some of them yet to take"
+    KEPT = "it has ended, and its results are kept for others to come"
+    GONE = "it is forgotten, and its name is free"
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the request has not ended: the engine may have it."""
+        return self in _LIVE
+
+
+_LIVE = frozenset((State.ADMITTING, State.LIVE, State.LEASED, State.ABANDONED))
+
+_CLOSES = "the server closes"
+
+TRANSITIONS: Mapping[State, Mapping[State, str]] = {
+    State.ADMITTING: {
+        State.LIVE: "the engine took it in",
+        State.ABANDONED: "its caller went away, and had asked for nothing to be kept",
+        State.ENDED: "it ended before the engine's answer was seen",
+        State.KEPT: "likewise, and its results are to be kept",
+        State.GONE: "the engine refused it, or " + _CLOSES,
+    },
+    State.LIVE: {
+        State.LEASED: "its stream was lost, and had a lease",
+        State.ABANDONED: "its stream was lost, and had none",
+        State.ENDED: "it ended",
+        State.KEPT: "it ended, and its results are to be kept",
+        State.GONE: _CLOSES,
+    },
+    State.LEASED: {
+        State.LIVE: "a stream attached to it",
+        State.KEPT: "it ended",
+        State.GONE: _CLOSES,
+    },
+    State.ABANDONED: {
+        State.LIVE: "a stream attached to it before it had ended",
+        State.GONE: "it ended, or the engine does not have it",
+    },
+    State.ENDED: {
+        State.GONE: "its stream took the last event, was lost, or is not read",
+    },
+    State.KEPT: {
+        State.ENDED: "its retention passed, or others need the room; a stream has it still",
+        State.GONE: "its retention passed, or others need the room",
+    },
+    State.GONE: {},
+}
+"""From each state: to which others a request goes, and when."""

@@ -1,0 +1,46 @@
+"""All timers of delivery. Each is of one kind of wait, and an owner has at most one of a kind.
+
+| kind | of | runs while | then |
+|---|---|---|---|
+| lease | a request | it is LEASED | it is cancelled |
+| retention | a request | it is KEPT | its results are kept no more |
+| pause | a request | its stream takes nothing of it (`flow`) | it ends, or goes on without credit |
+| unread | a stream | ended requests wait on it | they are let go, if it took nothing meanwhile |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+Owner = TypeVar("Owner", bound=Hashable)
+
+
+class Timer(Generic[Owner]):
+    """One kind of wait, of many owners. Of one event loop."""
+
+    def __init__(self, then: Callable[[Owner], None]) -> None:
+        """`then`: what is done with an owner whose time is over."""
+        self._then = then
+        self._handles: dict[Owner, asyncio.TimerHandle] = {}
+
+    def start(self, owner: Owner, delay_s: float) -> None:
+        """Wait, from now on; a wait that is under way is over."""
+        self.stop(owner)
+        loop = asyncio.get_running_loop()
+        self._handles[owner] = loop.call_later(delay_s, self._fire, owner)
+
+    def stop(self, owner: Owner) -> None:
+        """Do not wait any more. Harmless if nothing is waited for."""
+        handle = self._handles.pop(owner, None)
+        if handle is not None:
+            handle.cancel()
+
+    def is_running(self, owner: Owner) -> bool:
+        """Whether this owner waits."""
+        return owner in self._handles
+
+    def _fire(self, owner: Owner) -> None:
+        del self._handles[owner]
+        self._then(owner)
