@@ -3,7 +3,7 @@
     tokens ──push──▶ text, stop strings ──▶ one pending delta ──take──▶ Delta, … and Finished
 
 A request with n choices has n of these, and they know nothing of each other: each has its own
-text, stop strings, token offsets and end. What is pending has no number yet; `log.RequestLog`
+text, stop strings, token offsets and end. What is pending has no number yet; `log.EventLog`
 gives it one when it is taken.
 
 A stop string is found here, where the text is made: the tokens after it are dropped, and the

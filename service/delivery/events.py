@@ -1,6 +1,6 @@
 """The events of a request and the answers to a session's commands, as plain data.
 
-`log.RequestLog` makes the events, the command handler of `service.servicers` makes the answers;
+`log.EventLog` makes the events, the command handler of `service.servicers` makes the answers;
 both are turned into messages by `service.convert.response`.
 """
 

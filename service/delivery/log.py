@@ -64,33 +64,6 @@ class EventLog:
         prompt_tokens: tokens of its prompt.
     """
 
-    __slots__ = (
-        "_at_least",
-        "_cached_tokens",
-        "_choices",
-        "_end_numbered",
-        "_first_token",
-        "_flows",
-        "_kept",
-        "_last_token",
-        "_options",
-        "_prompt",
-        "_prompt_ids",
-        "_ready",
-        "_request_id",
-        "accepted",
-        "arrival",
-        "credit",
-        "cursor",
-        "ended",
-        "failure",
-        "keep",
-        "next_seq",
-        "prompt_tokens",
-        "size",
-        "untaken",
-    )
-
     def __init__(
         self,
         request_id: str,

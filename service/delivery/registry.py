@@ -69,7 +69,7 @@ class Registry:
         self.admission = admission
         self.flow = flow
         self.engine = EngineCalls(client)
-        self.leases = Timer(ServedRequest.lease_over)
+        self.leases = Timer(ServedRequest.cancel)
         self.retentions = Timer(ServedRequest.keep_no_more)
         self.pauses = Timer(ServedRequest.pause_over)
         self._unread = Timer(self.check_reader)
@@ -134,10 +134,6 @@ class Registry:
         self.admission.check_place(account)
         self.admission.check_bytes(account, self.undelivered_bytes)
 
-    def weight_of(self, account: Account) -> float:
-        """How much service an account is due; see AdmissionControl."""
-        return self.admission.weight_of(account)
-
     def undelivered_bytes(self) -> dict[CallerKey, tuple[Account, int]]:
         """About how many bytes of results each account did not read, but for ended requests that
         are kept: these have a bound of their own.
@@ -162,10 +158,6 @@ class Registry:
         finally:
             self._arriving -= 1
             self._check_idle()
-
-    def holding(self, account: Account) -> Holding:
-        """For what a request is about to hold, around all that is done for it before it is live."""
-        return self.admission.holding(account)
 
     async def start(
         self,
@@ -312,15 +304,6 @@ class Registry:
             raise RequestNotFoundError(request_id)
         return request
 
-    def attach(self, identity: str, request_id: str, from_seq: int, stream: ResultStream) -> None:
-        """Move a request's results to a stream.
-
-        Raises:
-            RequestNotFoundError: no request of that name is kept for this identity.
-            ResultGoneError: the events from `from_seq` on are not all there.
-        """
-        self.find(identity, request_id).attach(stream, from_seq)
-
     def grant(self, identity: str, request_id: str, tokens: int, stream: ResultStream) -> None:
         """Let so many more tokens of a request be sent on its stream. Harmless for one that is not
         there (any more).
@@ -383,7 +366,7 @@ class Registry:
             self._unread.start(stream, left_s)
             return
         for request in list(ended):
-            request.not_read()
+            request.leave()
         stream.give_up()
 
     # Ending

@@ -56,28 +56,6 @@ class ServedRequest:
         readers: who waits for its events without a stream.
     """
 
-    __slots__ = (
-        "_is_durable",
-        "_low",
-        "_registry",
-        "account",
-        "bound",
-        "cancel_wanted",
-        "engine_id",
-        "holding",
-        "identity",
-        "is_held",
-        "log",
-        "priority",
-        "readers",
-        "request_id",
-        "reserved_tokens",
-        "serial",
-        "state",
-        "stream",
-        "time_limit_s",
-    )
-
     def __init__(
         self,
         registry: Registry,
@@ -267,7 +245,7 @@ class ServedRequest:
         if log.is_takeable:
             stream.mark(self)
         elif log.delivered:
-            self._delivered()
+            self.leave()
         if self.stream is not None:
             self._have_taken()
             if stream.is_over:  # it was lost while the request was on its way
@@ -280,7 +258,7 @@ class ServedRequest:
         log = self.log
         events = log.take_for_stream(limit)
         if log.ended and log.delivered:
-            self._delivered()
+            self.leave()
             return events
         credit = log.credit
         if self.is_held or (log.ended and credit is not None):
@@ -305,14 +283,8 @@ class ServedRequest:
                 self._become(State.ABANDONED)
                 self.cancel()
 
-    def not_read(self) -> None:
-        """It has ended, and its stream's client does not read the rest."""
-        self._leave()
-        if self.state is State.ENDED:
-            self._become(State.GONE)
-
-    def _delivered(self) -> None:
-        """Its stream took the last event."""
+    def leave(self) -> None:
+        """Its stream has no more of it: it took the last event, or its client does not read it."""
         self._leave()
         if self.state is State.ENDED:
             self._become(State.GONE)
@@ -325,10 +297,6 @@ class ServedRequest:
             if not self.state.is_live:
                 self._registry.admission.leave_place(self.account)
         self._registry.pauses.stop(self)
-
-    def lease_over(self) -> None:
-        """Its lease has passed, and no stream came."""
-        self.cancel()
 
     # Flow control
 

@@ -77,6 +77,8 @@ class ResultStream:
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
+        self._refusal: BaseException | None = None
+        self._has_last_word = False  # what came before the refusal was received
         self.is_over = False
         self.last_taken = 0.0
         self.ended_at: dict[ServedRequest, float] = {}
@@ -137,6 +139,14 @@ class ResultStream:
         """Let the writer look again whether the stream is finished."""
         self._wake.set()
 
+    def refuse(self, error: BaseException) -> None:
+        """Its client may not go on: the RPC ends with this error, behind the answers that are
+        there; not where it was about to end anyway.
+        """
+        if not self.closing:
+            self._refusal = error
+        self._wake.set()
+
     def give_up(self) -> None:
         """Its client reads nothing: those of its requests that have ended were let go."""
         self.given_up = True
@@ -168,23 +178,31 @@ class ResultStream:
         self._on_taken(held)
         return Batch(replies, events, size)
 
-    async def wait(self) -> None:
-        """Wait until there may be something to take, or the stream may be finished."""
-        await self._wake.wait()
-
     @property
     def finished(self) -> bool:
         """Whether the RPC ends now: nothing is left and nothing is to come."""
         return self.closing and not (self.busy or self.requests or self._dirty or self._replies)
 
-    def check_given_up(self) -> None:
-        """Called by the writer, once it can write again.
+    async def receive(self) -> Batch | None:
+        """Wait for what goes into the next message; None: the RPC ends as it should.
 
         Raises:
             ResultsNotReadError: results were forgotten, because nobody read them.
+            HeadraceError: what `refuse` was given; the answers before it were received.
         """
-        if self.given_up:
-            raise ResultsNotReadError
+        while True:
+            if self.given_up:
+                raise ResultsNotReadError
+            refusal = self._refusal
+            if refusal is not None and self._has_last_word:
+                raise refusal
+            self._has_last_word = refusal is not None
+            if (batch := self.take()) is not None:
+                return batch
+            if self.finished:
+                return None
+            if refusal is None:
+                await self._wake.wait()
 
     def check_end(self, request: ServedRequest) -> None:
         """Called by the writer of a single request's stream, once nothing is left of it.

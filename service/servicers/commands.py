@@ -178,9 +178,10 @@ class CommandReader:
     async def _attach(self, command: Command) -> None:
         request_id = command.attach.request_id
         check_request_id(request_id, "attach.request_id")
-        await self._front.registry.settled(self._identity, request_id)
+        registry = self._front.registry
+        await registry.settled(self._identity, request_id)
         from_seq = command.attach.from_seq or 1
-        self._front.registry.attach(self._identity, request_id, from_seq, self._stream)
+        registry.find(self._identity, request_id).attach(self._stream, from_seq)
         self._stream.reply(Attached(command.command_id, request_id, from_seq))
 
     def _cancel(self, command: Command) -> None:

@@ -25,7 +25,7 @@ from service.convert.request import check_request_id
 from service.convert.response import cancel_result
 from service.convert.unknown import refuse_unknown
 from service.convert.values import seconds
-from service.delivery.session import Batch
+from service.delivery.session import Batch, ResultStream
 from service.errors import AnswerTooLargeError, FieldError
 from service.places import Places
 from service.servicers.commands import CommandReader
@@ -72,14 +72,9 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             started = await start_request(front, permit, spec_of(request), stream, final=True)
             run = []
             size = 0
-            while True:
-                if (batch := stream.take()) is not None:
-                    run += [numbered for _, events in batch.events for numbered in events]
-                    size += batch.size
-                elif stream.finished:
-                    break
-                else:
-                    await stream.wait()
+            while (batch := await stream.receive()) is not None:
+                run += [numbered for _, events in batch.events for numbered in events]
+                size += batch.size
             stream.check_end(started)
             registry.complete(stream)
         finally:
@@ -100,16 +95,10 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         context.add_done_callback(lambda _: registry.lost(stream))
         try:
             started = await start_request(front, permit, spec_of(request), stream)
-            while True:
-                stream.check_given_up()
-                if (batch := stream.take()) is not None:
-                    yield await front.text_pool.answer(
-                        permit.account, batch.size, partial(_streamed, front, batch)
-                    )
-                elif stream.finished:
-                    break
-                else:
-                    await stream.wait()
+            while (batch := await stream.receive()) is not None:
+                yield await front.text_pool.answer(
+                    permit.account, batch.size, partial(_streamed, front, batch)
+                )
             registry.complete(stream)
             stream.check_end(started)
         finally:
@@ -127,22 +116,12 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         reader = asyncio.create_task(
             CommandReader(front, self._state, permit, stream).run(request_iterator)
         )
-        reader.add_done_callback(lambda _: stream.nudge())
+        reader.add_done_callback(partial(_reader_ended, stream))
         try:
-            while True:
-                stream.check_given_up()
-                # It only ends by itself at the half-close; with an error it has said its last word.
-                is_refused = reader.done() and not stream.closing
-                if (batch := stream.take()) is not None:
-                    yield await front.text_pool.answer(
-                        permit.account, batch.size, partial(front.responder.batch, batch)
-                    )
-                elif stream.finished:
-                    break
-                elif not is_refused:
-                    await stream.wait()
-                if is_refused:
-                    await reader  # raises
+            while (batch := await stream.receive()) is not None:
+                yield await front.text_pool.answer(
+                    permit.account, batch.size, partial(front.responder.batch, batch)
+                )
             registry.complete(stream)
         finally:
             registry.lost(stream)
@@ -208,3 +187,13 @@ def _streamed(front: FrontEnd, batch: Batch) -> generation_service_pb2.GenerateS
     message = generation_service_pb2.GenerateStreamResponse()
     front.responder.add_events(message.events, batch.events)
     return message
+
+
+def _reader_ended(stream: ResultStream, reader: asyncio.Task[None]) -> None:
+    """The reader ends by itself at the half-close alone; with an error the session ends too."""
+    if reader.cancelled():
+        stream.refuse(asyncio.CancelledError())
+    elif (error := reader.exception()) is not None:
+        stream.refuse(error)
+    else:
+        stream.nudge()

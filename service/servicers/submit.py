@@ -50,23 +50,25 @@ async def start_request(
     """
     request_id = front.converter.check_id(spec)
     account = permit.account
-    with front.registry.arriving(), front.registry.holding(account) as holding:
-        await front.registry.settled(account.identity, request_id)
-        front.registry.check_free(account, request_id)
+    registry = front.registry
+    # What it holds counts from here on, whatever becomes of it.
+    with registry.arriving(), registry.admission.holding(account) as holding:
+        await registry.settled(account.identity, request_id)
+        registry.check_free(account, request_id)
         message = message_footprint(spec)
         holding.add(message)
         submission = await front.converter.submission(
             spec,
             account=account,
-            weight=front.registry.weight_of(account),
+            weight=registry.admission.weight_of(account),
             max_priority=permit.caller.max_priority,
             request_id=request_id,
-            engine_id=front.registry.engine_id,
+            engine_id=registry.engine_id,
             final=final,
         )
         holding.add(submission.footprint)
         try:
-            return await front.registry.start(
+            return await registry.start(
                 submission, holding, stream, durable=durable, command_id=command_id
             )
         finally:
