@@ -117,7 +117,7 @@ class Holding:
 
 
 class AdmissionControl:
-    """See the module."""
+    """See the module. `places`: those that requests take."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class AdmissionControl:
         """`clock`: monotonic seconds. `jitter`: numbers from 0 to 1, that spread the advice."""
         self._limits = limits
         self._clock = clock
-        self._places = Bound(
+        self.places = Bound(
             limits.max_open, clock, jitter, limit_of_identity=limits.max_open_of_identity
         )
         self._tokens = Bound(
@@ -143,7 +143,7 @@ class AdmissionControl:
     @property
     def open_requests(self) -> int:
         """Requests that have a place."""
-        return self._places.present
+        return self.places.present
 
     @property
     def reserved_tokens(self) -> int:
@@ -158,13 +158,13 @@ class AdmissionControl:
     @property
     def is_empty(self) -> bool:
         """Whether nobody has anything."""
-        return self._places.is_empty and self._tokens.is_empty and self._bytes.is_empty
+        return self.places.is_empty and self._tokens.is_empty and self._bytes.is_empty
 
     def weight_of(self, account: Account) -> float:
         """What an account weighs: its part of its group's weight, among the accounts of that group
         that have requests.
         """
-        return account.weight * self._places.shares.part_of(account)
+        return account.weight * self.places.shares.part_of(account)
 
     # Refusing
 
@@ -175,7 +175,7 @@ class AdmissionControl:
         Raises:
             LimitReachedError: too many requests of this identity, or of all, are open.
         """
-        if (own := self._places.full_of_identity(account, 1)) is not None:
+        if (own := self.places.full_of_identity(account, 1)) is not None:
             raise LimitReachedError(
                 "TOO_MANY_REQUESTS_OF_IDENTITY",
                 f"{own.present} requests of this caller are running or have results that were "
@@ -186,7 +186,7 @@ class AdmissionControl:
                 present=own.present,
                 retry_after_s=own.advise(1),
             )
-        if (refusal := self._places.ask(account, 1)) is not None:
+        if (refusal := self.places.ask(account, 1)) is not None:
             raise no_room(
                 "TOO_MANY_OPEN_REQUESTS",
                 f"{refusal.present} requests are running or have results that were not read yet",
@@ -317,15 +317,15 @@ class AdmissionControl:
 
     def take_place(self, account: Account) -> None:
         """A request begins, or one that had ended has a reader again."""
-        if not self._places.present:
+        if not self.places.present:
             self._byte_rate.begin()  # without requests there was nothing to be read
-        self._places.add(account, 1)
+        self.places.add(account, 1)
 
     def leave_place(self, account: Account, *, served: bool = True) -> None:
         """A request has ended, and no stream has anything left to read of it. `served`: not for one
         that was taken back: it says nothing of the rate.
         """
-        self._places.remove(account, 1, served=served)
+        self.places.remove(account, 1, served=served)
 
     def reserve(self, account: Account, tokens: int) -> None:
         """Reserve a request's tokens.

@@ -13,18 +13,22 @@ from typing import Any
 
 
 class OpenCalls:
-    """All calls whose handlers run, or whose status is being sent. Of one event loop."""
+    """All calls whose handlers run, or whose status is being sent. Of one event loop.
+
+    Attributes:
+        open: one for each call, done when it has ended.
+    """
 
     def __init__(self) -> None:
-        self._open: set[asyncio.Future[None]] = set()
+        self.open: set[asyncio.Future[None]] = set()
 
     def add(self, context: Any) -> None:
         """A call has begun; its context tells when its status was sent, or it was cut."""
         ended = asyncio.get_running_loop().create_future()
-        self._open.add(ended)
+        self.open.add(ended)
 
         def end(_context: Any) -> None:
-            self._open.discard(ended)
+            self.open.discard(ended)
             if not ended.done():  # else the loop is being closed
                 ended.set_result(None)
 
@@ -34,5 +38,5 @@ class OpenCalls:
         """Wait until those that are open now have ended, for so many seconds at most: not for later
         ones, for clients may try again and again.
         """
-        if self._open:
-            await asyncio.wait(self._open, timeout=timeout_s)
+        if self.open:
+            await asyncio.wait(self.open, timeout=timeout_s)

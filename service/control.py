@@ -73,6 +73,7 @@ class Control:
     Attributes:
         ending: set when the server stops: those who watch look a last time.
         log_level: what is in force.
+        tasks: what is under way, whether or not its caller waits.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Control:
         self._began = time.monotonic()
         self._pause: Pause | None = None
         self._steering = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self.tasks: set[asyncio.Task[Any]] = set()
         self.ending = asyncio.Event()
         self.log_level = log_level
 
@@ -231,8 +232,8 @@ class Control:
     async def _carry_out(self, call: Coroutine[Any, Any, T]) -> T:
         """Wait for a call that goes on when whoever waits for it goes away."""
         task = asyncio.create_task(call)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:

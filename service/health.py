@@ -39,7 +39,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
         """
         self._ready = dict.fromkeys(services, False)
         self._always = tuple(always)
-        self._watches = watches
+        self.watches = watches
         self._changed = asyncio.Event()
         self._ending = False
 
@@ -93,7 +93,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """The status of one service, now and whenever it changes, until the server drains."""
-        self._watches.take(context)
+        self.watches.take(context)
         last = None
         while True:
             changed = self._changed

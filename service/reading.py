@@ -64,11 +64,15 @@ _MAX_REMEMBERED = 8192
 
 
 class _Patience:
-    """Ends calls that have waited too long: by one timer for all of them."""
+    """Ends calls that have waited too long: by one timer for all of them.
+
+    Attributes:
+        waiting: the contexts of those that wait, the oldest first, and until when.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._waiting: dict[Any, float] = {}  # contexts, the oldest first, and until when
+        self.waiting: dict[Any, float] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -76,22 +80,22 @@ class _Patience:
         """A call begins to wait."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._seconds
-        self._waiting[context] = until
+        self.waiting[context] = until
         if self._timer is None:
             self._timer = loop.call_at(until, self._look)
 
     def end(self, context: Any) -> None:
         """It waits no longer."""
-        self._waiting.pop(context, None)
+        self.waiting.pop(context, None)
 
     def _look(self) -> None:
         self._timer = None
         loop = asyncio.get_running_loop()
-        for context, until in list(self._waiting.items()):
+        for context, until in list(self.waiting.items()):
             if until > loop.time():
                 self._timer = loop.call_at(until, self._look)
                 return
-            del self._waiting[context]
+            del self.waiting[context]
             self.give_up(context, self._seconds)
 
     def give_up(self, context: Any, seconds: float) -> None:
@@ -109,13 +113,19 @@ async def _refuse(context: Any, error: HeadraceError) -> None:
 
 
 class _Turns:
-    """Which calls of a line may read: the newest first."""
+    """Which calls of a line may read: the newest first.
+
+    Attributes:
+        free: places that nobody has.
+        reading: the contexts of calls that read, the oldest first, and since when.
+        waiting: the turns of those that wait for one, the oldest first. False: refused.
+    """
 
     def __init__(self, places: int, patience: _Patience) -> None:
-        self._free = places
-        self._patience = patience
-        self._reading: dict[Any, float] = {}  # contexts, the oldest first, and since when
-        self._queue: dict[asyncio.Future[bool], None] = {}  # the oldest first; False: refused
+        self.free = places
+        self.patience = patience
+        self.reading: dict[Any, float] = {}
+        self.waiting: dict[asyncio.Future[bool], None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
@@ -133,48 +143,48 @@ class _Turns:
 
     async def _begin(self, context: Any) -> None:
         loop = asyncio.get_running_loop()
-        if self._free:
-            self._free -= 1
+        if self.free:
+            self.free -= 1
         else:
-            if len(self._queue) >= MAX_QUEUED:
+            if len(self.waiting) >= MAX_QUEUED:
                 self._refuse_oldest()
             turn = loop.create_future()
-            self._queue[turn] = None
+            self.waiting[turn] = None
             self._watch()
             try:
                 has_come = await turn
             except asyncio.CancelledError:
-                self._queue.pop(turn, None)
+                self.waiting.pop(turn, None)
                 if not turn.cancelled() and turn.result():  # it had come just now
                     self._pass_on()
                 raise
             if not has_come:
                 raise TooManyCallsError(MAX_QUEUED)
-        self._reading[context] = loop.time()
+        self.reading[context] = loop.time()
 
     def _refuse_oldest(self) -> None:
-        turn = next(iter(self._queue))
-        del self._queue[turn]
+        turn = next(iter(self.waiting))
+        del self.waiting[turn]
         if not turn.done():  # else its call was cancelled
             turn.set_result(False)
 
     def _end(self, context: Any) -> None:
-        if self._reading.pop(context, None) is not None:
+        if self.reading.pop(context, None) is not None:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        while self._queue:
-            turn, _ = self._queue.popitem()
+        while self.waiting:
+            turn, _ = self.waiting.popitem()
             if not turn.done():  # else its call was cancelled
                 turn.set_result(True)
                 return
-        self._free += 1
+        self.free += 1
 
     def _watch(self) -> None:
         """Look after the oldest turn, while somebody waits for it."""
         if self._timer is None:
             loop = asyncio.get_running_loop()
-            since = next(iter(self._reading.values()), loop.time())
+            since = next(iter(self.reading.values()), loop.time())
             self._timer = loop.call_at(since + TURN_S, self._look)
 
     def _look(self) -> None:
@@ -184,24 +194,28 @@ class _Turns:
     def _give_way(self) -> None:
         self._timer = None
         now = asyncio.get_running_loop().time()
-        for context, since in list(self._reading.items())[: len(self._queue)]:
+        for context, since in list(self.reading.items())[: len(self.waiting)]:
             if now - since < TURN_S:
                 break
-            self._patience.give_up(context, TURN_S)
+            self.patience.give_up(context, TURN_S)
             self._end(context)
-        if self._queue:
+        if self.waiting:
             self._watch()
 
 
 class _Lines:
-    """The two lines of calls that are open to everyone."""
+    """The two lines of calls that are open to everyone.
+
+    Attributes:
+        first, others: the lines.
+        not_first: connections that have a call in the first line (True), or whose last call there
+            brought no message (False).
+    """
 
     def __init__(self, places: int, patience: _Patience) -> None:
         self.first = _Turns(places // 2, patience)
         self.others = _Turns(places - places // 2, patience)
-        # Connections that have a call in the first line (True), or whose last call there brought no
-        # message (False).
-        self._not_first: dict[str, bool] = {}
+        self.not_first: dict[str, bool] = {}
 
     @asynccontextmanager
     async def turn(self, context: Any) -> AsyncIterator[None]:
@@ -211,22 +225,22 @@ class _Lines:
             TooManyCallsError: too many have come since.
         """
         peer = context.peer()
-        if peer in self._not_first:
+        if peer in self.not_first:
             async with self.others.turn(context):
                 yield
-            if not self._not_first.get(peer, True):  # it brings messages again
-                del self._not_first[peer]
+            if not self.not_first.get(peer, True):  # it brings messages again
+                del self.not_first[peer]
             return
-        self._not_first[peer] = True
-        if len(self._not_first) > _MAX_REMEMBERED:
-            del self._not_first[next(iter(self._not_first))]
+        self.not_first[peer] = True
+        if len(self.not_first) > _MAX_REMEMBERED:
+            del self.not_first[next(iter(self.not_first))]
         try:
             async with self.first.turn(context):
                 yield
         except BaseException:
-            self._not_first[peer] = False
+            self.not_first[peer] = False
             raise
-        self._not_first.pop(peer, None)
+        self.not_first.pop(peer, None)
 
 
 class Reading(grpc.aio.ServerInterceptor):
@@ -238,9 +252,9 @@ class Reading(grpc.aio.ServerInterceptor):
         """`patience_s`: until when a message must be there; `max_receive_bytes`: how large gRPC
         takes one in.
         """
-        self._patience = _Patience(patience_s)
+        self.patience = _Patience(patience_s)
         places = max(2, min(MAX_TURNS, OPEN_BYTES // max_receive_bytes))
-        self._lines = _Lines(places, self._patience)
+        self.lines = _Lines(places, self.patience)
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -281,18 +295,18 @@ class Reading(grpc.aio.ServerInterceptor):
             MessageMissingError: the client has ended its side without one.
             MalformedMessageError, MessageTooLargeError: it cannot be read.
         """
-        self._patience.begin(context)
+        self.patience.begin(context)
         try:
             message = await context.read()
         finally:
-            self._patience.end(context)
+            self.patience.end(context)
         if message is grpc.aio.EOF:
             raise MessageMissingError
         return await parsed(message)
 
     async def _read_open(self, context: Any) -> Any:
         """The same of a method that is open to everyone, in its turn."""
-        async with self._lines.turn(context):
+        async with self.lines.turn(context):
             return await self._read(context)
 
 

@@ -116,7 +116,17 @@ def _watches(config: ServiceConfig, name: str) -> Kind:
 
 
 class HeadraceServer:
-    """A server around an engine. All methods run on one event loop."""
+    """A server around an engine. All methods run on one event loop.
+
+    Attributes:
+        registry: its requests.
+        state, control: what it is about, and how it is steered.
+        calls, reading, text_pool: its calls, their messages, and the texts that are worked on.
+        servers: gRPC's, by whether they serve ControlService.
+        sessions, watches: the places that these have.
+        health, supervisor: who tells that it serves, and who starts the engine again.
+        bound, health_bound, sockets: where it listens.
+    """
 
     def __init__(
         self,
@@ -175,33 +185,33 @@ class HeadraceServer:
         )
         # One more, which loads tokenizers.
         self._threads = ThreadPoolExecutor(THREADS + 1, thread_name_prefix="headrace-text")
-        self._text_pool = TextPool(self._threads, clock)
+        self.text_pool = TextPool(self._threads, clock)
         has_control = any(config.serves_control(parse_address(text)) for text in config.listen)
-        self._health = HealthServicer(
+        self.health = HealthServicer(
             SERVICES,
             (CONTROL,) if has_control else (),
             watches=Places(_watches(config, "health Watches"), clock, jitter),
         )
-        self._sessions = Places(_sessions(config), clock, jitter)
-        self._watches = Places(_watches(config, "WatchStatistics"), clock, jitter)
+        self.sessions = Places(_sessions(config), clock, jitter)
+        self.watches = Places(_watches(config, "WatchStatistics"), clock, jitter)
         self._telemetry = telemetry.Telemetry()
-        self._servers: dict[bool, grpc.aio.Server] = {}  # by whether they serve ControlService
+        self.servers: dict[bool, grpc.aio.Server] = {}
         self._health_server: grpc.Server | None = None
         self._authenticator = Authenticator(None)
-        self._calls = OpenCalls()
+        self.calls = OpenCalls()
         self._tls: Tls | None = None
-        self._reading = Reading(config.message_timeout_s, most_received(config))
+        self.reading = Reading(config.message_timeout_s, most_received(config))
         self._loading: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[Exception] | None = None
-        self._supervisor = Supervisor(
-            client, self.state, self._health, self._load, first_delay_s=restart_delay_s
+        self.supervisor = Supervisor(
+            client, self.state, self.health, self._load, first_delay_s=restart_delay_s
         )
         self.control = Control(
             client,
             self.state,
             self.registry,
             log_level=config.log_level,
-            count_restarts=lambda: self._supervisor.restarts,
+            count_restarts=lambda: self.supervisor.restarts,
             begin_drain=self.begin_drain,
         )
         self._polling: asyncio.Task[None] | None = None
@@ -230,44 +240,44 @@ class HeadraceServer:
         self._tls = Tls(self._config)
         self._telemetry = telemetry.set_up(os.environ, lambda: self._admission.live_bytes)
         if self._config.health_listen is not None:
-            self._health_server = make_health_server(self._health)
+            self._health_server = make_health_server(self.health)
         self.bound, self.health_bound = bind(
             self._config, self._tls, self._server_of, self._health_server, self.sockets
         )
         if self._health_server is not None:
             self._health_server.start()
-        for server in self._servers.values():
+        for server in self.servers.values():
             await server.start()
         self._loading = asyncio.create_task(self._load_first())
 
     def _server_of(self, address: Address) -> grpc.aio.Server:
         has_control = self._config.serves_control(address)
-        if has_control not in self._servers:
-            self._servers[has_control] = self._make_server(has_control)
-        return self._servers[has_control]
+        if has_control not in self.servers:
+            self.servers[has_control] = self._make_server(has_control)
+        return self.servers[has_control]
 
     def _make_server(self, has_control: bool) -> grpc.aio.Server:
         server = make_server(
             self._authenticator,
             # Recovery sees everything; spans see what authentication and readiness refuse.
             interceptors=(
-                Recovery(self._config.max_receive_bytes, self._config.max_send_bytes, self._calls),
+                Recovery(self._config.max_receive_bytes, self._config.max_send_bytes, self.calls),
                 *self._telemetry.interceptors,
                 Authentication(self._authenticator),
                 Readiness(self.state),
-                self._reading,
+                self.reading,
             ),
             options=grpc_options(self._config),
         )
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
-            GenerationServicer(self.state, self._sessions), server
+            GenerationServicer(self.state, self.sessions), server
         )
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.state), server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         names = [*SERVICES, _HEALTH]
         if has_control:
             control_service_pb2_grpc.add_ControlServiceServicer_to_server(
-                ControlServicer(self.control, self._watches), server
+                ControlServicer(self.control, self.watches), server
             )
             names.insert(0, CONTROL)
         add_reflection(server, names)
@@ -280,7 +290,7 @@ class HeadraceServer:
             self.state.phase = Phase.FAILED
             raise
         if self.state.phase is Phase.READY:
-            self._watching = asyncio.create_task(self._supervisor.run())
+            self._watching = asyncio.create_task(self.supervisor.run())
             if (metrics := self._telemetry.metrics) is not None:
                 metrics.loaded(self.state.front.card.name)
                 self._polling = asyncio.create_task(metrics.poll(self._client))
@@ -296,7 +306,7 @@ class HeadraceServer:
         await self.control.engine_started()
         self.state.loaded(self._front_end(info, tokenizer))
         if self.state.phase is Phase.READY:
-            self._health.set_ready(True)
+            self.health.set_ready(True)
 
     def _on_step(self, step: StepOutputs) -> None:
         """The engine's sink. Clients come first."""
@@ -308,7 +318,7 @@ class HeadraceServer:
         config = self._config
         encoder = InputEncoder(
             tokenizer,
-            self._text_pool,
+            self.text_pool,
             max_context_tokens=info.max_context_tokens,
             max_receive_bytes=config.max_receive_bytes,
         )
@@ -327,7 +337,7 @@ class HeadraceServer:
             converter=Converter(info, tokenizer, encoder, limits),
             responder=Responder(tokenizer, self.instance_id),
             registry=self.registry,
-            text_pool=self._text_pool,
+            text_pool=self.text_pool,
             max_lease_s=config.max_lease_s,
             max_send_bytes=config.max_send_bytes,
         )
@@ -347,7 +357,7 @@ class HeadraceServer:
         """
         ends: set[asyncio.Task[Exception]] = {
             asyncio.create_task(self._engine_failed()),
-            *(asyncio.create_task(wait_ended(server)) for server in self._servers.values()),
+            *(asyncio.create_task(wait_ended(server)) for server in self.servers.values()),
         }
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -420,7 +430,7 @@ class HeadraceServer:
     def _enter_drain(self) -> None:
         self.state.phase = Phase.DRAINING
         self._drain_begun.set()
-        self._health.end()
+        self.health.end()
         for stream in list(self.registry.streams):
             stream.close()
 
@@ -444,8 +454,8 @@ class HeadraceServer:
             if task is not None:
                 task.cancel()
         self.control.ending.set()
-        await self._calls.settle(calls_grace_s)
-        servers = self._servers.values()
+        await self.calls.settle(calls_grace_s)
+        servers = self.servers.values()
         await asyncio.gather(*(server.stop(connections_grace_s) for server in servers))
         if self._health_server is not None:
             self._health_server.stop(0)
@@ -457,7 +467,7 @@ class HeadraceServer:
         for task in (self._loading, self._watching, self._polling):
             if task is not None:
                 await asyncio.gather(task, return_exceptions=True)
-        self._text_pool.close()
+        self.text_pool.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.sockets.unlink()
         await self._telemetry.shutdown()

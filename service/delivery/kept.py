@@ -64,23 +64,24 @@ class KeptResults:
 
     Attributes:
         count, size: how many requests are kept, and about how many bytes of events.
+        groups: what is kept of those groups that have some.
     """
 
     def __init__(self, max_results: int, max_bytes: int) -> None:
         self._max_results = max_results
         self._max_bytes = max_bytes
-        self._groups: dict[str, _Group] = {}  # that have some
+        self.groups: dict[str, _Group] = {}
         self.count = 0
         self.size = 0
 
     def __contains__(self, request: ServedRequest) -> bool:
-        group = self._groups.get(request.account.group)
+        group = self.groups.get(request.account.group)
         share = None if group is None else group.callers.get(request.account.key)
         return share is not None and request in share.requests
 
     def add(self, request: ServedRequest, size: int) -> None:
         """Keep a request that is not kept yet; then see `surplus`. `size`: about how many bytes."""
-        group = self._groups.setdefault(request.account.group, _Group())
+        group = self.groups.setdefault(request.account.group, _Group())
         share = group.callers.setdefault(request.account.key, _Share())
         share.requests[request] = size
         share.size += size
@@ -91,7 +92,7 @@ class KeptResults:
         if request not in self:
             return
         account = request.account
-        group = self._groups[account.group]
+        group = self.groups[account.group]
         share = group.callers[account.key]
         size = share.requests.pop(request)
         share.size -= size
@@ -99,7 +100,7 @@ class KeptResults:
         if not share.requests:
             del group.callers[account.key]
         if not group.callers:
-            del self._groups[account.group]
+            del self.groups[account.group]
 
     def _count(self, group: _Group, number: int, size: int) -> None:
         group.count += number
@@ -116,5 +117,5 @@ class KeptResults:
         return None
 
     def _oldest_of_most(self, amount: Callable[[_Group | _Share], int]) -> ServedRequest:
-        group = max(self._groups.values(), key=amount)
+        group = max(self.groups.values(), key=amount)
         return next(iter(max(group.callers.values(), key=amount).requests))

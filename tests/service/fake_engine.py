@@ -203,7 +203,7 @@ class FakeEngine:
     _prefixes: dict[bytes, list[tuple[TokenId, ...]]] = field(default_factory=dict)
     _live: dict[RequestId, _Live] = field(default_factory=dict)
     _work: asyncio.Event = field(default_factory=asyncio.Event)
-    _loop: asyncio.Task[None] | None = None
+    loop: asyncio.Task[None] | None = None
 
     # EngineClient
 
@@ -217,12 +217,12 @@ class FakeEngine:
         if self.restartable:
             self._dead = None
             self._died.clear()
-            if self._loop is not None:
-                self._loop.cancel()
+            if self.loop is not None:
+                self.loop.cancel()
         self._sink = sink
         self.paused = False
         if self.auto:
-            self._loop = asyncio.create_task(self._run_loop())
+            self.loop = asyncio.create_task(self._run_loop())
         return self.info
 
     async def submit(self, request: GenerationRequest) -> Admission:
@@ -333,9 +333,9 @@ class FakeEngine:
         if not self.closed:
             self.closed = True
             self._fail_all("the engine was stopped")
-        if self._loop is not None:
-            self._loop.cancel()
-            await asyncio.gather(self._loop, return_exceptions=True)
+        if self.loop is not None:
+            self.loop.cancel()
+            await asyncio.gather(self.loop, return_exceptions=True)
 
     async def wait_failed(self) -> Exception:
         """Wait for `die`."""

@@ -212,7 +212,7 @@ def test_identities_without_requests_take_no_room() -> None:
             held.append((name, tokens))
         assert control.reserved_tokens == sum(tokens for _, tokens in held) <= 112
         assert control.is_empty == (not held)
-        assert control._places.shares.callers <= 500
+        assert control.places.shares.callers <= 500
 
 
 # ---- in a server -------------------------------------------------------------------------------

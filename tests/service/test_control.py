@@ -127,7 +127,7 @@ async def test_figures_while_the_model_loads_and_while_the_engine_is_gone() -> N
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_RESTARTING")
         engine.load_gate.set()
         await until(lambda: h.server.state.phase.value == "ready")
-        await until(lambda: h.server._supervisor.restarts)
+        await until(lambda: h.server.supervisor.restarts)
         back = await statistics(h)
         assert back.engine_restarts == 1
         assert back.HasField("engine")
@@ -449,7 +449,7 @@ async def test_a_pause_is_carried_out_when_its_caller_has_gone() -> None:
         await until(lambda: engine.paused)
         call.cancel()
         engine.pause_gate.set()
-        await until(lambda: not h.server.control._tasks)
+        await until(lambda: not h.server.control.tasks)
         assert (await statistics(h)).pause.reason == "gone"
         assert (await h.control.Resume(pb.ResumeRequest())).was_paused
         assert not engine.paused
@@ -460,7 +460,7 @@ async def test_a_pause_outlives_the_engine() -> None:
     async with serving(engine) as h:
         await h.control.Pause(pb.PauseRequest(reason="stay"))
         engine.die(RuntimeError("gone"))
-        await until(lambda: h.server._supervisor.restarts)
+        await until(lambda: h.server.supervisor.restarts)
         assert engine.paused
         call = asyncio.ensure_future(h.generate(spec()))
         await until(lambda: engine.num_live)

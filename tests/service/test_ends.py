@@ -73,6 +73,10 @@ class StagedEngine(FakeEngine):
             return []
         return super()._outputs(live, now)
 
+    def live_of(self, name: str) -> _Live | None:
+        """What it has of a request."""
+        return self._live.get(self.engine_id(name))
+
     def holds(self, name: str) -> bool:
         """Whether it has a request of this name."""
         return any(f"/{name}#" in engine_id for engine_id in self._live)
@@ -383,7 +387,7 @@ async def scene(
 
 def is_in(scene: Scene, state: str) -> bool:
     """Whether the target is in a state."""
-    live = scene.engine._live.get(scene.engine.engine_id(NAME))
+    live = scene.engine.live_of(NAME)
     if live is None:
         return False
     generated = live.choices[0].generated

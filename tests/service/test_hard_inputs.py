@@ -121,7 +121,8 @@ class Place(Harness):
         super().__init__(server, engine, channel)
         self.tiny = tiny
         self.manager: Any = engine._engine
-        self.runner: Any = self.manager._core.runner
+        self.core: Any = self.manager._core
+        self.runner: Any = self.core.runner
         self.gate = Gate(self.runner)
 
     @property
@@ -130,8 +131,8 @@ class Place(Harness):
 
     async def check_idle(self) -> None:
         """Nothing is left: no request, no block, no log."""
-        await until(lambda: not self.manager._core.has_work and not self.registry.live)
-        kv_cache = self.manager._core.scheduler.kv_cache
+        await until(lambda: not self.core.has_work and not self.registry.live)
+        kv_cache = self.core.scheduler.kv_cache
         kv_cache.check_integrity()
         assert kv_cache.num_used_blocks == 0
         assert not self.registry.requests

@@ -252,7 +252,7 @@ def test_whom_a_gateway_names_are_one_and_then_each_for_themselves() -> None:
     assert all(log in kept for log, _ in few)
     for log, _ in (*few, *names, *many):
         kept.discard(log)
-    assert (kept.count, kept.size, kept._groups) == (0, 0, {})
+    assert (kept.count, kept.size, kept.groups) == (0, 0, {})
 
 
 async def test_one_identity_does_not_push_out_another_s_results(callers: Path) -> None:  # noqa: F811

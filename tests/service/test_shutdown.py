@@ -142,12 +142,12 @@ async def test_the_servers_stop_when_the_last_call_has_ended(
 ) -> None:
     # Whoever is told to go away before the end of its call may lose the end.
     async with serving(FakeEngine(script=says("x", eos=False), auto=False)) as h:
-        calls, open_at_stop = h.server._calls, []
-        for server in h.server._servers.values():
+        calls, open_at_stop = h.server.calls, []
+        for server in h.server.servers.values():
             real = server.stop
 
             async def stop(grace: float | None, real: Any = real) -> None:
-                open_at_stop.append(len(calls._open))
+                open_at_stop.append(len(calls.open))
                 await real(grace)
 
             monkeypatch.setattr(server, "stop", stop)
@@ -155,7 +155,7 @@ async def test_the_servers_stop_when_the_last_call_has_ended(
         await session.add(spec(request_id="a"))
         answer = asyncio.ensure_future(h.generate(spec()))
         await until(lambda: h.engine.num_live == 2)
-        assert len(calls._open) == 2
+        assert len(calls.open) == 2
         draining = asyncio.ensure_future(h.server.drain())
         h.engine.run()
         await draining

@@ -57,7 +57,7 @@ async def test_a_message_that_does_not_come_ends_the_call(method: str) -> None:
         error = await unsent(h, method)
         assert (error.code.name, error.reason) == ("DEADLINE_EXCEEDED", "MESSAGE_TIMEOUT")
         assert "0.1 s" in error.message
-        assert not h.server._reading._patience._waiting
+        assert not h.server.reading.patience.waiting
 
 
 @pytest.mark.parametrize("method", [CHECK, GENERATE])
@@ -72,7 +72,7 @@ async def test_half_a_message_ends_the_call(method: str) -> None:
 
         trailers = await asyncio.to_thread(half)
         assert b"grpc-status\x014" in trailers  # DEADLINE_EXCEEDED
-        assert not h.server._reading._patience._waiting
+        assert not h.server.reading.patience.waiting
 
 
 @pytest.mark.parametrize("method", [CHECK, GENERATE, GENERATE_STREAM])
@@ -106,17 +106,17 @@ async def test_who_goes_while_the_server_waits_leaves_nothing() -> None:
             for method in (CHECK, WATCH, GENERATE, GENERATE_STREAM)
             for timeout in (0.05, None)
         ]
-        reading_ = h.server._reading
+        reading_ = h.server.reading
         async with asyncio.timeout(DEADLINE_S):
-            while len(reading_._patience._waiting) < 4:  # noqa: ASYNC110
+            while len(reading_.patience.waiting) < 4:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             for call in calls:
                 call.cancel()
-            while reading_._patience._waiting or h.server._calls._open:  # noqa: ASYNC110
+            while reading_.patience.waiting or h.server.calls.open:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-        for line in (reading_._lines.first, reading_._lines.others):
-            assert line._free > 0
-            assert not line._reading
+        for line in (reading_.lines.first, reading_.lines.others):
+            assert line.free > 0
+            assert not line.reading
         await check(h)
 
 
@@ -126,7 +126,7 @@ async def test_checks_are_answered_while_strangers_send_half_messages(
     """They take all turns, and give way."""
     monkeypatch.setattr(reading, "MAX_TURNS", 2)
     async with serving() as h:
-        lines = h.server._reading._lines
+        lines = h.server.reading.lines
         connections = []
 
         def half(number: int) -> None:
@@ -138,7 +138,7 @@ async def test_checks_are_answered_while_strangers_send_half_messages(
         for _ in range(3):
             await asyncio.to_thread(half, 10)
             assert (await check(h)).status == health_pb2.HealthCheckResponse.SERVING
-            assert len(lines.first._reading) + len(lines.others._reading) <= 2
+            assert len(lines.first.reading) + len(lines.others.reading) <= 2
         for raw in connections:
             raw.close()
 
@@ -162,14 +162,14 @@ async def test_of_too_many_that_wait_for_their_turn_the_oldest_is_refused(
             await asyncio.Event().wait()
             yield b""
 
-        lines = h.server._reading._lines
+        lines = h.server.reading.lines
         calls = []
         for waiting in (0, 0, 1, 2, 3):  # one in each line is read
             calls.append(h.channel.stream_stream(CHECK)(nothing()))
             await until(
                 lambda waiting=waiting: (
-                    len(lines.others._queue) == waiting
-                    and len(lines.first._reading) + len(lines.others._reading) == min(2, len(calls))
+                    len(lines.others.waiting) == waiting
+                    and len(lines.first.reading) + len(lines.others.reading) == min(2, len(calls))
                 )
             )
         last = asyncio.ensure_future(check(h))
@@ -183,7 +183,7 @@ async def test_of_too_many_that_wait_for_their_turn_the_oldest_is_refused(
         assert not any(call.done() for call in (calls[0], calls[3], calls[4]))
         for call in calls:
             call.cancel()
-        await until(lambda: lines.first._free + lines.others._free == 2)
+        await until(lambda: lines.first.free + lines.others.free == 2)
         await check(h)
 
 
@@ -197,13 +197,13 @@ def idle_checks(connections: list[RawConnection], number: int) -> None:
 def begun_calls(h: Harness) -> list[Any]:
     """Grows by each call that the server takes from now on."""
     begun: list[Any] = []
-    add = h.server._calls.add
+    add = h.server.calls.add
 
     def count(context: Any) -> None:
         begun.append(context)
         add(context)
 
-    h.server._calls.add = count  # type: ignore[method-assign]
+    h.server.calls.add = count  # type: ignore[method-assign]
     return begun
 
 
@@ -226,14 +226,14 @@ async def test_idle_checks_of_one_connection_keep_no_others_waiting(
     """Theirs are answered before the turn of any idle one is over."""
     monkeypatch.setattr(reading, "TURN_S", 3600.0)
     async with serving(max_streams_per_connection=600, message_timeout_s=3600.0) as h:
-        lines = h.server._reading._lines
+        lines = h.server.reading.lines
         begun = begun_calls(h)
         with RawConnection(target_of(h)) as raw:
             await asyncio.to_thread(idle_checks, [raw], 600)
             await until(lambda: len(begun) == 600)
             await honest_checks(h)
-            assert len(lines.first._reading) == 1
-            assert len(h.server._calls._open) == 600
+            assert len(lines.first.reading) == 1
+            await until(lambda: len(h.server.calls.open) == 600)  # the last honest ones are over
 
 
 @asynccontextmanager
@@ -256,24 +256,24 @@ async def test_who_has_held_up_others_stands_behind_them(monkeypatch: pytest.Mon
     """They are answered before the turn of any idle check is over, however many those are."""
     monkeypatch.setattr(reading, "TURN_S", 3600.0)
     async with serving(message_timeout_s=3600.0) as h, fifty(h) as connections:
-        lines = h.server._reading._lines
+        lines = h.server.reading.lines
         for raw in connections:
             raw.open(CHECK, ends=True)  # it brings no message
-        await until(lambda: list(lines._not_first.values()) == [False] * 50)
+        await until(lambda: list(lines.not_first.values()) == [False] * 50)
         await asyncio.to_thread(idle_checks, connections, 20)
-        await until(lambda: len(lines.others._reading) + len(lines.others._queue) == 1000)
-        idle = [*lines.others._reading, *lines.others._queue]
+        await until(lambda: len(lines.others.reading) + len(lines.others.waiting) == 1000)
+        idle = [*lines.others.reading, *lines.others.waiting]
         await honest_checks(h)
-        assert [*lines.others._reading, *lines.others._queue] == idle
+        assert [*lines.others.reading, *lines.others.waiting] == idle
 
 
 async def test_who_sends_messages_again_stands_in_the_first_line_again() -> None:
     async with serving() as h:
-        lines = h.server._reading._lines
+        lines = h.server.reading.lines
         await refused(h.channel.stream_stream(CHECK)(iter(())).read())
-        assert list(lines._not_first.values()) == [False]
+        assert list(lines.not_first.values()) == [False]
         await check(h)
-        assert not lines._not_first
+        assert not lines.not_first
 
 
 async def test_few_of_those_who_held_up_others_are_remembered(
@@ -284,7 +284,7 @@ async def test_few_of_those_who_held_up_others_are_remembered(
         for raw in connections:
             stream = raw.open(CHECK, ends=True)
             await asyncio.to_thread(raw.end_of, stream)
-        assert len(h.server._reading._lines._not_first) == 20
+        assert len(h.server.reading.lines.not_first) == 20
 
 
 async def test_open_messages_are_small() -> None:

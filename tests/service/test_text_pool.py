@@ -325,7 +325,7 @@ async def test_too_many_texts_are_refused_with_a_time(call: str) -> None:
     async with gated() as (h, gate):
         most = MAX_WAITING_BYTES // len(text)
         waiting = [asyncio.ensure_future(tokenize(h, text)) for _ in range(most + 1)]
-        await until(lambda: h.server._text_pool.waiting == most)
+        await until(lambda: h.server.text_pool.waiting == most)
         if call == "StreamResult":
             session = h.session()
             await session.add(spec(text), 7)
@@ -342,7 +342,7 @@ async def test_too_many_texts_are_refused_with_a_time(call: str) -> None:
         assert len(gate.texts) == 1
         for one in waiting[1:]:
             one.cancel()
-        await until(lambda: h.server._text_pool.waiting <= 1)
+        await until(lambda: h.server.text_pool.waiting <= 1)
         gate.open.set()
         await asyncio.wait(waiting)
 
@@ -354,11 +354,11 @@ async def test_texts_of_callers_that_go_are_not_tokenized() -> None:
         calls += [tokenize(h, f"{i}" * 100_000) for i in range(1, 4)]
         session = h.session()
         await session.add(spec("s" * 100_000))
-        await until(lambda: h.server._text_pool.waiting == 4)
+        await until(lambda: h.server.text_pool.waiting == 4)
         for call in calls[1:]:
             call.cancel()
         session.call.cancel()
-        await until(lambda: h.server._text_pool.waiting == 0)
+        await until(lambda: h.server.text_pool.waiting == 0)
         gate.open.set()
         assert len((await calls[0]).token_ids) == 100_000
         assert [text[0] for text in gate.texts] == ["0"]
@@ -373,13 +373,13 @@ async def test_a_session_is_read_no_further_with_some_megabytes_waiting() -> Non
                 await session.add(spec("x" * 1_000_000, request_id=f"{i}"), i)
 
         sending = asyncio.ensure_future(send())
-        await until(lambda: h.server._text_pool.waiting == 4)
+        await until(lambda: h.server.text_pool.waiting == 4)
         for _ in range(20):
             await tokenize(h, "short")
-        assert h.server._text_pool.waiting == 4  # and one is worked on
+        assert h.server.text_pool.waiting == 4  # and one is worked on
         session.call.cancel()
         await asyncio.gather(sending, return_exceptions=True)
-        await until(lambda: h.server._text_pool.waiting == 0)
+        await until(lambda: h.server.text_pool.waiting == 0)
 
 
 async def test_a_command_with_too_many_parts_does_not_wait_for_the_one_before() -> None:
@@ -403,9 +403,9 @@ async def test_a_caller_s_texts_wait_for_nobody_else_s(tmp_path: Path) -> None:
     replace(path, entry("alice", services, TOKENS["alice"]) + entry("bob", services, TOKENS["bob"]))
     async with gated(auth_file=str(path)) as (h, gate):
         first = [tokenize(h, "m" * 100_000, metadata=bearer("alice")) for _ in range(9)]
-        await until(lambda: h.server._text_pool.waiting == 8)
+        await until(lambda: h.server.text_pool.waiting == 8)
         later = tokenize(h, "f" * 100_000, metadata=bearer("bob"))
-        await until(lambda: h.server._text_pool.waiting == 9)
+        await until(lambda: h.server.text_pool.waiting == 9)
         gate.open.set()
         await later
         await asyncio.gather(*first)
@@ -514,7 +514,7 @@ async def test_a_long_text_of_a_short_conversation_waits_among_the_long_ones() -
             await until(lambda: gate.texts)
             chat = pb.ChatInput(messages=[pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="a")])
             second = h.models.Tokenize(model.TokenizeRequest(chat=chat), timeout=DEADLINE_S)
-            await until(lambda: h.server._text_pool.waiting == 1)
+            await until(lambda: h.server.text_pool.waiting == 1)
             await tokenize(h, "short")
             assert [text[0] for text in gate.texts] == ["x"]
             gate.open.set()
