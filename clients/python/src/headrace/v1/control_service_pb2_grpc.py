@@ -26,13 +26,14 @@ if _version_not_supported:
 
 
 class ControlServiceStub(object):
-    """Shows and steers one server process. It sees the requests of all identities, and ends them: whoever may call it is an
-    operator. Where the server knows its callers, they need the permission to call this service; where it does not, it is
-    served on loopback addresses and Unix sockets alone by default, and elsewhere its methods are UNIMPLEMENTED.
+    """Shows and controls one server process. It can see and end the requests of all identities, so it is for operators
+    only. If the server authenticates callers, they need the permission to call this service. If not, it is served by
+    default only on loopback addresses and Unix sockets, and on others its methods are UNIMPLEMENTED.
 
-    All of it concerns the one process that answers, never its replicas. It is served from when the port opens until the
-    process ends: GetStatistics, WatchStatistics, ListRequests, CancelRequests, Drain and SetLogLevel also while the
-    model loads, the engine is started again, or the server drains. The others then answer UNAVAILABLE.
+    It applies only to the process that answers, never to its replicas. It is served from the time the port opens until
+    the process ends. GetStatistics, WatchStatistics, ListRequests, CancelRequests, Drain and SetLogLevel also work while
+    the model loads, the engine is started again, or the server drains; see the other methods for when they answer
+    UNAVAILABLE.
     """
 
     def __init__(self, channel):
@@ -89,33 +90,34 @@ class ControlServiceStub(object):
 
 
 class ControlServiceServicer(object):
-    """Shows and steers one server process. It sees the requests of all identities, and ends them: whoever may call it is an
-    operator. Where the server knows its callers, they need the permission to call this service; where it does not, it is
-    served on loopback addresses and Unix sockets alone by default, and elsewhere its methods are UNIMPLEMENTED.
+    """Shows and controls one server process. It can see and end the requests of all identities, so it is for operators
+    only. If the server authenticates callers, they need the permission to call this service. If not, it is served by
+    default only on loopback addresses and Unix sockets, and on others its methods are UNIMPLEMENTED.
 
-    All of it concerns the one process that answers, never its replicas. It is served from when the port opens until the
-    process ends: GetStatistics, WatchStatistics, ListRequests, CancelRequests, Drain and SetLogLevel also while the
-    model loads, the engine is started again, or the server drains. The others then answer UNAVAILABLE.
+    It applies only to the process that answers, never to its replicas. It is served from the time the port opens until
+    the process ends. GetStatistics, WatchStatistics, ListRequests, CancelRequests, Drain and SetLogLevel also work while
+    the model loads, the engine is started again, or the server drains; see the other methods for when they answer
+    UNAVAILABLE.
     """
 
     def GetStatistics(self, request, context):
-        """Tells the server's figures.
+        """Returns the server's statistics.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchStatistics(self, request, context):
-        """Tells the server's figures again and again: the first ones at once, then one message every interval. Goes on while
-        the server drains; ends with OK, after a last message, when the server stops.
+        """Sends the server's statistics repeatedly: the first at once, then one message every interval. Goes on while the
+        server drains; ends with OK, after a last message, when the server stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRequests(self, request, context):
-        """Lists the live requests of all identities, the oldest first, in pages. Requests that start or end between two
-        pages neither repeat nor hide others.
+        """Lists the live requests of all identities, the oldest first, in pages. Requests that start or end between two pages
+        do not make others repeat or disappear.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,13 +132,13 @@ class ControlServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Stops the engine between two steps; answers when the step that ran is over, and nothing uses the device until
-        Resume. Live requests stay, with all that was computed for them; new ones are accepted and wait, up to the server's
+        """Stops the engine between two steps. Answers when the running step is over; then nothing uses the device until
+        Resume. Live requests stay, with everything computed for them; new ones are accepted and wait, up to the server's
         limits; cancelled ones end. Time limits go on: a request that passes its limit ends with the first step after the
         pause. Readiness does not change.
 
-        There is one pause, not one for each caller: pausing a paused server changes its reason alone, and one Resume ends
-        it. The pause lasts when the engine dies and is started again, and ends when the server drains.
+        There is one pause, not one for each caller: pausing a paused server changes only its reason, and one Resume ends
+        it. The pause continues if the engine dies and is started again, and ends when the server drains.
 
         UNAVAILABLE while the model loads, the engine is started again, or the server drains.
         """
@@ -145,7 +147,7 @@ class ControlServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Ends the pause: all requests go on with the tokens that they would have had without it. Harmless where there is no
+        """Ends the pause: all requests go on with the tokens that they would have had without it. No effect if there is no
         pause. UNAVAILABLE while the model loads or the engine is started again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -153,26 +155,25 @@ class ControlServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Begins to end the process, as SIGTERM does: new requests are refused with UNAVAILABLE, live ones go on until they
-        end or the timeout has passed and are then cancelled; the process exits with code 0. Answers at once. A pause
-        ends. A server that drains already goes on as it began: neither its timeout nor its reason changes. While the model
-        loads, the process exits at once.
+        """Shuts the process down gracefully, like SIGTERM: new requests are refused with UNAVAILABLE, live ones may finish
+        until the timeout and are then cancelled, and the process exits with code 0. Answers at once. A pause ends. If the
+        server already drains, neither its timeout nor its reason changes. While the model loads, the process exits at
+        once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Forgets all cached prefixes of prompts; answers when that is done, between two engine steps. Requests that run keep
-        what they hold to their end, and leave no prefixes. UNAVAILABLE while the model loads or the engine is started
-        again.
+        """Drops all cached prefixes; answers when that is done, between two engine steps. Running requests keep their blocks
+        until they end, and these are then not cached. UNAVAILABLE while the model loads or the engine is started again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetLogLevel(self, request, context):
-        """Sets how much the server's processes log, until they end or it is set again.
+        """Sets the log level of the server's processes, until they end or it is set again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -235,13 +236,14 @@ def add_ControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControlService(object):
-    """Shows and steers one server process. It sees the requests of all identities, and ends them: whoever may call it is an
-    operator. Where the server knows its callers, they need the permission to call this service; where it does not, it is
-    served on loopback addresses and Unix sockets alone by default, and elsewhere its methods are UNIMPLEMENTED.
+    """Shows and controls one server process. It can see and end the requests of all identities, so it is for operators
+    only. If the server authenticates callers, they need the permission to call this service. If not, it is served by
+    default only on loopback addresses and Unix sockets, and on others its methods are UNIMPLEMENTED.
 
-    All of it concerns the one process that answers, never its replicas. It is served from when the port opens until the
-    process ends: GetStatistics, WatchStatistics, ListRequests, CancelRequests, Drain and SetLogLevel also while the
-    model loads, the engine is started again, or the server drains. The others then answer UNAVAILABLE.
+    It applies only to the process that answers, never to its replicas. It is served from the time the port opens until
+    the process ends. GetStatistics, WatchStatistics, ListRequests, CancelRequests, Drain and SetLogLevel also work while
+    the model loads, the engine is started again, or the server drains; see the other methods for when they answer
+    UNAVAILABLE.
     """
 
     @staticmethod

@@ -6,9 +6,9 @@ The messages of text generation: what a request says, and the events that answer
 One message, GenerationSpec, describes one request in every RPC, so that a field is added once. One family of
 messages, ResultEvent, answers it in every RPC, so that a client that can read one stream can read them all.
 
-Presence: every scalar whose default is not zero is `optional`; a field that is absent takes the documented
-default, a field that is present is obeyed or refused. A server refuses what it does not do (UNIMPLEMENTED, naming
-the field) and what it does not know (INVALID_ARGUMENT, naming the field number): it never ignores a field.
+Presence: every scalar whose default is not zero is `optional`; an absent field takes the documented default, a
+present one is obeyed or refused. A server refuses fields that it does not support (UNIMPLEMENTED, naming the field)
+or does not know (INVALID_ARGUMENT, naming the field number): it never ignores a field.
 """
 
 from collections import abc as _abc
@@ -78,7 +78,7 @@ class _DeliveryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Delivery.Val
     DELIVERY_STREAM: _Delivery.ValueType  # 1
     """As they come."""
     DELIVERY_FINAL: _Delivery.ValueType  # 2
-    """All at the end: Accepted at once, then everything in one Delta (more of them where it is large) before Finished."""
+    """All at the end: Accepted at once, then everything in one Delta (several if it is large) before Finished."""
 
 class Delivery(_Delivery, metaclass=_DeliveryEnumTypeWrapper):
     """When results are sent."""
@@ -88,7 +88,7 @@ DELIVERY_UNSPECIFIED: Delivery.ValueType  # 0
 DELIVERY_STREAM: Delivery.ValueType  # 1
 """As they come."""
 DELIVERY_FINAL: Delivery.ValueType  # 2
-"""All at the end: Accepted at once, then everything in one Delta (more of them where it is large) before Finished."""
+"""All at the end: Accepted at once, then everything in one Delta (several if it is large) before Finished."""
 Global___Delivery: _TypeAlias = Delivery  # noqa: Y015
 
 class _TruncationSide:
@@ -171,16 +171,16 @@ class GenerationSpec(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The caller's name for the request: 1 to 128 characters out of [A-Za-z0-9._:/-]. Empty: the server makes an
-    unguessable one, which the events carry. It belongs to the caller's identity; while a request of that name is live,
-    or its results are kept, a second one is refused with ALREADY_EXISTS. The results of a session's request without a
-    lease are gone, and its name is free again, once its last event was sent; those of AddRequest and of leased sessions
-    are kept for Limits.result_retention after its end.
+    """The caller's id for the request: 1 to 128 characters out of [A-Za-z0-9._:/-]. Empty: the server makes an
+    unguessable one, which the events have. Ids belong to the caller's identity; while a request with that id is live,
+    or its results are kept, a second one is refused with ALREADY_EXISTS. For a session without a lease, results are
+    dropped and the id is free again once the last event was sent; for AddRequest and leased sessions, results are kept
+    for Limits.result_retention after the end.
     """
     adapter: _builtins.str
     """The name of an adapter (such as a LoRA) to apply to the model. Empty: none."""
     n: _builtins.int
-    """How many independent continuations (choices) to make; default 1, at most ModelCard.limits.max_choices. Events carry
+    """How many independent continuations (choices) to make; default 1, at most ModelCard.limits.max_choices. Events have
     the choice's index.
     """
     @_builtins.property
@@ -189,15 +189,15 @@ class GenerationSpec(_message.Message):
 
     @_builtins.property
     def tokens(self) -> Global___TokenInput:
-        """Token ids, taken as they are."""
+        """Token ids, used as they are."""
 
     @_builtins.property
     def chat(self) -> Global___ChatInput:
-        """A conversation, laid out by the chat template of the model's tokenizer."""
+        """A conversation, rendered by the chat template of the model's tokenizer."""
 
     @_builtins.property
     def sampling(self) -> Global___SamplingOptions:
-        """How tokens are chosen. Absent: as the model's own generation config says (ModelCard.default_sampling)."""
+        """How tokens are chosen. Absent: by the model's own generation config (ModelCard.default_sampling)."""
 
     @_builtins.property
     def stop(self) -> Global___StopOptions:
@@ -217,12 +217,12 @@ class GenerationSpec(_message.Message):
 
     @_builtins.property
     def cache(self) -> Global___CacheOptions:
-        """What it may share with other requests."""
+        """What the request may share with others."""
 
     @_builtins.property
     def truncation(self) -> Global___TruncationOptions:
-        """What to do with an input that is longer than wanted. Absent: nothing is cut; too long an input is refused with
-        INVALID_ARGUMENT and the limit.
+        """How to truncate a long input. Absent: nothing is cut; an input that is too long is refused with INVALID_ARGUMENT
+        and the limit.
         """
 
     def __init__(
@@ -313,8 +313,8 @@ Global___TokenInput: _TypeAlias = TokenInput  # noqa: Y015
 
 @_typing.final
 class ChatInput(_message.Message):
-    """Input as a conversation. The server lays it out with the tokenizer's own chat template, in a sandbox; a client
-    cannot send a template. A model without one refuses this input with FAILED_PRECONDITION.
+    """Input as a conversation. The server renders it with the tokenizer's own chat template, in a sandbox; a client cannot
+    send a template. If the model has none, this input is refused with FAILED_PRECONDITION.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -325,7 +325,7 @@ class ChatInput(_message.Message):
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
-    """Whether the layout ends with the opening of an assistant's turn. Default: true, unless
+    """Whether the rendered text ends with the opening of an assistant's turn. Default: true, unless
     continue_final_message is set.
     """
     continue_final_message: _builtins.bool
@@ -336,11 +336,11 @@ class ChatInput(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
-        """Tools that the model may call, handed to the template."""
+        """Tools that the model may call, passed to the template."""
 
     @_builtins.property
     def template_arguments(self) -> _struct_pb2.Struct:
-        """Further named values for the template, such as {"enable_thinking": false}. Names that the server sets itself
+        """Additional named values for the template, such as {"enable_thinking": false}. Names that the server sets itself
         (messages, tools, add_generation_prompt, and the tokenizer's special tokens) are refused.
         """
 
@@ -473,11 +473,11 @@ Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class SamplingOptions(_message.Message):
-    """How the next token is chosen. The order of the steps: logit_bias, banned and allowed ids, the penalties,
-    temperature, top_k, top_p, min_p, typical_p, then one draw.
+    """How the next token is chosen. The steps, in order: logit_bias, banned and allowed ids, the penalties, temperature,
+    top_k, top_p, min_p, typical_p, then one draw.
 
-    An absent field takes the value of the model's generation config where that has one, else the neutral value given
-    here; what came out is in Accepted.sampling.
+    An absent field takes the value of the model's generation config if that has one, otherwise the neutral value given
+    here; Accepted.sampling has the values in force.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -516,11 +516,11 @@ class SamplingOptions(_message.Message):
     BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """Divides the logits. 0: greedy, the most likely token always. At most 100. Neutral: 1, where the generation config
-    asks for sampling; else greedy.
+    """Divides the logits. 0: greedy, always the most likely token. At most 100. Neutral: 1 if the generation config
+    enables sampling, otherwise greedy.
     """
     top_k: _builtins.int
-    """Keep the k most likely tokens. 0: all. A value above the vocabulary keeps all. Neutral: 0."""
+    """Keep the k most likely tokens. 0: all. A value above the vocabulary's size keeps all. Neutral: 0."""
     top_p: _builtins.float
     """Keep the fewest tokens, most likely first, whose probabilities reach this sum; above 0, at most 1. Neutral: 1."""
     min_p: _builtins.float
@@ -540,7 +540,7 @@ class SamplingOptions(_message.Message):
     no_repeat_ngram_size: _builtins.int
     """No sequence of this many tokens occurs twice, prompt and output together. 0: off. At most 1,024. Neutral: 0."""
     seed: _builtins.int
-    """Makes the draws repeatable: they depend on (seed, choice, position) only, never on other requests. Absent: the
+    """Makes the draws repeatable: they depend only on (seed, choice, position), never on other requests. Absent: the
     server draws a seed and reports it in Accepted.
     """
     @_builtins.property
@@ -549,8 +549,8 @@ class SamplingOptions(_message.Message):
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """If not empty, only these ids may be generated; an end-of-sequence id only where it is among them. At most 262,144.
-        Refused where all of them are banned.
+        """If not empty, only these ids may be generated; end-of-sequence ids too must be listed. At most 262,144. Refused if
+        all of them are banned.
         """
 
     @_builtins.property
@@ -636,19 +636,19 @@ class StopOptions(_message.Message):
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """The most tokens to generate. 0: none; the prompt is processed and the request finishes with LENGTH (to score a
-    prompt). Default: the server's (ModelCard.limits.default_max_tokens), or what the context leaves if that is less.
-    A value that does not fit behind the prompt is not refused: the request finishes with CONTEXT when the context is
-    full.
+    prompt). Default: the server's (ModelCard.limits.default_max_tokens), or the rest of the context if that is less. A
+    value that does not fit in the context after the prompt is not refused: the request finishes with CONTEXT when the
+    context is full.
     """
     min_tokens: _builtins.int
-    """End-of-sequence tokens, stop ids and stop strings are kept out until this many tokens were generated. Must not
+    """Until this many tokens are generated, end-of-sequence tokens, stop ids and stop strings are prevented. Must not
     exceed max_tokens. Default: 0.
     """
     ignore_eos: _builtins.bool
-    """Whether end-of-sequence tokens are treated as any other (for measuring). Default: false."""
+    """Whether end-of-sequence tokens are treated like any other (for benchmarks). Default: false."""
     include_stop: _builtins.bool
-    """Whether the text that ended the output (stop string, or the text of a stop or end-of-sequence token) is part of
-    the text sent. Default: false. Where the token that ended it is a special one, its text shows only if
+    """Whether the text that ended the output (stop string, or the text of a stop or end-of-sequence token) is part of the
+    text sent. Default: false. If the token that ended it is a special one, its text is included only if
     OutputOptions.skip_special_tokens is false too. The token ids always contain the token that ended the output.
     """
     @_builtins.property
@@ -705,8 +705,8 @@ class OutputOptions(_message.Message):
     delivery: Global___Delivery.ValueType
     """When results are sent. Default: DELIVERY_STREAM."""
     min_tokens_per_delta: _builtins.int
-    """With DELIVERY_STREAM: a delta is sent once at least this many tokens are there, or the output ends. Default: 1,
-    every engine step. A server may always merge more of them, when its client reads slowly.
+    """With DELIVERY_STREAM: a delta is sent once it has at least this many tokens, or the output ends. Default: 1, every
+    engine step. The server may merge more tokens when the client reads slowly.
     """
     logprobs: _builtins.int
     """Present: each token comes as a TokenInfo with its log-probability and this many most likely candidates (0: the
@@ -715,26 +715,26 @@ class OutputOptions(_message.Message):
     """
     prompt_logprobs: _builtins.int
     """Present: the log-probabilities of the prompt's tokens come with PromptProcessed, with this many candidates each. At
-    most ModelCard.limits.max_logprobs. Refused where they would be too large for one message.
+    most ModelCard.limits.max_logprobs. Refused if they would be too large for one message.
     """
     echo: _builtins.bool
-    """Whether the text (of every choice) starts with the prompt's. Token ids are those of the output alone, and stop
-    strings are matched in the output alone.
+    """Whether the text (of every choice) starts with the prompt's text. Token ids are those of the output only, and stop
+    strings are matched in the output only.
     """
     token_details: _builtins.bool
     """Whether each token comes as a TokenInfo (id, text, bytes) even without log-probabilities."""
     record_timestamps: _builtins.bool
-    """Whether each TokenInfo tells when it was generated. Implies token_details."""
+    """Whether each TokenInfo says when its token was generated. Implies token_details."""
     skip_special_tokens: _builtins.bool
     """Whether special tokens (such as end-of-sequence) are left out of the text. Default: true. Token ids always
     contain them.
     """
     omit_text: _builtins.bool
-    """Whether text is left out altogether, for callers that only want token ids. Excludes stop_strings."""
+    """Whether text is omitted, for callers that want only token ids. Excludes stop_strings."""
     @_builtins.property
     def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids whose log-probabilities are reported with every generated token: they follow its candidates, in this order. At
-        most 128. Where logprobs is absent, it is taken as 0.
+        most 128. If logprobs is absent, it is taken as 0.
         """
 
     def __init__(
@@ -776,9 +776,9 @@ Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 
 @_typing.final
 class StructuredOutput(_message.Message):
-    """A form that the output must have; tokens that would leave it are never chosen. An output that is cut (by max_tokens,
-    a stop string, a cancel) is the beginning of such a text. At most 256 KiB; a form that is none is refused with its
-    field and the reason.
+    """A form that the output must have; tokens that do not fit it are never chosen. An output that is cut short (by
+    max_tokens, a stop string, a cancel) is the beginning of a text of that form. At most 256 KiB; an invalid form is
+    refused with its field and the reason.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -792,7 +792,7 @@ class StructuredOutput(_message.Message):
     json_schema: _builtins.str
     """A JSON value that satisfies this JSON Schema (draft 2020-12), given as JSON text."""
     json_object: _builtins.bool
-    """Any JSON object. Refused where false."""
+    """Any JSON object. Refused if false."""
     regex: _builtins.str
     """Text that matches this regular expression as a whole."""
     grammar: _builtins.str
@@ -856,14 +856,14 @@ class SchedulingOptions(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIME_LIMIT_FIELD_NUMBER: _builtins.int
     priority: _builtins.int
-    """Requests of a higher number run first. Default: 0. -100 to 100. Refused with UNIMPLEMENTED by a server whose
-    scheduler heeds none (ModelCard.features lacks "priorities").
+    """Requests of a higher number run first. Default: 0. -100 to 100. Refused with UNIMPLEMENTED if the server's
+    scheduler ignores priorities (ModelCard.features lacks "priorities").
     """
     @_builtins.property
     def time_limit(self) -> _duration_pb2.Duration:
-        """How long the request may take, from when it is accepted. Past it the request finishes with TIME_LIMIT and what it
-        has. Absent: the server's limit, if it has one. A deadline of the RPC would end a whole session: this is the
-        request's own. Above zero.
+        """How long the request may take after it is accepted. Then it finishes with TIME_LIMIT and the output so far. Absent:
+        the server's limit, if it has one. Use this on a session, where the RPC's deadline would end all requests. Above
+        zero.
         """
 
     def __init__(
@@ -891,7 +891,7 @@ class CacheOptions(_message.Message):
     salt: _builtins.str
     """Cached prefixes are shared only among requests with the same salt (and the same identity). At most 128 bytes."""
     bypass_prefix_cache: _builtins.bool
-    """Whether to neither use nor leave cached prefixes."""
+    """Whether to neither use cached prefixes nor cache this request's."""
     def __init__(
         self,
         *,
@@ -908,7 +908,7 @@ Global___CacheOptions: _TypeAlias = CacheOptions  # noqa: Y015
 
 @_typing.final
 class TruncationOptions(_message.Message):
-    """What to do with an input that is longer than wanted."""
+    """How to truncate a long input."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -936,9 +936,9 @@ Global___TruncationOptions: _TypeAlias = TruncationOptions  # noqa: Y015
 class ResultEvent(_message.Message):
     """One thing that happened to an accepted request.
 
-    The events of a request: one Accepted, then one PromptProcessed, then Deltas, then its end: one Finished for each of
-    its n choices, or one Failed for the whole request. A request may be ended before its PromptProcessed or its first
-    Delta. Events of different requests interleave on a session.
+    The events of a request are one Accepted, one PromptProcessed, Deltas, and its end: one Finished for each of its n
+    choices, or one Failed for the whole request. A request may end before its PromptProcessed or its first Delta. Events
+    of different requests interleave on a session.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -954,14 +954,14 @@ class ResultEvent(_message.Message):
     request_id: _builtins.str
     """The request."""
     seq: _builtins.int
-    """The event's number in its request: 1, 2, 3 and so on, without gaps. A number never changes and never stands for
-    two events, so that (request_id, seq) tells a repeated event.
+    """The event's number in its request: 1, 2, 3 and so on, without gaps. A number never changes and never means two
+    events, so that (request_id, seq) identifies a repeated event.
     """
     choice_index: _builtins.int
     """Which of the request's n choices a Delta or Finished belongs to; 0 for the only one."""
     @_builtins.property
     def accepted(self) -> Global___Accepted:
-        """The request was taken in."""
+        """The request was accepted."""
 
     @_builtins.property
     def prompt(self) -> Global___PromptProcessed:
@@ -973,7 +973,7 @@ class ResultEvent(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___Finished:
-        """The end: the request ended as it should, by itself or because someone ended it."""
+        """The end: the choice finished by itself, or the request was cancelled or reached its time limit."""
 
     @_builtins.property
     def failed(self) -> Global___Failed:
@@ -1003,7 +1003,7 @@ Global___ResultEvent: _TypeAlias = ResultEvent  # noqa: Y015
 
 @_typing.final
 class Accepted(_message.Message):
-    """A request was taken in; it will end in exactly one Finished or Failed."""
+    """A request was accepted; it will end with one Finished for each choice, or with one Failed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1024,14 +1024,14 @@ class Accepted(_message.Message):
     command_id: _builtins.int
     """The command_id of the command that brought the request, on a session."""
     n: _builtins.int
-    """How many choices will be made: so many Finished events end the request."""
+    """How many choices will be made: the request ends with as many Finished events."""
     @_builtins.property
     def sampling(self) -> Global___SamplingOptions:
-        """The parameters that will be used, every default filled in, the seed among them."""
+        """The parameters in force, with every default filled in and the seed."""
 
     @_builtins.property
     def stop(self) -> Global___StopOptions:
-        """The limits that will be used, every default filled in."""
+        """The limits in force, with every default filled in."""
 
     @_builtins.property
     def accepted_at(self) -> _timestamp_pb2.Timestamp:
@@ -1072,7 +1072,7 @@ class PromptProcessed(_message.Message):
     """How many of them were found in the prefix cache."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenInfo]:
-        """The prompt's tokens with their log-probabilities, where prompt_logprobs asked for them; the first has none."""
+        """The prompt's tokens with their log-probabilities, if prompt_logprobs is set; the first token has none."""
 
     def __init__(
         self,
@@ -1091,9 +1091,9 @@ Global___PromptProcessed: _TypeAlias = PromptProcessed  # noqa: Y015
 
 @_typing.final
 class Delta(_message.Message):
-    """New output of one choice. Deltas only, never cumulative: the texts of all deltas, joined, are the exact text, and
-    the ids, joined, the exact tokens. One delta may carry several tokens; text may come later than its tokens, because
-    a character is never split and the beginning of a stop string is held back; then the last delta has text alone.
+    """New output of one choice, never cumulative: the texts of all deltas, joined, are the exact text, and the ids, joined,
+    the exact tokens. One delta may have several tokens. Text may come later than its tokens, because a character is
+    never split and a possible beginning of a stop string is held back; so the last delta may have only text.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1108,11 +1108,11 @@ class Delta(_message.Message):
     """How many tokens of this choice came before this delta."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The new tokens' ids. Empty where tokens is used."""
+        """The new tokens' ids. Empty if tokens is used."""
 
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenInfo]:
-        """The new tokens with their details, where logprobs, token_details or record_timestamps asked for them."""
+        """The new tokens with their details, if logprobs, token_details or record_timestamps is set."""
 
     def __init__(
         self,
@@ -1146,22 +1146,22 @@ class TokenInfo(_message.Message):
     id: _builtins.int
     """The token's id."""
     text: _builtins.str
-    """The token's own text; a part of a character shows as U+FFFD. Not to be joined: Delta.text is the text."""
+    """The token's own text; a part of a character shows as U+FFFD. Do not join these: Delta.text is the text."""
     bytes: _builtins.bytes
     """The token's own bytes, which may be a part of a character. Joined, they are the text in UTF-8. Special tokens
     have the bytes of their name.
     """
     logprob: _builtins.float
-    """The token's log-probability, where asked for."""
+    """The token's log-probability, if requested."""
     rank: _builtins.int
-    """The token's place among all tokens by probability; 1 is the most likely."""
+    """The token's rank among all tokens by probability; 1 is the most likely."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenCandidate]:
-        """The most likely tokens at this place, most likely first; then those of logprob_token_ids."""
+        """The most likely tokens at this position, most likely first; then those of logprob_token_ids."""
 
     @_builtins.property
     def time(self) -> _duration_pb2.Duration:
-        """When the token was generated, since the request was accepted; with record_timestamps."""
+        """The time from the request's acceptance to the token's generation; with record_timestamps."""
 
     def __init__(
         self,
@@ -1225,7 +1225,7 @@ Global___TokenCandidate: _TypeAlias = TokenCandidate  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):
-    """A request (one of its choices, where n > 1) ended."""
+    """A request (one of its choices, if n > 1) ended."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1242,7 +1242,7 @@ class Finished(_message.Message):
     """The stop or end-of-sequence id that was generated."""
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """What it cost."""
+        """Its cost in tokens."""
 
     @_builtins.property
     def timings(self) -> Global___Timings:
@@ -1278,11 +1278,11 @@ class Failed(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def status(self) -> _status_pb2.Status:
-        """Why: a code, a message, and details (google.rpc.ErrorInfo, and BadRequest or RetryInfo where they apply)."""
+        """Why: a code, a message, and details (google.rpc.ErrorInfo, and BadRequest or RetryInfo if they apply)."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """What it cost until then."""
+        """Its cost in tokens until then."""
 
     @_builtins.property
     def timings(self) -> Global___Timings:
@@ -1305,8 +1305,8 @@ Global___Failed: _TypeAlias = Failed  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """What a request cost, in tokens. With n > 1, each choice's Finished has the same prompt_tokens and cached_tokens, which
-    count once, and its own completion_tokens.
+    """The cost of a request, in tokens. With n > 1, each choice's Finished has its own completion_tokens, and the same
+    prompt_tokens and cached_tokens, which count only once.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1337,7 +1337,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """How long a request took; all since it was accepted, by one clock. What did not happen is absent."""
+    """Times of a request, all measured from its acceptance with one clock. A time is absent if its event did not happen."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1347,7 +1347,7 @@ class Timings(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     preemptions: _builtins.int
-    """How often it was preempted: gave up its cache blocks to others and was computed again."""
+    """How often it was preempted: it gave up its cache blocks to others, and its KV was computed again or copied back."""
     @_builtins.property
     def first_scheduled(self) -> _duration_pb2.Duration:
         """Until it was first scheduled."""

@@ -4,11 +4,12 @@ isort:skip_file
 The RPCs of text generation, for the programs that use the model.
 
 Errors of RPCs are google.rpc.Status with ErrorInfo (domain "headrace"), and BadRequest, RetryInfo where they apply.
-The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field that this server does
-not do yet), ALREADY_EXISTS (a request of that id lives), NOT_FOUND, OUT_OF_RANGE (a seq that is no longer kept;
-or ANSWER_TOO_LARGE: what fits no message is sent in parts by the RPCs that stream, and by GetResult),
-FAILED_PRECONDITION, RESOURCE_EXHAUSTED (a queue or limit is full; RetryInfo. Or RESULTS_NOT_READ), UNAVAILABLE (loading, draining or
-restarting), ABORTED (the request's results moved to another stream, by attach), INTERNAL (ErrorInfo carries an error_id that the operator finds in the server's log).
+The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field that this server does not
+support yet), ALREADY_EXISTS (a request with that id is live or its results are kept), NOT_FOUND, OUT_OF_RANGE (a seq
+that is no longer kept; or ANSWER_TOO_LARGE, for an answer that does not fit in one message: streaming RPCs and
+GetResult send it in parts), FAILED_PRECONDITION, RESOURCE_EXHAUSTED (a queue or limit is full, with RetryInfo; or
+RESULTS_NOT_READ), UNAVAILABLE (loading, draining or restarting), ABORTED (attach moved the request's results to
+another stream), INTERNAL (ErrorInfo has an error_id that the operator finds in the server's log).
 """
 
 from collections import abc as _abc
@@ -41,19 +42,19 @@ class _CancelStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CancelSt
     CANCEL_STATUS_CANCELLED: _CancelStatus.ValueType  # 1
     """It is being ended; Finished with CANCELLED follows on its stream, unless it ends by itself in the same step."""
     CANCEL_STATUS_ALREADY_FINISHED: _CancelStatus.ValueType  # 2
-    """It had ended already; its results are still kept."""
+    """It had already ended; its results are still kept."""
     CANCEL_STATUS_NOT_FOUND: _CancelStatus.ValueType  # 3
     """No such request of this caller is here."""
 
 class CancelStatus(_CancelStatus, metaclass=_CancelStatusEnumTypeWrapper):
-    """What became of a cancel."""
+    """The result of a cancel."""
 
 CANCEL_STATUS_UNSPECIFIED: CancelStatus.ValueType  # 0
 """Not said; never sent."""
 CANCEL_STATUS_CANCELLED: CancelStatus.ValueType  # 1
 """It is being ended; Finished with CANCELLED follows on its stream, unless it ends by itself in the same step."""
 CANCEL_STATUS_ALREADY_FINISHED: CancelStatus.ValueType  # 2
-"""It had ended already; its results are still kept."""
+"""It had already ended; its results are still kept."""
 CANCEL_STATUS_NOT_FOUND: CancelStatus.ValueType  # 3
 """No such request of this caller is here."""
 Global___CancelStatus: _TypeAlias = CancelStatus  # noqa: Y015
@@ -71,12 +72,12 @@ class StreamResultRequest(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     command_id: _builtins.int
-    """A number of the client's choice that answers to this command repeat: Accepted, CommandRejection, SessionOpened,
-    SessionAttached, CancelResult. 0: none.
+    """A number of the client's choice, repeated in the answers to this command: Accepted, CommandRejection,
+    SessionOpened, SessionAttached, CancelResult. 0: none.
     """
     @_builtins.property
     def open(self) -> Global___OpenCommand:
-        """Sets up the session. Optional; only as its first command. Where it is refused, the session goes on without it."""
+        """Sets up the session. Optional; only as the first command. If it is refused, the session goes on without it."""
 
     @_builtins.property
     def add(self) -> Global___AddCommand:
@@ -123,22 +124,23 @@ class OpenCommand(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     INITIAL_CREDIT_FIELD_NUMBER: _builtins.int
     initial_credit: _builtins.int
-    """Turns on credits: how many tokens of each request, all its choices together, the server may send on this session
-    before it gets more by `credit`; the same for a request that is added and for one that is attached. 0: no credits,
-    the stream's own flow control is all.
+    """Enables credits: how many tokens of each request, all its choices together, the server may send on this session
+    before `credit` allows more; the same for added and attached requests. 0: no credits, only the stream's own flow
+    control.
 
-    Deltas are cut to the credit that is left (also below min_tokens_per_delta), so that never more tokens come than
-    were allowed; but an event that has its number already (one that `attach` sends again, or that GetResult has read)
-    is never cut: it comes whole while there is any credit, and what it has too much is taken from the next. Events
-    without tokens (Accepted, PromptProcessed, Finished, Failed) need no credit; an end comes behind its last token.
+    Deltas are cut to the remaining credit (also below min_tokens_per_delta), so that no more tokens are sent than
+    allowed. But an event that already has a number (one that `attach` sends again, or that GetResult has read) is
+    never cut: it is sent whole while there is any credit, and the excess is deducted from later credit. Events without
+    tokens (Accepted, PromptProcessed, Finished, Failed) need no credit; an end comes after its last token.
 
-    Out of credit, a request is as one that is not read: see StreamResult. One that has ended and gets no credit for
-    Limits.max_pause is sent to its end without credit.
+    A request without credit is treated as unread: see StreamResult. If it has ended and gets no credit for
+    Limits.max_pause, its remaining events are sent without credit.
     """
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
-        """How long the session's requests are kept running and their results kept after the stream is lost. Absent or zero:
-        they are cancelled at once. Above ModelCard.limits.max_lease it is lowered to that; SessionOpened tells.
+        """How long the session's requests go on, and their results are kept, after the stream is lost. Absent or zero: they
+        are cancelled at once. A longer lease than ModelCard.limits.max_lease is shortened to that; SessionOpened has the
+        lease granted.
         """
 
     def __init__(
@@ -190,8 +192,8 @@ class AttachCommand(_message.Message):
     request_id: _builtins.str
     """The request."""
     from_seq: _builtins.int
-    """The first event wanted: the last seq that was received, plus one. 0 is taken as 1, the first. Refused with
-    OUT_OF_RANGE, and the earliest number that is kept, when that event is gone.
+    """The first event wanted: the last seq received, plus one. 0 is taken as 1, the first. If that event is no longer
+    kept, refused with OUT_OF_RANGE and the earliest number that is.
     """
     def __init__(
         self,
@@ -232,7 +234,7 @@ Global___CancelCommand: _TypeAlias = CancelCommand  # noqa: Y015
 @_typing.final
 class CreditCommand(_message.Message):
     """Allows the server to send more of a request's tokens. Not answered. Refused with FAILED_PRECONDITION unless `open`
-    turned credits on; without effect for a request that is not on this session, such as one that has just ended.
+    enabled credits; no effect for a request that is not on this session, such as one that has just ended.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -242,7 +244,7 @@ class CreditCommand(_message.Message):
     request_id: _builtins.str
     """The request."""
     tokens: _builtins.int
-    """How many more tokens may be sent, added to what is left. Required, above zero."""
+    """How many more tokens may be sent, added to the remaining credit. Required, above zero."""
     def __init__(
         self,
         *,
@@ -259,8 +261,8 @@ Global___CreditCommand: _TypeAlias = CreditCommand  # noqa: Y015
 
 @_typing.final
 class StreamResultResponse(_message.Message):
-    """What happened since the last message: the events of all of the session's requests in one engine step (more of them,
-    merged, where the client reads slowly), and answers to commands.
+    """News since the last message: the events of all of the session's requests in one engine step (or in several, merged,
+    if the client reads slowly), and answers to commands.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -293,7 +295,7 @@ class StreamResultResponse(_message.Message):
 
     @_builtins.property
     def detached(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionDetached]:
-        """Requests that another stream took over by `attach`: no event of them follows here."""
+        """Requests that another stream took over by `attach`: no more of their events follow here."""
 
     def __init__(
         self,
@@ -315,8 +317,8 @@ Global___StreamResultResponse: _TypeAlias = StreamResultResponse  # noqa: Y015
 
 @_typing.final
 class CommandRejection(_message.Message):
-    """A command was refused; nothing else was touched. A request whose `add` is refused has no events. A client that wants
-    to tell which `add` it was sets command_id, request_id, or both.
+    """A command was refused; nothing else is affected. A request whose `add` is refused has no events. To identify the
+    `add`, the client sets command_id, request_id, or both.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -457,14 +459,14 @@ Global___AddRequestRequest: _TypeAlias = AddRequestRequest  # noqa: Y015
 
 @_typing.final
 class AddRequestResponse(_message.Message):
-    """The request was taken in."""
+    """The request was accepted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Its id, the caller's or the one that the server made."""
+    """Its id, set by the caller or made by the server."""
     @_builtins.property
     def accepted(self) -> _generation_pb2.Accepted:
         """Its first event, number 1, as GetResult would return it."""
@@ -533,7 +535,7 @@ Global___CancelResponse: _TypeAlias = CancelResponse  # noqa: Y015
 
 @_typing.final
 class CancelResult(_message.Message):
-    """What became of a cancel."""
+    """The result of a cancel."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -600,11 +602,11 @@ class GenerateResponse(_message.Message):
     """The request's id."""
     @_builtins.property
     def accepted(self) -> _generation_pb2.Accepted:
-        """How it was taken in: the effective parameters."""
+        """The parameters in force."""
 
     @_builtins.property
     def prompt(self) -> _generation_pb2.PromptProcessed:
-        """What was learnt from the prompt."""
+        """The result of processing the prompt."""
 
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedChoice]:
@@ -612,7 +614,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> _generation_pb2.Usage:
-        """What it cost, all choices together."""
+        """Its cost in tokens, all choices together."""
 
     def __init__(
         self,
@@ -652,7 +654,7 @@ class GeneratedChoice(_message.Message):
 
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenInfo]:
-        """The tokens with their details, where asked for."""
+        """The tokens with their details, if requested."""
 
     @_builtins.property
     def finished(self) -> _generation_pb2.Finished:
@@ -701,7 +703,7 @@ Global___GenerateStreamRequest: _TypeAlias = GenerateStreamRequest  # noqa: Y015
 
 @_typing.final
 class GenerateStreamResponse(_message.Message):
-    """What happened since the last message."""
+    """News since the last message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -738,10 +740,10 @@ class GetResultRequest(_message.Message):
     from_seq: _builtins.int
     """The first event wanted. 0 is taken as 1, the first."""
     until_done: _builtins.bool
-    """Whether to wait until the request has ended (for as long as `wait` says) and return everything at once."""
+    """Whether to wait until the request has ended (at most for `wait`) and return everything at once."""
     @_builtins.property
     def wait(self) -> _duration_pb2.Duration:
-        """How long to wait if there is no such event yet. Absent or zero: not at all. At most 60 seconds."""
+        """How long to wait if there is no such event yet. Absent or zero: do not wait. At most 60 seconds."""
 
     def __init__(
         self,
@@ -774,7 +776,7 @@ class GetResultResponse(_message.Message):
     """Whether the request has ended, and the last of its events is among these or before them."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.ResultEvent]:
-        """The events from from_seq on, as far as they are there. Empty when `wait` passed without a new one."""
+        """The events from from_seq on, as far as they exist. Empty when `wait` passed without a new one."""
 
     def __init__(
         self,

@@ -4,11 +4,12 @@ isort:skip_file
 The RPCs of text generation, for the programs that use the model.
 
 Errors of RPCs are google.rpc.Status with ErrorInfo (domain "headrace"), and BadRequest, RetryInfo where they apply.
-The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field that this server does
-not do yet), ALREADY_EXISTS (a request of that id lives), NOT_FOUND, OUT_OF_RANGE (a seq that is no longer kept;
-or ANSWER_TOO_LARGE: what fits no message is sent in parts by the RPCs that stream, and by GetResult),
-FAILED_PRECONDITION, RESOURCE_EXHAUSTED (a queue or limit is full; RetryInfo. Or RESULTS_NOT_READ), UNAVAILABLE (loading, draining or
-restarting), ABORTED (the request's results moved to another stream, by attach), INTERNAL (ErrorInfo carries an error_id that the operator finds in the server's log).
+The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field that this server does not
+support yet), ALREADY_EXISTS (a request with that id is live or its results are kept), NOT_FOUND, OUT_OF_RANGE (a seq
+that is no longer kept; or ANSWER_TOO_LARGE, for an answer that does not fit in one message: streaming RPCs and
+GetResult send it in parts), FAILED_PRECONDITION, RESOURCE_EXHAUSTED (a queue or limit is full, with RetryInfo; or
+RESULTS_NOT_READ), UNAVAILABLE (loading, draining or restarting), ABORTED (attach moved the request's results to
+another stream), INTERNAL (ErrorInfo has an error_id that the operator finds in the server's log).
 """
 
 from collections import abc as _abc
@@ -35,7 +36,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GenerationServiceStub:
-    """Generates text. Request ids belong to the caller's identity: nobody sees or ends another's requests."""
+    """Generates text. Request ids belong to the caller's identity: no identity can see or end another's requests."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -44,114 +45,114 @@ class GenerationServiceStub:
     StreamResult: _grpc.StreamStreamMultiCallable[_generation_service_pb2.StreamResultRequest, _generation_service_pb2.StreamResultResponse]
     """Opens a session: many requests on one stream, their results interleaved, one message per engine step.
 
-    The client sends commands; a command that is refused is answered in CommandRejection and disturbs nothing else,
-    the stream's own status is OK unless the session as a whole ends.
+    The client sends commands. A refused command is answered by a CommandRejection and affects nothing else; the
+    stream's own status is OK unless the session as a whole fails.
 
-    The client's half-close means: finish what was sent, then end. The server then ends the stream with OK after the
-    last event of the last request.
+    After the client's half-close, the server finishes the requests that it received, and ends the stream with OK after
+    the last event of the last one.
 
-    A stream that is lost (a dropped connection, a cancelled RPC, a deadline) leaves its requests running for the
-    lease that `open` asked for, zero by default, and then cancels them. To end a request, send `cancel` (or, after the
+    If the stream is lost (a dropped connection, a cancelled RPC, a deadline), its requests run on for the lease that
+    `open` asked for, zero by default, and are then cancelled. To end a request, send `cancel` (or, after the
     half-close, call Cancel): cancelling the RPC is treated as a loss. A deadline on this RPC ends the whole session:
     prefer time_limit in each request.
 
-    A client that does not read (or gives no credit, where `open` turned credits on) holds up nobody. What it does not
-    read is merged; once Limits.max_unread_tokens tokens of a request wait (or that many bytes of them), the request is
-    paused, and goes on when they are read. If none is read for Limits.max_pause, the request ends with Failed:
-    RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ, behind what it has; a server may be set to end it at once instead. A
-    paused request's time_limit goes on. On a lease, a request without a stream is paused likewise, until the lease's
-    end. Requests of AddRequest, and those with DELIVERY_FINAL, are not paused: their own length bounds them. A stream
-    that takes nothing for minutes while ended requests wait on it lets these go, and ends with RESOURCE_EXHAUSTED,
-    RESULTS_NOT_READ.
+    A client that does not read (or gives no credit, if `open` enabled credits) delays no others. Its unread output is
+    merged. When Limits.max_unread_tokens tokens of a request are unread (or fewer, if they take many bytes), the
+    request is paused until they are read. If none is read for Limits.max_pause, the request ends, after the output so
+    far, with Failed: RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ; a server may be configured to end it at once
+    instead. A paused request's time_limit goes on. During a lease, a request without a stream is paused in the same
+    way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not paused: their own length
+    limits them. If a stream takes nothing for minutes while ended requests wait on it, their results are dropped, and
+    it ends with RESOURCE_EXHAUSTED, RESULTS_NOT_READ.
 
     When the server drains, it refuses new requests with UNAVAILABLE, finishes the live ones, then ends the stream.
     """
     AddRequest: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.AddRequestRequest, _generation_service_pb2.AddRequestResponse]
-    """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a
-    session that attaches to it, and for ModelCard.limits.result_retention after its end. Neither the end of this RPC nor
-    the loss of a session that attached to the request touches it. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
-    was taken in.
+    """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a session
+    that attaches to it, and for ModelCard.limits.result_retention after its end. Neither the end of this RPC nor the
+    loss of a session that attached to the request affects it. A caller that sets request ids may retry safely:
+    ALREADY_EXISTS then says that an earlier try was accepted.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.CancelRequest, _generation_service_pb2.CancelResponse]
-    """Ends requests by their ids, whoever started them under the same identity. Idempotent; each id gets its own
-    answer. The requests' streams receive Finished with CANCELLED within one engine step. Cancelling this RPC does not
-    take back the cancels that were received.
+    """Ends requests of the caller's identity by their ids. Idempotent; each id gets its own answer. The requests' streams
+    receive Finished with CANCELLED within one engine step. Cancelling this RPC does not undo cancels that the server
+    has received.
     """
     Generate: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]
-    """Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. An input
-    that is refused, and a request that fails, are the RPC's status; a request that somebody ends by Cancel, or that
-    reaches its time limit, is a result like any other, with what it has and its FinishReason.
+    """Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. If the
+    request is refused or fails, the RPC's status says so. If it is ended by Cancel, or reaches its time limit, it
+    returns a normal result with the output so far and its FinishReason.
     """
     GenerateStream: _grpc.UnaryStreamMultiCallable[_generation_service_pb2.GenerateStreamRequest, _generation_service_pb2.GenerateStreamResponse]
-    """Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. A request that
-    is refused is the RPC's status; one that fails later ends with a Failed event, followed by the same status. A
-    client that does not read is treated as one of StreamResult.
+    """Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. If the request is
+    refused, the RPC's status says so; if it fails later, the stream ends with a Failed event and the same status. A
+    client that does not read is treated as in StreamResult.
     """
     GetResult: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.GetResultRequest, _generation_service_pb2.GetResultResponse]
-    """Reads the results of a request that AddRequest started (or whose session was lost, during its lease), from a
-    number on, waiting for new ones if asked to. Reading does not consume: the same numbers may be read again while
-    they are kept. The end of this RPC does not touch the request.
+    """Reads the results of a request that AddRequest started (or whose session was lost, during its lease), from a given
+    number on, and waits for new ones if asked to. Reading does not consume: the same numbers may be read again while
+    they are kept. The end of this RPC does not affect the request.
     """
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
-    """Generates text. Request ids belong to the caller's identity: nobody sees or ends another's requests."""
+    """Generates text. Request ids belong to the caller's identity: no identity can see or end another's requests."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     StreamResult: _aio.StreamStreamMultiCallable[_generation_service_pb2.StreamResultRequest, _generation_service_pb2.StreamResultResponse]  # type: ignore[assignment]
     """Opens a session: many requests on one stream, their results interleaved, one message per engine step.
 
-    The client sends commands; a command that is refused is answered in CommandRejection and disturbs nothing else,
-    the stream's own status is OK unless the session as a whole ends.
+    The client sends commands. A refused command is answered by a CommandRejection and affects nothing else; the
+    stream's own status is OK unless the session as a whole fails.
 
-    The client's half-close means: finish what was sent, then end. The server then ends the stream with OK after the
-    last event of the last request.
+    After the client's half-close, the server finishes the requests that it received, and ends the stream with OK after
+    the last event of the last one.
 
-    A stream that is lost (a dropped connection, a cancelled RPC, a deadline) leaves its requests running for the
-    lease that `open` asked for, zero by default, and then cancels them. To end a request, send `cancel` (or, after the
+    If the stream is lost (a dropped connection, a cancelled RPC, a deadline), its requests run on for the lease that
+    `open` asked for, zero by default, and are then cancelled. To end a request, send `cancel` (or, after the
     half-close, call Cancel): cancelling the RPC is treated as a loss. A deadline on this RPC ends the whole session:
     prefer time_limit in each request.
 
-    A client that does not read (or gives no credit, where `open` turned credits on) holds up nobody. What it does not
-    read is merged; once Limits.max_unread_tokens tokens of a request wait (or that many bytes of them), the request is
-    paused, and goes on when they are read. If none is read for Limits.max_pause, the request ends with Failed:
-    RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ, behind what it has; a server may be set to end it at once instead. A
-    paused request's time_limit goes on. On a lease, a request without a stream is paused likewise, until the lease's
-    end. Requests of AddRequest, and those with DELIVERY_FINAL, are not paused: their own length bounds them. A stream
-    that takes nothing for minutes while ended requests wait on it lets these go, and ends with RESOURCE_EXHAUSTED,
-    RESULTS_NOT_READ.
+    A client that does not read (or gives no credit, if `open` enabled credits) delays no others. Its unread output is
+    merged. When Limits.max_unread_tokens tokens of a request are unread (or fewer, if they take many bytes), the
+    request is paused until they are read. If none is read for Limits.max_pause, the request ends, after the output so
+    far, with Failed: RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ; a server may be configured to end it at once
+    instead. A paused request's time_limit goes on. During a lease, a request without a stream is paused in the same
+    way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not paused: their own length
+    limits them. If a stream takes nothing for minutes while ended requests wait on it, their results are dropped, and
+    it ends with RESOURCE_EXHAUSTED, RESULTS_NOT_READ.
 
     When the server drains, it refuses new requests with UNAVAILABLE, finishes the live ones, then ends the stream.
     """
     AddRequest: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.AddRequestRequest, _generation_service_pb2.AddRequestResponse]  # type: ignore[assignment]
-    """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a
-    session that attaches to it, and for ModelCard.limits.result_retention after its end. Neither the end of this RPC nor
-    the loss of a session that attached to the request touches it. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
-    was taken in.
+    """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a session
+    that attaches to it, and for ModelCard.limits.result_retention after its end. Neither the end of this RPC nor the
+    loss of a session that attached to the request affects it. A caller that sets request ids may retry safely:
+    ALREADY_EXISTS then says that an earlier try was accepted.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.CancelRequest, _generation_service_pb2.CancelResponse]  # type: ignore[assignment]
-    """Ends requests by their ids, whoever started them under the same identity. Idempotent; each id gets its own
-    answer. The requests' streams receive Finished with CANCELLED within one engine step. Cancelling this RPC does not
-    take back the cancels that were received.
+    """Ends requests of the caller's identity by their ids. Idempotent; each id gets its own answer. The requests' streams
+    receive Finished with CANCELLED within one engine step. Cancelling this RPC does not undo cancels that the server
+    has received.
     """
     Generate: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. An input
-    that is refused, and a request that fails, are the RPC's status; a request that somebody ends by Cancel, or that
-    reaches its time limit, is a result like any other, with what it has and its FinishReason.
+    """Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. If the
+    request is refused or fails, the RPC's status says so. If it is ended by Cancel, or reaches its time limit, it
+    returns a normal result with the output so far and its FinishReason.
     """
     GenerateStream: _aio.UnaryStreamMultiCallable[_generation_service_pb2.GenerateStreamRequest, _generation_service_pb2.GenerateStreamResponse]  # type: ignore[assignment]
-    """Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. A request that
-    is refused is the RPC's status; one that fails later ends with a Failed event, followed by the same status. A
-    client that does not read is treated as one of StreamResult.
+    """Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. If the request is
+    refused, the RPC's status says so; if it fails later, the stream ends with a Failed event and the same status. A
+    client that does not read is treated as in StreamResult.
     """
     GetResult: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GetResultRequest, _generation_service_pb2.GetResultResponse]  # type: ignore[assignment]
-    """Reads the results of a request that AddRequest started (or whose session was lost, during its lease), from a
-    number on, waiting for new ones if asked to. Reading does not consume: the same numbers may be read again while
-    they are kept. The end of this RPC does not touch the request.
+    """Reads the results of a request that AddRequest started (or whose session was lost, during its lease), from a given
+    number on, and waits for new ones if asked to. Reading does not consume: the same numbers may be read again while
+    they are kept. The end of this RPC does not affect the request.
     """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Generates text. Request ids belong to the caller's identity: nobody sees or ends another's requests."""
+    """Generates text. Request ids belong to the caller's identity: no identity can see or end another's requests."""
 
     @_abc_1.abstractmethod
     def StreamResult(
@@ -161,25 +162,25 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_generation_service_pb2.StreamResultResponse], _abc.AsyncIterator[_generation_service_pb2.StreamResultResponse]]:
         """Opens a session: many requests on one stream, their results interleaved, one message per engine step.
 
-        The client sends commands; a command that is refused is answered in CommandRejection and disturbs nothing else,
-        the stream's own status is OK unless the session as a whole ends.
+        The client sends commands. A refused command is answered by a CommandRejection and affects nothing else; the
+        stream's own status is OK unless the session as a whole fails.
 
-        The client's half-close means: finish what was sent, then end. The server then ends the stream with OK after the
-        last event of the last request.
+        After the client's half-close, the server finishes the requests that it received, and ends the stream with OK after
+        the last event of the last one.
 
-        A stream that is lost (a dropped connection, a cancelled RPC, a deadline) leaves its requests running for the
-        lease that `open` asked for, zero by default, and then cancels them. To end a request, send `cancel` (or, after the
+        If the stream is lost (a dropped connection, a cancelled RPC, a deadline), its requests run on for the lease that
+        `open` asked for, zero by default, and are then cancelled. To end a request, send `cancel` (or, after the
         half-close, call Cancel): cancelling the RPC is treated as a loss. A deadline on this RPC ends the whole session:
         prefer time_limit in each request.
 
-        A client that does not read (or gives no credit, where `open` turned credits on) holds up nobody. What it does not
-        read is merged; once Limits.max_unread_tokens tokens of a request wait (or that many bytes of them), the request is
-        paused, and goes on when they are read. If none is read for Limits.max_pause, the request ends with Failed:
-        RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ, behind what it has; a server may be set to end it at once instead. A
-        paused request's time_limit goes on. On a lease, a request without a stream is paused likewise, until the lease's
-        end. Requests of AddRequest, and those with DELIVERY_FINAL, are not paused: their own length bounds them. A stream
-        that takes nothing for minutes while ended requests wait on it lets these go, and ends with RESOURCE_EXHAUSTED,
-        RESULTS_NOT_READ.
+        A client that does not read (or gives no credit, if `open` enabled credits) delays no others. Its unread output is
+        merged. When Limits.max_unread_tokens tokens of a request are unread (or fewer, if they take many bytes), the
+        request is paused until they are read. If none is read for Limits.max_pause, the request ends, after the output so
+        far, with Failed: RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ; a server may be configured to end it at once
+        instead. A paused request's time_limit goes on. During a lease, a request without a stream is paused in the same
+        way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not paused: their own length
+        limits them. If a stream takes nothing for minutes while ended requests wait on it, their results are dropped, and
+        it ends with RESOURCE_EXHAUSTED, RESULTS_NOT_READ.
 
         When the server drains, it refuses new requests with UNAVAILABLE, finishes the live ones, then ends the stream.
         """
@@ -190,10 +191,10 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.AddRequestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.AddRequestResponse, _abc.Awaitable[_generation_service_pb2.AddRequestResponse]]:
-        """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a
-        session that attaches to it, and for ModelCard.limits.result_retention after its end. Neither the end of this RPC nor
-        the loss of a session that attached to the request touches it. A caller that names its requests may retry safely: ALREADY_EXISTS then says that an earlier try
-        was taken in.
+        """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a session
+        that attaches to it, and for ModelCard.limits.result_retention after its end. Neither the end of this RPC nor the
+        loss of a session that attached to the request affects it. A caller that sets request ids may retry safely:
+        ALREADY_EXISTS then says that an earlier try was accepted.
         """
 
     @_abc_1.abstractmethod
@@ -202,9 +203,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.CancelResponse, _abc.Awaitable[_generation_service_pb2.CancelResponse]]:
-        """Ends requests by their ids, whoever started them under the same identity. Idempotent; each id gets its own
-        answer. The requests' streams receive Finished with CANCELLED within one engine step. Cancelling this RPC does not
-        take back the cancels that were received.
+        """Ends requests of the caller's identity by their ids. Idempotent; each id gets its own answer. The requests' streams
+        receive Finished with CANCELLED within one engine step. Cancelling this RPC does not undo cancels that the server
+        has received.
         """
 
     @_abc_1.abstractmethod
@@ -213,9 +214,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.GenerateResponse, _abc.Awaitable[_generation_service_pb2.GenerateResponse]]:
-        """Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. An input
-        that is refused, and a request that fails, are the RPC's status; a request that somebody ends by Cancel, or that
-        reaches its time limit, is a result like any other, with what it has and its FinishReason.
+        """Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. If the
+        request is refused or fails, the RPC's status says so. If it is ended by Cancel, or reaches its time limit, it
+        returns a normal result with the output so far and its FinishReason.
         """
 
     @_abc_1.abstractmethod
@@ -224,9 +225,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.GenerateStreamRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_service_pb2.GenerateStreamResponse], _abc.AsyncIterator[_generation_service_pb2.GenerateStreamResponse]]:
-        """Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. A request that
-        is refused is the RPC's status; one that fails later ends with a Failed event, followed by the same status. A
-        client that does not read is treated as one of StreamResult.
+        """Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. If the request is
+        refused, the RPC's status says so; if it fails later, the stream ends with a Failed event and the same status. A
+        client that does not read is treated as in StreamResult.
         """
 
     @_abc_1.abstractmethod
@@ -235,9 +236,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.GetResultRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.GetResultResponse, _abc.Awaitable[_generation_service_pb2.GetResultResponse]]:
-        """Reads the results of a request that AddRequest started (or whose session was lost, during its lease), from a
-        number on, waiting for new ones if asked to. Reading does not consume: the same numbers may be read again while
-        they are kept. The end of this RPC does not touch the request.
+        """Reads the results of a request that AddRequest started (or whose session was lost, during its lease), from a given
+        number on, and waits for new ones if asked to. Reading does not consume: the same numbers may be read again while
+        they are kept. The end of this RPC does not affect the request.
         """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ModelServiceStub(object):
-    """Tells about the model and runs its tokenizer. While the model loads, all RPCs answer UNAVAILABLE.
+    """Describes the model and runs its tokenizer. While the model loads, all RPCs answer UNAVAILABLE.
     """
 
     def __init__(self, channel):
@@ -53,11 +53,11 @@ class ModelServiceStub(object):
 
 
 class ModelServiceServicer(object):
-    """Tells about the model and runs its tokenizer. While the model loads, all RPCs answer UNAVAILABLE.
+    """Describes the model and runs its tokenizer. While the model loads, all RPCs answer UNAVAILABLE.
     """
 
     def GetModel(self, request, context):
-        """Describes the model and the server's limits, so that clients need not learn them by failing.
+        """Describes the model and the server's limits, so that clients need not find them by trial and error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +104,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService(object):
-    """Tells about the model and runs its tokenizer. While the model loads, all RPCs answer UNAVAILABLE.
+    """Describes the model and runs its tokenizer. While the model loads, all RPCs answer UNAVAILABLE.
     """
 
     @staticmethod
