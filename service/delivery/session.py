@@ -3,7 +3,7 @@
     request ──mark──▶ dirty requests ──take──▶ Batch ──▶ the RPC's writer (one message)
     answers ──reply─▶ replies ─────────────────┘
 
-The writer loops: take a batch and send it; when there is none, end if `finished`, else wait. While
+The writer loops: `receive` a batch and send it, until it is `finished`. While
 a send is blocked nothing is taken, so everything merges in the requests' logs. The reader of a
 session (StreamResult) adds requests and answers; GenerateStream and Generate have one request and
 no reader. The stream is a mailbox: requests put themselves into it, and decide what is taken.
@@ -13,7 +13,8 @@ How a stream ends:
   delivered.
 - `given_up`: its client reads nothing for minutes while ended requests wait for it. They are
   forgotten, so that they do not fill the server; the RPC ends with an error once it can write.
-- `lost`: the RPC ended before that. Its requests go on for the lease, or are cancelled. Whether a
+- refused: its client may not go on (`refuse`). The RPC ends with that, behind the answers.
+- lost: the RPC ended before that. Its requests go on for the lease, or are cancelled. Whether a
   half-close was one or the first sign of a lost connection cannot be told when it is seen; it is
   concluded only by a normal end.
 """
