@@ -133,7 +133,7 @@ class ContinuousBatchingConfig:
     max_batch_tokens: int | None = option(
         None,
         "Most tokens computed in one step, prompts and outputs together.",
-        more="Longer prompts are cut in chunks.",
+        more="Longer prompts are split into chunks.",
         low=1,
         high=2**20,
         shown="1024 on a CPU, 8192 on CUDA",
@@ -141,9 +141,9 @@ class ContinuousBatchingConfig:
     )
     max_memory_percent: float | None = option(
         None,
-        "The part of the free memory that the KV cache may take.",
-        more="Free is what is left after the model was loaded, on CUDA less what the largest step "
-        "was seen to need.",
+        "The fraction of the free memory that the KV cache may take.",
+        more="Free memory is what is left after the model is loaded, on CUDA without what the "
+        "largest step needs.",
         low=0.0,
         high=1.0,
         above=True,
@@ -152,7 +152,7 @@ class ContinuousBatchingConfig:
     )
     max_requests_per_batch: int | None = option(
         None,
-        "Most requests that run at the same time; more wait.",
+        "Most requests that run at the same time; others wait.",
         low=1,
         high=65536,
         shown="64 on a CPU, 256 on CUDA",
@@ -166,7 +166,8 @@ class ContinuousBatchingConfig:
     allow_block_sharing: bool = option(True, flag="prefix-cache")
     use_async_batching: bool | None = option(
         None,
-        "Prepare and launch the next step while the last one runs; `--no-async-batching`: do not.",
+        "Prepare and launch the next step while the previous one runs; `--no-async-batching`: do "
+        "not.",
         switch=True,
         flag="async-batching",
         shown="on CUDA only",
@@ -198,8 +199,8 @@ class ContinuousBatchingConfig:
     decode_compile_config: object | None = None
     default_compile_level: int = option(
         0,
-        "How hard torch.compile works on the model: 0 not at all, 1 default, 2 max-autotune, 3 the "
-        "same for fixed shapes.",
+        "Optimization level of torch.compile: 0 off, 1 default, 2 max-autotune, 3 the same for "
+        "fixed shapes.",
         low=0,
         high=3,
         flag="compile-level",
@@ -209,9 +210,9 @@ class ContinuousBatchingConfig:
     scheduler_type: str = option("fifo", flag="scheduler")
     target_step_time: float | None = option(
         0.0,
-        "About how many seconds a step takes in which requests decode: prompts beside them are cut "
-        "in chunks for which that is enough, of a block at least.",
-        more="[What it does](schedulers.md#the-target-step-time).",
+        "Target in seconds for the time of steps in which requests decode: prompts beside them "
+        "are split into chunks that fit, of at least one block.",
+        more="[How it works](schedulers.md#the-target-step-time).",
         low=1e-4,
         high=3600.0,
         zero="no limit",
@@ -232,7 +233,7 @@ class ContinuousBatchingConfig:
     )
     cpu_offload_space: float = option(
         0.0,
-        "GiB of host memory for the KV cache of preempted requests, which is then brought back "
+        "GiB of host memory for the KV cache of preempted requests, which is then copied back "
         "instead of computed again; 0: none.",
         low=0.0,
         high=1e6,
@@ -359,56 +360,53 @@ class LoadConfig:
     )
     attention: str = option(
         "auto",
-        "What computes attention: `torch`, `native` (the C++ kernels for CPUs), `triton` "
+        "The attention implementation: `torch`, `native` (the C++ kernels for CPUs), `triton` "
         "(the kernels for CUDA devices; [what is known of "
-        "them](architecture.md#kernels-for-cuda-devices)), `varlen` (torch's own "
-        "FlashAttention for CUDA devices: torch 2.12 or newer, 16-bit types, "
-        "`--block-size` a multiple of 256, no softcaps or sinks), or `auto`: native on a "
-        "CPU; on CUDA triton, else varlen; torch where none of these can be had; "
-        "or a backend of your own, as `package.module:Class`.",
-        more="What cannot be had is refused.",
+        "them](architecture.md#kernels-for-cuda-devices)), `varlen` (torch's own FlashAttention "
+        "for CUDA devices: torch 2.12 or newer, 16-bit types, `--block-size` a multiple of 256, "
+        "no softcaps or sinks), or `auto`: native on a CPU; on CUDA triton, else varlen; torch "
+        "if none of these is available; or a backend of your own, as `package.module:Class`.",
+        more="An unavailable one is refused.",
         group=GROUP,
         choices=ATTENTIONS,
         outside=True,
     )
     quantization: Quantization = option(
         "none",
-        "`int8`: on a CPU, keep the bfloat16 weights of linear layers as whole numbers "
-        "with a scale for each output: half the memory and a faster single request, for "
-        "results that differ a little ([figures](performance.md)).",
-        more="Refused where it cannot be done.",
+        "`int8`: on a CPU, store the bfloat16 weights of linear layers as integers with a scale "
+        "for each output: half the memory and a faster single request, with slightly different "
+        "results ([figures](performance.md)).",
+        more="Refused if it is not possible.",
         group=GROUP,
         choices=QUANTIZATIONS,
     )
     pack_weights: bool | None = option(
         None,
-        "On a CPU, put the weights of bfloat16 linear layers in the order in which its "
-        "kernel reads them; `--no-pack-weights`: leave them as they are.",
-        more="Numbers and memory stay what they are. Asked for where it cannot be done, it is "
-        "refused.",
+        "On a CPU, store the weights of bfloat16 linear layers in the order in which the kernel "
+        "reads them; `--no-pack-weights`: leave them as they are.",
+        more="Values and memory use do not change. Refused if requested where it is not possible.",
         switch=True,
         group=GROUP,
         shown="where it pays",
     )
     fuse_layers: bool | None = option(
         None,
-        "On a CPU, compute norms, gated layers and rotary embeddings of bfloat16 models "
-        "by one kernel each.",
-        more="On CUDA, and for other types where it is asked for, compute queries, keys and "
-        "values as one matrix product, and the halves of a gated layer as another; memory "
-        "stays what it is. Either is done only where it is shown, at load, to compute the "
-        "same; a line in the log says what was exchanged; `--no-fuse-layers`: leave "
-        "layers as they are. Asked for where it cannot be done, it is refused.",
+        "On a CPU, compute norms, gated layers and rotary embeddings of bfloat16 models by one "
+        "kernel each.",
+        more="On CUDA, and for other types if requested, compute queries, keys and values as one "
+        "matrix product, and the halves of a gated layer as another; memory use does not change. "
+        "Either is done only if a check at load shows that it computes the same; a line in the "
+        "log says what was replaced; `--no-fuse-layers`: leave layers as they are. Refused if "
+        "requested where it is not possible.",
         switch=True,
         group=GROUP,
         shown="on CUDA, and on a CPU where it pays",
     )
     tensor_parallel: TensorParallel = option(
         "none",
-        "`auto`: divide the model among the processes that `torchrun` started, which all "
-        "get this command line; the first one serves ([tensor "
-        "parallelism](tensor-parallelism.md)).",
-        more="`none`: this process has all of it.",
+        "`auto`: split the model across the processes that `torchrun` started with this same "
+        "command line; the first one serves ([tensor parallelism](tensor-parallelism.md)).",
+        more="`none`: this process has the whole model.",
         group=GROUP,
         choices=TENSOR_PARALLELS,
     )

@@ -33,15 +33,16 @@ class ServiceConfig:
 
     listen: tuple[str, ...] = option(
         ("127.0.0.1:50051",),
-        "Where to listen: `host:port`, `[IPv6]:port` or `unix:/path`; port 0 takes a free one.",
+        "Addresses to listen on: `host:port`, `[IPv6]:port` or `unix:/path`; port 0 takes a free "
+        "one.",
         more="The flag may be given several times; in the variable, addresses are separated by "
         "blanks.",
         group=NETWORK,
     )
     health_listen: str | None = option(
         None,
-        "Also answer health at this address, and nothing else: in plain text, for probes, whatever "
-        "goes on at the other addresses.",
+        "Serve health, and nothing else, also at this address, with threads of its own: in plain "
+        "text, for probes.",
         group=NETWORK,
     )
     served_name: str | None = option(
@@ -56,8 +57,8 @@ class ServiceConfig:
     )
     control: bool | None = option(
         None,
-        "Serve [ControlService](#watching-and-steering), which sees and ends everybody's requests "
-        "and the server itself, on all addresses; `--no-control`: on none.",
+        "Serve [ControlService](#watching-and-steering), which can see and end everybody's "
+        "requests and stop the server, on all addresses; `--no-control`: on none.",
         group=NETWORK,
         shown="with --auth-file everywhere, else on loopback and Unix sockets",
     )
@@ -75,29 +76,30 @@ class ServiceConfig:
     )
     tls_client_ca: str | None = option(
         None,
-        "Authorities, a PEM file: every client must show a certificate that one of them signed.",
+        "Certificate authorities, a PEM file: every client must present a certificate that one "
+        "of them signed.",
         more="Needs TLS.",
         group=NETWORK,
     )
     auth_file: str | None = option(
         None,
-        "Who may call, a TOML file: see [Callers](#callers).",
-        more="Without it everybody may call everything.",
+        "The callers and what they may call, a TOML file: see [Callers](#callers).",
+        more="Without it every client may call everything.",
         group=NETWORK,
     )
     max_requests_per_identity: int = option(
         0,
-        "How many of those one identity may have; more are refused.",
+        "Most open requests of one identity; more are refused. 0: no limit per identity.",
         low=0,
         high=1_000_000,
         group=REQUESTS,
     )
     max_reserved_tokens: int = option(
         0,
-        "Most tokens that running requests reserve together: for each its prompt, and the "
-        "longest output that each of its choices may have; more are refused.",
-        more="No bound suits a server with one caller: its queue and the cache bound it. "
-        "Above `--default-max-tokens`.",
+        "Most tokens that running requests may reserve together; more are refused. A request "
+        "reserves its prompt and the longest output of each of its choices.",
+        more="A server with one caller needs no limit, since the queue and the cache limit it. "
+        "Must be above `--default-max-tokens`.",
         low=1,
         high=2**53,
         zero="any number",
@@ -105,8 +107,8 @@ class ServiceConfig:
     )
     max_reserved_tokens_per_identity: int = option(
         0,
-        "How many of those one identity may reserve.",
-        more="Above `--default-max-tokens`.",
+        "Most tokens that one identity may reserve.",
+        more="Must be above `--default-max-tokens`.",
         low=1,
         high=2**53,
         zero="all of them",
@@ -114,63 +116,62 @@ class ServiceConfig:
     )
     keepalive_interval_s: float = option(
         60.0,
-        "Seconds after which a quiet connection is asked whether its client is still "
-        "there; without an answer for 20 s it is closed.",
+        "Seconds after which an idle connection is pinged; without an answer for 20 s it is "
+        "closed.",
         low=10.0,
         high=DAY_S,
         group=NETWORK,
     )
     max_connections: int = option(
         1024,
-        "Most connections of each address at a time; one more is closed at once.",
-        more="Fewer where the limit of open files leaves no more: 64 files are kept for the server "
-        "itself, so that strangers who only connect do not keep an engine from being started "
-        "again.",
+        "Most concurrent connections of each address; one more is closed at once.",
+        more="Fewer if the limit of open files is too low: 64 files are kept for the server "
+        "itself, so that the connections of strangers cannot prevent a restart of the engine.",
         low=1,
         high=1_000_000,
         group=NETWORK,
     )
     max_streams_per_connection: int = option(
         256,
-        "Most calls of one connection at a time; its client waits with more.",
+        "Most concurrent calls of one connection; its client holds further calls back.",
         low=1,
         high=1_000_000,
         group=NETWORK,
     )
     max_sessions: int = option(
         1024,
-        "Most sessions that are open; more are refused, and some kept for "
-        "who has none ([each caller's share](#each-callers-share)).",
+        "Most open sessions; more are refused, and some are kept for callers that have none "
+        "([each caller's share](#each-callers-share)).",
         low=1,
         high=1_000_000,
         group=NETWORK,
     )
     max_sessions_per_identity: int = option(
         0,
-        "How many of those one identity may have; more are refused.",
+        "Most open sessions of one identity; more are refused. 0: no limit per identity.",
         low=0,
         high=1_000_000,
         group=NETWORK,
     )
     max_watches: int = option(
         256,
-        "Most Watches of health that are open, and most WatchStatistics; more are refused (see "
-        "[each caller's share](#each-callers-share)).",
+        "Most open health Watches, and most open WatchStatistics; more are refused (see [each "
+        "caller's share](#each-callers-share)).",
         low=1,
         high=1_000_000,
         group=NETWORK,
     )
     message_timeout_s: float = option(
         20.0,
-        "Seconds within which the message of a call that has one must be there.",
+        "Seconds within which the message of a call that needs one must arrive.",
         low=0.1,
         high=3600.0,
         group=NETWORK,
     )
     max_connection_age_s: float = option(
         0.0,
-        "Seconds after which a client is told to connect anew for its next calls, so that "
-        "connections spread over new replicas and show who they are again.",
+        "Seconds after which a client is told to reconnect for further calls, so that "
+        "connections spread over new replicas and clients authenticate again.",
         low=1.0,
         high=20 * DAY_S,
         zero="never",
@@ -178,8 +179,8 @@ class ServiceConfig:
     )
     max_connection_age_grace_s: float = option(
         0.0,
-        "Seconds that the calls of such a connection may still go on; 0: without limit, "
-        "which long streams want.",
+        "Seconds that the calls of such a connection may still go on; 0: no limit, which suits "
+        "long streams.",
         low=0.0,
         high=20 * DAY_S,
         group=NETWORK,
@@ -193,7 +194,7 @@ class ServiceConfig:
     )
     max_queue_size: int = option(
         1024,
-        "Most requests that wait; more are refused, and some kept for who has none "
+        "Most waiting requests; more are refused, and some are kept for callers that have none "
         "([each caller's share](#each-callers-share)).",
         low=1,
         high=1_000_000,
@@ -202,21 +203,21 @@ class ServiceConfig:
     max_choices: int = option(
         16,
         "Most choices (`n`) of one request.",
-        more="Each takes a place among the requests that run.",
+        more="Each takes a place among the running requests.",
         low=1,
         high=MAX_CHOICES,
         group=REQUESTS,
     )
     scheduler: str = option(
         "fair",
-        "In which order requests run: `fair` (the caller that was given the least service for its "
-        "weight first, and none waits for another's backlog; within a caller by "
-        "`scheduling.priority`, then by arrival), `priority` (higher `scheduling.priority` first, "
-        "of all callers, then by arrival; preempts lower ones), `fifo` (by arrival), or "
+        "The order in which requests run: `fair` (the caller that has received the least service "
+        "for its weight first, so that none waits for another's backlog; within a caller by "
+        "`scheduling.priority`, then by arrival), `priority` (higher `scheduling.priority` "
+        "first, of all callers, then by arrival; preempts lower ones), `fifo` (by arrival), or "
         "`prefill_first` (prompts before outputs); or a policy of your own, as "
         "`package.module:Class`.",
         more="The first two end a waiting request whose time limit cannot be met; the last two "
-        "refuse priorities. [What they do](schedulers.md).",
+        "refuse priorities. [How they work](schedulers.md).",
         choices=SCHEDULERS,
         outside=True,
         group=MODEL,
@@ -230,22 +231,22 @@ class ServiceConfig:
     )
     max_open_requests: int = option(
         8192,
-        "Most requests that run, or have results that their stream has not read; more are refused, "
-        "and some kept for who has none ([each caller's share](#each-callers-share)).",
+        "Most requests that run or have unread results; more are refused, and some are kept for "
+        "callers that have none ([each caller's share](#each-callers-share)).",
         low=1,
         high=1_000_000,
         group=REQUESTS,
     )
     default_max_tokens: int = option(
         256,
-        "`max_tokens` where a request does not say.",
+        "`max_tokens` of requests that do not set it.",
         low=1,
         high=2**31 - 1,
         group=REQUESTS,
     )
     default_time_limit_s: float = option(
         3600.0,
-        "Seconds that a request may take where it does not say; 0: any, which needs "
+        "Time limit of requests that do not set one, in seconds; 0: none, which needs "
         "`--max-time-limit 0` too.",
         low=0.0,
         high=365 * DAY_S,
@@ -253,17 +254,17 @@ class ServiceConfig:
     )
     max_time_limit_s: float = option(
         DAY_S,
-        "The longest time limit that a request may ask for, in seconds; 0: any.",
+        "The longest time limit that a request may ask for, in seconds; 0: no maximum.",
         low=0.0,
         high=365 * DAY_S,
         group=REQUESTS,
     )
     max_receive_bytes: int = option(
         MIN_RECEIVE_BYTES,
-        "The largest message that is received.",
-        more="The context is what the model's `config.json` declares; for a hub id that is not "
-        "on this machine yet the default is 8 MiB. A message is parsed in one piece while "
-        "every stream waits, at worst about 30 ms a MiB.",
+        "The largest message that the server receives.",
+        more="The context is that of the model's `config.json`; for a hub id that is not on this "
+        "machine yet the default is 8 MiB. Parsing a message blocks every stream, at worst for "
+        "about 30 ms per MiB.",
         low=64 << 10,
         high=1 << 30,
         served=(None,),
@@ -272,10 +273,9 @@ class ServiceConfig:
     )
     max_send_bytes: int = option(
         16 * MIB,
-        "The largest message that is sent.",
-        more="4 MiB is what clients take by default; the server's messages come to about 3 MiB "
-        "at most, but for prompts that are described token by token, which may take half of this "
-        "limit.",
+        "The largest message that the server sends.",
+        more="Clients accept 4 MiB by default; the server's messages have at most about 3 MiB, "
+        "except prompts with details of each token, which may take half of this limit.",
         low=4 * MIB,
         high=1 << 30,
         group=NETWORK,
@@ -296,25 +296,25 @@ class ServiceConfig:
     )
     max_kept_results: int = option(
         1000,
-        "Most ended requests whose results are kept; beyond it the oldest go of the "
-        "caller that has the most kept.",
+        "Most ended requests whose results are kept; beyond it the caller with the most kept "
+        "results loses its oldest.",
         low=0,
         high=1_000_000,
         group=REQUESTS,
     )
     max_kept_bytes: int = option(
         48 * MIB,
-        "About how many bytes kept results take in memory; beyond it the oldest go of the "
-        "caller that has the most bytes kept.",
+        "About how many bytes of memory kept results may take; beyond it the caller with the "
+        "most bytes kept loses its oldest.",
         low=0,
         high=64 << 30,
         group=REQUESTS,
     )
     max_live_bytes: int = option(
         96 * MIB,
-        "About how many bytes the requests that wait or run may hold, in the front end "
-        "and the engine's process together (see [Memory](#memory)); beyond it new ones "
-        "are refused before any work is done for them.",
+        "About how many bytes waiting and running requests may hold, in the front end and the "
+        "engine's process together (see [Memory](#memory)); beyond it new ones are refused "
+        "before any work is done for them.",
         low=MIB,
         high=1 << 40,
         zero="any number",
@@ -322,10 +322,9 @@ class ServiceConfig:
     )
     max_undelivered_bytes: int = option(
         96 * MIB,
-        "About how many bytes the results may take in memory that wait to be read, of all "
-        "requests together (ended ones that are kept count for `--max-kept-bytes` "
-        "instead); beyond it new requests are refused of those who have more than their "
-        "share of them, until somebody reads.",
+        "About how many bytes of memory the unread results of all requests may take (kept "
+        "results of ended requests count for `--max-kept-bytes` instead); beyond it, new "
+        "requests of callers with more than their share are refused until results are read.",
         low=MIB,
         high=1 << 40,
         zero="any number",
@@ -333,29 +332,30 @@ class ServiceConfig:
     )
     max_unread_tokens: int = option(
         1024,
-        "Tokens of a request's output, of all its choices together, that may wait to be "
-        "read; see [sessions](sessions.md#clients-that-do-not-read).",
+        "Most unread tokens of a request's output, all its choices together; see "
+        "[sessions](sessions.md#clients-that-do-not-read).",
         low=1,
         high=1_000_000_000,
         group=REQUESTS,
     )
     max_unread_bytes: int = option(
         MIB,
-        "About how many bytes of them, where that is less (tokens with many candidates).",
+        "About the most bytes of unread output of a request, if reached before "
+        "`--max-unread-tokens` (tokens with many candidates).",
         low=1 << 10,
         high=1 << 30,
         group=REQUESTS,
     )
     slow_reader: str = option(
         "pause",
-        "What then becomes of the request: `pause` holds it until it is read, `end` ends it.",
+        "What happens to a request at that limit: `pause` holds it until its output is read, "
+        "`end` ends it.",
         choices=SLOW_READERS,
         group=REQUESTS,
     )
     max_pause_s: float = option(
         60.0,
-        "Seconds that a paused request waits while nothing of it is read; then it ends "
-        "with `RESULTS_NOT_READ`.",
+        "Seconds that a paused request waits to be read; then it ends with `RESULTS_NOT_READ`.",
         low=0.1,
         high=DAY_S,
         group=REQUESTS,
@@ -370,8 +370,7 @@ class ServiceConfig:
     )
     unix_socket_group: str | None = option(
         None,
-        "The group that Unix sockets belong to, a name or a number; the server's user must be in "
-        "it.",
+        "The group of Unix sockets, a name or a number; the server's user must be in it.",
         group=NETWORK,
         shown="the process's",
     )
@@ -383,7 +382,7 @@ class ServiceConfig:
     )
     log_format: str = option(
         "console",
-        "How what the server says looks: `console`, or `json`, [one object a line](#logs).",
+        "The format of the log: `console`, or `json`, [one object a line](#logs).",
         choices=LOG_FORMATS,
         group=PROCESS,
     )
@@ -467,17 +466,17 @@ class ProcessConfig:
     )
     in_process: bool = option(
         False,
-        "Run the engine in the server's own process instead of one of its own.",
+        "Run the engine in the server's own process instead of a separate one.",
         group=PROCESS,
     )
     hang_timeout_s: float | None = option(
         None,
-        "Seconds without a step, with requests to compute, after which the engine's "
-        "process is ended and started again; 20 times the slowest recent step, if that is "
-        "longer.",
-        more="With a model on a CPU, only if the process does not compute meanwhile: steps may "
-        "be long there. Also: seconds without an answer while it is idle, and seconds for "
-        "which it is stopped while it loads. 0: never. Not with `--in-process`.",
+        "The engine's process is ended and started again after this many seconds without a step "
+        "while there are requests to compute, or after 20 times the slowest recent step if that "
+        "is longer.",
+        more="With a model on a CPU, only if the process uses no CPU time meanwhile, since steps "
+        "may be long there. The same time applies to an idle engine that does not answer, and to "
+        "a process that is stopped while it loads. 0: never. Not with `--in-process`.",
         low=0.0,
         high=DAY_S,
         group=PROCESS,
