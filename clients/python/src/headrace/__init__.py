@@ -5,8 +5,8 @@
     with headrace.Client() as client:
         print(client.generate("Once upon a time", max_tokens=32).text)
 
-`Client` is for ordinary threads, `AsyncClient` for asyncio. `headrace.v1` holds the contract's
-messages and stubs.
+`Client` is for threads, `AsyncClient` for asyncio. `headrace.v1` has the contract's messages and
+stubs.
 """
 
 from headrace._batch import BatchItem

@@ -57,7 +57,7 @@ async def _run(
 async def _take_ended(
     window: BatchWindow, ended: asyncio.Queue[tuple[Item, AsyncRequestHandle]]
 ) -> None:
-    """Waits for the end of a request, or for the time to send one again."""
+    """Waits until a request ends, or one may be sent again."""
     try:
         async with asyncio.timeout(window.wait_seconds(time.monotonic())):
             item, handle = await ended.get()
@@ -73,7 +73,7 @@ def _send(
     item: Item,
     ended: asyncio.Queue[tuple[Item, AsyncRequestHandle]],
 ) -> None:
-    """Submits a request; its end comes on the queue. Raises only if the session has ended."""
+    """Submits a request; its end is put on the queue. Raises only if the session has ended."""
     error = item.error
     if error is None:
         try:

@@ -1,11 +1,11 @@
-"""Many requests through a bounded window on one session: what is sent when, and in which order
-outcomes come back.
+"""Many requests through a bounded window on one session: when each is sent, and in which order
+outcomes are returned.
 
 1. `BatchWindow.next` hands out the next request to send while the window has room.
-2. The flavour submits it, and tells the window of its end.
-3. A request that the server had no room for goes back in, and nothing is sent until the server's
-   `retry_after` passed.
-4. `BatchWindow.ready` gives the outcomes that may be handed to the caller.
+2. The flavour (threads or asyncio) submits it, and reports its end to the window.
+3. If the server had no room for a request, it is queued again, and nothing is sent until the
+   server's `retry_after` has passed.
+4. `BatchWindow.ready` gives the outcomes that the caller may have.
 5. Requests that arrive slowly, such as from a pipe, come through a `BatchFeed`.
 """
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from headrace.session import RequestHandle, Session
 
 BatchInput: TypeAlias = Prompt | Request | HeadraceError
-"""A prompt, a prompt with its own options, or an error that shall be its own outcome (such as of
-a bad input line).
+"""A prompt, a prompt with its own options, or an error that is passed on as the outcome (such as
+for an invalid input line).
 """
 
 _MAX_ATTEMPTS = 12
@@ -56,11 +56,11 @@ _ORDERED_AHEAD = 16  # with ordered: how many windows of outcomes may wait for a
 
 
 BatchItem: TypeAlias = tuple[int, Result | HeadraceError]
-"""A request's place among the batch's requests, from 0, and its outcome."""
+"""A request's index in the batch, from 0, and its outcome."""
 
 
 class Item:
-    """One request on its way."""
+    """One request in progress."""
 
     __slots__ = ("attempts", "error", "index", "spec")
 
@@ -72,14 +72,14 @@ class Item:
 
 
 class BatchFeed:
-    """Requests that a thread of their own reads, so that no outcome waits for the next request to
-    come; and the end of a batch from outside.
+    """Requests read by a separate thread, so that no outcome waits for the next request to arrive;
+    and the interruption of a batch from outside.
 
-    As an iterator it gives None where no request has arrived. `wake` is then called when one has.
+    As an iterator it gives None if no request has arrived; `wake` is called when one has.
     """
 
     def __init__(self, requests: Iterable[BatchInput], *, ahead: int) -> None:
-        """`ahead`: how many requests are read before they are needed, at most."""
+        """`ahead`: at most how many requests are read before they are needed."""
         self.wake: Callable[[], None] = lambda: None
         self.interrupted = False
         self._requests = requests
@@ -119,8 +119,8 @@ class BatchFeed:
         self._room.release()
 
     def interrupt(self) -> None:
-        """Ends the batch: what has ended is given, then KeyboardInterrupt is raised and what runs
-        is cancelled. May be called from a signal handler.
+        """Ends the batch: finished outcomes are given, then KeyboardInterrupt is raised and running
+        requests are cancelled. May be called from a signal handler.
         """
         self.interrupted = True
         self.wake()
@@ -141,7 +141,7 @@ class BatchFeed:
 
 
 class BatchWindow:
-    """Which requests of a batch are in flight. Times are seconds of `time.monotonic`."""
+    """Which requests of a batch are in flight. Times are in seconds, from `time.monotonic`."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class BatchWindow:
         return self._in_flight
 
     def stop(self, error: HeadraceError) -> None:
-        """Sends no more; what waited to be sent again ends with the error."""
+        """Sends no more; requests that waited to be sent again end with the error."""
         self._stopped = self._exhausted = True
         for item in self._again:
             self._outcomes[item.index] = (item.index, error)
@@ -201,7 +201,7 @@ class BatchWindow:
 
     def wait_seconds(self, now: float) -> float | None:
         """How long to wait for an outcome (or a request that arrives) before asking `next` again;
-        None: for as long as it takes.
+        None: without a limit.
         """
         waits = self._not_before > now and (self._again or not self._exhausted)
         idle = not self._in_flight and not self._starved
@@ -210,7 +210,7 @@ class BatchWindow:
     def ended(
         self, item: Item, outcome: Result | HeadraceError, *, refused: bool, now: float
     ) -> None:
-        """A request that was in flight has ended; `refused`: before it had begun."""
+        """A request that was in flight has ended; `refused`: before it was accepted."""
         self._in_flight -= 1
         can_wait = isinstance(outcome, (ResourceExhaustedError, UnavailableError)) and refused
         if can_wait and item.attempts + 1 < _MAX_ATTEMPTS and not self._stopped:
@@ -232,8 +232,8 @@ class BatchWindow:
             yield self._outcomes.pop(self._next_index - 1)
 
     def rest(self) -> Iterator[BatchItem]:
-        """All outcomes that have not been given, in the order of their requests: with `ordered`
-        those too that wait for an earlier one.
+        """All outcomes that have not been given, in the order of their requests; with `ordered`,
+        also those that wait for an earlier one.
         """
         for index in sorted(self._outcomes):
             yield self._outcomes.pop(index)
@@ -268,10 +268,10 @@ class BatchWindow:
 
 
 def _check_depth(spec: GenerationSpec) -> None:
-    """Finds a request of which no message can be made, which would end the session.
+    """Refuses a request that cannot be serialized, since sending it would end the session.
 
     Raises:
-        InvalidArgumentError: its values are nested deeper than protobuf reads.
+        InvalidArgumentError: its values are nested more deeply than protobuf can read.
     """
     if not spec.HasField("chat"):  # nothing else holds nested values
         return
@@ -283,7 +283,7 @@ def _check_depth(spec: GenerationSpec) -> None:
 
 
 class BatchProgress:
-    """A progress bar on stderr, where it is wanted and stderr is a terminal."""
+    """A progress bar on stderr, if it is wanted and stderr is a terminal."""
 
     def __init__(self, wanted: bool, total: int | None) -> None:
         self._bar: Progress | None = None
@@ -347,7 +347,7 @@ def run_batch(
     progress: bool,
     options: GenerationOptions,
 ) -> Iterator[BatchItem]:
-    """`Client.batch`; and with a `BatchFeed`, the command's."""
+    """`Client.batch`; with a `BatchFeed`, the command's batch."""
     window = BatchWindow(requests, options, max_in_flight=max_in_flight, ordered=ordered)
     return _run(
         open_session, window, progress, requests if isinstance(requests, BatchFeed) else None
@@ -399,7 +399,7 @@ def _run(
 
 
 def _wait(window: BatchWindow, ended: queue.SimpleQueue[_Ended], seconds: float | None) -> None:
-    """Waits so long for the end of a request, or for a call to look again."""
+    """Waits at most this long for the end of a request, or for a call to look again."""
     try:
         found = ended.get(timeout=seconds)
     except queue.Empty:
@@ -416,7 +416,7 @@ def _send(
     item: Item,
     ended: queue.SimpleQueue[_Ended],
 ) -> None:
-    """Submits a request; its end comes on the queue. Raises only if the session has ended."""
+    """Submits a request; its end is put on the queue. Raises only if the session has ended."""
     error = item.error
     if error is None:
         try:

@@ -58,7 +58,7 @@ def open_call(method: Any, request: Any, metadata: Any) -> Any:
 
 
 def name_request(spec: GenerationSpec) -> None:
-    """Gives a request an unguessable id if it has none, so that it can be cancelled by name from
+    """Gives a request an unguessable id if it has none, so that it can be cancelled by its id from
     the start.
     """
     if not spec.request_id:
@@ -73,7 +73,7 @@ def cancel_requests(ids: str | Iterable[str]) -> Iterator[CancelRequest]:
 
 
 def cancel_statuses(response: CancelResponse) -> dict[str, CancelStatus]:
-    """What became of each request."""
+    """The result for each request."""
     return {one.request_id: cancel_status_from_proto(one.status) for one in response.results}
 
 
@@ -89,13 +89,13 @@ def poll_request(
 
 
 class ResultWait:
-    """A wait for the end of a request that runs by itself: which calls to make, and when to give
-    up.
+    """A wait for the end of a request that runs without a stream: which calls to make, and when to
+    give up.
 
-    A large result comes in several answers. So an answer that is not the last one may be a part of
-    a result that is there, and is read on whatever the time; or all that a running request has, of
-    which there is more with each call. The two are told apart by size: of two parts in a row, cut
-    because they would be too large together, one is large.
+    A large result comes in several answers. So an answer before the last one may be part of a
+    finished result, which is read to its end even after the timeout; or it is the present output of
+    a running request, which grows with each call. They differ in size: of two consecutive parts,
+    split because together they would be too large, one is large.
     """
 
     def __init__(self, request_id: str, timeout: float | None) -> None:
@@ -113,7 +113,7 @@ class ResultWait:
         """Takes in an answer; returns the whole result, or None: call again.
 
         Raises:
-            DeadlineExceededError: the time is over, and the request has not ended.
+            DeadlineExceededError: the timeout passed, and the request has not ended.
             HeadraceError: the request failed.
         """
         fold = self._fold

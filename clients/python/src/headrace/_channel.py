@@ -1,5 +1,5 @@
-"""How a channel to a server is set up: the target, encryption, who is calling, keepalive, sizes
-and retries.
+"""How a channel to a server is set up: target, encryption, credentials, keepalive, sizes and
+retries.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 @dataclass(frozen=True, slots=True)
 class ChannelSettings:
-    """All that a channel is made from; the same for the sync and the asyncio client."""
+    """All settings of a channel; the same for the sync and the asyncio client."""
 
     target: str
     credentials: grpc.ChannelCredentials | None
     """None: plaintext."""
     options: tuple[tuple[str, Any], ...]
     metadata: tuple[tuple[str, str | bytes], ...] = field(repr=False)
-    """Sent with every call; holds the token."""
+    """Sent with every call; contains the token."""
 
 
 def make_settings(
@@ -58,7 +58,7 @@ def make_settings(
     load_balancing: LoadBalancing,
     channel_options: Sequence[tuple[str, Any]],
 ) -> ChannelSettings:
-    """Checks the client's arguments and makes the channel's settings of them.
+    """Checks the client's arguments and converts them to the channel's settings.
 
     Raises:
         ValueError: arguments contradict each other, or the target is not understood.
@@ -91,7 +91,7 @@ def make_settings(
 
 
 def normalise_target(target: str) -> str:
-    """The target as gRPC wants it: a path becomes `unix:`, and a missing port 50051.
+    """The target in gRPC's form: a path becomes `unix:`, and a missing port 50051.
 
     Raises:
         ValueError: it is a URL, or empty.
@@ -116,7 +116,7 @@ def normalise_target(target: str) -> str:
 
 
 def is_local(target: str) -> bool:
-    """Whether a target is this machine: a Unix socket or a loopback address."""
+    """Whether a target is on this machine: a Unix socket or a loopback address."""
     if target.startswith(("unix:", "unix-abstract:")):
         return True
     host = re.sub(r"^(dns:///|ipv[46]:)", "", target).rsplit(":", 1)[0].strip("[]")
@@ -164,7 +164,7 @@ def _options(
 def service_config(retries: int, load_balancing: LoadBalancing) -> dict[str, Any]:
     """The retry policy: unary calls only, and none of them after an answer has begun.
 
-    Streams are left out: what their requests did before the loss is known to the caller alone.
+    Streams are not retried: only the caller knows what their requests did before the loss.
     """
     config: dict[str, Any] = {"loadBalancingConfig": [{load_balancing: {}}]}
     if retries > 0:

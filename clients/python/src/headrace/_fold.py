@@ -2,7 +2,7 @@
 
 Events are numbered 1, 2, 3 and so on within a request. A fold takes each number once and in
 order: a missing, repeated or misplaced event makes the request fail with `ProtocolError`, so that
-no output is ever silently wrong.
+output is never silently wrong.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Fold:
 
     Args:
         request_id: the request; empty takes the id of the first event.
-        n: how many choices it has; it has ended when all of them have. 0: not known. The
-            Accepted event tells.
+        n: how many choices it has; it has ended when all of them have. 0: not known yet; the
+            Accepted event says it.
         from_seq: the number of the first event that will come.
     """
 
@@ -35,14 +35,14 @@ class Fold:
         self.error: HeadraceError | None = None
         """Why the request failed, once it has."""
         self.done = False
-        """Whether the request has ended, well or not."""
+        """Whether the request has ended, successfully or not."""
         self._finished: dict[int, Finished] = {}
         self._token_counts: dict[int, int] = {}
         self._from_start = self.next_seq == 1
         self._end_was_told = False  # by its events: nothing follows
 
     def add(self, event: ResultEvent) -> Chunk | None:
-        """Takes in the next event; returns its output, if any. Faults are in `error`."""
+        """Processes the next event; returns its output, if any. Faults are in `error`."""
         kind = event.WhichOneof("event")
         problem = self._problem(event, kind)
         if problem is not None:
@@ -73,8 +73,8 @@ class Fold:
         self.done = True
 
     def reopened(self) -> Fold:
-        """A fold that continues where this one was broken off, with all that it has. Where the
-        server told the request's end, it has that too, and there is nothing to continue.
+        """A fold that continues where this one was interrupted, with all its output. If the
+        request's end had arrived, it has that too, and there is nothing to continue.
         """
         fold = Fold(self.request_id, n=self.n, from_seq=self.next_seq)
         fold.chunks = list(self.chunks)
@@ -88,7 +88,7 @@ class Fold:
         return fold
 
     def end(self) -> None:
-        """Takes note that the request has ended, where that is known otherwise."""
+        """Records that the request has ended, if that is known without an event."""
         self.done = True
 
     def result(self) -> Result:
@@ -102,7 +102,7 @@ class Fold:
         return self.partial()
 
     def partial(self) -> Result:
-        """What there is so far; a choice that has not ended has the reason UNKNOWN."""
+        """The output so far; a choice that has not ended has the reason UNKNOWN."""
         indexes = set(range(max(self.n, 1))) | self._finished.keys() | self._token_counts.keys()
         choices = tuple(self._choice(index) for index in sorted(indexes))
         prompt_tokens = self.prompt.prompt_tokens if self.prompt else 0

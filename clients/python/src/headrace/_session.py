@@ -2,11 +2,12 @@
 an answer belongs to.
 
 1. `add`, `attach`, `cancel` make a command message and remember what it was for.
-2. The flavour (threads or asyncio) sends it, and hands every message of the server to `receive`.
+2. The flavour (threads or asyncio) sends it, and passes every message of the server to `receive`.
 3. `receive` folds events into their requests' records and returns the records that changed, to be
    woken.
-4. `close` takes no more requests; the flavour half-closes once the core `has_said_all`.
-5. When the stream ends, `end` fails what is still live, so that nobody waits for ever.
+4. After `close` no more requests are accepted; the flavour half-closes once the core
+`has_said_all`.
+5. When the stream ends, `end` fails the live requests, so that no reader waits for ever.
 
 Nothing here is thread-safe: the threaded flavour holds its lock around every call.
 """
@@ -43,10 +44,10 @@ from headrace.v1.generation_service_pb2 import (
 
 
 def fold_to_attach(request_id: str, *, from_seq: int, n: int | None) -> Fold:
-    """The fold of a request that others may have started, from an event of it on.
+    """The fold of a request that another stream may have started, from one of its events on.
 
     Raises:
-        InvalidArgumentError: `n` is not given, and the event that tells it will not come.
+        InvalidArgumentError: `n` is not given, and the event that has it will not come.
     """
     if n is None and from_seq > 1:
         raise invalid_argument(
@@ -58,7 +59,7 @@ def fold_to_attach(request_id: str, *, from_seq: int, n: int | None) -> Fold:
 
 
 class Record:
-    """One request of a session. `is_ours`: the session started it, it was not only attached."""
+    """One request of a session. `is_ours`: this session started it, instead of attaching it."""
 
     def __init__(self, fold: Fold, *, is_ours: bool) -> None:
         self.fold = fold
@@ -93,9 +94,9 @@ class SessionCore:
         """Why the session ended, once it has."""
         self.ended = False
         self.closing = False
-        """Whether no more requests are taken."""
+        """Whether no more requests are accepted."""
         self.outbox: list[StreamResultRequest] = []
-        """Commands that `receive` and the handles want sent; the flavour drains it."""
+        """Commands from `receive` and the handles that wait to be sent; the flavour sends them."""
         self._credits = initial_credit > 0
         self._ids = itertools.count(1)
         self._commands: dict[int, Record] = {}
@@ -123,8 +124,8 @@ class SessionCore:
         return record
 
     def attach(self, fold: Fold) -> Record:
-        """Continues a request of another stream, from the event that its fold needs next. Of one
-        that has ended nothing is asked: its record is as the fold is.
+        """Continues a request of another stream, from the event that its fold needs next. If it has
+        ended, nothing is sent: its record has the fold's result.
 
         Raises:
             AlreadyExistsError: a live request of this session has the id.
@@ -140,8 +141,8 @@ class SessionCore:
         return record
 
     def close(self, *, cancel: bool) -> None:
-        """Takes no more requests. Those that live go on to their end without waiting for their
-        readers, or are cancelled.
+        """Accepts no more requests. Live ones go on to their end without waiting for their readers,
+        or are cancelled.
         """
         self.closing = True
         for record in list(self.records.values()):
@@ -151,8 +152,8 @@ class SessionCore:
 
     @property
     def has_said_all(self) -> bool:
-        """Whether nothing is left to send. As long as a request lives, its credits and a cancel
-        may be, also of a session that is being closed.
+        """Whether nothing is left to send. While a request is live, its credits or a cancel may
+        still be sent, even if the session is being closed.
         """
         return self.ended or (self.closing and not self.records)
 
@@ -163,8 +164,8 @@ class SessionCore:
             self.outbox.append(StreamResultRequest(command_id=next(self._ids), cancel=command))
 
     def pay(self, record: Record, chunks: int) -> None:
-        """With credits: lets the server send as many tokens more as these first chunks of the
-        request held.
+        """With credits: lets the server send as many more tokens as these first chunks of the
+        request had.
         """
         if not self._credits or self.ended or record.fold.done:
             return
@@ -175,14 +176,14 @@ class SessionCore:
             self.outbox.append(StreamResultRequest(command_id=next(self._ids), credit=command))
 
     def pay_all(self, record: Record) -> None:
-        """With credits: pays for everything that arrived, and for what will arrive."""
+        """With credits: pays for everything that has arrived and will arrive."""
         record.unlimited = True
         self.pay(record, len(record.fold.chunks))
 
     def receive(self, response: StreamResultResponse) -> list[Record]:
-        """Takes in one message of the server; returns the records that changed, each once.
+        """Processes one message of the server; returns the records that changed, each once.
 
-        Where `open` itself was refused, the session has `ended` afterwards.
+        If `open` was refused, the session has `ended` afterwards.
         """
         changed: dict[int, Record] = {}
         if response.HasField("opened"):
@@ -214,7 +215,7 @@ class SessionCore:
         return list(changed.values())
 
     def end(self, error: HeadraceError | None) -> list[Record]:
-        """Takes note of the stream's end; fails what was live and returns it."""
+        """Records the stream's end; fails the live requests and returns them."""
         self.ended = True
         lost = list(self.records.values())
         if isinstance(error, CallCancelledError):  # nobody cancelled the requests themselves
@@ -267,5 +268,5 @@ class SessionCore:
 
 
 def _copy(error: HeadraceError) -> HeadraceError:
-    """An error of its own for each request: it gets the request's id, and a traceback."""
+    """A copy of the error for one request, with the request's id and its own traceback."""
     return type(error)(error.message, status=error.status)

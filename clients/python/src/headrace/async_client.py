@@ -121,12 +121,12 @@ class AsyncClient:
 
     @property
     def control(self) -> AsyncControl:
-        """What operators do: look at the server's figures and requests, pause it, drain it."""
+        """For operators: view the server's statistics and requests, pause it, drain it."""
         return self._control
 
     @property
     def _channel(self) -> aio.Channel:
-        """The channel, opened at its first use: it belongs to the loop that runs then."""
+        """The channel, opened at its first use: it belongs to the event loop that runs then."""
         if self._open_channel is None:
             if self._is_closed:
                 raise UnavailableError("the client is closed")
@@ -153,11 +153,11 @@ class AsyncClient:
 
     @property
     def target(self) -> str:
-        """The server's address, as gRPC is given it."""
+        """The server's address, as passed to gRPC."""
         return self._settings.target
 
     async def close(self) -> None:
-        """Closes the connection; what still runs on it is cancelled."""
+        """Closes the connection; calls that still run on it are cancelled."""
         self._is_closed = True
         if self._open_channel is not None:
             await self._open_channel.close()
@@ -180,8 +180,8 @@ class AsyncClient:
         """Runs one request and returns its whole result. An exception (Ctrl-C too) cancels it.
 
         Raises:
-            HeadraceError: the request was refused or failed; the class tells why.
-            TypeError: an option has no such name, or the prompt is none of its possible types.
+            HeadraceError: the request was refused or failed; the class says why.
+            TypeError: there is no option of this name, or the prompt has an unsupported type.
         """
         spec = build_spec(prompt, options)
         request = pb.GenerateRequest(spec=spec)
@@ -189,12 +189,12 @@ class AsyncClient:
         return result_from_proto(response)
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncStream:
-        """Runs one request whose output is read as it comes; see `AsyncStream`.
+        """Runs one request and streams its output; see `AsyncStream`.
 
         Raises:
-            InvalidArgumentError: a value cannot be sent at all. What the server refuses is raised
+            InvalidArgumentError: a value cannot be sent at all. Refusals by the server are raised
                 by the stream.
-            TypeError: an option has no such name, or the prompt is none of its possible types.
+            TypeError: there is no option of this name, or the prompt has an unsupported type.
         """
         spec = build_spec(prompt, options)
         _calls.name_request(spec)
@@ -216,10 +216,10 @@ class AsyncClient:
         """Opens a session: many requests on one stream; see `AsyncSession`.
 
         Args:
-            lease: seconds that the requests are kept running after the stream was lost, for
-                another session to `resume` them. Default: none, they are cancelled at once.
-            initial_credit: how many tokens of each request the server may send ahead of what its
-                handle's reader has taken; 0: no such bound.
+            lease: seconds that the requests go on after the stream is lost, so that another session
+                can `resume` them. Default: none, they are cancelled at once.
+            initial_credit: how many tokens of each request the server may send ahead of its
+                handle's reader; 0: no limit.
         """
         return AsyncSession(
             self._generation, self._settings, lease=lease, initial_credit=initial_credit
@@ -238,23 +238,23 @@ class AsyncClient:
 
         Gives `(index, outcome)` for each request as it ends; the outcome is a `Result` or, for a
         request that was refused or failed, a `HeadraceError`. Closing the iterator
-        (`contextlib.aclosing`) cancels what runs. Requests that meet a full queue are sent again
-        when the server has room.
+        (`contextlib.aclosing`) cancels running requests. Requests refused by a full queue are sent
+        again when the server has room.
 
             async for index, outcome in client.batch(prompts, max_tokens=64, progress=True):
                 if isinstance(outcome, headrace.Result):
                     texts[index] = outcome.text
 
         Args:
-            requests: prompts, or `Request`s with options of their own. Read as they are needed.
+            requests: prompts, or `Request`s with their own options. Read as they are needed.
             max_in_flight: how many requests may run or wait in the server at the same time.
             ordered: whether outcomes come in the order of the requests instead of as they end.
-            progress: whether to show a progress bar on stderr, where that is a terminal.
-            options: options for all requests; a `Request`'s own come first.
+            progress: whether to show a progress bar on stderr, if that is a terminal.
+            options: options for all requests; a `Request`'s own override them.
 
         Raises:
-            UnavailableError: the connection was lost; what was in flight was given as errors
-                before.
+            UnavailableError: the connection was lost; before that, requests in flight were given as
+                errors.
         """
         return run_batch(
             self.session,
@@ -268,7 +268,7 @@ class AsyncClient:
     # ---- requests that run by themselves ---------------------------------------------------------
 
     async def add_request(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Accepted:
-        """Starts a request that runs by itself, and returns once the server has taken it in.
+        """Starts a request that runs without a stream, and returns once the server has accepted it.
 
         Its result is kept for `get_result` and `attach`, and for a while after its end.
 
@@ -294,14 +294,14 @@ class AsyncClient:
         return accepted_from_proto(response.request_id, response.accepted)
 
     async def get_result(self, request_id: str, *, timeout: float | None = None) -> Result:  # noqa: ASYNC109
-        """Waits for the end of a request that runs by itself, and returns its whole result.
+        """Waits for the end of a request that runs without a stream, and returns its whole result.
 
         Reading does not consume: the result may be read again while it is kept.
 
         Args:
             request_id: the request.
-            timeout: how many seconds to wait at most for the end; None: as long as it takes. What
-                has ended is read whole, however long that takes.
+            timeout: most seconds to wait for the end; None: no limit. A finished result is read
+                whole, however long that takes.
 
         Raises:
             NotFoundError: there is no such request, or its result is no longer kept.
@@ -315,13 +315,13 @@ class AsyncClient:
                 return result
 
     def attach(self, request_id: str, *, from_seq: int = 1) -> AsyncStream:
-        """Reads the output of a request that runs by itself, from its beginning, as it comes.
+        """Streams the output of a request that `add_request` started, from its beginning.
 
-        Several readers may do so. Leaving the stream does not touch the request.
+        Several readers may do so. Leaving the stream does not affect the request.
 
         Args:
             request_id: the request.
-            from_seq: the number of the first event wanted; the stream knows only what follows.
+            from_seq: the number of the first event wanted; the stream has only what follows.
         """
         fold = Fold(request_id, n=0, from_seq=from_seq)
         return AsyncStream(
@@ -332,8 +332,7 @@ class AsyncClient:
         )
 
     async def cancel(self, ids: str | Iterable[str]) -> dict[str, CancelStatus]:
-        """Ends requests by their ids, whoever of this identity started them; tells what became of
-        each.
+        """Ends requests of this identity by their ids; returns the result for each.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -362,7 +361,7 @@ class AsyncClient:
         add_special_tokens: bool | None = None,
         **chat_options: Any,
     ) -> Tokenization:
-        """The tokens of a text or a conversation, exactly as a request with it would have them.
+        """The tokens of a text or a conversation, exactly as in a request with it.
 
         Args:
             prompt: the text or the conversation.
@@ -394,7 +393,8 @@ class AsyncClient:
         return (await self._short(self._models.Detokenize, request)).text
 
     async def health(self, service: str = _calls.GENERATION_SERVICE) -> HealthStatus:
-        """Whether the server is ready for requests; with an empty service name, whether it lives.
+        """Whether the server is ready for requests; with an empty service name, whether it is
+        alive.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -406,10 +406,10 @@ class AsyncClient:
             return HealthStatus.SERVICE_UNKNOWN
 
     async def wait_until_ready(self, timeout: float = 60.0) -> None:  # noqa: ASYNC109
-        """Returns once the server is there and its model is loaded.
+        """Returns once the server can be reached and its model is loaded.
 
         Args:
-            timeout: how many seconds to wait at most.
+            timeout: most seconds to wait.
 
         Raises:
             UnavailableError: that did not happen within `timeout`.

@@ -51,7 +51,7 @@ class AsyncControl:
         return self._make_stub()
 
     async def statistics(self) -> pb.Statistics:
-        """The server's figures now. Works while its model loads too.
+        """The server's present statistics. Works also while its model loads.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -62,8 +62,8 @@ class AsyncControl:
         return answer.statistics
 
     async def watch(self, interval: float = 1.0) -> AsyncIterator[pb.Statistics]:
-        """The server's figures, now and every `interval` seconds (0.1 to 3600), with rates from the
-        second on. Ends when the server stops, or when the iterator is closed.
+        """The server's statistics, now and every `interval` seconds (0.1 to 3600), with rates from
+        the second message on. Ends when the server stops, or when the iterator is closed.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -98,7 +98,8 @@ class AsyncControl:
             request.page_token = answer.next_page_token
 
     async def cancel(self, names: Iterable[tuple[str, str]]) -> dict[tuple[str, str], CancelStatus]:
-        """Ends requests of anybody, given as (identity, request id); tells what became of each.
+        """Ends requests of any identity, given as (identity, request id); returns the result for
+        each.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -109,7 +110,7 @@ class AsyncControl:
         return found
 
     async def pause(self, reason: str = "") -> pb.PauseResponse:
-        """Stops the engine between two steps; returns when it stands still. Requests stay.
+        """Stops the engine between two steps; returns when it is paused. Requests stay.
 
         Raises:
             UnavailableError: the server loads, drains, or has no engine.
@@ -132,8 +133,8 @@ class AsyncControl:
         timeout: float | None = None,  # noqa: ASYNC109  # the server's, not this call's
         reason: str = "",
     ) -> pb.DrainResponse:
-        """Begins to end the server; live requests may go on for `timeout` seconds (default: what
-        the server was started with). Does not wait.
+        """Shuts the server down gracefully; live requests may go on for `timeout` seconds (default:
+        the server's `--drain-timeout`). Does not wait.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -143,7 +144,7 @@ class AsyncControl:
         return answer
 
     async def reset_prefix_cache(self) -> None:
-        """Makes the server forget all cached prefixes of prompts.
+        """Makes the server drop all cached prefixes.
 
         Raises:
             UnavailableError: the server loads, or has no engine.
@@ -151,7 +152,7 @@ class AsyncControl:
         await self._call(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest())
 
     async def set_log_level(self, level: LogLevel) -> LogLevel:
-        """Sets how much the server logs; returns the level before.
+        """Sets the server's log level; returns the previous one.
 
         Raises:
             ValueError: there is no such level.

@@ -59,7 +59,7 @@ class AsyncSession:
     def submit(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncRequestHandle:
         """Starts a request and returns at once; await the handle for its result.
 
-        What the server refuses is raised by the handle, not here.
+        Refusals by the server are raised by the handle, not here.
 
         Raises:
             InvalidArgumentError: a value cannot be sent at all.
@@ -75,9 +75,9 @@ class AsyncSession:
 
         Args:
             request_id: the request.
-            from_seq: the number of the first event wanted; the handle knows only what follows.
-            n: how many choices the request has; needed where `from_seq` is above 1, since the
-                first event tells it.
+            from_seq: the number of the first event wanted; the handle has only what follows.
+            n: how many choices the request has; needed if `from_seq` is above 1, since the first
+                event has it.
 
         Raises:
             InvalidArgumentError: `n` is needed.
@@ -89,8 +89,8 @@ class AsyncSession:
     def resume(self, handle: AsyncRequestHandle) -> AsyncRequestHandle:
         """Continues a request whose session was lost, where its handle left off.
 
-        The new handle has all output from the beginning. This works while the lost session's
-        lease holds. Of a request whose end had come, the new handle has the same end at once.
+        The new handle has all output from the beginning. This works until the lost session's lease
+        ends. If the request's end had arrived, the new handle has the same end at once.
 
         Raises:
             AlreadyExistsError: the request is live on this session.
@@ -112,9 +112,9 @@ class AsyncSession:
         return None if opened is None else opened.lease.seconds + opened.lease.nanos / 1e9
 
     async def close(self, *, cancel: bool = False) -> None:
-        """Ends the session: no more requests; returns when the live ones have ended.
+        """Ends the session: accepts no more requests, and returns when the live ones have ended.
 
-        They need no reader for that, also with credits; they may still be cancelled meanwhile.
+        They need no reader for that, even with credits; they may still be cancelled meanwhile.
 
         Args:
             cancel: whether to cancel the live requests instead of waiting for them.
@@ -232,7 +232,7 @@ class AsyncRequestHandle:
 
     @property
     def request_id(self) -> str:
-        """The request's id, yours or the one that the client made."""
+        """The request's id, set by you or made by the client."""
         return self._record.request_id
 
     @property
@@ -242,7 +242,7 @@ class AsyncRequestHandle:
 
     @property
     def done(self) -> bool:
-        """Whether the request has ended, well or not."""
+        """Whether the request has ended, successfully or not."""
         return self._record.fold.done
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
@@ -270,7 +270,7 @@ class AsyncRequestHandle:
     async def result(self) -> Result:
         """Waits for the end and returns the whole result. A cancelled request has one too.
 
-        A waiter that is cancelled or times out (`asyncio.timeout`) leaves the request running.
+        If the waiting task is cancelled or times out (`asyncio.timeout`), the request goes on.
 
         Raises:
             HeadraceError: the request was refused, failed, or its session was lost.
@@ -282,7 +282,7 @@ class AsyncRequestHandle:
         return self._record.fold.result()
 
     async def accepted(self) -> Accepted:
-        """Waits until the server has taken the request in; tells the effective parameters.
+        """Waits until the server has accepted the request; returns the effective parameters.
 
         Raises:
             HeadraceError: the request was refused, or its session was lost.
@@ -295,7 +295,7 @@ class AsyncRequestHandle:
         return fold.accepted
 
     def cancel(self) -> None:
-        """Asks the server to end the request; it then ends with CANCELLED and what it has."""
+        """Asks the server to end the request; it then ends with CANCELLED and the output so far."""
         self._session._core.cancel(self._record)
         self._session._flush()
 

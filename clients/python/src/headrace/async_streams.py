@@ -1,4 +1,4 @@
-"""One request whose output is read as it comes, under asyncio."""
+"""One request with streamed output, under asyncio."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headrace.v1.generation_service_pb2 import GetResultRequest, GetResultRespon
 
 
 class AsyncEventSource(Protocol):
-    """Where a stream's events come from, a message at a time."""
+    """The source of a stream's events, message by message."""
 
     async def read(self) -> Iterable[ResultEvent] | None:
         """The next message's events; None: there are no more."""
@@ -49,7 +49,7 @@ class AsyncCallEvents:
 
 
 class AsyncPolledEvents:
-    """The events of a request that runs by itself, read by repeated `GetResult` calls."""
+    """The events of a request that runs without a stream, read by repeated `GetResult` calls."""
 
     def __init__(
         self, fetch: Callable[[GetResultRequest], Awaitable[GetResultResponse]], fold: Fold
@@ -77,7 +77,7 @@ class AsyncStream:
 
     The request starts when the `async with` block is entered, or with the first chunk. Leaving the
     block before the end cancels it (a stream of `AsyncClient.attach` only stops reading). Use the
-    block: asyncio does not tell a stream that its loop was left by `break`.
+    block: asyncio does not notify a stream when `break` leaves its loop.
 
         async with client.stream("Once upon a time", max_tokens=64) as stream:
             async for chunk in stream:
@@ -103,12 +103,12 @@ class AsyncStream:
 
     @property
     def request_id(self) -> str:
-        """The request's id, yours or the one that the client made."""
+        """The request's id, set by you or made by the client."""
         return self._fold.request_id
 
     @property
     def accepted(self) -> Accepted | None:
-        """How the request was taken in; None before the first chunk."""
+        """The request's `Accepted` event; None before the first chunk."""
         return self._fold.accepted
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
@@ -130,9 +130,10 @@ class AsyncStream:
         return self._fold.chunks[self._position - 1]
 
     async def result(self) -> Result:
-        """Reads to the end, if that was not done, and returns the whole result.
+        """Reads to the end, if necessary, and returns the whole result.
 
-        After `close` it is what had arrived until then, with the reason UNKNOWN if the end had not.
+        After `close` it is the output that had arrived until then, with the reason UNKNOWN if the
+        end had not arrived.
 
         Raises:
             HeadraceError: the request was refused, failed, or the connection was lost.
@@ -142,8 +143,8 @@ class AsyncStream:
         return self._fold.result()
 
     async def cancel(self) -> None:
-        """Asks the server to end the request; the stream then ends with CANCELLED and what there
-        is.
+        """Asks the server to end the request; the stream then ends with CANCELLED and the output so
+        far.
 
         Raises:
             HeadraceError: the server cannot be reached.
@@ -186,7 +187,7 @@ class AsyncStream:
         return self._fold.done
 
     async def _read(self) -> bool:
-        """Takes in the next message; False: there is none."""
+        """Processes the next message; False: there is none."""
         if self._has_ended():
             return False
         try:
@@ -216,7 +217,7 @@ class AsyncStream:
         return True
 
     async def _finish(self) -> None:
-        """Lets the call end by itself, so that the server does not count it as broken off."""
+        """Lets the call end normally, so that the server does not count it as lost."""
         events = self._start()
         if not isinstance(self._fold.error, ProtocolError):
             try:

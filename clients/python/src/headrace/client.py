@@ -1,4 +1,4 @@
-"""The client for ordinary threads."""
+"""The client for threads."""
 
 from __future__ import annotations
 
@@ -55,29 +55,30 @@ _Method: TypeAlias = "grpc.UnaryUnaryMultiCallable[_Q, _A]"
 
 
 class Client:
-    """A client of one Headrace server, for ordinary threads; all methods are thread-safe.
+    """A client of one Headrace server, for threads; all methods are thread-safe.
 
         with headrace.Client() as client:
             print(client.generate("Once upon a time", max_tokens=32).text)
 
     Args:
-        target: `host:port`, `dns:///host:port` or `unix:/path`. Default: the environment's
-            HEADRACE_TARGET, else 127.0.0.1:50051.
+        target: `host:port`, `dns:///host:port` or `unix:/path`. Default: HEADRACE_TARGET in the
+            environment, otherwise 127.0.0.1:50051.
         tls: True: encrypted; False: in clear text, even with a token; None: encrypted if a
             certificate is given.
         ca: the certificate authority to trust, as a path or PEM bytes. Default: the system's.
         client_cert, client_key: this client's certificate, as paths or PEM bytes.
-        server_name: the name to expect in the server's certificate, where it is not the target's.
+        server_name: the name to expect in the server's certificate, if it is not the target's.
         token: sent as `authorization: Bearer …` with every call.
-        metadata: further metadata sent with every call.
+        metadata: additional metadata sent with every call.
         keepalive: seconds between pings of a busy connection; None: none.
         max_message_bytes: the largest message, sent or received, in bytes.
-        retries: how often a unary call that met UNAVAILABLE or RESOURCE_EXHAUSTED is tried again.
-        rpc_timeout: seconds that short calls (model, tokenize, health, cancel) may take; None: any.
-            Requests have no deadline: give them a `time_limit`.
-        load_balancing: `pick_first` keeps to one replica, which cancel, get_result and attach
+        retries: how often a unary call that ended with UNAVAILABLE or RESOURCE_EXHAUSTED is tried
+            again.
+        rpc_timeout: seconds that short calls (model, tokenize, health, cancel) may take; None: no
+            limit. Requests have no deadline: give them a `time_limit`.
+        load_balancing: `pick_first` stays with one replica, which cancel, get_result and attach
             need; `round_robin` spreads calls over all addresses of a `dns:///` target.
-        channel_options: further gRPC channel arguments.
+        channel_options: additional gRPC channel arguments.
 
     Raises:
         ValueError: arguments contradict each other, or the target is not understood.
@@ -134,16 +135,16 @@ class Client:
 
     @property
     def target(self) -> str:
-        """The server's address, as gRPC is given it."""
+        """The server's address, as passed to gRPC."""
         return self._settings.target
 
     @property
     def control(self) -> Control:
-        """What operators do: look at the server's figures and requests, pause it, drain it."""
+        """For operators: view the server's statistics and requests, pause it, drain it."""
         return self._control
 
     def close(self) -> None:
-        """Closes the connection; what still runs on it is cancelled."""
+        """Closes the connection; calls that still run on it are cancelled."""
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -163,8 +164,8 @@ class Client:
         """Runs one request and returns its whole result. An exception (Ctrl-C too) cancels it.
 
         Raises:
-            HeadraceError: the request was refused or failed; the class tells why.
-            TypeError: an option has no such name, or the prompt is none of its possible types.
+            HeadraceError: the request was refused or failed; the class says why.
+            TypeError: there is no option of this name, or the prompt has an unsupported type.
         """
         spec = build_spec(prompt, options)
         request = pb.GenerateRequest(spec=spec)
@@ -172,12 +173,12 @@ class Client:
         return result_from_proto(response)
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:
-        """Runs one request whose output is read as it comes; see `Stream`.
+        """Runs one request and streams its output; see `Stream`.
 
         Raises:
-            InvalidArgumentError: a value cannot be sent at all. What the server refuses is raised
+            InvalidArgumentError: a value cannot be sent at all. Refusals by the server are raised
                 by the stream.
-            TypeError: an option has no such name, or the prompt is none of its possible types.
+            TypeError: there is no option of this name, or the prompt has an unsupported type.
         """
         spec = build_spec(prompt, options)
         _calls.name_request(spec)
@@ -199,10 +200,10 @@ class Client:
         """Opens a session: many requests on one stream; see `Session`.
 
         Args:
-            lease: seconds that the requests are kept running after the stream was lost, for
-                another session to `resume` them. Default: none, they are cancelled at once.
-            initial_credit: how many tokens of each request the server may send ahead of what its
-                handle's reader has taken; 0: no such bound.
+            lease: seconds that the requests go on after the stream is lost, so that another session
+                can `resume` them. Default: none, they are cancelled at once.
+            initial_credit: how many tokens of each request the server may send ahead of its
+                handle's reader; 0: no limit.
         """
         return Session(self._generation, self._settings, lease=lease, initial_credit=initial_credit)
 
@@ -218,23 +219,23 @@ class Client:
         """Runs any number of requests over one session, a bounded number of them at a time.
 
         Gives `(index, outcome)` for each request as it ends; the outcome is a `Result` or, for a
-        request that was refused or failed, a `HeadraceError`. Closing the iterator cancels what
-        runs. Requests that meet a full queue are sent again when the server has room.
+        request that was refused or failed, a `HeadraceError`. Closing the iterator cancels running
+        requests. Requests refused by a full queue are sent again when the server has room.
 
             for index, outcome in client.batch(prompts, max_tokens=64, progress=True):
                 if isinstance(outcome, headrace.Result):
                     texts[index] = outcome.text
 
         Args:
-            requests: prompts, or `Request`s with options of their own. Read as they are needed.
+            requests: prompts, or `Request`s with their own options. Read as they are needed.
             max_in_flight: how many requests may run or wait in the server at the same time.
             ordered: whether outcomes come in the order of the requests instead of as they end.
-            progress: whether to show a progress bar on stderr, where that is a terminal.
-            options: options for all requests; a `Request`'s own come first.
+            progress: whether to show a progress bar on stderr, if that is a terminal.
+            options: options for all requests; a `Request`'s own override them.
 
         Raises:
-            UnavailableError: the connection was lost; what was in flight was given as errors
-                before.
+            UnavailableError: the connection was lost; before that, requests in flight were given as
+                errors.
         """
         return run_batch(
             self.session,
@@ -248,7 +249,7 @@ class Client:
     # ---- requests that run by themselves ---------------------------------------------------------
 
     def add_request(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Accepted:
-        """Starts a request that runs by itself, and returns once the server has taken it in.
+        """Starts a request that runs without a stream, and returns once the server has accepted it.
 
         Its result is kept for `get_result` and `attach`, and for a while after its end.
 
@@ -274,14 +275,14 @@ class Client:
         return accepted_from_proto(response.request_id, response.accepted)
 
     def get_result(self, request_id: str, *, timeout: float | None = None) -> Result:
-        """Waits for the end of a request that runs by itself, and returns its whole result.
+        """Waits for the end of a request that runs without a stream, and returns its whole result.
 
         Reading does not consume: the result may be read again while it is kept.
 
         Args:
             request_id: the request.
-            timeout: how many seconds to wait at most for the end; None: as long as it takes. What
-                has ended is read whole, however long that takes.
+            timeout: most seconds to wait for the end; None: no limit. A finished result is read
+                whole, however long that takes.
 
         Raises:
             NotFoundError: there is no such request, or its result is no longer kept.
@@ -295,13 +296,13 @@ class Client:
                 return result
 
     def attach(self, request_id: str, *, from_seq: int = 1) -> Stream:
-        """Reads the output of a request that runs by itself, from its beginning, as it comes.
+        """Streams the output of a request that `add_request` started, from its beginning.
 
-        Several readers may do so. Leaving the stream does not touch the request.
+        Several readers may do so. Leaving the stream does not affect the request.
 
         Args:
             request_id: the request.
-            from_seq: the number of the first event wanted; the stream knows only what follows.
+            from_seq: the number of the first event wanted; the stream has only what follows.
         """
         fold = Fold(request_id, n=0, from_seq=from_seq)
         return Stream(
@@ -312,8 +313,7 @@ class Client:
         )
 
     def cancel(self, ids: str | Iterable[str]) -> dict[str, CancelStatus]:
-        """Ends requests by their ids, whoever of this identity started them; tells what became of
-        each.
+        """Ends requests of this identity by their ids; returns the result for each.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -342,7 +342,7 @@ class Client:
         add_special_tokens: bool | None = None,
         **chat_options: Any,
     ) -> Tokenization:
-        """The tokens of a text or a conversation, exactly as a request with it would have them.
+        """The tokens of a text or a conversation, exactly as in a request with it.
 
         Args:
             prompt: the text or the conversation.
@@ -374,7 +374,8 @@ class Client:
         return self._short(self._models.Detokenize, request).text
 
     def health(self, service: str = _calls.GENERATION_SERVICE) -> HealthStatus:
-        """Whether the server is ready for requests; with an empty service name, whether it lives.
+        """Whether the server is ready for requests; with an empty service name, whether it is
+        alive.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -386,10 +387,10 @@ class Client:
             return HealthStatus.SERVICE_UNKNOWN
 
     def wait_until_ready(self, timeout: float = 60.0) -> None:
-        """Returns once the server is there and its model is loaded.
+        """Returns once the server can be reached and its model is loaded.
 
         Args:
-            timeout: how many seconds to wait at most.
+            timeout: most seconds to wait.
 
         Raises:
             UnavailableError: that did not happen within `timeout`.
@@ -419,7 +420,7 @@ class Client:
     def _call(
         self, method: _Method[_Q, _A], request: _Q, timeout: float | None, request_id: str = ""
     ) -> _A:
-        """One unary call; whatever ends the wait for it, such as Ctrl-C, cancels it."""
+        """One unary call; an exception during the wait, such as Ctrl-C, cancels it."""
         call = None
         try:
             call = method.future(request, timeout=timeout, metadata=self._settings.metadata)

@@ -1,4 +1,4 @@
-"""An operator's side of a server: `Client.control`."""
+"""A server's operations for operators: `Client.control`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _LEVEL_NAMES = {number: name for name, number in _LEVELS.items()}
 
 
 class Control:
-    """Looks at a server and steers it; all methods are thread-safe.
+    """Shows and controls a server; all methods are thread-safe.
 
         with headrace.Client() as client:
             print(client.control.statistics().engine.running)
 
-    It concerns the one server process that answers, and the requests of all identities. A server
-    offers it on loopback addresses and Unix sockets, unless its operator said otherwise; elsewhere
-    every method raises NotSupportedError. Messages are those of the contract (`headrace.v1`).
+    It applies to the server process that answers, and to the requests of all identities. By default
+    a server serves it on loopback addresses and Unix sockets; elsewhere every method raises
+    NotSupportedError. Messages are those of the contract (`headrace.v1`).
     """
 
     def __init__(self, channel: grpc.Channel, call: Call, target: str, metadata: Any) -> None:
@@ -48,7 +48,7 @@ class Control:
         self._metadata = metadata
 
     def statistics(self) -> pb.Statistics:
-        """The server's figures now. Works while its model loads too.
+        """The server's present statistics. Works also while its model loads.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -59,8 +59,8 @@ class Control:
         return answer.statistics
 
     def watch(self, interval: float = 1.0) -> Iterator[pb.Statistics]:
-        """The server's figures, now and every `interval` seconds (0.1 to 3600), with rates from the
-        second on. Ends when the server stops, or when the iterator is closed.
+        """The server's statistics, now and every `interval` seconds (0.1 to 3600), with rates from
+        the second message on. Ends when the server stops, or when the iterator is closed.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -91,7 +91,8 @@ class Control:
             request.page_token = answer.next_page_token
 
     def cancel(self, names: Iterable[tuple[str, str]]) -> dict[tuple[str, str], CancelStatus]:
-        """Ends requests of anybody, given as (identity, request id); tells what became of each.
+        """Ends requests of any identity, given as (identity, request id); returns the result for
+        each.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -102,7 +103,7 @@ class Control:
         return found
 
     def pause(self, reason: str = "") -> pb.PauseResponse:
-        """Stops the engine between two steps; returns when it stands still. Requests stay.
+        """Stops the engine between two steps; returns when it is paused. Requests stay.
 
         Raises:
             UnavailableError: the server loads, drains, or has no engine.
@@ -120,8 +121,8 @@ class Control:
         return answer.was_paused
 
     def drain(self, timeout: float | None = None, reason: str = "") -> pb.DrainResponse:
-        """Begins to end the server; live requests may go on for `timeout` seconds (default: what
-        the server was started with). Does not wait.
+        """Shuts the server down gracefully; live requests may go on for `timeout` seconds (default:
+        the server's `--drain-timeout`). Does not wait.
 
         Raises:
             HeadraceError: the server cannot be reached, or refuses the caller.
@@ -130,7 +131,7 @@ class Control:
         return answer
 
     def reset_prefix_cache(self) -> None:
-        """Makes the server forget all cached prefixes of prompts.
+        """Makes the server drop all cached prefixes.
 
         Raises:
             UnavailableError: the server loads, or has no engine.
@@ -138,7 +139,7 @@ class Control:
         self._call(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest())
 
     def set_log_level(self, level: LogLevel) -> LogLevel:
-        """Sets how much the server logs; returns the level before.
+        """Sets the server's log level; returns the previous one.
 
         Raises:
             ValueError: there is no such level.
@@ -174,7 +175,7 @@ def cancel_requests(names: Iterable[tuple[str, str]]) -> Iterator[pb.CancelReque
 
 
 def cancel_statuses(answer: pb.CancelRequestsResponse) -> dict[tuple[str, str], CancelStatus]:
-    """What became of each request."""
+    """The result for each request."""
     return {
         (one.identity, one.request_id): cancel_status_from_proto(one.status)
         for one in answer.results

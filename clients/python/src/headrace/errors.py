@@ -1,8 +1,8 @@
 """The errors that the client raises, made from the `google.rpc.Status` that the server sends.
 
 Every error of a call, of a request on a session and of a line of a batch is a `HeadraceError`;
-the class follows the status code, so that the same mistake raises the same class whatever method
-was used. No `grpc.RpcError` leaves this package.
+the class follows the status code, so that the same mistake raises the same class in every method.
+No `grpc.RpcError` leaves this package.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class HeadraceError(Exception):
         self.status = status or status_pb2.Status(code=self.default_code.value[0], message=message)
         """The whole status as it was received, with its details."""
         self.request_id = request_id
-        """The request it concerns; empty where that is not known."""
+        """The request it concerns; empty if that is not known."""
         self.partial = partial
-        """What had arrived of the request's output before it failed, where it was streamed."""
+        """The output that had arrived before the request failed, if it was streamed."""
 
     @property
     def code(self) -> grpc.StatusCode:
@@ -71,12 +71,12 @@ class HeadraceError(Exception):
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Further named values that the server gave with the reason."""
+        """Additional named values that the server sent with the reason."""
         return dict(self._info().metadata)
 
     @property
     def retry_after(self) -> float | None:
-        """Seconds after which to try again, where the server said so."""
+        """Seconds after which to try again, if the server said so."""
         info = error_details_pb2.RetryInfo()
         if not self._unpack(info) or not info.HasField("retry_delay"):
             return None
@@ -139,13 +139,15 @@ class OutOfRangeError(HeadraceError):
 
 
 class NotSupportedError(HeadraceError):
-    """The server does not do this (UNIMPLEMENTED); `ModelCard.features` tells what it does."""
+    """The server does not support this (UNIMPLEMENTED); `ModelCard.features` lists what it
+    supports.
+    """
 
     default_code = grpc.StatusCode.UNIMPLEMENTED
 
     @property
     def field_violations(self) -> tuple[FieldViolation, ...]:
-        """The fields that the server does not do."""
+        """The fields that the server does not support."""
         return tuple(_violations(self))
 
 
@@ -162,7 +164,7 @@ class NotFoundError(HeadraceError):
 
 
 class FailedPreconditionError(HeadraceError):
-    """The server cannot do this as it is set up, such as chat with a model that has no chat
+    """The server's configuration does not allow this, such as chat with a model that has no chat
     template.
     """
 
@@ -182,7 +184,7 @@ class UnavailableError(HeadraceError):
 
     @property
     def reached_server(self) -> bool:
-        """Whether a Headrace server itself said so, instead of the connection failing."""
+        """Whether a Headrace server sent this error; otherwise the connection failed."""
         return bool(self.reason)
 
 
@@ -193,7 +195,7 @@ class DeadlineExceededError(HeadraceError):
 
 
 class UnauthenticatedError(HeadraceError):
-    """The server wants a token (or a certificate) that was missing or wrong."""
+    """The server requires a token (or a certificate), which was missing or wrong."""
 
     default_code = grpc.StatusCode.UNAUTHENTICATED
 
@@ -217,12 +219,12 @@ class RequestFailedError(HeadraceError):
 
     @property
     def error_id(self) -> str:
-        """What the operator finds the cause by in the server's log; empty if not given."""
+        """The id of the cause in the server's log; empty if not given."""
         return self.metadata.get("error_id", "")
 
 
 class InternalError(RequestFailedError):
-    """The server met a fault of its own; `error_id` names it to its operator."""
+    """The server has a defect; its operator finds the cause by `error_id`."""
 
     default_code = grpc.StatusCode.INTERNAL
 
@@ -256,7 +258,7 @@ _CLASSES: dict[grpc.StatusCode, type[HeadraceError]] = {
 def error_from_status(
     status: status_pb2.Status, *, request_id: str = "", partial: Result | None = None
 ) -> HeadraceError:
-    """The error that stands for a status (of an event, or of a call)."""
+    """The error for a status (of an event, or of a call)."""
     code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
     kind = _CLASSES.get(code, RequestFailedError)
     message = status.message or code.name.replace("_", " ").lower()
@@ -270,7 +272,7 @@ def error_from_rpc(
     request_id: str = "",
     partial: Result | None = None,
 ) -> HeadraceError:
-    """The error that stands for a call's end, with the details of its trailers if it has some."""
+    """The error for a call's end, with the details of its trailers if it has some."""
     code, text, trailers = _parts(error)
     status = _status_of(trailers)
     if status is None or status.code != code.value[0]:
@@ -313,7 +315,7 @@ def _violations(error: HeadraceError) -> Iterable[FieldViolation]:
 
 
 def _parts(error: Any) -> tuple[grpc.StatusCode, str, Iterable[tuple[str, str | bytes]]]:
-    """Code, text and trailers of any of the shapes that grpc raises."""
+    """Code, text and trailers of any kind of error that grpc raises."""
     try:
         code, text, trailers = error.code(), error.details(), error.trailing_metadata()
     except (AttributeError, ValueError):  # such as a call on a closed channel

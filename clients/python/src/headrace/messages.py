@@ -1,4 +1,4 @@
-"""What a request says: messages of a conversation, tools, and the forms a prompt may have."""
+"""The input of a request: messages of a conversation, tools, and the types of a prompt."""
 
 from __future__ import annotations
 
@@ -77,6 +77,5 @@ class MessageDict(TypedDict):
 
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Sequence[MessageDict] | GenerationSpec
-"""What to continue: text, token ids, a conversation, or the whole request as its protobuf
-message.
+"""A prompt: text, token ids, a conversation, or the whole request as its protobuf message.
 """

@@ -1,4 +1,4 @@
-"""What the server tells about its model and its limits."""
+"""The server's description of its model and its limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Limits:
     """Prompt and output together, in tokens."""
     max_prompt_tokens: int
     default_max_tokens: int
-    """`max_tokens` where a request does not say."""
+    """`max_tokens` of requests that do not set it."""
     max_choices: int
     max_logprobs: int
     max_stop_strings: int
@@ -34,8 +34,8 @@ class Limits:
     result_retention: float
     """How long the results of an ended request are kept, in seconds."""
     max_unread_tokens: int
-    """How many tokens of a request may wait to be read (fewer, where each is described at length),
-    before it is paused, or ended.
+    """How many tokens of a request may be unread (fewer if they have many details) before it is
+    paused, or ended.
     """
     max_pause: float | None
     """How long a paused request waits to be read before it ends with RESULTS_NOT_READ, in seconds;
@@ -53,7 +53,7 @@ class ModelCard:
     """How many parameters the model has."""
     dtype: str
     quantization: str
-    """How the weights of its linear layers are kept, such as "int8"; empty: in `dtype`."""
+    """The type in which the weights of linear layers are stored, such as "int8"; empty: `dtype`."""
     device: str
     vocab_size: int
     """Token ids are below this."""
@@ -61,10 +61,10 @@ class ModelCard:
     has_chat_template: bool
     """Whether a prompt may be a conversation."""
     default_sampling: generation_pb2.SamplingOptions
-    """What an absent sampling option comes to."""
+    """The values of absent sampling options."""
     limits: Limits
     features: frozenset[str]
-    """What the server does beyond plain generation, by name."""
+    """The server's features beyond plain generation, by name."""
     instance_id: str
     server_version: str
     contract_revision: int

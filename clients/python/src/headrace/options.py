@@ -1,8 +1,8 @@
 """Options of a request, and how a prompt and its options become the contract's `GenerationSpec`.
 
 An option that is left out (or None) is absent from the message, and the server's documented
-default holds. Ranges are the server's to judge; here a value is refused only where it cannot be
-put in the message at all.
+default holds. The server checks ranges; here a value is refused only if it cannot be put in the
+message at all.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from headrace.v1 import generation_pb2 as pb
 
 
 class GenerationOptions(TypedDict, total=False):
-    """The options of one request; each may be left out."""
+    """The options of one request; each is optional."""
 
     request_id: str
-    """Your name for the request, 1 to 128 of `[A-Za-z0-9._:/-]`; made for you if left out."""
+    """Your id for the request, 1 to 128 of `[A-Za-z0-9._:/-]`; made for you if omitted."""
     n: int
     """How many independent continuations to make; default 1."""
     adapter: str
@@ -39,17 +39,18 @@ class GenerationOptions(TypedDict, total=False):
     top_p: float
     min_p: float
     typical_p: float
-    """Keep the tokens of most typical surprise up to this sum of probability."""
+    """Keep the tokens of most typical surprise, up to this sum of probability."""
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
     no_repeat_ngram_size: int
-    """No sequence of this many tokens comes twice in prompt and output; 0: any may."""
+    """No sequence of this many tokens occurs twice in prompt and output; 0: off."""
     logit_bias: Mapping[int, float]
     """Added to the logits of single tokens, by id."""
     allowed_token_ids: Sequence[int]
-    """If any are given, only these ids are generated (name an end-of-sequence id, too, or the
-    output ends at `max_tokens`)."""
+    """If given, only these ids are generated (include an end-of-sequence id, or the output ends
+    only at `max_tokens`).
+    """
     banned_token_ids: Sequence[int]
     """These ids are never generated."""
     seed: int
@@ -70,7 +71,7 @@ class GenerationOptions(TypedDict, total=False):
     delivery: Literal["stream", "final"]
     """`final`: everything in one piece at the end."""
     min_tokens_per_delta: int
-    """A chunk is sent once this many tokens are there."""
+    """A chunk is sent once it has this many tokens."""
     logprobs: int
     """Log-probabilities with this many candidates per token; 0: the token's own only."""
     prompt_logprobs: int
@@ -99,11 +100,11 @@ class GenerationOptions(TypedDict, total=False):
     priority: int
     """Requests of a higher number run first; -100 to 100, default 0."""
     time_limit: float | timedelta
-    """Seconds (or a timedelta) the request may take; past it, it ends with TIME_LIMIT."""
+    """Seconds (or a timedelta) that the request may take; then it ends with TIME_LIMIT."""
     cache_salt: str
     """Cached prefixes are shared only among requests with the same salt."""
     bypass_prefix_cache: bool
-    """Neither use nor leave cached prefixes."""
+    """Neither use cached prefixes nor cache this request's."""
     truncate_prompt_to: int
     """Cut a longer prompt to this many tokens."""
     truncation_side: Literal["left", "right"]
@@ -115,7 +116,7 @@ class GenerationOptions(TypedDict, total=False):
     add_generation_prompt: bool
     continue_final_message: bool
     template_arguments: Mapping[str, Any]
-    """For a conversation: further named values for the chat template."""
+    """For a conversation: additional named values for the chat template."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -192,7 +193,7 @@ def build_spec(prompt: Prompt, options: GenerationOptions | None = None) -> pb.G
     A `GenerationSpec` is copied, and the options are set on the copy.
 
     Raises:
-        TypeError: an option has no such name, or the prompt is none of its possible types.
+        TypeError: there is no option of this name, or the prompt has an unsupported type.
         InvalidArgumentError: a value cannot be put in the message (it is out of the field's range
             or type).
     """
@@ -223,7 +224,7 @@ def set_input(message: Any, prompt: Prompt) -> None:
     """Puts a prompt in a message that has `text`, `tokens` and `chat` for it.
 
     Raises:
-        TypeError: the prompt is none of its possible types.
+        TypeError: the prompt has an unsupported type.
         InvalidArgumentError: it is empty, or a value in it does not fit.
     """
     if isinstance(prompt, str):
@@ -297,7 +298,7 @@ def duration(value: float | timedelta, name: str) -> Duration:
     """Seconds, or a timedelta, as a protobuf Duration.
 
     Raises:
-        InvalidArgumentError: it is negative, or no finite number.
+        InvalidArgumentError: it is negative, or not a finite number.
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else float(value)
     if not math.isfinite(seconds) or seconds < 0:
@@ -324,7 +325,7 @@ def _apply(spec: pb.GenerationSpec, name: str, value: Any) -> None:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """The value as the field wants it."""
+    """The value in the field's type."""
     if name in _ENUMS:
         if value not in _ENUMS[name]:
             raise invalid_argument(name, f"{value!r} is not one of {', '.join(_ENUMS[name])}")
@@ -375,7 +376,7 @@ def _apply_chat(spec: pb.GenerationSpec, name: str, value: Any) -> None:
 
 
 def set_chat_option(chat: pb.ChatInput, name: str, value: Any) -> None:
-    """Sets one of the options that only a conversation has."""
+    """Sets one of the options that apply only to a conversation."""
     if name == "tools":
         tools = [tool if isinstance(tool, Tool) else Tool(**tool) for tool in value]
         del chat.tools[:]

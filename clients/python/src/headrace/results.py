@@ -1,4 +1,4 @@
-"""What a request gives: pieces while it runs (`Chunk`), and the whole (`Result`)."""
+"""The output of a request: pieces while it runs (`Chunk`), and the whole (`Result`)."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class FinishReason(StrEnum):
 
 
 class CancelStatus(StrEnum):
-    """What became of a cancel."""
+    """The result of a cancel."""
 
     CANCELLED = "cancelled"
     """The request is being ended."""
     ALREADY_FINISHED = "already_finished"
-    """It had ended already."""
+    """It had already ended."""
     NOT_FOUND = "not_found"
     """No such request of this caller is on this server."""
     UNKNOWN = "unknown"
@@ -45,7 +45,7 @@ class CancelStatus(StrEnum):
 
 
 class HealthStatus(StrEnum):
-    """What the server says of its health."""
+    """The server's health status."""
 
     UNKNOWN = "unknown"
     SERVING = "serving"
@@ -69,12 +69,12 @@ class TokenInfo:
 
     id: int
     text: str
-    """The token's own text; a part of a character shows as U+FFFD. Not to be joined."""
+    """The token's own text; a part of a character shows as U+FFFD. Do not join these."""
     bytes: bytes
     logprob: float | None = None
-    """The natural logarithm of its probability, where asked for."""
+    """The natural logarithm of its probability, if requested."""
     rank: int | None = None
-    """Its place among all tokens by probability; 1 is the most likely."""
+    """Its rank among all tokens by probability; 1 is the most likely."""
     candidates: tuple[TokenCandidate, ...] = ()
     time: float | None = None
     """Seconds from the request's acceptance to this token, with `record_timestamps`."""
@@ -82,7 +82,7 @@ class TokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request cost, in tokens."""
+    """The cost of a request, in tokens."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -97,19 +97,19 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """How long a request took: seconds since it was accepted. What did not happen is None."""
+    """Times of a request, in seconds since it was accepted; None if the event did not happen."""
 
     first_scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
     finished: float | None = None
     preemptions: int = 0
-    """How often it gave up its cache blocks to others and was computed again."""
+    """How often it was preempted: gave up its cache blocks to others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """How a request was taken in."""
+    """The acceptance of a request: its effective parameters."""
 
     request_id: str
     instance_id: str
@@ -118,23 +118,23 @@ class Accepted:
     queue_position: int
     """How many requests were waiting before it."""
     seed: int | None
-    """The seed that is used, the caller's or the one that the server drew."""
+    """The seed in force, set by the caller or drawn by the server."""
     accepted_at: datetime | None
     """By the server's clock, in UTC."""
     sampling: generation_pb2.SamplingOptions
-    """The parameters that are used, every default filled in."""
+    """The parameters in force, with every default filled in."""
     stop: generation_pb2.StopOptions
-    """The limits that are used, every default filled in."""
+    """The limits in force, with every default filled in."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptInfo:
-    """What was learnt from the prompt."""
+    """The result of processing the prompt."""
 
     prompt_tokens: int
     cached_tokens: int
     tokens: tuple[TokenInfo, ...] = ()
-    """The prompt's tokens, where `prompt_logprobs` asked for them; the first has no logprob."""
+    """The prompt's tokens, if `prompt_logprobs` was set; the first has no logprob."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Choice:
 
     @property
     def logprobs(self) -> tuple[float | None, ...]:
-        """Each token's log-probability; empty unless `logprobs` asked for them."""
+        """Each token's log-probability; empty unless `logprobs` was set."""
         return tuple(token.logprob for token in self.tokens)
 
 
@@ -181,7 +181,7 @@ class Result:
     request_id: str
     choices: tuple[Choice, ...]
     usage: Usage
-    """What it cost, all choices together."""
+    """Its cost in tokens, all choices together."""
     prompt: PromptInfo | None = None
     accepted: Accepted | None = None
 
@@ -197,12 +197,12 @@ class Result:
 
     @property
     def tokens(self) -> tuple[TokenInfo, ...]:
-        """The first choice's tokens with their details, where they were asked for."""
+        """The first choice's tokens with their details, if they were requested."""
         return self.choices[0].tokens
 
     @property
     def logprobs(self) -> tuple[float | None, ...]:
-        """The log-probabilities of the first choice's tokens, where they were asked for."""
+        """The log-probabilities of the first choice's tokens, if they were requested."""
         return self.choices[0].logprobs
 
     @property
@@ -257,7 +257,7 @@ class Tokenization:
 
     token_ids: tuple[int, ...]
     tokens: tuple[TokenInfo, ...] = ()
-    """The tokens with their text and bytes, where asked for."""
+    """The tokens with their text and bytes, if requested."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -324,7 +324,7 @@ def tokens_from_proto(messages: Iterable[generation_pb2.TokenInfo]) -> tuple[Tok
 
 
 def usage_from_proto(message: generation_pb2.Usage) -> Usage:
-    """What a request cost."""
+    """The cost of a request."""
     return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens)
 
 
@@ -344,7 +344,7 @@ def timings_from_proto(message: generation_pb2.Timings) -> Timings:
 
 
 def accepted_from_proto(request_id: str, message: generation_pb2.Accepted) -> Accepted:
-    """How a request was taken in."""
+    """The acceptance of a request: its effective parameters."""
     return Accepted(
         request_id=request_id,
         instance_id=message.instance_id,
@@ -360,7 +360,7 @@ def accepted_from_proto(request_id: str, message: generation_pb2.Accepted) -> Ac
 
 
 def prompt_from_proto(message: generation_pb2.PromptProcessed) -> PromptInfo:
-    """What was learnt from the prompt."""
+    """The result of processing the prompt."""
     return PromptInfo(
         message.prompt_tokens, message.cached_tokens, tokens_from_proto(message.tokens)
     )
@@ -418,7 +418,7 @@ def result_from_proto(message: generation_service_pb2.GenerateResponse) -> Resul
 
 
 def cancel_status_from_proto(status: generation_service_pb2.CancelStatus.ValueType) -> CancelStatus:
-    """What became of a cancel."""
+    """The result of a cancel."""
     return _CANCEL_STATUSES.get(status, CancelStatus.UNKNOWN)
 
 

@@ -63,7 +63,7 @@ class Session:
     def submit(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> RequestHandle:
         """Starts a request and returns at once.
 
-        What the server refuses is raised by the handle, not here.
+        Refusals by the server are raised by the handle, not here.
 
         Raises:
             InvalidArgumentError: a value cannot be sent at all.
@@ -77,9 +77,9 @@ class Session:
 
         Args:
             request_id: the request.
-            from_seq: the number of the first event wanted; the handle knows only what follows.
-            n: how many choices the request has; needed where `from_seq` is above 1, since the
-                first event tells it.
+            from_seq: the number of the first event wanted; the handle has only what follows.
+            n: how many choices the request has; needed if `from_seq` is above 1, since the first
+                event has it.
 
         Raises:
             InvalidArgumentError: `n` is needed.
@@ -91,8 +91,8 @@ class Session:
     def resume(self, handle: RequestHandle) -> RequestHandle:
         """Continues a request whose session was lost, where its handle left off.
 
-        The new handle has all output from the beginning. This works while the lost session's
-        lease holds. Of a request whose end had come, the new handle has the same end at once.
+        The new handle has all output from the beginning. This works until the lost session's lease
+        ends. If the request's end had arrived, the new handle has the same end at once.
 
         Raises:
             AlreadyExistsError: the request is live on this session.
@@ -116,9 +116,9 @@ class Session:
         return None if opened is None else opened.lease.seconds + opened.lease.nanos / 1e9
 
     def close(self, *, cancel: bool = False) -> None:
-        """Ends the session: no more requests; returns when the live ones have ended.
+        """Ends the session: accepts no more requests, and returns when the live ones have ended.
 
-        They need no reader for that, also with credits; they may still be cancelled meanwhile.
+        They need no reader for that, even with credits; they may still be cancelled meanwhile.
 
         Args:
             cancel: whether to cancel the live requests instead of waiting for them.
@@ -221,7 +221,7 @@ class RequestHandle:
 
     @property
     def request_id(self) -> str:
-        """The request's id, yours or the one that the client made."""
+        """The request's id, set by you or made by the client."""
         return self._record.request_id
 
     @property
@@ -231,7 +231,7 @@ class RequestHandle:
 
     @property
     def done(self) -> bool:
-        """Whether the request has ended, well or not."""
+        """Whether the request has ended, successfully or not."""
         return self._record.fold.done
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -259,7 +259,7 @@ class RequestHandle:
         """Waits for the end and returns the whole result. A cancelled request has one too.
 
         Args:
-            timeout: how many seconds to wait at most; the request goes on afterwards.
+            timeout: most seconds to wait; the request goes on afterwards.
 
         Raises:
             DeadlineExceededError: `timeout` passed first.
@@ -276,10 +276,10 @@ class RequestHandle:
         return self._record.fold.result()
 
     def accepted(self, timeout: float | None = None) -> Accepted:
-        """Waits until the server has taken the request in; tells the effective parameters.
+        """Waits until the server has accepted the request; returns the effective parameters.
 
         Args:
-            timeout: how many seconds to wait at most.
+            timeout: most seconds to wait.
 
         Raises:
             DeadlineExceededError: `timeout` passed first.
@@ -297,7 +297,7 @@ class RequestHandle:
         return fold.accepted
 
     def cancel(self) -> None:
-        """Asks the server to end the request; it then ends with CANCELLED and what it has."""
+        """Asks the server to end the request; it then ends with CANCELLED and the output so far."""
         with self._session._lock:
             self._session._core.cancel(self._record)
             self._session._flush()

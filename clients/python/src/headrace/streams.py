@@ -1,4 +1,4 @@
-"""One request whose output is read as it comes, from an ordinary thread."""
+"""One request with streamed output, from a thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.v1.generation_service_pb2 import GetResultRequest, GetResultRespon
 
 
 class EventSource(Protocol):
-    """Where a stream's events come from, a message at a time."""
+    """The source of a stream's events, message by message."""
 
     def __iter__(self) -> Self: ...
 
@@ -45,7 +45,7 @@ class CallEvents:
 
 
 class PolledEvents:
-    """The events of a request that runs by itself, read by repeated `GetResult` calls."""
+    """The events of a request that runs without a stream, read by repeated `GetResult` calls."""
 
     def __init__(self, fetch: Callable[[GetResultRequest], GetResultResponse], fold: Fold) -> None:
         self._fetch = fetch
@@ -98,12 +98,12 @@ class Stream:
 
     @property
     def request_id(self) -> str:
-        """The request's id, yours or the one that the client made."""
+        """The request's id, set by you or made by the client."""
         return self._fold.request_id
 
     @property
     def accepted(self) -> Accepted | None:
-        """How the request was taken in; None before the first chunk."""
+        """The request's `Accepted` event; None before the first chunk."""
         return self._fold.accepted
 
     def __iter__(self) -> Self:
@@ -125,9 +125,10 @@ class Stream:
         return self._fold.chunks[self._position - 1]
 
     def result(self) -> Result:
-        """Reads to the end, if that was not done, and returns the whole result.
+        """Reads to the end, if necessary, and returns the whole result.
 
-        After `close` it is what had arrived until then, with the reason UNKNOWN if the end had not.
+        After `close` it is the output that had arrived until then, with the reason UNKNOWN if the
+        end had not arrived.
 
         Raises:
             HeadraceError: the request was refused, failed, or the connection was lost.
@@ -137,8 +138,8 @@ class Stream:
         return self._fold.result()
 
     def cancel(self) -> None:
-        """Asks the server to end the request; the stream then ends with CANCELLED and what there
-        is.
+        """Asks the server to end the request; the stream then ends with CANCELLED and the output so
+        far.
 
         Raises:
             HeadraceError: the server cannot be reached.
@@ -173,7 +174,7 @@ class Stream:
         return self._fold.done
 
     def _read(self) -> bool:
-        """Takes in the next message; False: there is none."""
+        """Processes the next message; False: there is none."""
         if self._has_ended():
             return False
         try:
@@ -195,7 +196,7 @@ class Stream:
         return True
 
     def _finish(self) -> None:
-        """Lets the call end by itself, so that the server does not count it as broken off."""
+        """Lets the call end normally, so that the server does not count it as lost."""
         events = self._start()
         if isinstance(self._fold.error, ProtocolError):
             events.cancel()

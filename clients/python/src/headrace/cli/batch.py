@@ -1,13 +1,12 @@
 """`headrace batch`: a file of requests in, a file of results out.
 
-1. Everything that can be wrong about the command is looked for before the output is touched.
-2. Each line of the input is a request; a line that is none becomes an error of its own
-   (`batch_input`).
-3. All go through one session with a bounded window (`run_batch`), as they arrive.
+1. The command's arguments are checked before the output is changed.
+2. Each line of the input is a request; for an invalid line the outcome is an error (`batch_input`).
+3. All requests go through one session with a bounded window (`run_batch`), as they arrive.
 4. Each outcome is written as one whole line, so that the output is valid whenever the command ends
    (`batch_output`).
-5. `--resume` keeps the results that are there, forgets error lines (they are tried again) and
-   half a last line.
+5. `--resume` keeps existing results, and drops error lines (they are tried again) and an incomplete
+   last line.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from headrace.options import GenerationOptions, build_spec
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What is to be done."""
+    """The job."""
 
     source: Path
     output: Path
@@ -84,15 +83,16 @@ def batch(
 ) -> None:
     """Run a file of requests, one JSON object a line, and write one JSON object a line.
 
-    A request has "prompt", "messages" or "token_ids"; an "id", a string or a whole number (else
-    its line number); and any option of a request, such as "max_tokens", which goes before those
-    of the command line. A result has "id", "text", "token_ids", "finish_reason" and "usage"; a
-    request that failed has "id" and "error" instead, and makes the exit code 1. So does a line
-    that is no request, or whose id an earlier line has (2 and "2" are two ids): the others run.
+    A request has "prompt", "messages" or "token_ids"; an "id", a string or an integer (default: its
+    line number); and any options of a request, such as "max_tokens", which override those of the
+    command line. A result has "id", "text", "token_ids", "finish_reason" and "usage"; a request
+    that failed has "id" and "error" instead, and the exit code is then 1. The same is true of an
+    invalid line, and of one with the id of an earlier line (2 and "2" are different ids): the
+    others run.
 
-    Results are written as they end, also while more requests are awaited from a pipe. Ctrl-C
-    writes what has ended and cancels what runs; --resume goes on from there: it keeps the results
-    in OUT and runs what is missing or failed.
+    Results are written as they end, even while more requests are awaited from a pipe. Ctrl-C writes
+    finished results and cancels running requests; --resume continues from there: it keeps the
+    results in OUT and runs requests whose results are missing or failed.
 
     Examples:
 
@@ -120,7 +120,7 @@ def batch(
 
 
 def _check_options(options: GenerationOptions) -> None:
-    """Ends the command if no request could have these options."""
+    """Ends the command if these options are invalid for any request."""
     if "request_id" in options:
         common.fail("-o request_id: a batch's requests cannot share one", common.EXIT_USAGE)
     reasons: dict[str, None] = {}
@@ -134,7 +134,7 @@ def _check_options(options: GenerationOptions) -> None:
 
 
 def _run(client: Client, job: _Job) -> None:
-    """Does the job; the exit code is in the exception that is raised, if one is."""
+    """Does the job; if an exception is raised, it has the exit code."""
     done = failed = 0
     lost = None
     with ExitStack() as stack:
@@ -174,8 +174,8 @@ def _run(client: Client, job: _Job) -> None:
 
 @contextmanager
 def _interrupting(feed: BatchFeed) -> Iterator[None]:
-    """Makes the first Ctrl-C end the batch in order, so that no outcome is lost on its way to the
-    output; the second one interrupts at once.
+    """Makes the first Ctrl-C end the batch in an orderly way, so that no outcome is lost before it
+    is written; the second one interrupts at once.
     """
     if threading.current_thread() is not threading.main_thread():  # signals are the main one's
         yield

@@ -1,9 +1,9 @@
 """The input of `headrace batch`: from the bytes of a file to requests and their ids.
 
 1. `open_source` gives the bytes, `split_lines` the lines as they come.
-2. `Reader.requests` makes a request of each line, or an error of one that is none: a line's fault
-   is its own.
-3. Every line has an id, its own or its number; no two lines have the same.
+2. `Reader.requests` makes a request from each line, or an error if it is invalid: an invalid line
+   affects no others.
+3. Every line has an id, given or its number; no two lines have the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHUNK_BYTES = 64 * 1024
 def open_source(source: Path, stack: ExitStack) -> RawIOBase:
     """The bytes of the requests; a file that cannot be read ends the command. The stack closes it.
 
-    Unbuffered: a buffer is locked while it waits for a pipe, and Python cannot end then.
+    Unbuffered: a buffer is locked while it waits for a pipe, and Python cannot exit then.
     """
     if str(source) == "-":
         return unbuffered(sys.stdin)
@@ -42,15 +42,15 @@ def open_source(source: Path, stack: ExitStack) -> RawIOBase:
 
 
 def unbuffered(stream: Any) -> RawIOBase:
-    """The bytes below one of Python's own streams; its buffer, where it has nothing below."""
+    """The raw stream below one of Python's own streams; its buffer if there is none."""
     return cast(RawIOBase, getattr(stream.buffer, "raw", stream.buffer))
 
 
 def split_lines(source: RawIOBase) -> Iterator[bytes]:
-    """Each line as soon as it has come whole, without its end; and what follows the last one.
+    """Each line as soon as it is complete, without its line end; then the rest after the last one.
 
     Raises:
-        HeadraceError: the source cannot be read on.
+        HeadraceError: reading the source failed.
     """
     rest = b""
     try:
@@ -64,7 +64,7 @@ def split_lines(source: RawIOBase) -> Iterator[bytes]:
 
 
 class Reader:
-    """Turns lines into requests and remembers the ids of those that are on their way."""
+    """Turns lines into requests and remembers the ids of those in progress."""
 
     def __init__(self, done: set[Id]) -> None:
         """`done`: the ids that have a result already."""
@@ -75,7 +75,7 @@ class Reader:
         self._count = 0
 
     def requests(self, lines: Iterator[bytes]) -> Iterator[BatchInput]:
-        """A request for each line that has no result yet, or the error that it is."""
+        """A request for each line that has no result yet, or an error for an invalid one."""
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -103,7 +103,7 @@ def parse_fields(line: bytes) -> dict[str, Any]:
     """The JSON object of a line.
 
     Raises:
-        InvalidArgumentError: it is none, or holds text that cannot be sent.
+        InvalidArgumentError: it is not one, or has text that cannot be sent.
     """
     try:
         text = line.decode("utf-8")
@@ -127,10 +127,10 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def take_id(fields: dict[str, Any], number: int) -> Id:
-    """Takes the id out of a line's fields; the line's number where it has none.
+    """Removes the id from a line's fields and returns it; the line's number if it has none.
 
     Raises:
-        InvalidArgumentError: it is neither a string nor a whole number.
+        InvalidArgumentError: it is neither a string nor an integer.
     """
     given = fields.pop("id", None)
     if given is None:
@@ -144,7 +144,7 @@ def make_request(fields: dict[str, Any]) -> Request:
     """The request that a line's other fields describe.
 
     Raises:
-        InvalidArgumentError: they describe none.
+        InvalidArgumentError: they do not describe a request.
     """
     given = [name for name in _INPUTS if fields.get(name) is not None]
     if len(given) != 1:

@@ -1,4 +1,4 @@
-"""The output of `headrace batch`: what is there already, and one whole line for each outcome."""
+"""The output of `headrace batch`: existing results, and one whole line for each outcome."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _stat_of(source: RawIOBase) -> os.stat_result | None:
 
 
 def keep_results(output: Path) -> set[Id]:
-    """Rewrites the output with its results alone, without errors and without what a run that was
-    killed left of its last line; returns their ids.
+    """Rewrites the output with only its results, without errors and without the incomplete last
+    line of a killed run; returns their ids.
     """
     if not output.exists():
         return set()
@@ -74,7 +74,7 @@ def keep_results(output: Path) -> set[Id]:
 
 
 def _fields(line: bytes) -> dict[str, Any]:
-    """A line's JSON object; empty where it is none."""
+    """A line's JSON object; empty if it is not one."""
     try:
         fields = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):

@@ -40,9 +40,9 @@ def chat(
     client_cert: common.ClientCert = None,
     client_key: common.ClientKey = None,
 ) -> None:
-    """Hold a conversation. Ctrl-C cancels the running answer, Ctrl-D leaves; /help tells more.
+    """Hold a conversation. Ctrl-C cancels the running answer, Ctrl-D leaves; /help says more.
 
-    Where stdin is no terminal, each line is a question, and the exit code is 1 if one was refused
+    If stdin is not a terminal, each line is a question, and the exit code is 1 if one was refused
     or failed.
 
     Examples:

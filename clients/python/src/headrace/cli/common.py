@@ -1,4 +1,4 @@
-"""What the commands share: the connection, the options of a request, and how errors are told."""
+"""What the commands share: the connection, the options of a request, and how errors are printed."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class Connection:
             fail(str(error), EXIT_USAGE)
 
     def _check_certificates(self) -> None:
-        """Finds files that gRPC would stumble over when it connects, and then only log.
+        """Finds files that gRPC cannot use: it would only log that when it connects.
 
         Raises:
-            ValueError: a file holds something else, or the key is another certificate's.
+            ValueError: a file has other content, or the key belongs to another certificate.
             OSError: a file cannot be read.
         """
         # What is no regular file, such as a shell's pipe, can be read only once: by gRPC.
@@ -92,7 +92,7 @@ def connection(
     client_cert: Path | None,
     client_key: Path | None,
 ) -> Connection:
-    """The connection that the options describe; the command's own come first."""
+    """The connection that the options describe; the command's own override those before it."""
     before = cast(Connection, context.obj)
     return Connection(
         target=target or before.target,
@@ -110,19 +110,19 @@ def of(context: typer.Context) -> Connection:
 
 
 def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
-    """Says what is wrong on stderr and ends the command."""
+    """Prints the error to stderr and ends the command."""
     typer.echo(f"headrace: {message}", err=True)
     raise typer.Exit(code)
 
 
 def check_text(value: str, what: str) -> None:
-    """Ends the command if an argument's bytes are no text: they cannot be put in a message."""
+    """Ends the command if an argument is not valid text: it cannot be put in a message."""
     if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
         fail(f"{what} is not UTF-8: {value!r}", EXIT_USAGE)
 
 
 def check_seconds(value: float, what: str, least: float, most: float) -> None:
-    """Ends the command if a time is out of its bounds, or no number."""
+    """Ends the command if a time is out of bounds, or not a number."""
     if math.isnan(value) or not least <= value <= most:
         fail(f"{what} is {value:g}; it must be {least:g} to {most:.12g} seconds", EXIT_USAGE)
 
@@ -148,7 +148,7 @@ def explain(error: HeadraceError) -> str:
 
 
 def exit_code(error: HeadraceError) -> int:
-    """The exit code that stands for an error."""
+    """The exit code of an error."""
     return EXIT_UNAVAILABLE if isinstance(error, UnavailableError) else EXIT_FAILED
 
 

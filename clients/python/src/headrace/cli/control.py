@@ -1,4 +1,4 @@
-"""`headrace control …`: what an operator does to a server."""
+"""`headrace control …`: an operator's commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Identity = Annotated[str, typer.Option(help="Whose requests.")]
 @app.command()
 @common.tells_errors
 def stats(context: typer.Context) -> None:
-    """Write the server's figures as one JSON object."""
+    """Write the server's statistics as one JSON object."""
     with common.of(context).open() as client:
         found = MessageToDict(client.control.statistics(), preserving_proto_field_name=True)
     typer.echo(json.dumps(found, indent=2))
@@ -60,7 +60,7 @@ def cancel(
     ids: Annotated[list[str], typer.Argument(help="The requests' ids.")],
     identity: Identity = "anonymous",
 ) -> None:
-    """End requests, whoever started them. Exit code 1 if one of them is not there."""
+    """End requests of any identity. Exit code 1 if one of them is not found."""
     common.check_text(identity, "--identity")
     for name in ids:
         common.check_text(name, "an id")
@@ -99,7 +99,7 @@ def drain(
     ] = None,
     reason: Reason = "",
 ) -> None:
-    """Begin to end the server: live requests finish, new ones are refused."""
+    """Shut the server down gracefully: live requests finish, new ones are refused."""
     common.check_text(reason, "--reason")
     if timeout is not None:
         common.check_seconds(timeout, "--timeout", 0, _MAX_SECONDS)
@@ -125,6 +125,6 @@ def log_level(
     context: typer.Context,
     level: Annotated[LogLevel, typer.Argument(help="debug, info, warning or error.")],
 ) -> None:
-    """Set how much the server logs."""
+    """Set the server's log level."""
     with common.of(context).open() as client:
         typer.echo(f"{level}; it was {client.control.set_log_level(level)}")

@@ -1,4 +1,4 @@
-"""`headrace generate`: one request, its text on stdout as it comes."""
+"""`headrace generate`: one request, its text streamed to stdout."""
 
 from __future__ import annotations
 

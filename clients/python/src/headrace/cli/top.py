@@ -1,4 +1,4 @@
-"""`headrace top`: a server's figures as they change, on a terminal; plain lines elsewhere."""
+"""`headrace top`: a server's live statistics on a terminal; plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def top(
     client_cert: common.ClientCert = None,
     client_key: common.ClientKey = None,
 ) -> None:
-    """Show what a server does, live. Ends with Ctrl-C, or when the server stops.
+    """Show a server's live statistics. Ends with Ctrl-C, or when the server stops.
 
-    Where stdout is no terminal, each look is one line. Needs the server's ControlService, which is
-    offered on loopback addresses and Unix sockets unless the server was told otherwise.
+    If stdout is not a terminal, each update is one line. Needs the server's ControlService, which
+    by default is served on loopback addresses and Unix sockets.
     """
     common.check_seconds(interval, "--interval", 0.1, 3600)
     connection = common.connection(context, target, tls, ca, token, client_cert, client_key)
@@ -63,7 +63,7 @@ def top(
 
 
 class _Nothing:
-    """Where nothing is live."""
+    """If nothing is live."""
 
     def __enter__(self) -> None:
         return None
@@ -73,13 +73,13 @@ class _Nothing:
 
 
 def phase_of(found: pb.Statistics) -> str:
-    """What the server does, in a word or two."""
+    """The server's phase, in a word or two."""
     name = pb.ServerPhase.Name(found.phase).removeprefix("SERVER_PHASE_").lower()
     return f"{name}, paused" if found.HasField("pause") else name
 
 
 def line(found: pb.Statistics) -> str:
-    """The figures in one line, the same words in each."""
+    """The statistics in one line, always in the same words."""
     engine, rates = found.engine, found.rates
     words = [
         found.time.ToDatetime().isoformat(timespec="seconds") + "Z",
@@ -106,7 +106,7 @@ def line(found: pb.Statistics) -> str:
 
 
 def picture(found: pb.Statistics, target: str) -> Group:
-    """The figures for a terminal."""
+    """The statistics for a terminal."""
     # Names and reasons are shown as they are: nothing in them is markup.
     head = Text(f"{found.model or '(loading)'} at {target}  {phase_of(found)}", style="bold")
     uptime = timedelta(seconds=found.uptime.seconds)
@@ -190,7 +190,7 @@ def _caller_rows(table: Table, engine: pb.EngineStatistics) -> None:
 
 
 def _has(one: pb.CallerStatistics, total: int) -> str:
-    """What a caller has, and its share of the service."""
+    """A caller's requests, and its share of the service."""
     share = one.service / total if total else 0.0
     return f"{one.running} running, {one.waiting} waiting, {share:.0%} of the service"
 
@@ -205,7 +205,7 @@ def _over_target(engine: pb.EngineStatistics) -> float:
 
 
 def _bar(used: int, cached: int, total: int) -> str:
-    """How full something is: `#` held, `.` given up when needed."""
+    """A usage bar: `#` held, `.` given up when needed."""
     if not total:
         return "none"
     full = round(_BAR * used / total)
