@@ -140,7 +140,7 @@ class ServiceConfig:
     )
     max_sessions: int = option(
         1024,
-        "Most open sessions; more are refused, and some are kept for callers that have none "
+        "Most open sessions; more are refused. Some places are reserved for callers without one "
         "([each caller's share](#each-callers-share)).",
         low=1,
         high=1_000_000,
@@ -194,8 +194,8 @@ class ServiceConfig:
     )
     max_queue_size: int = option(
         1024,
-        "Most waiting requests; more are refused, and some are kept for callers that have none "
-        "([each caller's share](#each-callers-share)).",
+        "Most waiting requests; more are refused. Some places are reserved for callers without "
+        "one ([each caller's share](#each-callers-share)).",
         low=1,
         high=1_000_000,
         group=REQUESTS,
@@ -231,8 +231,8 @@ class ServiceConfig:
     )
     max_open_requests: int = option(
         8192,
-        "Most requests that run or have unread results; more are refused, and some are kept for "
-        "callers that have none ([each caller's share](#each-callers-share)).",
+        "Most requests that run or have unread results; more are refused. Some places are "
+        "reserved for callers without one ([each caller's share](#each-callers-share)).",
         low=1,
         high=1_000_000,
         group=REQUESTS,
