@@ -13,13 +13,13 @@ class State(enum.Enum):
     says what is true in it.
     """
 
-    ADMITTING = "the engine has not answered yet whether it takes the request in"
+    ADMITTING = "the engine has not yet answered whether it accepts the request"
     LIVE = "it waits or runs; its results go to a stream, or are kept (AddRequest)"
-    LEASED = "it waits or runs, but its stream is lost; with the end of its lease it is cancelled"
-    ABANDONED = "nobody wants its results any more: the engine is told to end it"
-    ENDED = "all its events are there, and its stream has some of them yet to take"
-    KEPT = "it has ended, and its results are kept for others to come"
-    GONE = "it is forgotten, and its name is free"
+    LEASED = "it waits or runs, but its stream is lost; it is cancelled when its lease ends"
+    ABANDONED = "its results are no longer wanted: the engine is told to end it"
+    ENDED = "it has ended, and its stream has not taken all of its events"
+    KEPT = "it has ended, and its results are kept for GetResult and `attach`"
+    GONE = "it is forgotten, and its id is free"
 
     @property
     def is_live(self) -> bool:
@@ -33,10 +33,10 @@ _CLOSES = "the server closes"
 
 TRANSITIONS: Mapping[State, Mapping[State, str]] = {
     State.ADMITTING: {
-        State.LIVE: "the engine took it in",
-        State.ABANDONED: "its caller went away, and had asked for nothing to be kept",
+        State.LIVE: "the engine accepted it",
+        State.ABANDONED: "its caller left, and had not asked to keep its results",
         State.ENDED: "it ended before the engine's answer was seen",
-        State.KEPT: "likewise, and its results are to be kept",
+        State.KEPT: "the same, and its results are to be kept",
         State.GONE: "the engine refused it, or " + _CLOSES,
     },
     State.LIVE: {
@@ -59,7 +59,7 @@ TRANSITIONS: Mapping[State, Mapping[State, str]] = {
         State.GONE: "its stream took the last event, was lost, or is not read",
     },
     State.KEPT: {
-        State.ENDED: "its retention passed, or others need the room; a stream has it still",
+        State.ENDED: "its retention passed, or others need the room; a stream still has it",
         State.GONE: "its retention passed, or others need the room",
     },
     State.GONE: {},
