@@ -178,10 +178,10 @@ async def running(*coroutines: Any) -> Any:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def keep_asking(caller: Caller, max_tokens: int) -> None:
-    """Without end."""
+async def keep_asking(caller: Caller, spread: int, chance: random.Random) -> None:
+    """Requests of the backlog without end; `spread`: how many tokens shorter or longer they are."""
     while True:
-        await caller.generate(max_tokens)
+        await caller.generate(BACKLOG_TOKENS + chance.randint(-spread, spread))
 
 
 async def watch(operator: Caller, steps: list[float]) -> None:
@@ -213,7 +213,7 @@ async def measure_first(server: Server, arguments: argparse.Namespace) -> dict[s
         Caller(server, "operator") as operator,
     ):
         alone = await ask_short(other, arguments.alone, chance)
-        asking = [keep_asking(backlog, BACKLOG_TOKENS) for _ in range(arguments.backlog)]
+        asking = [keep_asking(backlog, arguments.spread, chance) for _ in range(arguments.backlog)]
         async with running(*asking):
             await asyncio.sleep(arguments.warm_up)
             stats = await figures(operator)
@@ -252,7 +252,7 @@ async def turn(server: Server, arguments: argparse.Namespace) -> dict[str, float
         Caller(server, "other") as other,
         Caller(server, "operator") as operator,
     ):
-        asking = [keep_asking(backlog, BACKLOG_TOKENS) for _ in range(arguments.backlog)]
+        asking = [keep_asking(backlog, arguments.spread, chance) for _ in range(arguments.backlog)]
         async with running(*asking, ask_short(other, None, chance)):
             await asyncio.sleep(arguments.warm_up)
             before, began = (await figures(operator)).engine, time.perf_counter()
@@ -387,6 +387,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--parts", default="first,paired,shares", type=lambda text: text.split(","))
     parser.add_argument("--backlog", type=int, default=500, help="requests that wait or run")
+    parser.add_argument(
+        "--spread",
+        type=int,
+        default=0,
+        help="how many tokens shorter or longer than 128 they are (default 0: requests that begin "
+        "together end together, and a step with prompts is rare)",
+    )
     parser.add_argument("--samples", type=int, default=250, help="short requests beside it")
     parser.add_argument("--alone", type=int, default=50, help="short requests before it")
     parser.add_argument(
@@ -418,6 +425,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "dtype": arguments.dtype,
         "threads": arguments.threads,
         "backlog": arguments.backlog,
+        "spread": arguments.spread,
         "machine": machine_record(),
         "load_average": os.getloadavg(),
     }
