@@ -408,7 +408,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     arguments = parser.parse_args(words)
     if arguments.quick:
-        arguments.backlog, arguments.samples, arguments.alone = 40, 5, 2
+        arguments.backlog, arguments.samples, arguments.alone = 100, 5, 2
         arguments.warm_up, arguments.turns, arguments.turn_seconds = 0.5, 1, 1.0
         arguments.seconds = 1.0
     return arguments
