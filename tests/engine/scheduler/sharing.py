@@ -45,8 +45,10 @@ class Sharing:
 
     Attributes:
         service: by caller, what it was given.
-        first_waits: for each time that a caller came with nothing in the engine, after how many
-            steps it was in one.
+        first_waits: for each caller that came for the first time, after how many steps it was in
+            one.
+        return_waits: the same for each time that one came back with nothing in the engine: it may
+            have been given more than the others, and waits until they have caught up.
         num_swaps: how often a request was set aside.
     """
 
@@ -59,6 +61,7 @@ class Sharing:
     overlap: bool = False
     service: list[int] = field(default_factory=list)
     first_waits: list[int] = field(default_factory=list)
+    return_waits: list[int] = field(default_factory=list)
     num_swaps: int = 0
 
     def __post_init__(self) -> None:
@@ -75,6 +78,7 @@ class Sharing:
         self._chance = random.Random(self.seed)
         self._count = self._steps = 0
         self._came: dict[str, int] = {}
+        self._known: set[str] = set()
         self._spread: dict[tuple[int, int], tuple[float, float]] = {}
         self.widest: dict[tuple[int, int], float] = {}
         set_aside = self.core.scheduler.set_aside
@@ -87,9 +91,12 @@ class Sharing:
 
     def _note(self, batch: ScheduledBatch) -> None:
         for part in batch.requests:
-            came = self._came.pop(part.request.spec.caller, None)
+            caller = part.request.spec.caller
+            came = self._came.pop(caller, None)
             if came is not None:
-                self.first_waits.append(self._steps - came)
+                waits = self.return_waits if caller in self._known else self.first_waits
+                waits.append(self._steps - came)
+                self._known.add(caller)
 
     def rows(self) -> dict[str, CallerStats]:
         return {one.caller: one for one in self.core.stats().callers}
@@ -156,13 +163,21 @@ class Sharing:
         """
         for (other, one), widest in self.widest.items():
             weight = min(self.clients[one].weight, self.clients[other].weight)
-            longest = max(self.clients[one].output, self.clients[other].output)
-            # What runs already goes on: at most all places, to the end; and a step's prompts.
-            most = self.max_batch_tokens + OUTPUT_COST * self.max_requests * longest
-            assert widest <= 2 * most / weight, (other, one)
-        assert max(self.first_waits, default=0) <= len(self.clients) + 1
-        total = sum(self.service)
-        assert self.num_swaps <= len(self.first_waits) + self._count + total / LEAD
+            assert widest <= 2 * self._most(one, other) / weight, (other, one)
+        soon = len(self.clients) + 1
+        assert max(self.first_waits, default=0) <= soon
+        # While it waits, all places are taken, and so many steps let the others catch up.
+        weights = [client.weight for client in self.clients]
+        lead = 2 * self._most(*range(len(self.clients))) * sum(weights) / min(weights)
+        late = lead / (OUTPUT_COST * self.max_requests)
+        assert max(self.return_waits, default=0) <= soon + late
+        total, num_waits = sum(self.service), len(self.first_waits) + len(self.return_waits)
+        assert self.num_swaps <= num_waits + self._count + total / LEAD
+
+    def _most(self, *clients: int) -> int:
+        """What runs already goes on: at most all places, to the end; and a step's prompts."""
+        longest = max(self.clients[one].output for one in clients)
+        return self.max_batch_tokens + OUTPUT_COST * self.max_requests * longest
 
     def drain(self) -> None:
         """Everybody's requests end once nobody comes any more."""
