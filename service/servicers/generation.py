@@ -99,6 +99,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                 yield await front.text_pool.answer(
                     permit.account, batch.size, partial(_streamed, front, batch)
                 )
+                del batch  # its texts are not held while the next one is awaited
             registry.complete(stream)
             stream.check_end(started)
         finally:
@@ -122,6 +123,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                 yield await front.text_pool.answer(
                     permit.account, batch.size, partial(front.responder.batch, batch)
                 )
+                del batch  # nor its texts, nor the frames of a refusal
             registry.complete(stream)
         finally:
             registry.lost(stream)
