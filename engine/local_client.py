@@ -164,11 +164,11 @@ class LocalEngineClient:
 
     async def pause(self) -> None:
         """Take no further step until `resume`; see the protocol."""
-        await asyncio.wrap_future(self._running().hold())
+        await asyncio.wrap_future(self._running().pause())
 
     async def resume(self) -> None:
         """End a pause; see the protocol."""
-        self._running().go_on()
+        self._running().resume()
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; see the protocol."""

@@ -5,10 +5,10 @@ outputs to one sink.
     submit ──checks──▶ inbox ───────────────────▶ EngineCore ──step──▶ StepOutputs ──▶ sink
     cancel_request, … ──▶ inbox ────────────────▶     │
                                                        └─ between steps: commands are carried out,
-                                                       in order; pauses are granted
+                                                       in order; windows are opened
 
-Two ways to stop computing for a while: `pause` is a window for the caller's own work on the model,
-in which nothing at all happens; `hold` only takes no further step, and commands are carried out.
+Three ways to stop computing for a while. `pause` takes no further step, and commands are carried
+out. `model_window` is for the caller's own work on the model: nothing at all happens in it.
 `hold_request` is for one request alone: the others go on.
 
 The sink is the service's delivery log (through `engine.client`), or the `ResultRouter` of the
@@ -41,8 +41,8 @@ from engine.errors import (
     UnsupportedFeatureError,
 )
 from engine.inbox import Inbox
+from engine.model_window import ModelWindow
 from engine.outputs import RequestFailure, RequestOutput, StepOutputs, end_of_lost
-from engine.pause import PauseGate
 from engine.queue_room import QueueRoom
 from engine.request import GenerationRequest
 from engine.sampling_params import GrammarParams
@@ -95,7 +95,7 @@ class EngineLoop:
         self._on_end = on_end
         self._compile_grammar = compile_grammar
         self._changed = threading.Condition()
-        self._pause = PauseGate(self._changed)
+        self._window = ModelWindow(self._changed)
         self._inbox = Inbox()
         self._queued: set[RequestId] = set()  # accepted, their adds are still in the inbox
         self._live: set[RequestId] = set()
@@ -106,7 +106,7 @@ class EngineLoop:
         self._is_warming = False
         self._warmed_up = False
         self._accepting = False
-        self._is_held = False
+        self._is_paused = False
         self._stopping = False
         self._aborting = False
         self._failure: Exception | None = None
@@ -134,8 +134,8 @@ class EngineLoop:
             thread.start()  # it waits for the lock
             self._thread = thread
             self._is_running = self._accepting = True
-            self._stopping = self._aborting = self._is_held = False
-            self._pause.opened()
+            self._stopping = self._aborting = self._is_paused = False
+            self._window.loop_started()
             self._started()
 
     def _started(self) -> None:
@@ -154,7 +154,7 @@ class EngineLoop:
         self, block: bool = True, timeout: float | None = None, *, hard_stop: bool = False
     ) -> None:
         """Stop the engine's thread: nothing new is accepted, live requests are finished first. Ends
-        a hold, of the engine and of single requests.
+        a pause, and the holds of single requests.
 
         Args:
             block: whether to wait for the thread to end.
@@ -162,13 +162,13 @@ class EngineLoop:
             hard_stop: end live requests at once, with an error, instead of finishing them.
 
         Raises:
-            RuntimeError: block is True, and the calling thread holds a pause of this engine: it
+            RuntimeError: block is True, and the calling thread is in a window of this engine: it
                 would wait for itself.
         """
         with self._changed:
             if block:
                 self._refuse_to_wait_for_itself()
-            self._accepting = self._is_held = False
+            self._accepting = self._is_paused = False
             self._stopping = True
             self._aborting = self._aborting or hard_stop
             if self._is_running:
@@ -182,7 +182,7 @@ class EngineLoop:
         run.
 
         Raises:
-            RuntimeError: the calling thread holds a pause of this engine.
+            RuntimeError: the calling thread is in a window of this engine.
         """
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -190,33 +190,33 @@ class EngineLoop:
             thread.join(timeout)
 
     def _refuse_to_wait_for_itself(self) -> None:
-        if self._pause.is_held_here:
+        if self._window.is_entered_here:
             raise RuntimeError(
-                "the engine is paused by this thread, which would wait for itself; leave the pause "
-                "first, or call stop(block=False)"
+                "this thread is in a window of the engine and would wait for itself; leave the "
+                "window first, or call stop(block=False)"
             )
 
     @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """A window in which nothing touches the model: `with manager.pause(): …`.
+    def model_window(self) -> Iterator[None]:
+        """A window in which nothing touches the model: `with manager.model_window(): …`.
 
         The loop finishes its step first. Live requests stay, with their KV, and go on afterwards;
-        new ones are accepted and wait. Several threads may pause at the same time: the loop goes on
-        when the last one has left. A stop takes effect after that.
+        new ones are accepted and wait. Several threads may be in it at the same time: the loop goes
+        on when the last one has left. A stop takes effect after that.
 
         Raises:
             EngineUnavailableError: the engine does not run, or ends before the window opens.
         """
-        holder = self._pause.acquire()
+        visitor = self._window.enter()
         try:
             yield
         finally:
-            self._pause.release(holder)
+            self._window.leave(visitor)
 
-    def hold(self) -> Future[None]:
-        """Take no further step until `go_on`; live requests stay, with their KV. Unlike in a pause,
-        commands are carried out: new requests are accepted and wait, cancelled ones end, and so do
-        those whose time limits pass. Harmless when held. Does not block.
+    def pause(self) -> Future[None]:
+        """Take no further step until `resume`; live requests stay, with their KV. Unlike in a
+        window, commands are carried out: new requests are accepted and wait, cancelled ones end,
+        and so do those whose time limits pass. Harmless when paused. Does not block.
 
         Returns:
             Done when the last step is: nothing touches the model from then on.
@@ -226,14 +226,14 @@ class EngineLoop:
         """
         with self._changed:
             if not self._is_running or self._stopping:
-                raise EngineUnavailableError("the engine does not run, so it cannot be held")
-            self._is_held = True
+                raise EngineUnavailableError("the engine does not run, so it cannot be paused")
+            self._is_paused = True
             return self._between_steps(self._core.settle)
 
-    def go_on(self) -> None:
-        """End a hold. Harmless where there is none."""
+    def resume(self) -> None:
+        """End a pause. Harmless where there is none."""
         with self._changed:
-            self._is_held = False
+            self._is_paused = False
             self._changed.notify_all()
 
     def reset_prefix_cache(self) -> Future[None]:
@@ -269,7 +269,7 @@ class EngineLoop:
 
         Raises:
             EngineUnavailableError: the engine ended before it came to it.
-            RuntimeError: the calling thread holds a pause of this engine.
+            RuntimeError: the calling thread is in a window of this engine.
             Exception: what the warm-up itself raises; requests are not touched.
         """
         call: Future[None] | None = None
@@ -433,30 +433,30 @@ class EngineLoop:
         """The thread's last act, with the lock held."""
         self._is_running = self._accepting = False
         self._inbox.close(EngineUnavailableError("the engine ended before it came to it"))
-        self._pause.closed()
+        self._window.loop_ended()
         self._ended()
 
     def _wait_for_work(self) -> bool:
-        """Carry out the commands, grant pauses, sleep while there is nothing to do. False: it is
+        """Carry out the commands, open windows, sleep while there is nothing to do. False: it is
         time to end.
         """
         while True:
             self._carry_out_commands()
-            if self._pause.is_wanted:
+            if self._window.is_wanted:
                 self._core.settle()
                 self._deliver(self._core.take_outputs())
                 with self._changed:
-                    self._pause.park()
+                    self._window.park()
                 continue
-            if self._core.has_work and not self._is_held:
+            if self._core.has_work and not self._is_paused:
                 return True
-            # No step ends what is overdue in a hold, or where all requests are held.
+            # No step ends what is overdue in a pause, or where all requests are held.
             until_overdue_s = self._core.end_overdue()
             self._deliver(self._core.take_outputs())  # ends alone
             with self._changed:
-                if self._inbox or self._aborting or self._pause.is_wanted:
+                if self._inbox or self._aborting or self._window.is_wanted:
                     continue
-                if self._core.has_work and not self._is_held:
+                if self._core.has_work and not self._is_paused:
                     continue
                 if self._stopping:
                     return False

@@ -4,7 +4,7 @@ continuous batching know.
     add_request ──▶ options ──▶ ResultRouter.expect ──▶ EngineLoop.submit
     get_result, iteration, handlers ◀── ResultRouter ◀── StepOutputs ◀── the engine's thread
 
-Life, pauses, cancellation and admission are those of `engine.loop.EngineLoop`.
+Life, pauses, windows, cancellation and admission are those of `engine.loop.EngineLoop`.
 """
 
 from __future__ import annotations
@@ -157,15 +157,16 @@ class ContinuousBatchingManager(EngineLoop):
         super().warmup()
 
     @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """A window in which nothing touches the model: `with manager.pause(): …`; see EngineLoop.
+    def model_window(self) -> Iterator[None]:
+        """A window in which nothing touches the model: `with manager.model_window(): …`.
+        See EngineLoop.
 
         Raises:
             EngineUnavailableError: see EngineLoop.
             ModelChangedError: at the end of the window, as for `start`. Requests then go on with
                 the modules that were verified.
         """
-        with super().pause():
+        with super().model_window():
             yield
             self._refresh()
 
@@ -206,7 +207,7 @@ class ContinuousBatchingManager(EngineLoop):
 
         Raises:
             UnsupportedFeatureError: keep_for_next_session, of a manager that no model has made.
-            RuntimeError: block is True, and the calling thread holds a pause of this manager: it
+            RuntimeError: block is True, and the calling thread is in a window of this manager: it
                 would wait for itself.
         """
         if keep_for_next_session and self._keeper is None:

@@ -353,7 +353,7 @@ def test_exchanged_modules_are_refused(change: Callable[[Any], None], message: s
     loaded = from_model(model)
     manager = loaded.init_continuous_batching(continuous_batching_config=SMALL)
     manager.start()
-    with pytest.raises(ModelChangedError, match=message), manager.pause():
+    with pytest.raises(ModelChangedError, match=message), manager.model_window():
         change(model)
     if change is _convert:  # what is accepted all the same fails, and takes nothing with it
         failed = manager.get_result(manager.add_request(PROMPTS[0]))
@@ -380,7 +380,7 @@ def test_an_error_in_a_pause_is_the_callers_own() -> None:
     manager.start()
 
     def fail() -> None:
-        with manager.pause():
+        with manager.model_window():
             _exchange(model)
             raise ZeroDivisionError
 

@@ -169,7 +169,7 @@ def test_start_waits_for_a_warm_up() -> None:
     rig.manager.stop(timeout=WAIT)
 
 
-# ---- pauses ----------------------------------------------------------------------------------
+# ---- windows ---------------------------------------------------------------------------------
 
 
 class Steps:
@@ -180,14 +180,14 @@ class Steps:
     def __init__(self, rig: Rig) -> None:
         self.count = 0
         self.may_run = True
-        self.paused = False
+        self.stopped = False
         self.wrong = False
         self.asked_for: Callable[[], bool] = lambda: True
         rig.runner.hook = self
 
-    def wait_for_pause(self, rig: Rig) -> None:
-        """Have the second step wait until somebody pauses, or has paused before it."""
-        self.asked_for = lambda: rig.manager._pause.is_wanted or self.paused
+    def wait_for_window(self, rig: Rig) -> None:
+        """Have the second step wait until somebody wants a window, or had one before it."""
+        self.asked_for = lambda: rig.manager._window.is_wanted or self.stopped
 
     def __call__(self, batch: ScheduledBatch) -> None:
         self.count += 1
@@ -205,12 +205,12 @@ def steps(rig: Rig) -> Iterator[Steps]:
     assert not steps.wrong
 
 
-def test_nothing_runs_in_a_pause_and_all_goes_on_behind_it(rig: Rig, steps: Steps) -> None:
-    steps.wait_for_pause(rig)
+def test_nothing_runs_in_a_window_and_all_goes_on_behind_it(rig: Rig, steps: Steps) -> None:
+    steps.wait_for_window(rig)
     rig.manager.add_request([1], request_id="a", max_new_tokens=600, streaming=True)
     first = result(rig.manager, "a")
-    with rig.manager.pause():
-        steps.paused = True
+    with rig.manager.model_window():
+        steps.stopped = True
         steps.may_run = False
         before = steps.count
         rig.manager.add_request([2], request_id="b", max_new_tokens=4)
@@ -232,7 +232,7 @@ def test_a_step_in_flight_is_over_before_the_window_opens(streaming: bool) -> No
     rig.manager.start()
     rig.manager.add_request([1], request_id="a", max_new_tokens=400, streaming=streaming)
     for _ in range(20):
-        with rig.manager.pause():
+        with rig.manager.model_window():
             assert not rig.core._in_flight
     last = list(rig.manager.request_id_iter("a"))[-1]
     assert last.generated_tokens == expected_tokens([1], 400)
@@ -240,14 +240,17 @@ def test_a_step_in_flight_is_over_before_the_window_opens(streaming: bool) -> No
 
 
 def test_the_last_of_several_holders_lets_the_loop_go_on(rig: Rig, steps: Steps) -> None:
-    steps.wait_for_pause(rig)
+    steps.wait_for_window(rig)
     rig.manager.add_request([1], request_id="a", max_new_tokens=900)
     inside = threading.Barrier(4, timeout=WAIT)
     leave = [threading.Event() for _ in range(3)]
 
     def hold(index: int) -> None:
-        with rig.manager.pause(), rig.manager.pause():  # the same thread may hold twice
-            steps.paused = True
+        with (
+            rig.manager.model_window(),
+            rig.manager.model_window(),
+        ):  # twice is fine
+            steps.stopped = True
             inside.wait()
             assert leave[index].wait(WAIT)
             if index == 2:
@@ -267,31 +270,31 @@ def test_the_last_of_several_holders_lets_the_loop_go_on(rig: Rig, steps: Steps)
     assert result(rig.manager, "a").generated_tokens == expected_tokens([1], 900)
 
 
-def test_an_error_in_the_window_ends_the_pause(rig: Rig) -> None:
-    with pytest.raises(KeyError), rig.manager.pause():
+def test_an_error_in_the_window_closes_it(rig: Rig) -> None:
+    with pytest.raises(KeyError), rig.manager.model_window():
         raise KeyError("the holder's own")
     rig.manager.add_request([1], request_id="a", max_new_tokens=2)
     assert result(rig.manager, "a").is_finished()
 
 
-def test_only_a_running_engine_can_be_paused(rig: Rig) -> None:
-    with pytest.raises(EngineUnavailableError, match="not running"), Rig().manager.pause():
+def test_only_a_running_engine_opens_a_window(rig: Rig) -> None:
+    with pytest.raises(EngineUnavailableError, match="not running"), Rig().manager.model_window():
         pytest.fail("entered")
     rig.manager.stop()
-    with pytest.raises(EngineUnavailableError, match="not running"), rig.manager.pause():
+    with pytest.raises(EngineUnavailableError, match="not running"), rig.manager.model_window():
         pytest.fail("entered")
 
 
-def test_a_stop_while_paused_takes_effect_behind_the_pause(rig: Rig, steps: Steps) -> None:
+def test_a_stop_during_a_window_takes_effect_behind_it(rig: Rig, steps: Steps) -> None:
     rig.manager.add_request([1], request_id="a", max_new_tokens=500)
-    with rig.manager.pause():
+    with rig.manager.model_window():
         steps.may_run = False
-        with pytest.raises(RuntimeError, match="leave the pause"):
+        with pytest.raises(RuntimeError, match="leave the window"):
             rig.manager.stop()
         rig.manager.add_request([1], request_id="b", max_new_tokens=3)  # it was not stopped
-        with pytest.raises(RuntimeError, match="leave the pause"):
+        with pytest.raises(RuntimeError, match="leave the window"):
             rig.manager.join()
-        with pytest.raises(RuntimeError, match="leave the pause"):
+        with pytest.raises(RuntimeError, match="leave the window"):
             rig.manager.warmup()
         stopping = in_thread(rig.manager.stop)
         rig.manager.stop(block=False)
@@ -302,9 +305,9 @@ def test_a_stop_while_paused_takes_effect_behind_the_pause(rig: Rig, steps: Step
     assert outputs == {"a": expected_tokens([1], 500), "b": expected_tokens([1], 3)}
 
 
-def test_a_hard_stop_while_paused(rig: Rig) -> None:
+def test_a_hard_stop_during_a_window(rig: Rig) -> None:
     rig.manager.add_request([1], request_id="a", max_new_tokens=800)
-    with rig.manager.pause():
+    with rig.manager.model_window():
         rig.manager.stop(block=False, hard_stop=True)
     rig.manager.join(WAIT)
     assert not rig.manager.is_running()
@@ -329,13 +332,13 @@ def test_death_before_the_window_opens(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hold() -> None:
         try:
-            with rig.manager.pause():
+            with rig.manager.model_window():
                 pass
         except EngineUnavailableError as error:
             caught.append(error)
 
     holder = in_thread(hold)
-    while not rig.manager._pause.is_wanted:
+    while not rig.manager._window.is_wanted:
         assert holder.is_alive()
     gate.set()
     assert ended(holder)
@@ -344,41 +347,41 @@ def test_death_before_the_window_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result(rig.manager, "a").status is RequestStatus.FAILED
 
 
-# ---- holds -------------------------------------------------------------------------------------
+# ---- pauses ------------------------------------------------------------------------------------
 
 
-def test_a_hold_takes_no_step_and_carries_out_commands(rig: Rig, steps: Steps) -> None:
+def test_a_pause_takes_no_step_and_carries_out_commands(rig: Rig, steps: Steps) -> None:
     asked = threading.Event()
     steps.asked_for = asked.is_set
     rig.manager.add_request([1], request_id="a", max_new_tokens=600, streaming=True)
     rig.manager.add_request([3], request_id="c", max_new_tokens=600)
     result(rig.manager, "a")
-    held = rig.manager.hold()
+    paused = rig.manager.pause()
     asked.set()
-    held.result(WAIT)
+    paused.result(WAIT)
     steps.may_run = False
     before = steps.count
-    rig.manager.hold().result(WAIT)  # again: harmless
+    rig.manager.pause().result(WAIT)  # again: harmless
     rig.manager.add_request([2], request_id="b", max_new_tokens=4)
     rig.manager.cancel_request("c")
     assert result(rig.manager, "c").status is RequestStatus.CANCELLED  # without a step
     rig.manager.reset_prefix_cache().result(WAIT)
-    with rig.manager.pause():  # a window within the hold
+    with rig.manager.model_window():  # a window within the pause
         pass
     assert rig.manager.get_result("b", timeout=0.02) is None
     assert steps.count == before
     steps.may_run = True
-    rig.manager.go_on()
+    rig.manager.resume()
     assert result(rig.manager, "b").generated_tokens == expected_tokens([2], 4)
     last = list(rig.manager.request_id_iter("a"))[-1]
     assert last.generated_tokens == expected_tokens([1], 600)
-    rig.manager.go_on()  # again: harmless
+    rig.manager.resume()  # again: harmless
 
 
-def test_time_limits_end_requests_in_a_hold_on_time(rig: Rig, steps: Steps) -> None:
+def test_time_limits_end_requests_in_a_pause_on_time(rig: Rig, steps: Steps) -> None:
     rig.manager.add_request([1], request_id="runs", max_new_tokens=10**6, streaming=True)
     result(rig.manager, "runs")
-    rig.manager.hold().result(WAIT)
+    rig.manager.pause().result(WAIT)
     steps.may_run = False
     rig.manager.add_request([2], request_id="later", max_new_tokens=4, time_limit_s=1000)
     began = time.monotonic()
@@ -391,36 +394,36 @@ def test_time_limits_end_requests_in_a_hold_on_time(rig: Rig, steps: Steps) -> N
     assert rig.manager.get_result("later", timeout=0.02) is None
     assert rig.core.num_waiting == 1
     steps.may_run = True
-    rig.manager.go_on()
+    rig.manager.resume()
     assert result(rig.manager, "later").is_finished()
     rig.manager.cancel_request("runs")
 
 
-def test_a_step_in_flight_is_over_when_the_loop_is_held() -> None:
+def test_a_step_in_flight_is_over_when_the_loop_is_paused() -> None:
     rig = Rig(overlap=True, late=True)
     rig.manager.start()
     rig.manager.add_request([1], request_id="a", max_new_tokens=400)
     for _ in range(20):
-        rig.manager.hold().result(WAIT)
+        rig.manager.pause().result(WAIT)
         assert not rig.core._in_flight
-        rig.manager.go_on()
+        rig.manager.resume()
     assert result(rig.manager, "a").generated_tokens == expected_tokens([1], 400)
     rig.manager.stop(timeout=WAIT)
 
 
 @pytest.mark.parametrize("hard_stop", [False, True])
-def test_a_stop_ends_a_hold(rig: Rig, hard_stop: bool) -> None:
+def test_a_stop_ends_a_pause(rig: Rig, hard_stop: bool) -> None:
     rig.manager.add_request([1], request_id="a", max_new_tokens=300)
-    rig.manager.hold().result(WAIT)
+    rig.manager.pause().result(WAIT)
     rig.manager.stop(timeout=WAIT, hard_stop=hard_stop)
     assert not rig.manager.is_running()
     output = result(rig.manager, "a")
     assert output.is_finished()
     assert hard_stop or output.generated_tokens == expected_tokens([1], 300)
     with pytest.raises(EngineUnavailableError, match="does not run"):
-        rig.manager.hold()
+        rig.manager.pause()
     rig.manager.reset_prefix_cache().result(0)
-    rig.manager.start()  # and is not held any more
+    rig.manager.start()  # and is not paused any more
     rig.manager.add_request([2], request_id="b", max_new_tokens=3)
     assert result(rig.manager, "b").generated_tokens == expected_tokens([2], 3)
 

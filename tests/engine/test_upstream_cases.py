@@ -152,7 +152,7 @@ async def test_handlers_are_called_for_every_result(loaded: Load, streaming: boo
     manager.start()
     seen: dict[str, list[int]] = {"a": [], "b": []}
     ended = asyncio.Event()
-    with manager.pause():  # so that no result comes before the handlers
+    with manager.model_window():  # so that no result comes before the handlers
         for name in seen:
 
             def take(output: GenerationOutput, name: str = name) -> None:
@@ -323,10 +323,10 @@ def test_greedy_sequences_are_all_the_same(loaded: Load, max_new_tokens: int) ->
     assert ours[::2] == ours[1::2] == right
 
 
-# ---- pauses ----------------------------------------------------------------------------------
+# ---- windows ---------------------------------------------------------------------------------
 
 
-def test_several_threads_use_the_model_in_pauses(loaded: Load) -> None:
+def test_several_threads_use_the_model_in_windows(loaded: Load) -> None:
     """The model's own forward, on other threads, in the middle of a batch: both come out right."""
     model = loaded("llama")
     right = [greedy_reference(model.model, prompt, 60) for prompt in PROMPTS]
@@ -342,7 +342,7 @@ def test_several_threads_use_the_model_in_pauses(loaded: Load) -> None:
     lock = threading.Lock()
 
     def use() -> None:
-        with manager.pause():
+        with manager.model_window():
             inside.wait()
             with lock:
                 own.append(greedy_reference(model.model, PROMPTS[2], 5))
@@ -358,7 +358,7 @@ def test_several_threads_use_the_model_in_pauses(loaded: Load) -> None:
     assert [outputs[name] for name in names] == right
 
 
-def test_weights_that_are_changed_in_a_pause_act_behind_it(loaded: Load) -> None:
+def test_weights_that_are_changed_in_a_window_act_behind_it(loaded: Load) -> None:
     model = loaded("llama")
     manager = model.init_continuous_batching(
         continuous_batching_config=ContinuousBatchingConfig(block_size=8, num_blocks=96)
@@ -369,7 +369,7 @@ def test_weights_that_are_changed_in_a_pause_act_behind_it(loaded: Load) -> None
     assert read(manager, name).generated_tokens == before
     head = model.model.get_output_embeddings().weight
     try:
-        with manager.pause(), torch.no_grad():
+        with manager.model_window(), torch.no_grad():
             head.copy_(head.roll(7, dims=0).clone())
             manager.reset_prefix_cache()
         after = greedy_reference(model.model, PROMPTS[2], 8)
