@@ -62,7 +62,7 @@ def start_server(arguments: argparse.Namespace, address: str) -> subprocess.Pope
         str(Path(sys.executable).with_name("headrace-server")), "serve",
         "--model", arguments.model, "--listen", address, "--dtype", arguments.dtype,
         "--threads", str(arguments.threads), "--log-level", "warning",
-        "--max-unread-tokens", str(arguments.max_unread_tokens), "--max-pause", "3600",
+        "--max-unread-tokens", str(arguments.max_unread_tokens), "--max-hold", "3600",
     ]  # fmt: skip
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 

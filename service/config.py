@@ -17,7 +17,7 @@ from service.logs.form import LOG_FORMATS
 from service.receiving import MIN_RECEIVE_BYTES
 
 SCHEDULERS = ("fair", "priority", "fifo", "prefill_first")
-SLOW_READERS = ("pause", "end")
+SLOW_READERS = ("hold", "end")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MIB = 1 << 20
 DAY_S = 86_400.0
@@ -347,15 +347,15 @@ class ServiceConfig:
         group=REQUESTS,
     )
     slow_reader: str = option(
-        "pause",
-        "What happens to a request at that limit: `pause` holds it until its output is read, "
-        "`end` ends it.",
+        "hold",
+        "What happens to a request at that limit: `hold` computes no more of it until its output "
+        "is read, `end` ends it.",
         choices=SLOW_READERS,
         group=REQUESTS,
     )
-    max_pause_s: float = option(
+    max_hold_s: float = option(
         60.0,
-        "Seconds that a paused request waits to be read; then it ends with `RESULTS_NOT_READ`.",
+        "Seconds that a held request waits to be read; then it ends with `RESULTS_NOT_READ`.",
         low=0.1,
         high=DAY_S,
         group=REQUESTS,

@@ -316,8 +316,8 @@ def _not_read(error: ResultsNotReadError, _prefix: str) -> _Public:
 
 def _output_not_read(error: OutputNotReadError, _prefix: str) -> _Public:
     metadata = {"unread_tokens": str(error.unread_tokens)}
-    if error.max_pause_s is not None:
-        metadata["max_pause_s"] = f"{error.max_pause_s:g}"
+    if error.max_hold_s is not None:
+        metadata["max_hold_s"] = f"{error.max_hold_s:g}"
     return _Public(grpc.StatusCode.RESOURCE_EXHAUSTED, "RESULTS_NOT_READ", str(error), metadata)
 
 

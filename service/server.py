@@ -180,7 +180,7 @@ class HeadraceServer:
                 max_unread_tokens=config.max_unread_tokens,
                 max_unread_bytes=config.max_unread_bytes,
                 ends=config.slow_reader == "end",
-                max_pause_s=config.max_pause_s,
+                max_hold_s=config.max_hold_s,
             ),
         )
         # One more, which loads tokenizers.

@@ -85,7 +85,7 @@ def model_card(
             max_lease=to_duration(config.max_lease_s),
             result_retention=to_duration(config.result_retention_s),
             max_unread_tokens=config.max_unread_tokens,
-            max_pause=(to_duration(config.max_pause_s) if config.slow_reader == "pause" else None),
+            max_pause=(to_duration(config.max_hold_s) if config.slow_reader == "hold" else None),
         ),
         features=sorted(features),
         instance_id=instance_id,

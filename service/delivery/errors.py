@@ -32,18 +32,18 @@ class ResultsNotReadError(HeadraceError):
 
 
 class OutputNotReadError(HeadraceError):
-    """A request's output was not read, so it was ended. `max_pause_s`: how long that was waited
+    """A request's output was not read, so it was ended. `max_hold_s`: how long that was waited
     for; None: the policy is to end it at once.
     """
 
-    def __init__(self, unread_tokens: int, max_pause_s: float | None) -> None:
-        waited = "" if max_pause_s is None else f", and nothing was read for {max_pause_s:g} s"
+    def __init__(self, unread_tokens: int, max_hold_s: float | None) -> None:
+        waited = "" if max_hold_s is None else f", and nothing was read for {max_hold_s:g} s"
         super().__init__(
             f"{unread_tokens} tokens of the request's output were not read{waited}; read (or give "
             "credit) as results come, or use AddRequest and GetResult"
         )
         self.unread_tokens = unread_tokens
-        self.max_pause_s = max_pause_s
+        self.max_hold_s = max_hold_s
 
 
 class RequestMovedError(HeadraceError):

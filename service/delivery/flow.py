@@ -2,7 +2,7 @@
 
     untaken tokens ── at the bound ──────▶ the engine holds the request
                    ── half of it taken ──▶ it goes on
-    nothing taken for max_pause ─────────▶ the request ends: RESULTS_NOT_READ
+    nothing taken for max_hold ──────────▶ the request ends: RESULTS_NOT_READ
 
 A request may have so many tokens of output that its stream has not taken: until then they merge,
 and generation goes on. At the bound it is held (or ended at once, where the policy says so). What
@@ -12,10 +12,10 @@ request that is out of credit.
 Not held are requests whose output is to be kept whatever their readers do: those of AddRequest, and
 those that are delivered in one piece at their end. Their own length bounds them. A request whose
 stream is lost, on a lease, is held as any other; while it has no stream, it waits for the lease's
-end instead of max_pause, and GetResult reads in the stream's place.
+end instead of max_hold, and GetResult reads in the stream's place.
 
 A request that has ended, but whose stream is out of credit for it, is not kept waiting for ever
-either: after max_pause the rest is sent without credit.
+either: after max_hold the rest is sent without credit.
 
 Here is how much that is; `request.ServedRequest` does it.
 """
@@ -36,13 +36,13 @@ class FlowOptions:
         max_unread_tokens, max_unread_bytes: the bound, of all choices together; whichever comes
             first. Bytes are estimated from what the request wants to be told of a token.
         ends: whether a request ends when it reaches the bound, instead of being held.
-        max_pause_s: how long a request may be held while its stream takes nothing.
+        max_hold_s: how long a request may be held while its stream takes nothing.
     """
 
     max_unread_tokens: int
     max_unread_bytes: int
     ends: bool
-    max_pause_s: float
+    max_hold_s: float
 
     def bounds(self, delivery: DeliveryOptions, n: int, *, is_kept: bool) -> tuple[int, int]:
         """With how many untaken tokens a request of n choices is held, and with how many it goes on

@@ -40,7 +40,7 @@ from service.delivery.timers import Timer
 logger = logging.getLogger(__name__)
 
 UNREAD_S = 300.0
-"""How long a stream whose client reads nothing may hold requests that have ended; twice `max_pause`
+"""How long a stream whose client reads nothing may hold requests that have ended; twice `max_hold`
 where that is longer, since a stream without credit takes nothing that long.
 """
 
@@ -54,7 +54,7 @@ class Registry:
         kept: the ended requests whose results are kept.
         unread_s: how long a stream whose client reads nothing may hold requests that have ended.
         clock: monotonic seconds.
-        flow, engine, admission, leases, retentions, pauses: for the requests.
+        flow, engine, admission, leases, retentions, holds: for the requests.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Registry:
         self.engine = EngineCalls(client)
         self.leases = Timer(ServedRequest.cancel)
         self.retentions = Timer(ServedRequest.keep_no_more)
-        self.pauses = Timer(ServedRequest.pause_over)
+        self.holds = Timer(ServedRequest.hold_over)
         self._unread = Timer(self.check_reader)
         self.requests: dict[tuple[str, str], ServedRequest] = {}
         self._live: dict[RequestId, ServedRequest] = {}
@@ -82,7 +82,7 @@ class Registry:
         self._idle = asyncio.Event()
         self._idle.set()
         self._arriving = 0
-        self.unread_s = max(UNREAD_S, 2 * flow.max_pause_s)
+        self.unread_s = max(UNREAD_S, 2 * flow.max_hold_s)
         self.clock = time.monotonic
         self.streams: set[ResultStream] = set()
 

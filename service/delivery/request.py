@@ -116,7 +116,7 @@ class ServedRequest:
             self.is_held = False
             registry.has_ended(self)
         if state is State.GONE:
-            registry.pauses.stop(self)
+            registry.holds.stop(self)
             registry.forget(self)
         elif state is State.KEPT:
             registry.keep(self)  # which may be too much, and then it does not stay in this state
@@ -202,7 +202,7 @@ class ServedRequest:
         """Its terminal events are there."""
         if not self.state.is_live:
             return
-        self._watch_pause()
+        self._watch_hold()
         if self.stream is not None:
             self._registry.expect_reader(self.stream, self)
         if self.log.keep:
@@ -296,7 +296,7 @@ class ServedRequest:
             self.stream = None
             if not self.state.is_live:
                 self._registry.admission.leave_place(self.account)
-        self._registry.pauses.stop(self)
+        self._registry.holds.stop(self)
 
     # Flow control
 
@@ -307,27 +307,27 @@ class ServedRequest:
             log.credit += tokens
             if log.is_takeable:
                 stream.mark(self)
-            self._watch_pause()
+            self._watch_hold()
 
     def _reach_bound(self) -> None:
         """As much of it is untaken as may be, or more."""
         if self.is_held or self.log.ended or self.log.accepted is None:
             return
         if self._registry.flow.ends:
-            self.pause_over()
+            self.hold_over()
             return
         self.is_held = True
         self._registry.engine.hold(self.engine_id)
-        self._watch_pause()
+        self._watch_hold()
 
     def _have_taken(self) -> None:
         """Something of it was taken, where it is held or on credit; or it has another reader."""
         if self.is_held and not self.log.ended and self.log.untaken <= self._low:
             self.is_held = False
             self._registry.engine.unhold(self.engine_id)
-        self._watch_pause()
+        self._watch_hold()
 
-    def _watch_pause(self) -> None:
+    def _watch_hold(self) -> None:
         """Its wait for its stream begins anew, or is over."""
         log = self.log
         if log.ended:
@@ -336,12 +336,12 @@ class ServedRequest:
             waits = self.is_held
         registry = self._registry
         if waits and self.stream is not None:
-            registry.pauses.start(self, registry.flow.max_pause_s)
+            registry.holds.start(self, registry.flow.max_hold_s)
         else:
-            registry.pauses.stop(self)
+            registry.holds.stop(self)
 
-    def pause_over(self) -> None:
-        """Its stream took nothing of it for max_pause, or does not get such a time."""
+    def hold_over(self) -> None:
+        """Its stream took nothing of it for max_hold, or does not get such a time."""
         self.log.credit = None  # what is there goes with its end
         if not self.log.ended:
             self._end_unread()
@@ -350,7 +350,7 @@ class ServedRequest:
 
     def _end_unread(self) -> None:
         """Nobody reads its output: it alone ends."""
-        waited_s = self._registry.flow.max_pause_s if self.is_held else None
+        waited_s = self._registry.flow.max_hold_s if self.is_held else None
         error = OutputNotReadError(self.log.untaken, waited_s)
         self.log.flush()
         failure = RequestFailure(str(error), secrets.token_hex(8))

@@ -4,7 +4,7 @@
 |---|---|---|---|
 | lease | a request | it is LEASED | it is cancelled |
 | retention | a request | it is KEPT | its results are kept no more |
-| pause | a request | its stream takes nothing of it (`flow`) | it ends, or goes on without credit |
+| hold | a request | its stream takes nothing of it (`flow`) | it ends, or goes on without credit |
 | unread | a stream | ended requests wait on it | they are let go, if it took nothing meanwhile |
 """
 

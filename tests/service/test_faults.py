@@ -427,9 +427,9 @@ async def test_ended_results_that_are_attached_and_not_read_are_given_up() -> No
 
 
 async def test_a_long_wait_for_credit_is_not_cut_by_the_wait_for_a_reader() -> None:
-    for max_pause_s in (60.0, 1000.0):
-        async with serving(FakeEngine(), max_pause_s=max_pause_s) as h:
-            assert h.registry.unread_s == max(300.0, 2 * max_pause_s)
+    for max_hold_s in (60.0, 1000.0):
+        async with serving(FakeEngine(), max_hold_s=max_hold_s) as h:
+            assert h.registry.unread_s == max(300.0, 2 * max_hold_s)
 
 
 async def test_what_has_just_ended_is_not_given_up_for_what_ended_before() -> None:

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.asyncio
 
 LEASE = {"seconds": 60}
 LONG = 100_000
-"""No test waits for it: a max_pause, in seconds."""
+"""No test waits for it: a max_hold, in seconds."""
 
 
 def request_of(h: Harness, name: str) -> ServedRequest:
@@ -79,7 +79,7 @@ async def blocked(h: Harness, name: str, session: Session, **output: Any) -> Ses
 
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_request_that_is_not_read_is_held_and_goes_on_when_it_is(n: int) -> None:
-    async with serving(FakeEngine(auto=False), max_unread_tokens=60, max_pause_s=LONG / 10) as h:
+    async with serving(FakeEngine(auto=False), max_unread_tokens=60, max_hold_s=LONG / 10) as h:
         session = await blocked(h, "a", h.session(), n=n)
         await step(h, 200)
         log = log_of(h, "a")
@@ -110,7 +110,7 @@ async def test_a_request_that_is_not_read_is_held_and_goes_on_when_it_is(n: int)
 
 
 async def test_a_request_that_is_not_read_in_time_ends_with_the_reason() -> None:
-    async with serving(FakeEngine(auto=False), max_unread_tokens=20, max_pause_s=0.2) as h:
+    async with serving(FakeEngine(auto=False), max_unread_tokens=20, max_hold_s=0.2) as h:
         session = await blocked(h, "a", h.session())
         await session.add(spec(request_id="b", stop={"max_tokens": 4}))
         await until(lambda: h.engine.num_live == 2)
@@ -130,7 +130,7 @@ async def test_a_request_that_is_not_read_in_time_ends_with_the_reason() -> None
         assert failed.timings.finished.ToNanoseconds() >= 0.2e9
         info = details(failed.status)["ErrorInfo"]
         assert (failed.status.code, info.reason) == (8, "RESULTS_NOT_READ")
-        assert info.metadata["max_pause_s"] == "0.2"
+        assert info.metadata["max_hold_s"] == "0.2"
         # A message that was under way when it was held may have gone out since.
         assert 10 <= int(info.metadata["unread_tokens"]) <= 30
         await until(lambda: len(h.engine.cancelled) == 1)
@@ -151,7 +151,7 @@ async def test_where_the_policy_is_to_end_it_ends_at_the_bound() -> None:
         check_course(events)
         info = details(events[-1].failed.status)["ErrorInfo"]
         assert info.reason == "RESULTS_NOT_READ"
-        assert "max_pause_s" not in info.metadata
+        assert "max_hold_s" not in info.metadata
         assert ids_of(events) == oracle(h, "a", len(ids_of(events)))
         assert len(ids_of(events)) >= 20
         card = await h.models.GetModel(model_service_pb2.GetModelRequest())
@@ -161,7 +161,7 @@ async def test_where_the_policy_is_to_end_it_ends_at_the_bound() -> None:
 async def test_generatestream_ends_with_the_status_too() -> None:
     """Its writer is blocked by gRPC: the tokens are described at length."""
     async with (
-        serving(FakeEngine(auto=False), max_unread_bytes=64 << 10, max_pause_s=0.2) as h,
+        serving(FakeEngine(auto=False), max_unread_bytes=64 << 10, max_hold_s=0.2) as h,
         connection(h.server.addresses[0], SMALL_WINDOW) as stub,
     ):
         call = stub.GenerateStream(
@@ -250,7 +250,7 @@ async def test_a_held_request_can_be_cancelled_and_reaches_its_time_limit() -> N
 
 
 async def test_the_engine_dies_while_requests_are_held() -> None:
-    async with serving(FakeEngine(auto=False), max_unread_tokens=20, max_pause_s=0.3) as h:
+    async with serving(FakeEngine(auto=False), max_unread_tokens=20, max_hold_s=0.3) as h:
         session = await blocked(h, "a", h.session())
         await step(h, 60)
         h.engine.die(RuntimeError("dead"))
@@ -267,7 +267,7 @@ async def test_a_drain_ends_what_stays_held() -> None:
 
 
 async def test_a_held_request_moves_to_another_session_and_goes_on() -> None:
-    async with serving(FakeEngine(auto=False), max_unread_tokens=20, max_pause_s=0.3) as h:
+    async with serving(FakeEngine(auto=False), max_unread_tokens=20, max_hold_s=0.3) as h:
         old = h.session()
         await old.send(open=rpc.OpenCommand(lease=LEASE, initial_credit=4))
         await old.add(spec(request_id="a", stop={"max_tokens": 100}))
@@ -277,7 +277,7 @@ async def test_a_held_request_moves_to_another_session_and_goes_on() -> None:
         request, log = request_of(h, "a"), log_of(h, "a")
         old.call.cancel()
         await until(lambda: request.stream is None)
-        await asyncio.sleep(0.5)  # longer than the pause: the lease is what counts now
+        await asyncio.sleep(0.5)  # longer than the hold: the lease is what counts now
         assert not log.ended
         assert h.engine.held
         session = h.session()
@@ -320,7 +320,7 @@ async def test_on_a_lease_getresult_reads_in_the_streams_place() -> None:
 
 async def test_addrequest_is_not_held() -> None:
     """Its results are kept whoever reads, so its own length bounds them; on a stream too."""
-    async with serving(FakeEngine(auto=False), max_unread_tokens=20, max_pause_s=0.2) as h:
+    async with serving(FakeEngine(auto=False), max_unread_tokens=20, max_hold_s=0.2) as h:
         await h.generation.AddRequest(
             rpc.AddRequestRequest(spec=spec(request_id="a", stop={"max_tokens": 300}))
         )
@@ -422,7 +422,7 @@ async def test_ends_need_no_credit() -> None:
 
 
 async def test_an_ended_request_without_credit_does_not_stay_for_ever() -> None:
-    async with serving(FakeEngine(), max_pause_s=0.2) as h:
+    async with serving(FakeEngine(), max_hold_s=0.2) as h:
         session = h.session()
         await session.send(open=rpc.OpenCommand(initial_credit=3))
         await session.add(spec(request_id="a", stop={"max_tokens": 30}))
@@ -476,13 +476,13 @@ async def test_credit_commands_are_checked() -> None:
 
 
 async def test_100_stalled_readers_beside_live_ones() -> None:
-    """Nobody reads from them after the first message. They are paused, and cost no more than the
+    """Nobody reads from them after the first message. They are held, and cost no more than the
     bound; the live ones are served meanwhile; and once they are read, nothing is lost.
     """
     stalled, live, bound, count = 100, 8, 64, 600
     engine = FakeEngine(auto=False, info=model_info(max_running_requests=16))
     async with (
-        serving(engine, max_unread_tokens=bound, max_pause_s=LONG / 10) as h,
+        serving(engine, max_unread_tokens=bound, max_hold_s=LONG / 10) as h,
         AsyncExitStack() as stack,
     ):
         target = h.server.addresses[0]
