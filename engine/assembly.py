@@ -48,7 +48,7 @@ def build_core(
         plan.num_blocks,
         plan.block_size,
         share_blocks=config.allow_block_sharing,
-        host_slots=plan.host_slots,
+        host_blocks=plan.host_blocks,
     )
     policy = scheduler_class(config.scheduler_type)
     limits = AdmissionLimits(

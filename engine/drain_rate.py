@@ -110,15 +110,15 @@ class DrainRate:
         return delay
 
     def _claim(self, when: float, amount: float) -> None:
-        slot = int(when / _CLAIM_SLICE_S)
-        self._claims[slot] = self._claims.get(slot, 0.0) + amount
+        index = int(when / _CLAIM_SLICE_S)
+        self._claims[index] = self._claims.get(index, 0.0) + amount
         self._claimed += amount
 
     def _forget(self, now: float) -> None:
         slices = self._slices
         while slices and now - slices[0][0] > WINDOW_S:
             slices.popleft()
-        claims, slot = self._claims, int(now / _CLAIM_SLICE_S)
-        if claims and min(claims) < slot:
-            self._claims = {when: amount for when, amount in claims.items() if when >= slot}
+        claims, index = self._claims, int(now / _CLAIM_SLICE_S)
+        if claims and min(claims) < index:
+            self._claims = {when: amount for when, amount in claims.items() if when >= index}
             self._claimed = sum(self._claims.values())

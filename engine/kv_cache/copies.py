@@ -2,8 +2,8 @@
 
 Their order counts: a block that is offloaded may be given to somebody else in the same step.
 
-    1. offloads   device block → host slot     a preempted request's KV is kept
-    2. restores   host slot → device block     and comes back, bit by bit
+    1. offloads   device block → host block    a preempted request's KV is kept
+    2. restores   host block → device block    and comes back, bit by bit
     3. forks      device block → device block  choices part where a block is partly shared
 """
 
@@ -16,7 +16,7 @@ from engine.types import GroupId, RequestKey
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """One block of all layers of one group. Host slots are counted per group, from 0."""
+    """One block of all layers of one group. Host blocks are counted per group, from 0."""
 
     group: GroupId
     source: int

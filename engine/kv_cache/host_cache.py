@@ -5,8 +5,9 @@
              │   └──drop──▶ (forgotten) ◀─┘  │
              └───────────cancel_restore──────┘
 
-Slots stay with the request until `take` has handed its restore out. So they are given to somebody
-else only in a later step; within one, offloads are made before restores and would overwrite them.
+Host blocks stay with the request until `take` has handed its restore out. So they are given to
+somebody else only in a later step; within one, offloads are made before restores and would
+overwrite them.
 Copies that were not handed out yet can be dropped: nothing was read or written.
 """
 
@@ -25,11 +26,11 @@ class KeptBlocks:
 
     Attributes:
         first: how many leading entries of its table are null.
-        slots: the host slots of the entries that follow.
+        blocks: the host's blocks of the entries that follow.
     """
 
     first: int
-    slots: tuple[int, ...]
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +42,17 @@ class KeptRequest:
 
 
 class HostCache:
-    """The host slots of all groups, and who has them. free + used = total in each group.
+    """The host's blocks of all groups, and who has them. free + used = total in each group.
 
     Attributes:
         offloads, restores: how often a request's KV went to the host, and came back; counted when
             the copies are handed out.
     """
 
-    def __init__(self, num_slots: Sequence[int]) -> None:
-        """So many slots in each group, counted from 0."""
-        self._totals = tuple(num_slots)
-        self._free = [list(range(total - 1, -1, -1)) for total in num_slots]
+    def __init__(self, num_blocks: Sequence[int]) -> None:
+        """So many blocks in each group, counted from 0."""
+        self._totals = tuple(num_blocks)
+        self._free = [list(range(total - 1, -1, -1)) for total in num_blocks]
         self._kept: dict[RequestKey, KeptRequest] = {}
         self._offloads: dict[RequestKey, tuple[BlockCopy, ...]] = {}
         self._restores: dict[RequestKey, tuple[BlockCopy, ...]] = {}
@@ -59,13 +60,13 @@ class HostCache:
         self.restores = 0
 
     @property
-    def num_slots(self) -> int:
-        """Slots of all groups."""
+    def num_blocks(self) -> int:
+        """Blocks of all groups."""
         return sum(self._totals)
 
     @property
     def num_used(self) -> int:
-        """Slots that requests have."""
+        """Blocks that requests have."""
         return sum(self._totals) - sum(map(len, self._free))
 
     def kept(self, key: RequestKey) -> KeptRequest | None:
@@ -87,23 +88,23 @@ class HostCache:
         firsts: Sequence[int],
         blocks: Sequence[Sequence[BlockId]],
     ) -> bool:
-        """Find slots for a request's blocks in all groups and plan the copies, or change nothing.
+        """Find room for a request's blocks in all groups and plan the copies, or change nothing.
 
         Args:
             num_tokens: how many tokens' KV the blocks hold.
             firsts, blocks: for each group, the null entries in front and the blocks that follow.
 
         Returns:
-            Whether there were slots for all.
+            Whether there was room for all.
         """
         if any(len(part) > len(free) for part, free in zip(blocks, self._free, strict=True)):
             return False
         groups: list[KeptBlocks] = []
         copies: list[BlockCopy] = []
         for group, (first, part, free) in enumerate(zip(firsts, blocks, self._free, strict=True)):
-            slots = tuple(free.pop() for _ in part)
-            groups.append(KeptBlocks(first, slots))
-            copies += map(BlockCopy, [GroupId(group)] * len(part), part, slots)
+            kept = tuple(free.pop() for _ in part)
+            groups.append(KeptBlocks(first, kept))
+            copies += map(BlockCopy, [GroupId(group)] * len(part), part, kept)
         self._kept[key] = KeptRequest(num_tokens, tuple(groups))
         self._offloads[key] = tuple(copies)
         return True
@@ -111,9 +112,9 @@ class HostCache:
     def restore(self, key: RequestKey, blocks: Sequence[Sequence[BlockId]]) -> None:
         """Plan the copies of a kept request into these blocks, one list a group."""
         self._restores[key] = tuple(
-            BlockCopy(GroupId(group), slot, block)
+            BlockCopy(GroupId(group), source, block)
             for group, (kept, part) in enumerate(zip(self._kept[key].groups, blocks, strict=True))
-            for slot, block in zip(kept.slots, part, strict=True)
+            for source, block in zip(kept.blocks, part, strict=True)
         )
 
     def cancel_restore(self, key: RequestKey) -> None:
@@ -127,7 +128,7 @@ class HostCache:
         kept = self._kept.pop(key, None)
         if kept is not None:
             for free, part in zip(self._free, kept.groups, strict=True):
-                free.extend(reversed(part.slots))
+                free.extend(reversed(part.blocks))
 
     def take(
         self,
@@ -148,24 +149,24 @@ class HostCache:
         return dict(self._restores)
 
     def check_integrity(self) -> None:
-        """Check that free + used = total in each group, and that planned copies touch only slots of
-        their own requests.
+        """Check that free + used = total in each group, and that planned copies touch only blocks
+        of their own requests.
 
         Raises:
             ValueError: a law is broken.
         """
         for group, (total, free) in enumerate(zip(self._totals, self._free, strict=True)):
-            used = [slot for kept in self._kept.values() for slot in kept.groups[group].slots]
+            used = [block for kept in self._kept.values() for block in kept.groups[group].blocks]
             if sorted(free + used) != list(range(total)):
-                raise ValueError(f"group {group}: host slots were lost or doubled")
+                raise ValueError(f"group {group}: host blocks were lost or doubled")
         for key, copies in self._offloads.items():
-            if [(c.group, c.target) for c in copies] != self._slots(key):
-                raise ValueError(f"request {key}: an offload's target is not its host slot")
+            if [(c.group, c.target) for c in copies] != self._blocks(key):
+                raise ValueError(f"request {key}: an offload's target is not its host block")
         for key, copies in self._restores.items():
-            if [(c.group, c.source) for c in copies] != self._slots(key):
-                raise ValueError(f"request {key}: a restore's source is not its host slot")
+            if [(c.group, c.source) for c in copies] != self._blocks(key):
+                raise ValueError(f"request {key}: a restore's source is not its host block")
 
-    def _slots(self, key: RequestKey) -> list[tuple[int, int]]:
+    def _blocks(self, key: RequestKey) -> list[tuple[int, int]]:
         kept = self._kept.get(key)
         groups = kept.groups if kept is not None else ()
-        return [(group, slot) for group, part in enumerate(groups) for slot in part.slots]
+        return [(group, block) for group, part in enumerate(groups) for block in part.blocks]

@@ -62,7 +62,7 @@ class KVCacheManager:
         block_size: int,
         *,
         share_blocks: bool = False,
-        host_slots: Sequence[int] | None = None,
+        host_blocks: Sequence[int] | None = None,
     ) -> None:
         """Plan for pools of these sizes.
 
@@ -71,7 +71,7 @@ class KVCacheManager:
             block_size: tokens in a block.
             share_blocks: whether blocks that hold the same prefix are shared, and kept for later
                 requests while nobody else needs them.
-            host_slots: for each group, how many blocks the host can keep for preempted requests;
+            host_blocks: for each group, how many blocks the host can keep for preempted requests;
                 None: none.
         """
         self.groups = tuple(groups)
@@ -82,7 +82,7 @@ class KVCacheManager:
         self.pools = tuple(BlockPool(size) for size in pool_sizes)
         self._shares_blocks = share_blocks
         self._prefixes = PrefixCache(self.groups, self.pools, block_size)
-        self._host = HostCache(host_slots if host_slots is not None else [0] * len(self.groups))
+        self._host = HostCache(host_blocks if host_blocks is not None else [0] * len(self.groups))
         self._holdings: dict[RequestKey, _Holding] = {}
         # Copies into children's blocks, not handed out yet. Each holds its source: the parent may
         # end before the copy is made.
@@ -111,12 +111,12 @@ class KVCacheManager:
         return sum(pool.num_cached for pool in self.pools)
 
     @property
-    def num_host_slots(self) -> int:
+    def num_host_blocks(self) -> int:
         """Blocks that the host can keep, of all groups."""
-        return self._host.num_slots
+        return self._host.num_blocks
 
     @property
-    def num_used_host_slots(self) -> int:
+    def num_used_host_blocks(self) -> int:
         """Blocks that the host keeps now."""
         return self._host.num_used
 
@@ -225,7 +225,7 @@ class KVCacheManager:
         kept = self._host.kept(key)
         if kept is None:
             raise ValueError(f"request {key} is not on the host")
-        counts = [len(part.slots) for part in kept.groups]
+        counts = [len(part.blocks) for part in kept.groups]
         if any(n > pool.num_free for n, pool in zip(counts, self.pools, strict=True)):
             raise ValueError(f"request {key} was started without room for its restored blocks")
         fresh = [pool.allocate(n) for n, pool in zip(counts, self.pools, strict=True)]
@@ -464,8 +464,8 @@ class KVCacheManager:
     def check_integrity(self) -> None:
         """Check the laws: in each group free + used + cached = total; a used block has as many
         holders as tables and planned forks hold it; a request's tables are equally long; the prefix
-        indexes agree with the blocks; host slots are conserved; a planned copy writes only what its
-        request holds alone.
+        indexes agree with the blocks; host blocks are conserved; a planned copy writes only what
+        its request holds alone.
 
         Raises:
             ValueError: a law is broken; the message names it.

@@ -1,12 +1,12 @@
 """Carries out a step's block copies: all layers of a group, vectorised, bit by bit.
 
-    offload   cache ─index_select─▶ staging ─one copy a run of slots─▶ host       device → host
-    restore   host ─one copy a run of slots─▶ staging ─index_copy─▶ cache         host → device
+    offload   cache ─index_select─▶ staging ─one copy a run of blocks─▶ host       device → host
+    restore   host ─one copy a run of blocks─▶ staging ─index_copy─▶ cache         host → device
     fork      cache ─index_select─▶ staging ─index_copy─▶ cache                   on the device
 
 Everything is queued on the device's stream in this order, in front of the step's own work, so that
 nothing waits for it. The host's side is pinned where the device is CUDA, and touched by such copies
-alone: that a slot was written before it is read is the stream's order too.
+alone: that a block was written before it is read is the stream's order too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BlockCopier:
         Args:
             groups: the layer groups.
             caches: by layer, on the device.
-            host_caches: by layer, on the host; empty: there are no host slots.
+            host_caches: by layer, on the host; empty: the host keeps no blocks.
             block_size: tokens in a block.
         """
         self._pairs: tuple[tuple[_Pair, ...], ...] = tuple(
@@ -109,12 +109,12 @@ def _independent(copies: Sequence[BlockCopy], *, same_side: bool) -> Iterator[_P
         yield part
 
 
-def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Cut a list of slots into runs that lie side by side: (begin, end) in the list, first slot."""
+def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Cut a list of blocks into runs side by side: (begin, end) in the list, the first block."""
     begin = 0
-    for index in range(1, len(slots) + 1):
-        if index == len(slots) or slots[index] != slots[index - 1] + 1:
-            yield begin, index, slots[begin]
+    for index in range(1, len(blocks) + 1):
+        if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
+            yield begin, index, blocks[begin]
             begin = index
 
 

@@ -116,7 +116,7 @@ class CapturedSteps:
     def _capture(self, shape: StaticShape, path: StepPath) -> CapturedStep | None:
         """Capture a shape. Its inputs are zeros meanwhile: only the null block is touched."""
         inputs = StaticInputs(
-            shape, self._attention, self._kv, self._device, self._options.num_slots
+            shape, self._attention, self._kv, self._device, self._options.num_input_buffers
         )
 
         def run() -> torch.Tensor:

@@ -77,20 +77,20 @@ def allocate_caches(
 def allocate_host_caches(
     shapes: Sequence[LayerShape],
     groups: Sequence[LayerGroup],
-    host_slots: Sequence[int],
+    host_blocks: Sequence[int],
     block_size: int,
     dtype: torch.dtype,
     *,
     pin_memory: bool,
 ) -> tuple[LayerCache, ...]:
-    """Allocate the host's side of the cache, one a layer: `host_slots` blocks per group, from 0.
+    """Allocate the host's side of the cache, one a layer: `host_blocks` blocks per group, from 0.
 
-    There is no null block. Empty if no group has slots. pin_memory: so that a CUDA device copies
+    There is no null block. Empty if no group has any. pin_memory: so that a CUDA device copies
     without waiting.
     """
-    if not any(host_slots):
+    if not any(host_blocks):
         return ()
-    slots = [count * block_size for count in host_slots]
+    slots = [count * block_size for count in host_blocks]
     host = torch.device("cpu")
     return _allocate(shapes, groups, slots, dtype=dtype, device=host, pin_memory=pin_memory)
 
@@ -102,7 +102,7 @@ class CacheSize(Protocol):
     def num_blocks(self) -> tuple[int, ...]: ...
 
     @property
-    def host_slots(self) -> tuple[int, ...]: ...
+    def host_blocks(self) -> tuple[int, ...]: ...
 
     @property
     def block_size(self) -> int: ...
@@ -122,7 +122,7 @@ def allocate_kv(
         host_caches=allocate_host_caches(
             shapes,
             groups,
-            size.host_slots,
+            size.host_blocks,
             size.block_size,
             dtype,
             pin_memory=device.type == "cuda",

@@ -133,8 +133,8 @@ class VerifiedModel:
 class LoadedRunner:
     """A runner around a verified model, with its KV cache's groups and size.
 
-    overlap: whether the runner has two slots, so that the core may launch a step before it collects
-        the last one.
+    overlap: whether the runner has two sets of input buffers, so that the core may launch a step
+        before it collects the last one.
     padded_sizes: the numbers of tokens to which steps with prompts are padded; None: they are not.
     """
 
@@ -381,7 +381,7 @@ def build_runner(
     if plan.host_bytes:
         progress(
             f"KV offload: {plan.host_bytes / 2**20:.0f} MiB of host memory, "
-            f"{' + '.join(map(str, plan.host_slots))} blocks"
+            f"{' + '.join(map(str, plan.host_blocks))} blocks"
         )
     if graphs is None and device.type == "cuda" and options.captured_paths:
         graphs = CudaGraphBackend(device)
@@ -399,7 +399,7 @@ def build_runner(
         runner,
         groups,
         plan,
-        overlap=options.num_slots > 1,
+        overlap=options.num_input_buffers > 1,
         padded_sizes=options.padded_sizes,
     )
 

@@ -148,7 +148,7 @@ class CachePlan:
         block_size: tokens in a block.
         max_batch_tokens, max_requests: the largest step.
         total_bytes: on the device.
-        host_slots: per layer group, blocks that the host keeps for preempted requests; zeros where
+        host_blocks: per layer group, blocks that the host keeps for preempted requests; zeros where
             nothing is offloaded.
         host_bytes: on the host.
     """
@@ -158,7 +158,7 @@ class CachePlan:
     max_batch_tokens: int
     max_requests: int
     total_bytes: int
-    host_slots: tuple[int, ...]
+    host_blocks: tuple[int, ...]
     host_bytes: int
 
 
@@ -263,7 +263,7 @@ def plan_cache(
             "max_memory_percent",
         )
     device_bytes = cost(num_blocks)
-    host_slots, host_bytes = _plan_host(
+    host_blocks, host_bytes = _plan_host(
         config,
         groups,
         longest=min(model_context, num_blocks * block_size),
@@ -275,7 +275,7 @@ def plan_cache(
         max_batch_tokens=limits.max_batch_tokens,
         max_requests=limits.max_requests,
         total_bytes=device_bytes,
-        host_slots=host_slots,
+        host_blocks=host_blocks,
         host_bytes=host_bytes,
     )
     _tell(plan, device, reason)
@@ -335,8 +335,8 @@ def _plan_host(
     ]
     block_bytes = [block_size * group.bytes_per_token for group in groups]
     request_bytes = sum(need * size for need, size in zip(needs, block_bytes, strict=True))
-    slots = tuple(need * space // request_bytes for need in needs)
-    if 0 in slots:
+    counts = tuple(need * space // request_bytes for need in needs)
+    if 0 in counts:
         logger.warning(
             "KV offload is off: cpu_offload_space is %.2f GiB, of which %.2f GiB may be used "
             "(%.0f%% of %.2f GiB free), and that is less than a block of each layer group",
@@ -346,18 +346,18 @@ def _plan_host(
             max(0, available) / GIB,
         )
         return none
-    host_bytes = sum(count * size for count, size in zip(slots, block_bytes, strict=True))
+    host_bytes = sum(count * size for count, size in zip(counts, block_bytes, strict=True))
     logger.info(
         "KV offload: %.2f GiB on the host, %s blocks, because of %s",
         host_bytes / GIB,
-        " + ".join(str(count) for count in slots),
+        " + ".join(str(count) for count in counts),
         "cpu_offload_space"
         if asked <= allowed
         else "cpu_offload_space_safety_threshold: "
         f"{config.cpu_offload_space_safety_threshold:.0%} of {max(0, available) / GIB:.2f} GiB "
         f"free, and {config.cpu_offload_space:g} GiB were asked for",
     )
-    return slots, host_bytes
+    return counts, host_bytes
 
 
 def _largest(cost: Callable[[int], int], budget: int, upper: int) -> int:

@@ -26,9 +26,9 @@ from engine.runner.cuda_graph import GraphBackend
 from engine.runner.device import StepDevice, step_device
 from engine.runner.forward import ModelForward
 from engine.runner.input_batch import InputBatch, InputBatchBuilder
+from engine.runner.launched import CarriedTokens, InputBuffers, LaunchedStep
 from engine.runner.options import PLAIN, RunnerOptions, StepPath
 from engine.runner.prompt_logprobs import report_prompts
-from engine.runner.slots import CarriedTokens, LaunchedStep, Slots
 from engine.runner_protocol import PendingStep, SampledTokens
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams, StopParams
@@ -99,7 +99,7 @@ class ModelRunner:
         self._copier = copier or BlockCopier(kv.groups, kv.caches, kv.host_caches, kv.block_size)
         self._device = device or step_device(kv.device)
         self._builder = InputBatchBuilder(len(kv.groups), kv.block_size, options)
-        self._slots = Slots(options.num_slots)
+        self._buffers = InputBuffers(options.num_input_buffers)
         self._carried = CarriedTokens()
         self._progress = progress
         self._captured = None
@@ -117,15 +117,15 @@ class ModelRunner:
                 self._copier.run(batch.copies)
             if not batch.requests:
                 return _NothingSampled()
-            slot = self._slots.take()
+            buffers = self._buffers.take()
             try:
-                return self._launch(self._builder.build(batch), slot)
+                return self._launch(self._builder.build(batch), buffers)
             except BaseException:
-                self._slots.free(slot)
+                self._buffers.free(buffers)
                 raise
 
-    def _launch(self, inputs: InputBatch, slot: int) -> PendingStep:
-        logits = self._logits(inputs, slot)
+    def _launch(self, inputs: InputBatch, buffers: int) -> PendingStep:
+        logits = self._logits(inputs, buffers)
         prompt_logprobs: dict[RequestKey, list[TokenLogprobs]] = {}
         if inputs.prompts:
             count = len(inputs.sampling)
@@ -133,15 +133,15 @@ class ModelRunner:
             logits = logits[:count]
         rows = self._sampler.begin(logits, inputs.sampling)
         self._carried.keep(inputs.sampling, rows.token_ids)
-        return LaunchedStep(self._slots, slot, self._device, rows, prompt_logprobs)
+        return LaunchedStep(self._buffers, buffers, self._device, rows, prompt_logprobs)
 
-    def _logits(self, inputs: InputBatch, slot: int) -> torch.Tensor:
+    def _logits(self, inputs: InputBatch, buffers: int) -> torch.Tensor:
         """The logits [S + P, V] of a step."""
         captured = None if self._captured is None else self._captured.find(inputs)
         self.steps[StepKind(inputs.path, is_replayed=captured is not None)] += 1
         if captured is None:
             return self._forward.as_it_comes(inputs, self._carried.fill_in)
-        captured.inputs.fill(inputs, slot)
+        captured.inputs.fill(inputs, buffers)
         self._carried.fill_in(inputs, captured.inputs.token_ids)
         return captured.replay(inputs)
 

@@ -34,7 +34,7 @@ class RunnerOptions:
         captured_paths: the paths whose steps are captured and replayed.
         max_graphs: most captured steps that are kept.
         max_requests: most requests of a step.
-        num_slots: sets of input buffers on the host: how many steps may be pending at once.
+        num_input_buffers: sets of input buffers on the host: how many steps may be pending at once.
     """
 
     max_decode_blocks: int = 0
@@ -43,7 +43,7 @@ class RunnerOptions:
     captured_paths: frozenset[StepPath] = frozenset()
     max_graphs: int = DEFAULT_MAX_GRAPHS
     max_requests: int = 1
-    num_slots: int = 1
+    num_input_buffers: int = 1
 
     @property
     def padded_sizes(self) -> Sizes | None:
@@ -85,7 +85,7 @@ def resolve_options(
         captured_paths=_captured_paths(config.use_cuda_graph, device, can_capture),
         max_graphs=config.max_cached_graphs or DEFAULT_MAX_GRAPHS,
         max_requests=max_requests,
-        num_slots=2 if _is_async(config.use_async_batching, device) else 1,
+        num_input_buffers=2 if _is_async(config.use_async_batching, device) else 1,
     )
 
 

@@ -34,12 +34,12 @@ class Plan(msgspec.Struct, frozen=True, tag=True):
     runner: int
     block_size: int
     num_blocks: tuple[int, ...]
-    host_slots: tuple[int, ...]
+    host_blocks: tuple[int, ...]
 
     @classmethod
     def of(cls, runner: int, plan: CachePlan) -> Plan:
         """What others need to know of a plan."""
-        return cls(runner, plan.block_size, plan.num_blocks, plan.host_slots)
+        return cls(runner, plan.block_size, plan.num_blocks, plan.host_blocks)
 
 
 class Copies(msgspec.Struct, frozen=True, tag=True):

@@ -1,12 +1,12 @@
 """A step's inputs at places that do not move, so that a captured step finds them.
 
-    InputBatch ──fill──▶ host[slot], one int64 array ──one copy──▶ one int64 tensor on the device:
+    InputBatch ──fill──▶ host[set], one int64 array ──one copy──▶ one int64 tensor on the device:
                                                      its parts are the model's inputs and the
                                                      fields of the attention's metadata
 
-The host's array is pinned where the device is CUDA, and there is one for each slot: the copy may
-still be under way when the next step is filled in. One tensor on the device is enough, because
-copies and computation are queued in order on one stream.
+The host's array is pinned where the device is CUDA, and there is one for each set of input buffers:
+the copy may still be under way when the next step is filled in. One tensor on the device is enough,
+because copies and computation are queued in order on one stream.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StaticInputs:
         backend: AttentionBackend,
         kv: KVTensors,
         device: StepDevice,
-        num_slots: int,
+        num_input_buffers: int,
     ) -> None:
         self.shape = shape
         self._backend = backend
@@ -53,14 +53,14 @@ class StaticInputs:
             sizes.update({f"{group.group_id}.{name}": size for name, size in fields.items()})
         total = sum(sizes.values())
         self._step_device = device
-        self._host = tuple(device.host_buffer(total) for _ in range(num_slots))
+        self._host = tuple(device.host_buffer(total) for _ in range(num_input_buffers))
         self._device = torch.zeros(total, dtype=torch.int64, device=kv.device)
         self._arrays = tuple(_split(host.numpy(), sizes) for host in self._host)
         self._tensors = _split(self._device, sizes)
 
-    def fill(self, inputs: InputBatch, slot: int) -> None:
+    def fill(self, inputs: InputBatch, buffers: int) -> None:
         """Write a step that is no larger than the shape, and queue its copy to the device."""
-        arrays, shape, count = self._arrays[slot], self.shape, inputs.num_tokens
+        arrays, shape, count = self._arrays[buffers], self.shape, inputs.num_tokens
         for name, values in (("token_ids", inputs.token_ids), ("positions", inputs.positions)):
             arrays[name][:count] = values[:count]
             arrays[name][count:] = 0
@@ -71,7 +71,7 @@ class StaticInputs:
         for group, layout in zip(self._kv.groups, inputs.layouts, strict=True):
             fields = _of_group(arrays, group)
             self._backend.fill_static(layout, group.window, shape, fields)
-        self._step_device.upload(self._host[slot], self._device)
+        self._step_device.upload(self._host[buffers], self._device)
 
     @property
     def token_ids(self) -> torch.Tensor:

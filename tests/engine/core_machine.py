@@ -33,7 +33,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_requests=st.sampled_from([1, 3, 8, 8]),
         context=st.sampled_from([None, 24]),
         share_blocks=st.booleans(),
-        host_slots=st.sampled_from([None, 2, 12]),
+        host_blocks=st.sampled_from([None, 2, 12]),
         margin=st.sampled_from([None, None, 0.0, 0.3, 1.0]),
         target_s=st.sampled_from([0.0, 0.0, 0.0001, 0.5]),
     )
@@ -49,7 +49,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_requests: int,
         context: int | None,
         share_blocks: bool,
-        host_slots: int | None,
+        host_blocks: int | None,
         margin: float | None,
         target_s: float,
     ) -> None:
@@ -66,7 +66,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_context=context,
             clock=self.clock,
             share_blocks=share_blocks,
-            host_slots=host_slots,
+            host_blocks=host_blocks,
             safety_margin=margin,
             target_step_time=target_s,
         )
@@ -268,7 +268,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert stats.generated_tokens == sum(map(len, self.ledger.tokens.values()))
         if not self.ledger.live:
             assert self.kv_cache.num_used_blocks == 0
-            assert self.kv_cache.num_used_host_slots == 0
+            assert self.kv_cache.num_used_host_blocks == 0
             assert len(self.runner.released) == len(self.ledger.tokens)
 
     def teardown(self) -> None:

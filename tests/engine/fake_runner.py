@@ -201,7 +201,7 @@ class FakeRunner:
         max_requests: int,
         verify: bool = True,
         late: bool = False,
-        host_slots: Sequence[int] | None = None,
+        host_blocks: Sequence[int] | None = None,
     ) -> None:
         self.kv_cache = kv_cache
         self.max_batch_tokens = max_batch_tokens
@@ -227,7 +227,7 @@ class FakeRunner:
         ]
         self._host: list[Slots] = [
             np.full((slots, size), _GARBAGE, dtype=np.int64)
-            for slots in (host_slots or [0] * len(kv_cache.pools))
+            for slots in (host_blocks or [0] * len(kv_cache.pools))
         ]
 
     def launch(self, batch: ScheduledBatch) -> _Step:
@@ -447,16 +447,16 @@ def make_core(
     overlap: bool = False,
     late: bool = False,
     share_blocks: bool = False,
-    host_slots: int | None = None,
+    host_blocks: int | None = None,
     target_step_time: float = 0.0,
 ) -> tuple[EngineCore, FakeRunner, KVCacheManager]:
     """A core around a fake runner; max_context None: what the cache holds for one request;
-    host_slots: of each group.
+    host_blocks: of each group.
     """
     sizes = [num_blocks] * len(windows) if isinstance(num_blocks, int) else list(num_blocks)
-    slots = None if host_slots is None else [host_slots] * len(windows)
+    slots = None if host_blocks is None else [host_blocks] * len(windows)
     kv_cache = KVCacheManager(
-        make_groups(*windows), sizes, block_size, share_blocks=share_blocks, host_slots=slots
+        make_groups(*windows), sizes, block_size, share_blocks=share_blocks, host_blocks=slots
     )
     runner = FakeRunner(
         kv_cache,
@@ -464,7 +464,7 @@ def make_core(
         max_requests=max_requests,
         verify=verify,
         late=late,
-        host_slots=slots,
+        host_blocks=slots,
     )
     scheduler = scheduler_class(policy)(
         kv_cache,

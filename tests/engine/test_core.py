@@ -79,7 +79,7 @@ def test_ten_thousand_requests(policy: str) -> None:
         overlap=policy != "fifo",
         late=policy == "prefill_first",
         share_blocks=True,
-        host_slots=8,
+        host_blocks=8,
     )
     chance = random.Random(7)
     traffic(core, runner, 300, chance, first=20_000)  # whatever stays is there from here on
@@ -484,7 +484,7 @@ def test_what_was_not_copied_to_the_host_or_back_is_computed_again(
     what: str, at_launch: bool, overlap: bool
 ) -> None:
     core, runner, kv_cache = make_core(
-        policy="priority", num_blocks=8, overlap=overlap, late=overlap, host_slots=8
+        policy="priority", num_blocks=8, overlap=overlap, late=overlap, host_blocks=8
     )
     ledger = Ledger()
     failed: list[ScheduledBatch] = []
@@ -506,13 +506,13 @@ def test_what_was_not_copied_to_the_host_or_back_is_computed_again(
     lost, kept = ("high", "low") if what == "offloads" else ("low", "high")
     assert ledger.end(lost).reason is FinishReason.ERROR
     assert ledger.end(kept).reason is FinishReason.LENGTH
-    assert kv_cache.num_used_host_slots == kv_cache.num_used_blocks == 0
+    assert kv_cache.num_used_host_blocks == kv_cache.num_used_blocks == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_offloaded_request_goes_on_where_it_was(overlap: bool) -> None:
     core, runner, _ = make_core(
-        policy="priority", num_blocks=8, overlap=overlap, late=overlap, host_slots=8
+        policy="priority", num_blocks=8, overlap=overlap, late=overlap, host_blocks=8
     )
     ledger = Ledger()
     add(core, ledger, make_request("low", range(15), 9, priority=-1))
@@ -640,16 +640,16 @@ def test_a_prompt_alone_ends_all_choices() -> None:
     assert {end.usage.completion_tokens for end in ledger.ends.values()} == {0}
 
 
-@pytest.mark.parametrize("host_slots", [None, 32])
+@pytest.mark.parametrize("host_blocks", [None, 32])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_prompt_logprobs_are_whole_after_chunks_and_preemptions(
-    host_slots: int | None, overlap: bool
+    host_blocks: int | None, overlap: bool
 ) -> None:
     core, _runner, _ = make_core(
         policy="priority",
         num_blocks=10,
         max_batch_tokens=5,
-        host_slots=host_slots,
+        host_blocks=host_blocks,
         share_blocks=True,
         overlap=overlap,
         late=overlap,

@@ -139,9 +139,9 @@ def test_a_waiting_request_of_higher_priority_need_not_wait_for_held_blocks() ->
     assert rig.ledger.end("high").reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("host_slots", [None, 12])
-def test_where_the_batch_is_full_it_waits_at_the_head_of_the_queue(host_slots: int | None) -> None:
-    rig = Rig(num_blocks=64, max_requests=1, overlap=True, host_slots=host_slots)
+@pytest.mark.parametrize("host_blocks", [None, 12])
+def test_where_the_batch_is_full_it_waits_at_the_head_of_the_queue(host_blocks: int | None) -> None:
+    rig = Rig(num_blocks=64, max_requests=1, overlap=True, host_blocks=host_blocks)
     rig.add("a", max_tokens=20)
     rig.steps(3)
     rig.hold("a")
@@ -155,7 +155,7 @@ def test_where_the_batch_is_full_it_waits_at_the_head_of_the_queue(host_slots: i
     ends = [rig.ledger.end(name).timings.finished for name in ("b", "a", "c")]
     assert ends == sorted(ends)
     assert rig.preemptions("a") == 1
-    assert rig.core.stats().restores == (0 if host_slots is None else 1)
+    assert rig.core.stats().restores == (0 if host_blocks is None else 1)
 
 
 def test_one_that_waits_leaves_the_queue_and_comes_back_to_its_head() -> None:
@@ -234,7 +234,7 @@ def test_ends_of_held_requests() -> None:
 
 
 def test_what_a_failed_step_should_have_offloaded_is_computed_again() -> None:
-    rig = Rig(num_blocks=9, block_size=4, max_batch_tokens=32, host_slots=12)
+    rig = Rig(num_blocks=9, block_size=4, max_batch_tokens=32, host_blocks=12)
     rig.add("held", length=20)
     rig.steps(3)
     rig.hold("held")

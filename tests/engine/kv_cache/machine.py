@@ -27,10 +27,10 @@ class SharingMachine(RuleBasedStateMachine):
         windows=st.sampled_from([(None,), (4,), (None, 3), (2, 6), (None, 1, 5)]),
         block_size=st.sampled_from([1, 2, 3]),
         num_blocks=st.sampled_from([30, 16, 9]),
-        host_slots=st.sampled_from([12, 30, 5, 0]),
+        host_blocks=st.sampled_from([12, 30, 5, 0]),
     )
     def build(
-        self, windows: tuple[int | None, ...], block_size: int, num_blocks: int, host_slots: int
+        self, windows: tuple[int | None, ...], block_size: int, num_blocks: int, host_blocks: int
     ) -> None:
         self.sim = Simulation(
             KVCacheManager(
@@ -38,7 +38,7 @@ class SharingMachine(RuleBasedStateMachine):
                 [num_blocks - i for i in range(len(windows))],
                 block_size,
                 share_blocks=True,
-                host_slots=[host_slots] * len(windows),
+                host_blocks=[host_blocks] * len(windows),
             )
         )
 

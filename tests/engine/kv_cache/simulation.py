@@ -348,8 +348,8 @@ class Simulation:
         live = set(self.running) | set(self.waiting)
         if not live:
             assert kv_cache.num_used_blocks == 0
-            assert kv_cache.num_used_host_slots == 0
-        assert kv_cache.num_used_host_slots <= kv_cache.num_host_slots
+            assert kv_cache.num_used_host_blocks == 0
+        assert kv_cache.num_used_host_blocks <= kv_cache.num_host_blocks
 
     def live(self) -> Iterator[Request]:
         yield from self.running.values()

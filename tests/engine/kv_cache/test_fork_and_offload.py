@@ -22,7 +22,7 @@ def _manager(
         [blocks] * len(windows),
         block_size,
         share_blocks=share,
-        host_slots=[slots] * len(windows),
+        host_blocks=[slots] * len(windows),
     )
 
 
@@ -146,7 +146,7 @@ def test_a_child_that_is_preempted_before_its_copy_is_made_is_computed_again() -
     child.num_computed_tokens = kv_cache.fork(parent, child) or 0
     assert _preempt(kv_cache, child) == 0
     assert kv_cache.take_copies() is NO_COPIES
-    assert kv_cache.num_used_host_slots == 0
+    assert kv_cache.num_used_host_blocks == 0
     assert kv_cache.find_prefix(child) == 8, "and finds the prompt in the cache"
 
 
@@ -203,7 +203,7 @@ def test_a_preempted_request_comes_back_from_the_host() -> None:
     blocks = _held(kv_cache, request)
     assert _preempt(kv_cache, request) == 10
     assert kv_cache.num_used_blocks == 0
-    assert kv_cache.num_used_host_slots == 3
+    assert kv_cache.num_used_host_blocks == 3
     assert kv_cache.offloads == 0, "not yet"
     copies = kv_cache.take_copies()
     assert [c.source for c in copies.offloads] == blocks
@@ -217,7 +217,7 @@ def test_a_preempted_request_comes_back_from_the_host() -> None:
     back = kv_cache.take_copies()
     assert [c.source for c in back.restores] == [c.target for c in copies.offloads]
     assert [c.target for c in back.restores] == _held(kv_cache, request)
-    assert (back.offloads, kv_cache.num_used_host_slots, kv_cache.restores) == ((), 0, 1)
+    assert (back.offloads, kv_cache.num_used_host_blocks, kv_cache.restores) == ((), 0, 1)
     kv_cache.check_integrity()
 
 
@@ -237,13 +237,13 @@ def test_only_blocks_that_hold_computed_tokens_are_kept() -> None:
 
 
 def test_a_host_without_room_in_one_group_keeps_nothing() -> None:
-    kv_cache = KVCacheManager(make_groups(None, 6), [20, 20], 4, host_slots=[20, 1])
+    kv_cache = KVCacheManager(make_groups(None, 6), [20, 20], 4, host_blocks=[20, 1])
     request = _run(kv_cache, make_request(1, PROMPT))
     assert _preempt(kv_cache, request) == 0
-    assert kv_cache.num_used_host_slots == 0
+    assert kv_cache.num_used_host_blocks == 0
     assert kv_cache.num_used_blocks == 0
     assert kv_cache.take_copies() is NO_COPIES
-    assert kv_cache.num_host_slots == 21
+    assert kv_cache.num_host_blocks == 21
 
 
 def test_null_entries_of_a_sliding_group_stay_null() -> None:
@@ -252,7 +252,7 @@ def test_null_entries_of_a_sliding_group_stay_null() -> None:
     request.token_ids.append(request.token_ids[0])
     assert _held(kv_cache, request, 1)[:3] == [0, 0, 0]
     assert _preempt(kv_cache, request) == 10
-    assert kv_cache.num_used_host_slots == 5 + 2
+    assert kv_cache.num_used_host_blocks == 5 + 2
     kv_cache.take_copies()
     assert kv_cache.start(request) == 10
     assert _held(kv_cache, request, 1)[:3] == [0, 0, 0]
@@ -305,7 +305,7 @@ def test_a_cancelled_request_takes_its_planned_copies_with_it() -> None:
     kv_cache.free(request.key)
     kv_cache.check_integrity()
     assert kv_cache.take_copies() is NO_COPIES
-    assert kv_cache.num_used_host_slots == 0
+    assert kv_cache.num_used_host_blocks == 0
 
     request = _run(kv_cache, make_request(2, PROMPT))
     _preempt(kv_cache, request)
@@ -314,7 +314,7 @@ def test_a_cancelled_request_takes_its_planned_copies_with_it() -> None:
     kv_cache.free(request.key)
     kv_cache.check_integrity()
     assert kv_cache.take_copies() is NO_COPIES
-    assert (kv_cache.num_used_host_slots, kv_cache.num_used_blocks) == (0, 0)
+    assert (kv_cache.num_used_host_blocks, kv_cache.num_used_blocks) == (0, 0)
     assert kv_cache.restores == 0
 
 
@@ -377,7 +377,7 @@ def test_failed_copies_name_those_who_lost_their_kv() -> None:
     for key in lost:
         kv_cache.free(key)
     kv_cache.check_integrity()
-    assert kv_cache.num_used_host_slots == 0
+    assert kv_cache.num_used_host_blocks == 0
     assert kv_cache.num_used_blocks == 3, "the parent's"
     assert kv_cache.copies_failed(NO_COPIES) == frozenset()
 
@@ -389,7 +389,7 @@ def test_who_comes_back_from_a_failed_offload_has_lost_its_kv_too() -> None:
     failed = kv_cache.take_copies()
     kv_cache.start(request)
     kv_cache.take_copies()  # the next step is under way when the first one's failure shows
-    assert kv_cache.num_used_host_slots == 0
+    assert kv_cache.num_used_host_blocks == 0
     assert kv_cache.copies_failed(failed) == {request.key}
 
 
@@ -403,7 +403,7 @@ def test_a_restore_without_room_takes_nothing() -> None:
     with pytest.raises(ValueError, match="without room"):
         kv_cache.start(request)
     kv_cache.check_integrity()
-    assert kv_cache.num_used_host_slots == 3
+    assert kv_cache.num_used_host_blocks == 3
 
 
 def test_integrity_finds_copies_that_go_astray() -> None:

@@ -205,8 +205,8 @@ def the_wish_to_bypass_is_ignored(patch: Patch) -> None:
     patch.setattr(KVCacheManager, "_uses_prefixes", lambda self, request: True)
 
 
-@bug("reads|not its host slot")
-def a_restore_reads_the_wrong_slot(patch: Patch) -> None:
+@bug("reads|not its host block")
+def a_restore_reads_the_wrong_block(patch: Patch) -> None:
     def restore(
         original: Any, host: HostCache, key: RequestKey, blocks: Sequence[Sequence[BlockId]]
     ) -> None:
@@ -216,13 +216,13 @@ def a_restore_reads_the_wrong_slot(patch: Patch) -> None:
 
 
 @bug("reads")
-def a_host_slot_is_reused_in_the_step_that_restores(patch: Patch) -> None:
+def a_host_block_is_reused_in_the_step_that_restores(patch: Patch) -> None:
     def restore(
         original: Any, host: Any, key: RequestKey, blocks: Sequence[Sequence[BlockId]]
     ) -> None:
         original(host, key, blocks)
         for free, part in zip(host._free, host._kept[key].groups, strict=True):
-            free.extend(part.slots)
+            free.extend(part.blocks)
         early.add(key)
 
     def drop(original: Any, host: Any, key: RequestKey) -> None:
@@ -239,8 +239,8 @@ def a_host_slot_is_reused_in_the_step_that_restores(patch: Patch) -> None:
     patch.setattr(HostCache, "check_integrity", lambda self: None)
 
 
-@bug("host slots were lost")
-def a_dropped_request_keeps_its_slots(patch: Patch) -> None:
+@bug("host blocks were lost")
+def a_dropped_request_keeps_its_host_blocks(patch: Patch) -> None:
     def drop(original: Any, host: Any, key: RequestKey) -> None:
         host._offloads.pop(key, None)
         host._restores.pop(key, None)
@@ -249,7 +249,7 @@ def a_dropped_request_keeps_its_slots(patch: Patch) -> None:
     _wrap(patch, HostCache, "drop", drop)
 
 
-@bug("not its host slot")
+@bug("not its host block")
 def a_dropped_requests_copies_are_made(patch: Patch) -> None:
     def drop(original: Any, host: Any, key: RequestKey) -> None:
         planned = host._offloads.get(key)

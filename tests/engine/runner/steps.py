@@ -61,7 +61,7 @@ def make_core(
         plan.num_blocks,
         plan.block_size,
         share_blocks=share_blocks,
-        host_slots=plan.host_slots,
+        host_blocks=plan.host_blocks,
     )
     scheduler = FIFOScheduler(
         kv_cache, max_batch_tokens=plan.max_batch_tokens, max_requests_per_batch=plan.max_requests

@@ -134,8 +134,8 @@ def test_a_step_of_copies_alone(loaded: Callable[[str], LoadedModel]) -> None:
     """A batch without requests moves its blocks and samples nothing."""
     config = ContinuousBatchingConfig(block_size=8, num_blocks=8, cpu_offload_space=0.01)
     built = build_runner(loaded("gemma3")._verified, config, lambda line: None)
-    assert len(built.plan.host_slots) == len(built.groups) == 2
-    assert min(built.plan.host_slots) > 2
+    assert len(built.plan.host_blocks) == len(built.groups) == 2
+    assert min(built.plan.host_blocks) > 2
     kv = built.runner.kv
     layer = kv.groups[1].layers[0]
     kv.caches[layer].keys[8:16] = 1.5

@@ -237,7 +237,7 @@ def test_no_room_for_a_single_block() -> None:
 
 def test_nothing_is_offloaded_unless_asked() -> None:
     found = plan(groups=(FULL, SLIDING))
-    assert found.host_slots == (0, 0)
+    assert found.host_blocks == (0, 0)
     assert found.host_bytes == 0
 
 
@@ -246,7 +246,7 @@ def test_the_offload_space_is_divided_as_requests_divide_it(
 ) -> None:
     with caplog.at_level("INFO", logger="engine.runner.memory"):
         found = plan(100 * GIB, groups=(FULL, SLIDING), cpu_offload_space=1)
-    full, sliding = found.host_slots
+    full, sliding = found.host_blocks
     # The longest request has 256 blocks with full attention, and 5 in the window of 64 tokens.
     assert full / sliding == pytest.approx(256 / 5, rel=1e-2)
     assert found.host_bytes == (full + sliding) * 16 * 1024
@@ -277,5 +277,5 @@ def test_too_little_space_for_a_block_turns_offloading_off(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     found = plan(groups=(FULL, SLIDING), cpu_offload_space=0.00001)
-    assert found.host_slots == (0, 0)
+    assert found.host_blocks == (0, 0)
     assert "KV offload is off" in caplog.text

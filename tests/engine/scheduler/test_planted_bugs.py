@@ -248,7 +248,7 @@ def run_traffic() -> None:
             overlap=index >= 3,
             late=index >= 3,
             share_blocks=index >= 2,
-            host_slots=4,
+            host_blocks=4,
         )
         traffic(core, runner, 80, random.Random(index)).check(core.max_context_tokens)
         kv_cache.check_integrity()

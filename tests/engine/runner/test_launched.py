@@ -1,4 +1,4 @@
-"""Two slots: a step is launched before the last one's tokens are here, and nothing changes."""
+"""Two sets of buffers: a step is launched before the last tokens are here; nothing changes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from engine.kv_cache.copies import BlockCopy, StepCopies
 from engine.offline import LoadedModel
 from engine.outputs import FinishReason, RequestOutput
 from engine.request import LogprobParams
+from engine.runner.launched import InputBuffers
 from engine.runner.loader import LoadedRunner
 from engine.runner.model_runner import ModelRunner
-from engine.runner.slots import Slots
 from engine.runner_protocol import INVALID_TOKEN
 from engine.sampling_params import SamplingParams, StopParams
 from engine.types import GroupId, RequestKey, TokenId
@@ -104,9 +104,9 @@ def test_overlap_changes_no_token(
 def test_the_late_device_sees_a_buffer_that_is_overwritten(
     loaded: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one slot for two pending steps, the stand-in fails: so with two, it proves something."""
-    monkeypatch.setattr(Slots, "take", lambda self: 0)
-    monkeypatch.setattr(Slots, "free", lambda self, slot: None)
+    """With one set for two pending steps, the stand-in fails: so with two, it proves something."""
+    monkeypatch.setattr(InputBuffers, "take", lambda self: 0)
+    monkeypatch.setattr(InputBuffers, "free", lambda self, index: None)
     graphs = RecordingBackend()
     built = build(loaded("llama"), use_async_batching=True, graphs=graphs)
     core = make_core(built, runner=with_device(built, LateDevice(), graphs=graphs), overlap=True)
@@ -117,13 +117,13 @@ def test_the_late_device_sees_a_buffer_that_is_overwritten(
 
 
 def test_a_third_step_is_refused(loaded: Callable[[str], LoadedModel]) -> None:
-    """One slot, and a core that overlaps: wired wrongly, the step fails and says why."""
-    slots = Slots(1)
-    slots.take()
+    """One set, and a core that overlaps: wired wrongly, the step fails and says why."""
+    buffers = InputBuffers(1)
+    buffers.take()
     with pytest.raises(RuntimeError, match="all input buffers are in use"):
-        slots.take()
-    slots.free(0)
-    assert slots.take() == 0
+        buffers.take()
+    buffers.free(0)
+    assert buffers.take() == 0
 
 
 def test_logprobs_and_ends_under_overlap(loaded: Callable[[str], LoadedModel]) -> None:
@@ -184,7 +184,7 @@ def test_an_invalid_token_fails_its_request_alone(
     assert tokens_of(outputs["b"]) == greedy_reference(llama.model, prompts[1], 8)
 
 
-def test_a_step_that_fails_gives_its_slot_back(
+def test_a_step_that_fails_gives_its_buffers_back(
     loaded: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llama = loaded("llama")
@@ -206,7 +206,7 @@ def _fail(*args: object) -> None:
     raise RuntimeError("scripted failure")
 
 
-def test_copies_alone_take_no_slot(loaded: Callable[[str], LoadedModel]) -> None:
+def test_copies_alone_take_no_buffers(loaded: Callable[[str], LoadedModel]) -> None:
     runner = build(loaded("llama")).runner
     batch = ScheduledBatch((), 0, StepCopies(forks=(BlockCopy(GroupId(0), 1, 2),)))
     for _ in range(3):

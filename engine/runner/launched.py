@@ -1,11 +1,12 @@
 """Steps between their launch and their results.
 
-    launch ─▶ take a slot ─▶ … ─▶ tokens on the device ──queued copy──▶ tokens on the host
-                                     │                                     ▲
-                                     └▶ carried into the next step         └── result: waits, frees
-                                                                               the slot
+    launch ─▶ take buffers ─▶ … ─▶ tokens on the device ──queued copy──▶ tokens on the host
+                                       │                                     ▲
+                                       └▶ carried into the next step         └── result: waits,
+                                                                                 frees the buffers
 
-A slot is a set of input buffers on the host. With two of them a step can be launched while the one
+A step's inputs are written to a set of buffers on the host. With two sets a step can be launched
+while the one
 before it still runs: a request's next token is then not on the host yet, and is carried over on the
 device.
 """
@@ -26,14 +27,14 @@ from engine.sampling.sampler import SampledRows
 from engine.types import RequestKey
 
 
-class Slots:
+class InputBuffers:
     """Which sets of input buffers are in use."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count))
 
     def take(self) -> int:
-        """A slot that no step uses.
+        """A set that no step uses.
 
         Raises:
             RuntimeError: each belongs to a step whose results were not collected.
@@ -42,9 +43,9 @@ class Slots:
             raise RuntimeError("a step was launched while all input buffers are in use")
         return self._free.pop(0)
 
-    def free(self, slot: int) -> None:
-        """Give a slot back."""
-        self._free.append(slot)
+    def free(self, index: int) -> None:
+        """Give a set back."""
+        self._free.append(index)
 
 
 class CarriedTokens:
@@ -84,15 +85,15 @@ class LaunchedStep:
 
     def __init__(
         self,
-        slots: Slots,
-        slot: int,
+        buffers: InputBuffers,
+        index: int,
         device: StepDevice,
         rows: SampledRows,
         prompt_logprobs: Mapping[RequestKey, Sequence[TokenLogprobs]],
     ) -> None:
         """Queue the copies of what was sampled, and mark the step's end."""
-        self._slots = slots
-        self._slot = slot
+        self._buffers = buffers
+        self._index = index
         self._rows = rows.copied(device.download)
         self._prompt_logprobs = prompt_logprobs
         self._end = device.record()
@@ -104,4 +105,4 @@ class LaunchedStep:
             token_ids, logprobs = self._rows.result()
             return SampledTokens(token_ids, logprobs, self._prompt_logprobs)
         finally:
-            self._slots.free(self._slot)
+            self._buffers.free(self._index)
