@@ -41,13 +41,13 @@ class TritonMetadata(AttentionMetadata):
     """One group's metadata.
 
     Attributes:
-        slots, begins, starts, counts, table_begins, blocks: see `triton_kernels`.
+        slot_mapping, begins, starts, counts, table_begins, blocks: see `triton_kernels`.
         block_size: tokens in a block.
         window: 0: none.
         decode_rows, prefill_row, prefill_rows, longest: see `triton_launch.triton_attention`.
     """
 
-    slots: torch.Tensor
+    slot_mapping: torch.Tensor
     begins: torch.Tensor
     starts: torch.Tensor
     counts: torch.Tensor
@@ -72,7 +72,7 @@ class TritonAttentionBackend(AttentionBackend):
         """See the base class."""
         rows, width = layout.tables.shape
         sizes = {
-            "slots": len(layout.positions) + layout.num_padding,
+            "slot_mapping": len(layout.positions) + layout.num_padding,
             "begins": rows + 1,
             "starts": rows,
             "counts": rows,
@@ -106,7 +106,7 @@ class TritonAttentionBackend(AttentionBackend):
     def static_fields(self, shape: StaticShape, window: int | None) -> Mapping[str, int]:
         """See the base class."""
         return {
-            "slots": shape.tokens,
+            "slot_mapping": shape.tokens,
             "begins": shape.requests + 1,
             "starts": shape.requests,
             "counts": shape.requests,
@@ -164,7 +164,7 @@ class TritonAttentionBackend(AttentionBackend):
             value,
             cache.keys,
             cache.values,
-            metadata.slots,
+            metadata.slot_mapping,
             metadata.begins,
             metadata.starts,
             metadata.counts,
@@ -193,8 +193,8 @@ def _fill_requests(layout: BatchLayout, arrays: _Arrays) -> None:
     """All but the tables. What is behind the last request has no tokens."""
     rows, tokens = len(layout.counts), len(layout.positions)
     row_of_token = np.repeat(np.arange(rows), layout.counts)
-    arrays["slots"][:tokens] = slots_of(layout, row_of_token, layout.positions)
-    arrays["slots"][tokens:] = 0
+    arrays["slot_mapping"][:tokens] = slots_of(layout, row_of_token, layout.positions)
+    arrays["slot_mapping"][tokens:] = 0
     arrays["begins"][0] = 0
     arrays["begins"][1 : rows + 1] = np.cumsum(layout.counts)
     arrays["begins"][rows + 1 :] = tokens

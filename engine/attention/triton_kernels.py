@@ -23,7 +23,7 @@ Scores, softmax and sums are float32. Scores are kept in units of log 2: 2^x is 
 has. What is beyond a context or before a window is never read: it may be NaN.
 
 Arrays of a step, all int64 (see `triton_backend`):
-    slots [T]           where a token's key and value go; in the null block: padding
+    slot_mapping [T]    where a token's key and value go; in the null block: padding
     begins [R + 1]      a request's first token in the flat row
     starts [R]          its position
     counts [R]          its tokens; 0: padding
@@ -42,7 +42,7 @@ MERGED = tl.constexpr(16)
 """Cuts that are merged at once."""
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_STEP_ARRAYS = ["slots", "begins", "starts", "counts", "table_begins", "blocks"]
+_STEP_ARRAYS = ["slot_mapping", "begins", "starts", "counts", "table_begins", "blocks"]
 
 
 @triton.jit(do_not_specialize=_STEP_ARRAYS)
@@ -52,7 +52,7 @@ def write_kernel(
     keys,
     values,
     output,
-    slots,
+    slot_mapping,
     key_head_stride,
     key_token_stride,
     value_head_stride,
@@ -68,7 +68,7 @@ def write_kernel(
 ):
     """Grid [T]. Output of tokens in the null block becomes 0: nobody else may write it."""
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
+    slot = tl.load(slot_mapping + token)
     heads = tl.arange(0, BLOCK_H)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
     inside = (heads < KV_HEADS) & (dims < DIM)

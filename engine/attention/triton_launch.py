@@ -33,9 +33,9 @@ _PARTIALS = 256
 _SHARED_SLACK = 8 << 10
 """Bytes of shared memory that the compiler may want beside the tiles."""
 _SCHEMA = (
-    "(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, "
-    "Tensor begins, Tensor starts, Tensor counts, Tensor table_begins, Tensor blocks, "
-    "Tensor? sinks, int block_size, int window, int decode_rows, int prefill_row, "
+    "(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
+    "Tensor slot_mapping, Tensor begins, Tensor starts, Tensor counts, Tensor table_begins, "
+    "Tensor blocks, Tensor? sinks, int block_size, int window, int decode_rows, int prefill_row, "
     "int prefill_rows, int longest, float scaling, float? softcap) -> Tensor"
 )
 
@@ -162,7 +162,7 @@ def triton_attention(
     value: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     begins: torch.Tensor,
     starts: torch.Tensor,
     counts: torch.Tensor,
@@ -183,7 +183,7 @@ def triton_attention(
     Args:
         query: [Hq, T, D]. key: [Hkv, T, D]. value: [Hkv, T, Dv]. Of one dtype with the cache.
         keys, values: the layer's cache, [num_slots, Hkv, D] and [num_slots, Hkv, Dv].
-        slots, begins, starts, counts, table_begins, blocks: see `triton_kernels`.
+        slot_mapping, begins, starts, counts, table_begins, blocks: see `triton_kernels`.
         sinks: [Hq].
         block_size: tokens in a block.
         window: 0: none.
@@ -222,7 +222,7 @@ def triton_attention(
     )
     with _on_its_device(query):
         write_kernel[(tokens,)](
-            *(key, value, keys, values, output, slots),
+            *(key, value, keys, values, output, slot_mapping),
             *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
             HEADS=heads,
             BLOCK_H=_padded(kv_heads),
@@ -331,12 +331,12 @@ def try_out(device: torch.device) -> None:
     """
     step = torch.zeros((1, 1, 16), device=device)
     cache, output = torch.zeros((2, 1, 16), device=device).unbind(0)
-    slots = torch.zeros(1, dtype=torch.int64, device=device)
+    slot_mapping = torch.zeros(1, dtype=torch.int64, device=device)
     strides = (16, 16, 16, 16)
     sizes = {"KV_HEADS": 1, "DIM": 16, "VALUE_DIM": 16, "BLOCK_D": 16, "BLOCK_V": 16}
     with _on_its_device(step):
         write_kernel[(1,)](
-            *(step, step, cache, cache, output, slots, *strides),
+            *(step, step, cache, cache, output, slot_mapping, *strides),
             BLOCK_SIZE=1,
             HEADS=1,
             BLOCK_H=1,

@@ -1,7 +1,7 @@
 """Paged attention on a CUDA device by the FlashAttention that torch brings along
 (`torch.nn.attention.varlen`, from torch 2.12 on): no compiler is needed.
 
-    step ─▶ slots, begins of queries, lengths of contexts, block tables
+    step ─▶ slot_mapping, begins of queries, lengths of contexts, block tables
          ─▶ write keys and values ─▶ varlen_attn_out, through the tables
 
 It is for 16-bit types, blocks of a multiple of 256 tokens, and layers whose keys and values have
@@ -45,9 +45,9 @@ _HEAD_MULTIPLE = 8
 _MAX_TABLES = 1 << 20
 """Entries of block tables that a captured step may have: 8 MiB that are copied at each replay."""
 _SCHEMA = (
-    "(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, "
-    "Tensor query_begins, Tensor key_begins, Tensor lengths, Tensor tables, int block_size, "
-    "int window, int max_queries, int max_keys, float scaling) -> Tensor"
+    "(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
+    "Tensor slot_mapping, Tensor query_begins, Tensor key_begins, Tensor lengths, Tensor tables, "
+    "int block_size, int window, int max_queries, int max_keys, float scaling) -> Tensor"
 )
 _NEEDED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits")
 
@@ -57,7 +57,7 @@ class VarlenMetadata(AttentionMetadata):
     """One group's metadata; R requests, of which those behind the last have no tokens.
 
     Attributes:
-        slots: int64 [T], where keys and values are written; 0 for padding.
+        slot_mapping: int64 [T], where keys and values are written; 0 for padding.
         query_begins, key_begins: int32 [R + 1], sums of the tokens and of the contexts before each.
         lengths: int32 [R], contexts, this step's tokens included.
         tables: int32 [R, W], block tables.
@@ -66,7 +66,7 @@ class VarlenMetadata(AttentionMetadata):
         max_queries, max_keys: no request has more tokens, or a longer context.
     """
 
-    slots: torch.Tensor
+    slot_mapping: torch.Tensor
     query_begins: torch.Tensor
     key_begins: torch.Tensor
     lengths: torch.Tensor
@@ -176,7 +176,7 @@ class VarlenAttentionBackend(AttentionBackend):
             value,
             cache.keys,
             cache.values,
-            metadata.slots,
+            metadata.slot_mapping,
             metadata.query_begins,
             metadata.key_begins,
             metadata.lengths,
@@ -196,8 +196,8 @@ def _width(shape: StaticShape) -> int:
 
 
 def _sizes(tokens: int, rows: int, width: int) -> dict[str, int]:
-    """The arrays, and how many numbers each has. All but slots become 32-bit numbers together."""
-    return {"slots": tokens, "requests": 2 * (rows + 1) + rows + rows * width}
+    """The arrays, and how many elements each has. All but slot_mapping become int32 together."""
+    return {"slot_mapping": tokens, "requests": 2 * (rows + 1) + rows + rows * width}
 
 
 def _split(requests: torch.Tensor, width: int) -> list[torch.Tensor]:
@@ -212,8 +212,8 @@ def _fill(layout: BatchLayout, arrays: Mapping[str, npt.NDArray[np.int64]], widt
     """Write a step's numbers, whole. Requests behind the last have no tokens and no context."""
     count, tokens = len(layout.counts), len(layout.positions)
     row_of_token = np.repeat(np.arange(count), layout.counts)
-    arrays["slots"][:tokens] = slots_of(layout, row_of_token, layout.positions)
-    arrays["slots"][tokens:] = 0
+    arrays["slot_mapping"][:tokens] = slots_of(layout, row_of_token, layout.positions)
+    arrays["slot_mapping"][tokens:] = 0
     views = _split(torch.from_numpy(arrays["requests"]), width)
     query_begins, key_begins, lengths, tables = (one.numpy() for one in views)
     ends = layout.starts + layout.counts
@@ -240,7 +240,7 @@ def _metadata(
 ) -> VarlenMetadata:
     query_begins, key_begins, lengths, tables = _split(fields["requests"].int(), width)
     return VarlenMetadata(
-        slots=fields["slots"],
+        slot_mapping=fields["slot_mapping"],
         query_begins=query_begins,
         key_begins=key_begins,
         lengths=lengths,
@@ -261,7 +261,7 @@ def varlen_attention(
     value: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     query_begins: torch.Tensor,
     key_begins: torch.Tensor,
     lengths: torch.Tensor,
@@ -277,12 +277,12 @@ def varlen_attention(
     Args:
         query: [Hq, T, D]. key, value: [Hkv, T, D]. Of one dtype with the cache.
         keys, values: the layer's cache, [num_slots, Hkv, D].
-        slots, query_begins, key_begins, lengths, tables: see VarlenMetadata.
+        slot_mapping, query_begins, key_begins, lengths, tables: see VarlenMetadata.
         block_size, window, max_queries, max_keys: likewise.
         scaling: see AttentionParams.
     """
-    keys.index_copy_(0, slots, key.transpose(0, 1))
-    values.index_copy_(0, slots, value.transpose(0, 1))
+    keys.index_copy_(0, slot_mapping, key.transpose(0, 1))
+    values.index_copy_(0, slot_mapping, value.transpose(0, 1))
     heads, tokens, dim = query.shape
     by_token = query.transpose(0, 1)
     if by_token.stride(-1) != 1:
