@@ -7,7 +7,7 @@ The other addresses answer health too, on the event loop, in turn with whatever 
 anybody who may connect can open calls faster than they are refused, and a probe stands behind them
 in a queue of gRPC's. So an operator whose addresses can be reached by strangers gives the probes
 one that cannot: what arrives elsewhere does not stand in front of it, and a busy event loop delays
-it by some of the interpreter's turns of 5 ms.
+it by some of the interpreter's switch intervals of 5 ms.
 
 It speaks plain text, as orchestrators' probes do, and tells nothing but statuses.
 """

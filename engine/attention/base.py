@@ -134,7 +134,7 @@ class AttentionBackend(ABC):
     """What it computes with; None: any."""
     block_multiple: int = 1
     """Tokens in a block must be a multiple of this."""
-    turn: AbstractContextManager[object] = nullcontext()
+    step_lock: AbstractContextManager[object] = nullcontext()
     """Held while a step is computed. Several engines may share a model, each with a thread of its
     own; where steps share scratch memory, they take turns.
     """

@@ -43,13 +43,13 @@ class NativeMetadata(AttentionMetadata):
 
 
 class NativeAttentionBackend(AttentionBackend):
-    """See the module. Whoever computes a step holds `turn`."""
+    """See the module. Whoever computes a step holds `step_lock`."""
 
     def __init__(self, library: NativeLibrary) -> None:
         self.name = f"native, {library.isa}"
         self._attention = library.attention
         self.scratch = torch.empty(0)
-        self.turn = threading.Lock()
+        self.step_lock = threading.Lock()
 
     def prepare(
         self, layout: BatchLayout, window: int | None, like: torch.Tensor

@@ -110,7 +110,7 @@ class ModelForward:
         """
         context = AttentionContext(self.backend, self.kv.caches, metadata)
         number = self._numbers.get(path)
-        with self.backend.turn:
+        with self.backend.step_lock:
             if number is None:
                 return self._call(path, token_ids, positions, logit_rows, context)
             with calling(number, context):

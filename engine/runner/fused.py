@@ -75,7 +75,7 @@ class AttentionPlan:
 
     Attributes:
         num_heads, num_kv_heads, head_dim: Hq, Hkv, D; values have D numbers, too.
-        rotary_dim: how many of a head's numbers are turned; 0: none.
+        rotary_dim: how many elements of a head are rotated; 0: none.
         joined: q_proj, k_proj and v_proj; None: they are three.
         form: of the norms of queries and keys; see NormPlan. None: there are none.
         eps: of both.
@@ -324,7 +324,7 @@ def _project(
     embeddings: tuple[torch.Tensor, torch.Tensor] | None,
     plan: AttentionPlan,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [B, Hq, T, D], keys and values [B, Hkv, T, D], normed and turned."""
+    """Queries [B, Hq, T, D], keys and values [B, Hkv, T, D], normed and rotated."""
     heads, kv_heads, width = plan.num_heads, plan.num_kv_heads, plan.head_dim
     batch, tokens, _ = x.shape
     if plan.joined is None:
@@ -343,11 +343,11 @@ def _project(
         norms = None
         if plan.form is not None:
             norms = tuple(layers[f"{name}_norm"]._parameters["weight"] for name in "qk")
-        turn_heads(addresses, strides, batch * tokens, embeddings, norms, plan)
+        rotate_heads(addresses, strides, batch * tokens, embeddings, norms, plan)
     return query, key, value
 
 
-def turn_heads(
+def rotate_heads(
     addresses: tuple[int, int],
     strides: tuple[int, int],
     tokens: int,
@@ -355,13 +355,13 @@ def turn_heads(
     norms: tuple[torch.Tensor, ...] | None,
     plan: AttentionPlan,
 ) -> None:
-    """Norm the heads of queries and keys, and turn them, in place.
+    """Norm the heads of queries and keys, and rotate them, in place.
 
     Args:
         addresses: of queries and of keys, bfloat16 [tokens, H * D].
         strides: numbers from one token to the next, in both.
         tokens: how many.
-        embeddings: cosines and sines, bfloat16 [tokens, rotary_dim] each, if they are turned.
+        embeddings: cosines and sines, bfloat16 [tokens, rotary_dim] each, if they are rotated.
         norms: the weights of both, bfloat16 [D]; None: there are no norms.
         plan: see AttentionPlan.
     """

@@ -75,7 +75,7 @@ class LayerRun:
         plans: of the layers.
         layers: themselves, where there are more than one.
         scratch: shared by all layers of a model.
-        rotary_dim: how many numbers of a head are turned, in those layers that turn any.
+        rotary_dim: how many elements of a head are rotated, in those layers that rotate any.
         result: where it is of more layers than one: what it yielded in the step that goes through
             them, until the last one has been given it.
     """
@@ -86,7 +86,7 @@ class LayerRun:
         scratch: LayerScratch,
         layers: Sequence[torch.nn.Module] = (),
     ) -> None:
-        """plans: of layers that turn equally many numbers of a head, or none. Others: see above."""
+        """plans: of layers that rotate equally many elements of a head, or none. Others: above."""
         self.plans = tuple(plans)
         self.layers = tuple(layers)
         self.scratch = scratch
@@ -105,7 +105,7 @@ class LayerRun:
 
         Args:
             x: in one piece.
-            embeddings: where layers turn.
+            embeddings: where layers rotate.
             context: of a step with the native backend.
         """
         backend = context.backend

@@ -46,7 +46,7 @@ _NORMS = ("q_norm", "k_norm")
 _PARAMETERS = ["hidden_states", "position_embeddings", "attention_mask", "past_key_values"]
 _ROTARY = {"mul": 4, "neg": 2, "cat": 2, "add": 2}
 _PARTLY_ROTARY = {**_ROTARY, "cat": 4}
-"""Operations that turn queries and keys by halves: all of a head, or the first part of it."""
+"""Operations that rotate queries and keys by halves: all of a head, or the first part of it."""
 
 
 @dataclass(slots=True)
@@ -247,7 +247,7 @@ def _compare(
         if plan is None:
             return False
         exchange(layer, attention_forward, plan)
-    elif not _turns(operations.computing, vars(layer)[PLAN]):
+    elif not _rotates(operations.computing, vars(layer)[PLAN]):
         return False
     actual = layer.forward(**arguments, **passed)
     _, ours = attention.calls
@@ -307,11 +307,11 @@ def _plan(
         options=own,
         eager=_eager(layer),
     )
-    return plan if _turns(computing, plan) else None
+    return plan if _rotates(computing, plan) else None
 
 
-def _turns(computing: Counter[str], plan: AttentionPlan) -> bool:
-    """Whether these operations, beside those of the layer's modules, turn as the plan has it."""
+def _rotates(computing: Counter[str], plan: AttentionPlan) -> bool:
+    """Whether these operations, beside those of the layer's modules, rotate as the plan has it."""
     rotary, width = plan.rotary_dim, plan.head_dim
     if not rotary:
         return not computing

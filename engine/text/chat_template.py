@@ -162,7 +162,7 @@ class ChatTemplates:
             tools: as templates expect them: {"type": "function", "function": {"name",
                 "description", "parameters"}}. With tools, a template named "tool_use" is used where
                 there is one.
-            add_generation_prompt: whether the text ends with the opening of an assistant's turn.
+            add_generation_prompt: whether the text ends with the opening of an assistant's message.
                 None: yes, unless continue_final_message.
             continue_final_message: whether the text ends with the last message's content, left
                 open.

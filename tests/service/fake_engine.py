@@ -7,7 +7,7 @@ step, and ends choices as the real engine does: STOP at stop and end-of-sequence
 CONTEXT, CANCELLED, TIME_LIMIT; ERROR ends the whole request. Waiting requests of a higher priority
 run first. A prompt counts as cached as far as an earlier one under the same salt began with the
 same tokens. A schema that is no JSON is refused.
-It runs by itself (`auto=True`: one step each turn of the event loop while there is work), or step
+It runs by itself (`auto=True`: one step each pass of the event loop while there is work), or step
 by step:
 
     engine = FakeEngine(auto=False)

@@ -34,8 +34,8 @@ OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 """Options of a channel that shares its connection with no other channel of this process."""
 
 _CHUNK = 16 << 10
-_TURNS = 10
-"""Turns of the event loop after which a connection that was accepted is known here, and one that
+_PASSES = 10
+"""Passes of the event loop after which a connection that was accepted is known here, and one that
 was aborted has closed its socket.
 """
 _TICK_S = 0.005
@@ -285,13 +285,13 @@ class FaultProxy:
 
     async def close(self) -> None:
         """End all connections and wait for that. Nothing listens any more."""
-        await _turns()
+        await _passes()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for client in self._clients:  # whose tasks had not begun
             client.transport.abort()
-        await _turns()
+        await _passes()
 
 
 @asynccontextmanager
@@ -317,8 +317,8 @@ async def fault_proxy(
             await proxy.close()
 
 
-async def _turns() -> None:
-    for _ in range(_TURNS):
+async def _passes() -> None:
+    for _ in range(_PASSES):
         await asyncio.sleep(0)
 
 

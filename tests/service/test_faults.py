@@ -53,7 +53,7 @@ def check_lost(error: grpc.aio.AioRpcError) -> None:
 
 @dataclass(eq=False)
 class SlowEngine(FakeEngine):
-    """Takes some turns of the event loop to take a request in, as the compilation of a form does,
+    """Takes some passes of the event loop to take a request in, as the compilation of a form does,
     and some time for a step, so that connections are lost meanwhile.
     """
 

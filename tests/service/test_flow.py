@@ -59,7 +59,7 @@ def oracle(h: Harness, name: str, count: int, choice: int = 0) -> list[int]:
 
 
 async def step(h: Harness, count: int = 1) -> None:
-    """Steps, with turns of the event loop between them in which holds reach the engine."""
+    """Steps, with passes of the event loop between them in which holds reach the engine."""
     for _ in range(count):
         h.engine.step()
         await asyncio.sleep(0)

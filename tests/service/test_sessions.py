@@ -409,7 +409,7 @@ async def test_a_client_that_does_not_read_costs_merged_deltas() -> None:
         session = h.session()
         await session.add(spec(request_id="a", stop={"max_tokens": 1500}))
         await session.read()
-        # All steps in one turn of the event loop: the writer cannot run in between.
+        # All steps in one pass of the event loop: the writer cannot run in between.
         for _ in range(1500):
             h.engine.step()
         messages = await session.end()

@@ -12,7 +12,7 @@ from torch.nn.functional import gelu, silu
 
 from engine.native import library
 from engine.native.library import FROM_ONE, GELU_TANH, ROUNDED_FIRST, SILU
-from engine.runner.fused import AttentionPlan, NormPlan, apply_gate, join, rms_norm, turn_heads
+from engine.runner.fused import AttentionPlan, NormPlan, apply_gate, join, rms_norm, rotate_heads
 from engine.runner.likeness import agree
 from engine.runner.packed import PackedLinear, native_library
 from engine.runner.packing import Packing, pack_model
@@ -157,7 +157,7 @@ def test_heads(width: int, rotary: int, form: int | None, tokens: int) -> None:
     ]
     stride = 7 * width + 5
     addresses = (query.data_ptr(), key.data_ptr())
-    turn_heads(addresses, (stride, stride), tokens, (cos, sin), weights, plan)
+    rotate_heads(addresses, (stride, stride), tokens, (cos, sin), weights, plan)
     if form is None:
         assert torch.equal(query, expected[0])
         assert torch.equal(key, expected[1])

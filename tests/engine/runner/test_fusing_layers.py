@@ -42,7 +42,7 @@ WHOLE: dict[str, tuple[dict[str, Any], int]] = {
     "cohere": ({}, 0),
     "olmo2": ({}, 0),
     "phi3": ({}, 0),
-    "smollm3": ({}, 4),  # some of its layers turn nothing
+    "smollm3": ({}, 4),  # some of its layers rotate nothing
     "qwen3, wide heads": ({"num_key_value_heads": 4, "head_dim": 80}, 3),
     "qwen3, an odd head": ({"head_dim": 24}, 0),  # 4 x 24 are no whole panels
 }
