@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.errors import ConfigError
-from engine.options import check_bounds, option
+from engine.option_fields import check_bounds, option
 
 DEFAULT_BLOCK_SIZE = 256
 GROUP = "Model and engine"

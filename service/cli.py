@@ -15,7 +15,7 @@ import typer
 
 from engine.config import ContinuousBatchingConfig, LoadConfig, RankPlace
 from engine.errors import ConfigError
-from service import options, tokens
+from service import flags, tokens
 from service.config import ProcessConfig, ServiceConfig
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def root(
 
 
 @app.command()
-@options.command_of
-def serve(given: options.Given) -> None:
+@flags.command_of
+def serve(given: flags.Given) -> None:
     """Serve a model until a signal comes."""
     try:
         process = given.config(ProcessConfig)
@@ -80,7 +80,7 @@ def serve(given: options.Given) -> None:
         )
         client = _engine_client(process, model, config, batching, load)
     except ConfigError as error:
-        typer.echo(f"headrace-server: {options.describe(error)}", err=True)
+        typer.echo(f"headrace-server: {flags.describe(error)}", err=True)
         raise typer.Exit(2) from error
 
     # Imported here: --help is to be fast.
@@ -99,7 +99,7 @@ def serve(given: options.Given) -> None:
         run_to_the_end(config, client, output)
 
 
-def _service_config(given: options.Given, model: str) -> ServiceConfig:
+def _service_config(given: flags.Given, model: str) -> ServiceConfig:
     from service.receiving import default_receive_bytes
 
     receive = given["max_receive_bytes"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
-from engine.options import check_bounds, option
+from engine.option_fields import check_bounds, option
 from engine.sampling_params import MAX_CHOICES
 from service.address import Address, parse_address
 from service.logs.form import LOG_FORMATS

@@ -19,8 +19,8 @@ from typing import NoReturn
 from engine.config import LoadConfig
 from engine.errors import HeadraceError
 from engine.following import follow
+from service.flags import describe
 from service.logs.output import Output
-from service.options import describe
 from service.process import end
 
 

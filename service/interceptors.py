@@ -3,7 +3,7 @@ recovery first, then telemetry's own (`service.telemetry`), authentication, read
 reading of the call's message (`service.reading`).
 
 Servicers raise; `Recovery` turns what they raise into the RPC's status by the table of
-`service.errors`. CancelledError is never caught: it must reach gRPC.
+`service.status_table`. CancelledError is never caught: it must reach gRPC.
 """
 
 from __future__ import annotations
@@ -21,16 +21,10 @@ from google.rpc import status_pb2
 
 from engine.errors import HeadraceError
 from service.auth import Authenticator, Permit, set_permit
+from service.call_errors import AnswerTooLargeError, MalformedMessageError, MessageTooLargeError
 from service.calls import OpenCalls
-from service.errors import (
-    AnswerTooLargeError,
-    MalformedMessageError,
-    MessageTooLargeError,
-    status_code,
-    to_status,
-    trailers,
-)
 from service.state import ServerState
+from service.status_table import status_code, to_status, trailers
 
 logger = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 from engine.client import EngineClient
 from engine.errors import HeadraceError
 from service.config import ServiceConfig
+from service.flags import describe
 from service.listening import ListeningError
 from service.logs.output import Output
 from service.memory import bound_arenas
 from service.open_files import raise_limit
-from service.options import describe
 from service.server import HeadraceServer, TokenizerLoader, load_tokenizer
 from service.welcome import welcome
 

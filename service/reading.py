@@ -35,12 +35,11 @@ from typing import Any
 import grpc
 
 from engine.errors import HeadraceError
-from service.errors import (
+from service.call_errors import (
     MessageMissingError,
     MessageTimeoutError,
     MessageTooLargeError,
     TooManyCallsError,
-    to_status,
 )
 from service.interceptors import (
     OPEN_TO_EVERYONE,
@@ -50,6 +49,7 @@ from service.interceptors import (
     abort,
     parsed,
 )
+from service.status_table import to_status
 
 MAX_OPEN_MESSAGE_BYTES = 4096
 """The largest message of a method that is open to everyone: it holds the name of a service."""

@@ -53,7 +53,6 @@ from service.admission import AdmissionControl, Limits
 from service.auth import Authenticator
 from service.calls import OpenCalls
 from service.config import ServiceConfig
-from service.control import Control
 from service.convert.inputs import InputEncoder
 from service.convert.model import model_card
 from service.convert.request import Converter, RequestLimits
@@ -65,12 +64,13 @@ from service.health import HealthServicer
 from service.health_listener import make_health_server
 from service.interceptors import Authentication, Readiness, Recovery
 from service.listening import UnixSockets, bind, wait_ended
+from service.operator_control import Control
 from service.places import Kind, Places
 from service.reading import Reading
 from service.reflection import add_reflection
-from service.servicers.control import ControlServicer
-from service.servicers.generation import GenerationServicer
-from service.servicers.model import ModelServicer
+from service.servicers.control_servicer import ControlServicer
+from service.servicers.generation_servicer import GenerationServicer
+from service.servicers.model_servicer import ModelServicer
 from service.state import Drain, FrontEnd, Phase, ServerState
 from service.supervision import RESTART_DELAY_S, Supervisor
 from service.text_pool import THREADS, TextPool

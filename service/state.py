@@ -11,11 +11,11 @@ from headrace.v1 import model_service_pb2
 
 from engine.client import ModelInfo
 from engine.text import Tokenizer
+from service.call_errors import NotReadyError
 from service.convert.inputs import InputEncoder
 from service.convert.request import Converter
 from service.convert.response import Responder
 from service.delivery.registry import Registry
-from service.errors import NotReadyError
 from service.text_pool import TextPool
 
 

@@ -21,9 +21,9 @@ import grpc
 from opentelemetry import trace
 from opentelemetry.trace import Status, StatusCode
 
-from service.errors import code_of
 from service.interceptors import Continuation, Handler, Stream, Unary, wrap
 from service.metrics import Metrics
+from service.status_table import code_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from service.accounts import Account
 from service.bounds import Bound, no_room
-from service.errors import NotReadyError
+from service.call_errors import NotReadyError
 
 THREADS = 3
 """How many threads the pool uses: one for each lane."""

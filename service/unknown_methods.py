@@ -22,8 +22,8 @@ import grpc._cython
 
 from engine.errors import HeadraceError
 from service.auth import Authenticator, PermissionDeniedError
-from service.errors import to_status
 from service.interceptors import abort
+from service.status_table import to_status
 
 logger = logging.getLogger(__name__)
 

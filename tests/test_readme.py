@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from service import options
+from service import flags
 from tests.service.readme import README, ROOT, code_blocks, lay_out, shell_commands
 from tests.service.real_server import WAIT_S, RealServer, clean_environment, demo_server
 
@@ -149,8 +149,8 @@ def table_of_options() -> dict[str, tuple[str, str]]:
 
 def test_the_table_of_options_is_that_of_the_fields() -> None:
     text = OPERATIONS.read_text(encoding="utf-8")
-    assert options.with_table(text) == text, "run `python -m service.options`"
-    assert set(table_of_options()) == {f"--{flag.name}" for flag in options.flags().values()}
+    assert flags.with_table(text) == text, "run `python -m service.flags`"
+    assert set(table_of_options()) == {f"--{flag.name}" for flag in flags.flags().values()}
 
 
 def _said() -> list[str]:

@@ -23,7 +23,7 @@ from engine.runner.cuda_graph import CapturedStep, GraphBackend, GraphCache
 from engine.runner.device import StepDevice
 from engine.runner.forward import ModelForward
 from engine.runner.input_batch import InputBatch
-from engine.runner.options import RunnerOptions, StepPath
+from engine.runner.runner_options import RunnerOptions, StepPath
 from engine.runner.static_inputs import StaticInputs
 
 logger = logging.getLogger(__name__)

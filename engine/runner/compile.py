@@ -17,7 +17,7 @@ import torch
 from engine.config import ContinuousBatchingConfig
 from engine.errors import ConfigError
 from engine.runner.forward import CausalModel
-from engine.runner.options import StepPath
+from engine.runner.runner_options import StepPath
 
 logger = logging.getLogger(__name__)
 

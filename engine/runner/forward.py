@@ -12,7 +12,7 @@ from engine.attention.opaque import calling, new_number
 from engine.attention.registry import CONTEXT_KEYWORD
 from engine.runner.input_batch import InputBatch
 from engine.runner.kv_tensors import KVTensors
-from engine.runner.options import StepPath
+from engine.runner.runner_options import StepPath
 
 
 class CausalModel(Protocol):

@@ -21,7 +21,7 @@ from engine.attention.base import BatchLayout
 from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.kv_cache.block_table import BlockTable
 from engine.request import PENDING_TOKEN, Request
-from engine.runner.options import RunnerOptions, StepPath
+from engine.runner.runner_options import RunnerOptions, StepPath
 from engine.types import RequestKey, TokenId
 
 

@@ -52,9 +52,9 @@ from engine.runner.kv_tensors import KVTensors, allocate_kv, make_groups
 from engine.runner.memory import CachePlan, HostLimits, StepLimits, plan_cache, step_limits
 from engine.runner.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.runner.model_runner import ModelRunner
-from engine.runner.options import resolve_options
 from engine.runner.packing import Packing, choose_packing, pack_model
 from engine.runner.profiling import DeviceMemory, device_memory, measure_step
+from engine.runner.runner_options import resolve_options
 from engine.runner.sharding import check_plan, sharding, whole_logits
 from engine.runner.view import ModelView
 from engine.sampling.sampler import Sampler

@@ -27,8 +27,8 @@ from engine.runner.device import StepDevice, step_device
 from engine.runner.forward import ModelForward
 from engine.runner.input_batch import InputBatch, InputBatchBuilder
 from engine.runner.launched import CarriedTokens, InputBuffers, LaunchedStep
-from engine.runner.options import PLAIN, RunnerOptions, StepPath
 from engine.runner.prompt_logprobs import report_prompts
+from engine.runner.runner_options import PLAIN, RunnerOptions, StepPath
 from engine.runner_protocol import PendingStep, SampledTokens
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams, StopParams

@@ -18,7 +18,7 @@ from engine.attention.base import BatchLayout
 from engine.kv_cache.copies import StepCopies
 from engine.runner.input_batch import InputBatch
 from engine.runner.memory import CachePlan
-from engine.runner.options import StepPath
+from engine.runner.runner_options import StepPath
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from engine.text.chat_template import ChatTemplate, ChatTemplates
 from engine.text.detokenizer import IncrementalDetokenizer, incremental_detokenizer
-from engine.text.errors import ChatTemplateError, ChatTemplateUnavailableError, TokenizerError
 from engine.text.stop_strings import StopMatch, StopMatcher, StopStrings
 from engine.text.stream import TextStream
+from engine.text.text_errors import ChatTemplateError, ChatTemplateUnavailableError, TokenizerError
 from engine.text.tokenizer import Tokenizer
 
 __all__ = [

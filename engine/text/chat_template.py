@@ -24,8 +24,8 @@ from jinja2.exceptions import SecurityError
 
 from engine.errors import InvalidRequestError
 from engine.text.conversation import cut, leave_open, message_for_template, plain
-from engine.text.errors import ChatTemplateError, ChatTemplateUnavailableError
 from engine.text.sandbox import ChatEnvironment, RaisedByTemplateError
+from engine.text.text_errors import ChatTemplateError, ChatTemplateUnavailableError
 
 _LOG = logging.getLogger(__name__)
 

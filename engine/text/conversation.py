@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import InvalidRequestError
-from engine.text.errors import ChatTemplateError
+from engine.text.text_errors import ChatTemplateError
 
 MAX_DEPTH = 64
 """The deepest nesting of lists and objects in messages, tools and arguments."""

@@ -23,7 +23,7 @@ from typing import Any, TypeGuard
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from engine.text.errors import TokenizerError
+from engine.text.text_errors import TokenizerError
 
 _NAMED = (
     "bos_token",

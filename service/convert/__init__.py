@@ -7,5 +7,5 @@ that knows both.
 `unknown` refuses fields that this server was not built with, `unsupported` those that it does not
 do yet, `inputs` makes token ids, `sampling` the sampling parameters and the output's form, and
 `request` the rest. `model` describes the model. Errors name fields by their path in the spec;
-`service.errors` completes them with the path of the spec in its message.
+`service.status_table` completes them with the path of the spec in its message.
 """

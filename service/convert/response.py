@@ -19,7 +19,7 @@ from engine.text import Tokenizer
 from service.convert.values import to_duration
 from service.delivery import events
 from service.delivery.session import Batch
-from service.errors import failure_status, to_status
+from service.status_table import failure_status, to_status
 
 _REASONS = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,

@@ -17,7 +17,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from service.errors import FieldError
+from service.call_errors import FieldError
 
 MAX_PARTS = 16_384
 """The most messages within a message, at any depth: a chat's messages, tools and tool calls, and

@@ -27,7 +27,6 @@ from engine.text import StopMatch, TextStream
 from engine.token_ids import NO_IDS, TokenIds
 from engine.types import TokenId
 from service.delivery.choice import ChoiceLog
-from service.delivery.errors import ResultGoneError
 from service.delivery.events import (
     HELD_EVENT_BYTES,
     Accepted,
@@ -42,6 +41,7 @@ from service.delivery.events import (
     num_tokens,
     prompt_size,
 )
+from service.delivery.result_errors import ResultGoneError
 
 
 class EventLog:

@@ -22,9 +22,9 @@ import time
 from typing import TYPE_CHECKING
 
 from engine.outputs import RequestFailure, RequestOutput
-from service.delivery.errors import OutputNotReadError
 from service.delivery.events import Accepted, NumberedEvent, ReadResult, at_most
 from service.delivery.log import EventLog
+from service.delivery.result_errors import OutputNotReadError
 from service.delivery.session import MAX_BATCH_BYTES, ResultStream
 from service.delivery.states import TRANSITIONS, State
 

@@ -27,8 +27,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from service.delivery.errors import RequestFailedError, RequestMovedError, ResultsNotReadError
 from service.delivery.events import Detached, NumberedEvent, Reply
+from service.delivery.result_errors import (
+    RequestFailedError,
+    RequestMovedError,
+    ResultsNotReadError,
+)
 
 if TYPE_CHECKING:
     from service.delivery.request import ServedRequest

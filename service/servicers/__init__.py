@@ -1,3 +1,3 @@
 """The RPC methods: they check and convert, call delivery, and raise domain errors
-(`service.errors` maps them).
+(`service.status_table` maps them).
 """

@@ -24,12 +24,12 @@ from headrace.v1 import generation_service_pb2
 
 from engine.errors import HeadraceError
 from service.auth import Permit
+from service.call_errors import FieldError, PreconditionError
 from service.convert.request import check_request_id
 from service.convert.unknown import refuse_unknown
 from service.convert.values import seconds
 from service.delivery.events import Attached, CancelAnswered, Opened, Rejected
 from service.delivery.session import ResultStream
-from service.errors import FieldError, PreconditionError
 from service.interceptors import parsed
 from service.servicers.submit import start_request
 from service.state import FrontEnd, ServerState

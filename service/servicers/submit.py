@@ -5,10 +5,10 @@ from __future__ import annotations
 from headrace.v1 import generation_pb2, generation_service_pb2
 
 from service.auth import Permit
+from service.call_errors import FieldError
 from service.convert.weight import message_footprint
 from service.delivery.request import ServedRequest
 from service.delivery.session import ResultStream
-from service.errors import FieldError
 from service.state import FrontEnd
 
 

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from engine.attention.triton_backend import TritonAttentionBackend
 from engine.request import GenerationRequest
 from engine.runner.loader import VerifiedModel, verify_model
-from engine.runner.options import StepPath
+from engine.runner.runner_options import StepPath
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
 from tests.gpu.conftest import INTERPRETED

@@ -24,10 +24,10 @@ from headrace.v1 import model_service_pb2 as model
 from engine.errors import InvalidRequestError
 from engine.sampling_params import GrammarKind, GrammarParams, check_stop_strings
 from engine.token_ids import TokenIds
+from service.call_errors import FieldError
 from service.convert.sampling import MAX_CHOICE_STRINGS
 from service.convert.unknown import MAX_PARTS, refuse_unknown
 from service.convert.values import check_ids
-from service.errors import FieldError
 from tests.service.fake_engine import VOCAB_SIZE, FakeEngine, model_info
 from tests.service.helpers import refused, serving, spec
 

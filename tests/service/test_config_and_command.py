@@ -21,9 +21,9 @@ from engine.errors import (
     InsufficientMemoryError,
     ModelRefusedError,
 )
-from engine.options import check_bounds, option
+from engine.option_fields import check_bounds, option
 from engine.scheduler import registry
-from service import cli, options
+from service import cli, flags
 from service.address import Address, parse_address
 from service.config import SCHEDULERS, ServiceConfig
 from service.welcome import installed, welcome
@@ -299,19 +299,19 @@ def test_an_option_is_a_field_and_all_else_follows(monkeypatch: pytest.MonkeyPat
         def __post_init__(self) -> None:
             check_bounds(self)
 
-    monkeypatch.setattr(options, "CONFIGS", (*options.CONFIGS, MoreConfig))
-    options.flags.cache_clear()
+    monkeypatch.setattr(flags, "CONFIGS", (*flags.CONFIGS, MoreConfig))
+    flags.flags.cache_clear()
     try:
         seen: list[MoreConfig] = []
         app = typer.Typer()
 
         @app.command()
-        @options.command_of
-        def serve(given: options.Given) -> None:
+        @flags.command_of
+        def serve(given: flags.Given) -> None:
             try:
                 seen.append(given.config(MoreConfig))
             except ConfigError as error:
-                raise SystemExit(options.describe(error)) from error
+                raise SystemExit(flags.describe(error)) from error
 
         assert not CliRunner().invoke(app, ["--most", "3"], env={"HEADRACE_IS_LOUD": "1"}).exit_code
         assert seen == [MoreConfig(most_s=3.0, is_loud=True)]
@@ -319,11 +319,11 @@ def test_an_option_is_a_field_and_all_else_follows(monkeypatch: pytest.MonkeyPat
         assert str(wrong.exception) == "--most: is 61; it must be 0.5 to 60"
         shown = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output.split())
         assert "Most seconds. 0.5 to 60." in shown
-        rows = options.table().splitlines()
+        rows = flags.table().splitlines()
         assert "| `--most` | `HEADRACE_MOST` | `2` | Most [seconds](x.md). 0.5 to 60. |" in rows
         assert "| `--is-loud` | `HEADRACE_IS_LOUD` | off | Whether `it` is loud. |" in rows
     finally:
-        options.flags.cache_clear()
+        flags.flags.cache_clear()
 
 
 def test_several_addresses_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,14 +393,14 @@ def test_a_hang_timeout_out_of_bounds_names_the_flag(seconds: str) -> None:
     ],
 )
 def test_errors_of_the_start_name_flags(error: HeadraceError, said: str) -> None:
-    assert options.describe(error) == said
+    assert flags.describe(error) == said
 
 
 def test_every_flag_is_known_by_its_option() -> None:
     command = typer.main.get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
     for parameter in command.params:
         if parameter.name != "help":
-            flag = options.describe(ConfigError(parameter.name, "is wrong"))
+            flag = flags.describe(ConfigError(parameter.name, "is wrong"))
             assert flag.removesuffix(": is wrong") in parameter.opts
 
 

@@ -134,7 +134,7 @@ async def test_figures_while_the_model_loads_and_while_the_engine_is_gone() -> N
 
 
 async def test_an_engine_that_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.control.ENGINE_ANSWER_S", 0.01)
+    monkeypatch.setattr("service.operator_control.ENGINE_ANSWER_S", 0.01)
     async with serving(FakeEngine(stats_gate=asyncio.Event())) as h:
         found = await statistics(h)
         assert found.phase == pb.SERVER_PHASE_READY

@@ -16,7 +16,7 @@ import pytest
 from headrace.v1 import model_service_pb2 as model
 
 from engine.errors import InvalidRequestError
-from service.errors import MalformedMessageError
+from service.call_errors import MalformedMessageError
 from service.interceptors import LARGE_BYTES, Unparsed, Unreadable, parsed
 from service.receiving import default_receive_bytes
 from tests.service.helpers import refused, serving, spec, until

@@ -24,8 +24,8 @@ from engine.shares import RESERVE_PART
 from engine.text import Tokenizer
 from service.accounts import account_of
 from service.bounds import LimitReachedError
+from service.call_errors import NotReadyError
 from service.convert.inputs import MIN_MOST_TEXT_BYTES
-from service.errors import NotReadyError
 from service.text_pool import (
     INLINE_ANSWER_BYTES,
     MAX_WAITING,

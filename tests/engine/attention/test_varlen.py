@@ -24,7 +24,7 @@ from engine.attention.varlen_backend import VarlenAttentionBackend
 from engine.errors import ConfigError
 from engine.runner import gate
 from engine.runner.loader import verify_model
-from engine.runner.options import StepPath
+from engine.runner.runner_options import StepPath
 from tests.engine.attention.varlen_reference import varlen_attn_out
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of

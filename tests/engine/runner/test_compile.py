@@ -16,7 +16,7 @@ from engine.config import ContinuousBatchingConfig
 from engine.errors import ConfigError
 from engine.offline import LoadedModel, from_model
 from engine.runner.compile import compile_options
-from engine.runner.options import StepPath
+from engine.runner.runner_options import StepPath
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
 

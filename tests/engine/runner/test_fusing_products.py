@@ -23,7 +23,7 @@ from engine.runner.fused import is_exchanged
 from engine.runner.fused_products import WEIGHT, joined_forward
 from engine.runner.fusing_products import JoiningReport, join_products
 from engine.runner.loader import load_model, verify_model
-from engine.runner.options import StepPath
+from engine.runner.runner_options import StepPath
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
 from tests.model_recipes import RECIPES, VOCAB

@@ -13,7 +13,7 @@ from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.kv_cache.block_table import BlockTable
 from engine.request import Request
 from engine.runner.input_batch import InputBatch, InputBatchBuilder
-from engine.runner.options import PLAIN, RunnerOptions
+from engine.runner.runner_options import PLAIN, RunnerOptions
 from engine.types import BlockId
 from tests.engine.runner.steps import make_request
 

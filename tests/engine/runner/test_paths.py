@@ -15,7 +15,7 @@ from engine.offline import LoadedModel
 from engine.runner.input_batch import InputBatch
 from engine.runner.loader import LoadedRunner
 from engine.runner.model_runner import StepKind
-from engine.runner.options import StepPath
+from engine.runner.runner_options import StepPath
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
 from tests.tiny_models import FAMILIES, WINDOW, greedy_reference, make_model, make_prompts
 

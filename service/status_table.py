@@ -38,7 +38,18 @@ from engine.text import ChatTemplateUnavailableError
 from service.accounts import CallerNameError
 from service.auth import PermissionDeniedError, UnauthenticatedError
 from service.bounds import LimitReachedError
-from service.delivery.errors import (
+from service.call_errors import (
+    AnswerTooLargeError,
+    FieldError,
+    MalformedMessageError,
+    MessageMissingError,
+    MessageTimeoutError,
+    MessageTooLargeError,
+    NotReadyError,
+    PreconditionError,
+    TooManyCallsError,
+)
+from service.delivery.result_errors import (
     OutputNotReadError,
     RequestFailedError,
     RequestMovedError,
@@ -54,87 +65,6 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 _MAX_MESSAGE_BYTES = 600
 _MAX_FIELD_BYTES = 160
 _RESTART_DELAY_S = 1.0
-
-
-class NotReadyError(EngineUnavailableError):
-    """The server takes no work now.
-
-    `reason`: LOADING, DRAINING, ENGINE_RESTARTING or ENGINE_STOPPED.
-    """
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-class FieldError(HeadraceError):
-    """A field of an RPC's own message is wrong, its full path given (see InvalidRequestError for
-    the spec's fields).
-    """
-
-    def __init__(self, path: str, description: str) -> None:
-        super().__init__(f"{path}: {description}")
-        self.path = path
-        self.description = description
-
-
-class AnswerTooLargeError(HeadraceError):
-    """An RPC's one answer is larger than a message may be. Sizes in bytes."""
-
-    def __init__(self, size: int, limit: int) -> None:
-        super().__init__(
-            f"the answer takes {size} bytes and a message at most {limit}: use GenerateStream, a "
-            "session, or AddRequest and GetResult, which send it in parts, or ask for less"
-        )
-        self.size = size
-        self.limit = limit
-
-
-class MessageTooLargeError(HeadraceError):
-    """A message is larger than the server receives. Sizes in bytes."""
-
-    def __init__(self, size: int, limit: int) -> None:
-        super().__init__(
-            f"the message takes {size} bytes, and at most {limit} are received "
-            "(limits.max_message_bytes): send less in one message"
-        )
-        self.size = size
-        self.limit = limit
-
-
-class MessageTimeoutError(HeadraceError):
-    """A call's message has not come."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(
-            f"the call's message was not there within {seconds:g} s: send it with the call"
-        )
-
-
-class MessageMissingError(HeadraceError):
-    """A call has ended without its message."""
-
-    def __init__(self) -> None:
-        super().__init__("the call has no message; it must have exactly one, which may be empty")
-
-
-class TooManyCallsError(HeadraceError):
-    """As many calls as may wait to be read do so."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"{limit} calls of this kind wait to be read already; try again in 1 s")
-        self.retry_after_s = 1.0
-
-
-class MalformedMessageError(HeadraceError):
-    """A message's bytes are not what its type says."""
-
-    def __init__(self) -> None:
-        super().__init__("the message is not valid protobuf of the type that this RPC takes")
-
-
-class PreconditionError(HeadraceError):
-    """A command that is right in itself, at the wrong time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """What operators see and steer: the server's figures, the pause, the drain and the log level. The
-wiring is in `service.server`, the messages in `convert.control`.
+wiring is in `service.server`, the messages in `convert.control_messages`.
 
-    servicers.control ──▶ Control ──▶ EngineClient   pause, resume, reset_prefix_cache, …
-                             └──────▶ Registry       who is live, what is kept
-                             └──────▶ HeadraceServer begin_drain
+    ControlServicer ──▶ Control ──▶ EngineClient    pause, resume, reset_prefix_cache, …
+                           └──────▶ Registry        who is live, what is kept
+                           └──────▶ HeadraceServer  begin_drain
 
 There is one pause and one drain, not one for each operator. An operator's call that goes away does
 not leave a pause half done: what it began is carried out.

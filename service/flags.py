@@ -1,11 +1,11 @@
 """The options of `headrace-server serve`: what follows from the fields that declare them.
 
-    a field of a config (`engine.options`) ──▶ flag, variable, line of help     `command_of`
+    a field of a config (`engine.option_fields`) ──▶ flag, variable, line of help     `command_of`
                                            ──▶ the configs, from what was given `Given.config`
                                            ──▶ an error in the words of flags   `describe`
                                            ──▶ the table in docs/operations.md  `table`
 
-`python -m service.options` writes the table.
+`python -m service.flags` writes the table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import typer
 
 from engine.config import ContinuousBatchingConfig, LoadConfig
 from engine.errors import ConfigError, HeadraceError
-from engine.options import Option, options_of
+from engine.option_fields import Option, options_of
 from service.config import ProcessConfig, ServiceConfig
 
 CONFIGS: tuple[type[Any], ...] = (

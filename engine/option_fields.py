@@ -4,7 +4,7 @@
 
 From that follow the check of its bounds and the error's text (`check_bounds`), and, where it has a
 group, the server's flag, its environment variable, its line of help and its row in
-docs/operations.md (`service.options`).
+docs/operations.md (`service.flags`).
 """
 
 from __future__ import annotations

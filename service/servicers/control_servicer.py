@@ -1,5 +1,5 @@
 """ControlService: what operators see and steer. Served in every phase; what needs the engine is
-refused by `service.control` while there is none.
+refused by `service.operator_control` while there is none.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from headrace.v1 import control_service_pb2 as pb
 from headrace.v1 import control_service_pb2_grpc
 
 from service.auth import current_permit
-from service.control import Control
-from service.convert import control as convert
+from service.convert import control_messages as convert
 from service.convert.unknown import refuse_unknown
+from service.operator_control import Control
 from service.places import Places
 
 

@@ -21,12 +21,12 @@ from headrace.v1 import generation_service_pb2, generation_service_pb2_grpc
 
 from engine.errors import InvalidRequestError
 from service.auth import current_identity, current_permit
+from service.call_errors import AnswerTooLargeError, FieldError
 from service.convert.request import check_request_id
 from service.convert.response import cancel_result
 from service.convert.unknown import refuse_unknown
 from service.convert.values import seconds
 from service.delivery.session import Batch, ResultStream
-from service.errors import AnswerTooLargeError, FieldError
 from service.places import Places
 from service.servicers.commands import CommandReader
 from service.servicers.submit import spec_of, start_request

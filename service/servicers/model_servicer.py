@@ -10,10 +10,10 @@ from headrace.v1 import model_service_pb2, model_service_pb2_grpc
 from engine.errors import InvalidRequestError
 from service.accounts import Account
 from service.auth import current_permit
+from service.call_errors import FieldError
 from service.convert.unknown import refuse_unknown
 from service.convert.values import check_ids
 from service.delivery.events import detail_bytes
-from service.errors import FieldError
 from service.state import FrontEnd, ServerState
 
 MIN_MOST_TOKENS = 1 << 17

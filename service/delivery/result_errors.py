@@ -1,5 +1,5 @@
-"""What delivery refuses, beside the engine's own errors. `service.errors` maps these classes to
-gRPC codes.
+"""Why results cannot be had, beside the engine's own errors. `service.status_table` maps these
+classes to gRPC codes.
 """
 
 from __future__ import annotations

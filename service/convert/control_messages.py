@@ -11,14 +11,14 @@ from headrace.v1 import generation_service_pb2
 
 from engine.errors import InvalidRequestError
 from engine.stats import EngineStats
+from service.call_errors import FieldError
 from service.config import DAY_S, LOG_LEVELS
-from service.control import Pause, Snapshot
 from service.convert.model import server_version
 from service.convert.response import cancel_result
 from service.convert.values import seconds, to_duration
 from service.delivery.request import ServedRequest
 from service.delivery.stats import RegistryStats
-from service.errors import FieldError
+from service.operator_control import Pause, Snapshot
 from service.state import Drain, Phase
 
 DEFAULT_INTERVAL_S = 1.0
