@@ -44,7 +44,7 @@ class QueueRoom:
         jitter: Callable[[], float] = random.random,
     ) -> None:
         """`limit`: how many may wait; 0: any number. `ends`: how fast they leave."""
-        self._shares = Shares(limit or None, clock, jitter, rate=ends)
+        self._shares: Shares[_Asker] = Shares(limit or None, clock, jitter, rate=ends)
         self._entered: dict[RequestId, tuple[_Asker, int]] = {}
 
     def check(self, requests: Sequence[GenerationRequest], waiting: int) -> None:

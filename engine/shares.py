@@ -33,7 +33,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from engine.drain_rate import DrainRate
 
@@ -64,6 +64,9 @@ class Sharer(Protocol):
     def group(self) -> str: ...
     @property
     def weight(self) -> float: ...
+
+
+Who = TypeVar("Who", bound=Sharer, contravariant=True)
 
 
 class Level:
@@ -182,8 +185,8 @@ class _Caller:
     told_until: float = 0.0
 
 
-class Shares:
-    """See the module."""
+class Shares(Generic[Who]):
+    """See the module. `Who`: what its callers are given as."""
 
     def __init__(
         self,
@@ -226,12 +229,12 @@ class Shares:
         """How many hold or want something."""
         return len(self._callers)
 
-    def held_by(self, who: Sharer) -> int:
+    def held_by(self, who: Who) -> int:
         """What one caller holds."""
         caller = self._callers.get(who.key)
         return 0 if caller is None else caller.held
 
-    def is_above_share(self, who: Sharer) -> tuple[bool, int]:
+    def is_above_share(self, who: Who) -> tuple[bool, int]:
         """Whether one caller holds more than a share, and how much that is."""
         limit = self.level.limit
         if limit is None:
@@ -239,7 +242,7 @@ class Shares:
         due = self._due(who, self._callers.get(who.key), 0, limit, 0)
         return not (due.is_within and due.is_of_due_group), due.share
 
-    def part_of(self, who: Sharer) -> float:
+    def part_of(self, who: Who) -> float:
         """Of its group's weight, the part of one caller, counted as one who takes part."""
         group = self._groups.get(who.group)
         members = 0 if group is None else group.members
@@ -248,7 +251,7 @@ class Shares:
     # ---- asking --------------------------------------------------------------------------------
 
     def ask(
-        self, who: Sharer, amount: int, *, has: int = 0, present: int | None = None
+        self, who: Who, amount: int, *, has: int = 0, present: int | None = None
     ) -> Refusal | None:
         """Whether so much more of one caller's fits; None: it does. Nothing is taken.
 
@@ -286,7 +289,7 @@ class Shares:
         self._tidy(caller)
         return refusal
 
-    def _due(self, who: Sharer, caller: _Caller | None, amount: int, limit: int, has: int) -> _Due:
+    def _due(self, who: Who, caller: _Caller | None, amount: int, limit: int, has: int) -> _Due:
         group = self._groups.get(who.group)
         held = 0 if caller is None else caller.held
         weight = _units(who.weight)
@@ -360,7 +363,7 @@ class Shares:
 
     # ---- counting ------------------------------------------------------------------------------
 
-    def add(self, who: Sharer, amount: int) -> None:
+    def add(self, who: Who, amount: int) -> None:
         """So much of one caller's has come, whether it fitted or not."""
         if not amount:
             return
@@ -372,7 +375,7 @@ class Shares:
         if caller.owed:
             self._set_owed(caller, max(caller.owed - amount, 0), is_due=caller.is_due)
 
-    def remove(self, who: Sharer, amount: int, *, served: bool) -> None:
+    def remove(self, who: Who, amount: int, *, served: bool) -> None:
         """So much of what one caller holds is there no more. `served`: it left as others will."""
         if not amount:
             return
@@ -382,7 +385,7 @@ class Shares:
         caller.group.held -= amount
         self._tidy(caller)
 
-    def _enter(self, who: Sharer) -> _Caller:
+    def _enter(self, who: Who) -> _Caller:
         group = self._groups.get(who.group)
         if group is None:
             group = self._groups[who.group] = _Group(who.group, 0)
@@ -391,7 +394,7 @@ class Shares:
         caller = self._callers[who.key] = _Caller(who.key, group)
         return caller
 
-    def _weigh(self, group: _Group, who: Sharer) -> None:
+    def _weigh(self, group: _Group, who: Who) -> None:
         """The weight that is told last counts."""
         weight = _units(who.weight)
         self._weights += weight - group.weight

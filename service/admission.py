@@ -1,8 +1,7 @@
 """What the front end refuses because there is too much already, and when to come again.
 
-    check_place, check_bytes ──▶ (it is converted) ──▶ reserve ─────▶ … ends ──▶ free
-                                                       take_place ──▶ … is read ──▶ leave_place
-    Holding ──▶ add: its message ─▶ add: what was made of it ─▶ drop: its message … ends ──▶ release
+    Holding: enter ──▶ (it is converted) ──▶ admit ──▶ … ──▶ release, at its end
+             its message     what was made of it, a place, tokens    the place: once it is read
 
 A request takes a place while it runs or has results that its stream has not read. While it runs it
 also reserves tokens: its prompt, and the longest output that each of its choices may have. That is
@@ -29,19 +28,23 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.drain_rate import DrainRate
-from engine.errors import InvalidRequestError
 from engine.shares import Shares
 from engine.types import CallerKey
 from service.accounts import Account
-from service.bounds import Bound, LimitReachedError, no_room
+from service.bounds import Kind, LimitReachedError, bound_of
 from service.footprint import Footprint
 
 MEASURE_S = 0.1
 """How long a measured figure stands for what there is, in seconds."""
 MEASURE_PART = 50
 """Of how many parts of the time measuring may take one."""
+
+
+Measure = Callable[[], Mapping[CallerKey, tuple[Account, int]]]
+"""Tells how many bytes of results each account did not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,53 +69,98 @@ class Limits:
     max_live_bytes: int | None = None
 
 
-class Holding:
-    """The bytes that one request holds, as admission counts them.
+class Charge(NamedTuple):
+    """How much of each limit something takes: of the places, live bytes, and reserved tokens."""
 
-    A context manager, around what is done for a request before it is live: they are released at the
-    end of it, unless whoever has the request then took them over.
+    places: int = 0
+    size: int = 0
+    tokens: int = 0
+
+
+NOTHING = Charge()
+PLACE = Charge(places=1)
+
+
+class Holding:
+    """What one request takes of the limits.
+
+    A context manager, around what is done for a request before it is live: all is released at the
+    end of it, unless whoever has the request then took it over.
+
+    Attributes:
+        account: for whom it counts.
+        taken: what it has by now.
+        is_taken_over: whether somebody else releases it. Set by them.
+        weight: what its account weighs, once it has entered: a part of the group's weight, of which
+            the accounts of the group that have requests have equal parts.
     """
 
-    __slots__ = ("_account", "_control", "_is_taken_over", "size")
+    __slots__ = ("_control", "account", "is_taken_over", "taken", "weight")
 
     def __init__(self, control: AdmissionControl, account: Account) -> None:
         self._control = control
-        self._account = account
-        self._is_taken_over = False
-        self.size = 0
+        self.is_taken_over = False
+        self.account = account
+        self.taken = NOTHING
+        self.weight = account.weight
 
-    def add(self, footprint: Footprint) -> None:
-        """Hold so many bytes more.
+    def enter(self, message: Footprint, measure: Measure) -> None:
+        """Before any work is done for a request: see that there is room for one, and hold what its
+        message takes.
+
+        Args:
+            message: that.
+            measure: see `AdmissionControl.check_bytes`.
 
         Raises:
-            LimitReachedError: all live requests would hold too many. Nothing is added.
-            InvalidRequestError: this one alone would.
+            LimitReachedError: there is no place, too many bytes are unread or held.
+            InvalidRequestError: it is too large, whatever others hold.
         """
-        self._control.hold(self._account, self.size, footprint)
-        self.size += footprint.size
+        control, charge = self._control, Charge(size=message.size)
+        control.check_bytes(self.account, measure)
+        self.take(charge, message.field, room_for=charge._replace(places=1))
+        self.weight = self.account.weight * control.places.part_of(self.account)
+
+    def admit(self, converted: Footprint, tokens: int, measure: Measure) -> None:
+        """Take a place, and hold what was made of the message. `tokens`: that it reserves.
+
+        Raises:
+            LimitReachedError, InvalidRequestError: as `enter`, and by its tokens. Nothing is taken.
+        """
+        self._control.check_bytes(self.account, measure)
+        self.take(Charge(1, converted.size, tokens), converted.field)
+
+    def take(self, charge: Charge, field: str = "", *, room_for: Charge | None = None) -> None:
+        """Take so much more; see `AdmissionControl.take`."""
+        before = self.taken
+        self._control.take(self.account, charge, has=before, field=field, room_for=room_for)
+        self.taken = Charge(*map(sum, zip(before, charge, strict=True)))
 
     def drop(self, footprint: Footprint) -> None:
-        """A part of them is free before the others. Harmless after `release`."""
-        if self.size:
-            self._control.release(self._account, footprint.size, served=False)
-            self.size -= footprint.size
+        """A part of the bytes is free before the others. Harmless after `release`."""
+        if self.taken.size:
+            self._control.remove(self.account, Charge(size=footprint.size), served=False)
+            self.taken = self.taken._replace(size=self.taken.size - footprint.size)
 
-    def take_over(self) -> None:
-        """The caller releases them."""
-        self._is_taken_over = True
-
-    def release(self, *, served: bool) -> None:
-        """The request holds nothing any more. Harmless when repeated. `served`: see
-        `AdmissionControl.leave_place`.
+    def release(self, *, served: bool, keeps_place: bool = False) -> None:
+        """The request holds nothing any more, but perhaps its place. Harmless when repeated.
+        `served`: see `AdmissionControl.remove`.
         """
-        self._control.release(self._account, self.size, served=served)
-        self.size = 0
+        kept = Charge(places=self.taken.places) if keeps_place else NOTHING
+        gone = self.taken._replace(places=self.taken.places - kept.places)
+        self._control.remove(self.account, gone, served=served)
+        self.taken = kept
+
+    def take_place(self) -> None:
+        """It had ended, and has a reader again."""
+        self._control.add(self.account, PLACE)
+        self.taken = self.taken._replace(places=1)
 
     def __enter__(self) -> Holding:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._is_taken_over:
+        if not self.is_taken_over:
             self.release(served=False)
 
 
@@ -126,16 +174,13 @@ class AdmissionControl:
         jitter: Callable[[], float] = random.random,
     ) -> None:
         """`clock`: monotonic seconds. `jitter`: numbers from 0 to 1, that spread the advice."""
-        self._limits = limits
         self._clock = clock
-        self.places = Bound(
-            limits.max_open, clock, jitter, limit_of_identity=limits.max_open_of_identity
-        )
-        self._tokens = Bound(
-            limits.max_tokens, clock, jitter, limit_of_identity=limits.max_tokens_of_identity
-        )
-        self._bytes = Bound(limits.max_live_bytes, clock, jitter)
-        self._unread = Shares(limits.max_undelivered_bytes, clock, jitter)
+        self.places = bound_of(_places(limits), clock, jitter)
+        self._bytes = bound_of(_bytes(limits), clock, jitter)
+        self._tokens = bound_of(_tokens(limits), clock, jitter)
+        self._bounds = self.places, self._bytes, self._tokens  # as in a Charge
+        self._max_unread = limits.max_undelivered_bytes
+        self._unread: Shares[Account] = Shares(limits.max_undelivered_bytes, clock, jitter)
         self._unread_of: dict[CallerKey, tuple[Account, int]] = {}
         self._measure_at = 0.0
         self._byte_rate = DrainRate(clock, jitter)
@@ -160,44 +205,9 @@ class AdmissionControl:
         """Whether nobody has anything."""
         return self.places.is_empty and self._tokens.is_empty and self._bytes.is_empty
 
-    def weight_of(self, account: Account) -> float:
-        """What an account weighs: its part of its group's weight, among the accounts of that group
-        that have requests.
-        """
-        return account.weight * self.places.shares.part_of(account)
-
     # Refusing
 
-    def check_place(self, account: Account) -> None:
-        """Refuse a request for which there is no place. Costs nothing: to be called before any
-        work is done for a request.
-
-        Raises:
-            LimitReachedError: too many requests of this identity, or of all, are open.
-        """
-        if (own := self.places.full_of_identity(account, 1)) is not None:
-            raise LimitReachedError(
-                "TOO_MANY_REQUESTS_OF_IDENTITY",
-                f"{own.present} requests of this caller are running or have results that were "
-                f"not read yet; each caller may have {own.limit} (max_requests_per_identity): "
-                "read the results",
-                option="max_requests_per_identity",
-                limit=own.limit or 0,
-                present=own.present,
-                retry_after_s=own.advise(1),
-            )
-        if (refusal := self.places.ask(account, 1)) is not None:
-            raise no_room(
-                "TOO_MANY_OPEN_REQUESTS",
-                f"{refusal.present} requests are running or have results that were not read yet",
-                "read the results",
-                option="max_open_requests",
-                refusal=refusal,
-            )
-
-    def check_bytes(
-        self, account: Account, measure: Callable[[], Mapping[CallerKey, tuple[Account, int]]]
-    ) -> None:
+    def check_bytes(self, account: Account, measure: Measure) -> None:
         """Refuse a request where too many bytes of results were not read, and its caller has more
         than a share of them.
 
@@ -210,18 +220,18 @@ class AdmissionControl:
             LimitReachedError: there are too many.
         """
         unread = self._unread
-        most = unread.limit
+        most = self._max_unread
         if most is None:
             return
         began = self._clock()
         if began >= self._measure_at:
-            before = unread.present
+            before = unread.level.present
             self._set_unread(measure())
-            if unread.present and not before:
+            if unread.level.present and not before:
                 self._byte_rate.begin()  # all had been read
             now = self._clock()
             self._measure_at = now + max(MEASURE_S, MEASURE_PART * (now - began))
-        present = unread.present
+        present = unread.level.present
         if present <= most:
             return
         is_above, share = unread.is_above_share(account)
@@ -253,105 +263,111 @@ class AdmissionControl:
             if key in before:
                 self._unread.remove(account, before[key][1], served=False)
 
-    def delivered(self, num_bytes: int) -> None:
-        """So much was read."""
-        self._byte_rate.left(num_bytes)
+    def check(
+        self, account: Account, charge: Charge, *, has: Charge = NOTHING, field: str = ""
+    ) -> None:
+        """Refuse what there is no room for. Costs little: to be called before any work is done.
 
-    def _check_live_bytes(self, account: Account, size: int, more: Footprint) -> None:
-        most = self._limits.max_live_bytes
-        if most is None:
-            return
-        if size > most:
-            raise InvalidRequestError(
-                more.field,
-                f"takes most of the {size} bytes that this request would hold in the server; at "
-                f"most {most} can be accepted here (max_live_bytes): make it smaller",
-            )
-        if (refusal := self._bytes.ask(account, more.size, has=size - more.size)) is not None:
-            raise no_room(
-                "TOO_MANY_LIVE_BYTES",
-                f"requests that wait or run hold about {refusal.present} bytes, and this one needs "
-                f"{more.size} more",
-                "send smaller ones",
-                option="max_live_bytes",
-                refusal=refusal,
-            )
+        Args:
+            account: whose it is.
+            charge: what it would take.
+            has: what was taken before for the same request.
+            field: what takes the most bytes of it.
 
-    def _check_tokens(self, account: Account, tokens: int) -> None:
-        bound = self._tokens
-        for most, option in (
-            (bound.limit_of_identity, "max_reserved_tokens_per_identity"),
-            (bound.limit, "max_reserved_tokens"),
-        ):
-            if most is not None and tokens > most:
-                raise InvalidRequestError(
-                    "stop.max_tokens",
-                    f"makes a request of {tokens} tokens (its prompt, and max_tokens for each of "
-                    f"its n choices); at most {most} can be accepted here ({option}): ask for "
-                    "fewer tokens or choices, or shorten the prompt",
-                )
-        needs = (
-            f"tokens, and this one needs {tokens} (its prompt, and max_tokens for each of its n "
-            "choices)"
-        )
-        if (own := bound.full_of_identity(account, tokens)) is not None:
-            raise LimitReachedError(
-                "TOO_MANY_TOKENS_OF_IDENTITY",
-                f"running requests of this caller reserve {own.present} {needs}; there may be "
-                f"{own.limit} (max_reserved_tokens_per_identity): ask for fewer",
-                option="max_reserved_tokens_per_identity",
-                limit=own.limit or 0,
-                present=own.present,
-                retry_after_s=own.advise(tokens),
-            )
-        if (refusal := bound.ask(account, tokens)) is not None:
-            raise no_room(
-                "TOO_MANY_TOKENS",
-                f"running requests reserve {refusal.present} {needs}",
-                "ask for fewer",
-                option="max_reserved_tokens",
-                refusal=refusal,
-            )
+        Raises:
+            LimitReachedError: there is too much, of this identity or of all.
+            InvalidRequestError: there could never be so much.
+        """
+        for bound, amount, held in zip(self._bounds, charge, has, strict=True):
+            if not amount:
+                continue
+            if bound.most is not None and held + amount > bound.most:
+                raise bound.error_alone(held + amount, field)
+            if (refusal := bound.ask(account, amount, has=held)) is not None:
+                raise bound.error(refusal, amount)
 
     # Counting
 
-    def take_place(self, account: Account) -> None:
-        """A request begins, or one that had ended has a reader again."""
-        if not self.places.present:
-            self._byte_rate.begin()  # without requests there was nothing to be read
-        self.places.add(account, 1)
-
-    def leave_place(self, account: Account, *, served: bool = True) -> None:
-        """A request has ended, and no stream has anything left to read of it. `served`: not for one
-        that was taken back: it says nothing of the rate.
-        """
-        self.places.remove(account, 1, served=served)
-
-    def reserve(self, account: Account, tokens: int) -> None:
-        """Reserve a request's tokens.
+    def take(
+        self,
+        account: Account,
+        charge: Charge,
+        *,
+        has: Charge = NOTHING,
+        field: str = "",
+        room_for: Charge | None = None,
+    ) -> None:
+        """Take all of it, or nothing; see `check`. `room_for`: what is to fit, where that is more.
 
         Raises:
-            LimitReachedError: too many are reserved by this identity, or by all.
-            InvalidRequestError: there could never be so many.
+            LimitReachedError, InvalidRequestError: as `check`.
         """
-        self._check_tokens(account, tokens)
-        self._tokens.add(account, tokens)
+        self.check(account, charge if room_for is None else room_for, has=has, field=field)
+        for bound, amount in zip(self._bounds, charge, strict=True):
+            bound.add(account, amount)
 
-    def free(self, account: Account, tokens: int, *, served: bool = True) -> None:
-        """A request with these tokens does not run any more. `served`: see `leave_place`."""
-        self._tokens.remove(account, tokens, served=served)
+    def add(self, account: Account, charge: Charge) -> None:
+        """So much is taken, whether it fits or not."""
+        for bound, amount in zip(self._bounds, charge, strict=True):
+            bound.add(account, amount)
+
+    def remove(self, account: Account, charge: Charge, *, served: bool = True) -> None:
+        """So much is there no more. `served`: not for what was taken back: it says nothing of the
+        rate.
+        """
+        for bound, amount in zip(self._bounds, charge, strict=True):
+            bound.remove(account, amount, served=served)
+        if charge.places and not self.places.present:
+            self._set_unread({})  # without requests there is nothing to be read
+
+    def delivered(self, num_bytes: int) -> None:
+        """So much was read."""
+        self._byte_rate.left(num_bytes)
 
     def holding(self, account: Account) -> Holding:
         """For what a new request will hold."""
         return Holding(self, account)
 
-    def hold(self, account: Account, held: int, more: Footprint) -> None:
-        """See `Holding`. `held`: what the request holds without it."""
-        self._check_live_bytes(account, held + more.size, more)
-        if more.size:
-            self._bytes.add(account, more.size)
 
-    def release(self, account: Account, size: int, *, served: bool) -> None:
-        """See `Holding`."""
-        if size:
-            self._bytes.remove(account, size, served=served)
+def _places(limits: Limits) -> Kind:
+    return Kind(
+        what="{present} requests{of} are running or have results that were not read yet",
+        remedy="read the results",
+        reason="TOO_MANY_OPEN_REQUESTS",
+        option="max_open_requests",
+        limit=limits.max_open,
+        reason_of_identity="TOO_MANY_REQUESTS_OF_IDENTITY",
+        option_of_identity="max_requests_per_identity",
+        limit_of_identity=limits.max_open_of_identity,
+    )
+
+
+def _bytes(limits: Limits) -> Kind:
+    return Kind(
+        what="requests that wait or run hold about {present} bytes, and this one needs {amount} "
+        "more",
+        remedy="send smaller ones",
+        reason="TOO_MANY_LIVE_BYTES",
+        option="max_live_bytes",
+        limit=limits.max_live_bytes,
+        alone="takes most of the {amount} bytes that this request would hold in the server; at "
+        "most {most} can be accepted here ({option}): make it smaller",
+    )
+
+
+def _tokens(limits: Limits) -> Kind:
+    return Kind(
+        what="running requests{of} reserve {present} tokens, and this one needs {amount} (its "
+        "prompt, and max_tokens for each of its n choices)",
+        remedy="ask for fewer",
+        reason="TOO_MANY_TOKENS",
+        option="max_reserved_tokens",
+        limit=limits.max_tokens,
+        reason_of_identity="TOO_MANY_TOKENS_OF_IDENTITY",
+        option_of_identity="max_reserved_tokens_per_identity",
+        limit_of_identity=limits.max_tokens_of_identity,
+        field="stop.max_tokens",
+        alone="makes a request of {amount} tokens (its prompt, and max_tokens for each of its n "
+        "choices); at most {most} can be accepted here ({option}): ask for fewer tokens or "
+        "choices, or shorten the prompt",
+    )

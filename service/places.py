@@ -12,31 +12,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from service.accounts import Account, account_at
-from service.bounds import Bound, LimitReachedError, no_room
+from service.bounds import Kind, bound_of
 from service.callers import ANONYMOUS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """A kind of streams.
-
-    Attributes:
-        name: what they are called, in the plural.
-        reason: of a refusal, for machines.
-        option, limit: how many there may be, and the option that says so.
-        option_of_identity, limit_of_identity: the same of each identity; None: as many as of all.
-    """
-
-    name: str
-    reason: str
-    option: str
-    limit: int
-    option_of_identity: str = ""
-    limit_of_identity: int | None = None
 
 
 class Places:
@@ -49,8 +29,7 @@ class Places:
         jitter: Callable[[], float] = random.random,
     ) -> None:
         """`clock`, `jitter`: as of AdmissionControl."""
-        self._kind = kind
-        self._bound = Bound(kind.limit, clock, jitter, limit_of_identity=kind.limit_of_identity)
+        self._bound = bound_of(kind, clock, jitter)
 
     @property
     def taken(self) -> int:
@@ -72,25 +51,9 @@ class Places:
         Raises:
             LimitReachedError: there is none.
         """
-        kind, bound = self._kind, self._bound
+        bound = self._bound
         counted = account_at(ANONYMOUS, context.peer()) if account is None else account
-        if (own := bound.full_of_identity(counted, 1)) is not None:
-            raise LimitReachedError(
-                kind.reason + "_OF_IDENTITY",
-                f"{own.present} {kind.name} of this caller are open; there may be {own.limit} "
-                f"({kind.option_of_identity}): end one",
-                option=kind.option_of_identity,
-                limit=own.limit or 0,
-                present=own.present,
-                retry_after_s=own.advise(1),
-            )
         if (refusal := bound.ask(counted, 1)) is not None:
-            raise no_room(
-                kind.reason,
-                f"{refusal.present} {kind.name} are open",
-                "end one",
-                option=kind.option,
-                refusal=refusal,
-            )
+            raise bound.error(refusal, 1)
         bound.add(counted, 1)
         context.add_done_callback(lambda _: bound.remove(counted, 1, served=True))

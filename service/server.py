@@ -51,6 +51,7 @@ from service import telemetry
 from service.address import Address, parse_address
 from service.admission import AdmissionControl, Limits
 from service.auth import Authenticator
+from service.bounds import Kind
 from service.calls import OpenCalls
 from service.config import ServiceConfig
 from service.convert.inputs import InputEncoder
@@ -65,7 +66,7 @@ from service.health_listener import make_health_server
 from service.interceptors import Authentication, Readiness, Recovery
 from service.listening import UnixSockets, bind, wait_ended
 from service.operator_control import Control
-from service.places import Kind, Places
+from service.places import Places
 from service.reading import Reading
 from service.reflection import add_reflection
 from service.servicers.control_servicer import ControlServicer
@@ -100,10 +101,12 @@ def load_tokenizer(info: ModelInfo) -> Tokenizer:
 
 def _sessions(config: ServiceConfig) -> Kind:
     return Kind(
-        name="sessions",
+        what="{present} sessions{of} are open",
+        remedy="end one",
         reason="TOO_MANY_SESSIONS",
         option="max_sessions",
         limit=config.max_sessions,
+        reason_of_identity="TOO_MANY_SESSIONS_OF_IDENTITY",
         option_of_identity="max_sessions_per_identity",
         limit_of_identity=config.max_sessions_per_identity or None,
     )
@@ -111,7 +114,11 @@ def _sessions(config: ServiceConfig) -> Kind:
 
 def _watches(config: ServiceConfig, name: str) -> Kind:
     return Kind(
-        name=name, reason="TOO_MANY_WATCHES", option="max_watches", limit=config.max_watches
+        what=f"{{present}} {name} are open",
+        remedy="end one",
+        reason="TOO_MANY_WATCHES",
+        option="max_watches",
+        limit=config.max_watches,
     )
 
 

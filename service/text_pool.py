@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from service.accounts import Account
-from service.bounds import Bound, no_room
+from service.bounds import Kind, bound_of
 from service.call_errors import NotReadyError
 
 THREADS = 3
@@ -45,6 +45,22 @@ MAX_WAITING_BYTES = 64 << 20
 """How many bytes of texts may wait, of all callers; one text is taken in any case."""
 _TURN_BYTES = 1 << 10
 """What a turn counts for beyond its bytes: no work is free."""
+_WHAT = "wait to be tokenized or made text, and this would be {amount} more"
+_REMEDY = "send less at the same time"
+_NUMBER = Kind(
+    what=f"{{present}} texts {_WHAT}",
+    remedy=_REMEDY,
+    reason="TOO_MANY_TEXTS",
+    option="max_waiting_texts",
+    limit=MAX_WAITING,
+)
+_BYTES = Kind(
+    what=f"{{present}} bytes {_WHAT}",
+    remedy=_REMEDY,
+    reason="TOO_MUCH_TEXT",
+    option="max_waiting_text_bytes",
+    limit=MAX_WAITING_BYTES,
+)
 
 _T = TypeVar("_T")
 
@@ -175,8 +191,8 @@ class TextPool:
         self._short = _Lane(executor, self._begun)
         self._long = _Lane(executor, self._begun)
         self._answers = _Lane(executor)
-        self._number = Bound(MAX_WAITING, clock, jitter)
-        self._bytes = Bound(MAX_WAITING_BYTES, clock, jitter)
+        self._number = bound_of(_NUMBER, clock, jitter)
+        self._bytes = bound_of(_BYTES, clock, jitter)
         self._closed = False
 
     @property
@@ -260,16 +276,6 @@ class TextPool:
     def _check(self, account: Account, size: int) -> None:
         if not self._number.present:
             return  # one text is taken in any case
-        for bound, amount, reason, option, what in (
-            (self._number, 1, "TOO_MANY_TEXTS", "max_waiting_texts", "texts"),
-            (self._bytes, size, "TOO_MUCH_TEXT", "max_waiting_text_bytes", "bytes"),
-        ):
+        for bound, amount in ((self._number, 1), (self._bytes, size)):
             if (refusal := bound.ask(account, amount)) is not None:
-                raise no_room(
-                    reason,
-                    f"{refusal.present} {what} wait to be tokenized or made text, and this would "
-                    f"be {amount} more",
-                    "send less at the same time",
-                    option=option,
-                    refusal=refusal,
-                )
+                raise bound.error(refusal, amount)

@@ -122,17 +122,14 @@ class Registry:
         live = self._live.values()
         return [request for request in live if identity is None or request.identity == identity]
 
-    def check_free(self, account: Account, request_id: str) -> None:
-        """Refuse a name that is taken, and any request where too many are open, of this identity or
-        of all.
+    def check_free(self, identity: str, request_id: str) -> None:
+        """Refuse a name that is taken.
 
         Raises:
-            DuplicateRequestError, LimitReachedError: as they say.
+            DuplicateRequestError: it is.
         """
-        if (account.identity, request_id) in self.requests:
+        if (identity, request_id) in self.requests:
             raise DuplicateRequestError(request_id)
-        self.admission.check_place(account)
-        self.admission.check_bytes(account, self.undelivered_bytes)
 
     def undelivered_bytes(self) -> dict[CallerKey, tuple[Account, int]]:
         """About how many bytes of results each account did not read, but for ended requests that
@@ -169,18 +166,19 @@ class Registry:
         command_id: int = 0,
     ) -> ServedRequest:
         """Hand a request to the engine, and its results to `stream` (or keep them, where durable).
-        `holding`: what it holds, which is released at its end.
+        `holding`: what it was admitted for, which is released at its end.
 
         A caller that is cancelled meanwhile takes the request with it, unless its results are to be
         kept (durable, or a lease): who asked for that may come back, and the request goes on.
 
         Raises:
-            DuplicateRequestError, LimitReachedError: as they say.
-            InvalidRequestError: also where it needs more tokens than there may ever be.
-            UnsupportedFeatureError, QueueFullError, CompileQueueFullError, EngineUnavailableError:
-                the engine's refusals.
+            DuplicateRequestError: its name is taken.
+            InvalidRequestError, UnsupportedFeatureError, QueueFullError, CompileQueueFullError,
+                EngineUnavailableError: the engine's refusals.
         """
-        self.check_free(submission.account, submission.request_id)
+        key = submission.account.identity, submission.request_id
+        if key in self.requests:  # it was begun meanwhile
+            raise DuplicateRequestError(submission.request_id)
         request = ServedRequest(
             self,
             submission,
@@ -189,12 +187,9 @@ class Registry:
             is_durable=durable,
             keep=durable or (stream is not None and stream.lease_s > 0),
         )
-        self.admission.reserve(request.account, request.reserved_tokens)
-        holding.take_over()
-        key = request.identity, request.request_id
+        holding.is_taken_over = True
         self.requests[key] = request
         self._live[request.engine_id] = request
-        self.admission.take_place(request.account)
         self._idle.clear()
         admitting = self._admit(request, submission, stream, command_id)
         if request.log.keep:
@@ -254,10 +249,7 @@ class Registry:
         """It does not run any more."""
         del self._live[request.engine_id]
         served = request.log.accepted is not None
-        self.admission.free(request.account, request.reserved_tokens, served=served)
-        request.holding.release(served=served)
-        if request.stream is None:
-            self.admission.leave_place(request.account, served=served)
+        request.holding.release(served=served, keeps_place=request.stream is not None)
         self._check_idle()
 
     def keep(self, request: ServedRequest) -> None:

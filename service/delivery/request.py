@@ -45,8 +45,7 @@ class ServedRequest:
         engine_id: its name in the engine, unique for the life of the process.
         serial: which of the process's requests it is, counted from 1.
         priority, time_limit_s: as the engine has them.
-        reserved_tokens: what admission counts it as while it runs.
-        holding: the bytes that it holds, as admission counts them.
+        holding: what it takes of the limits, as admission counts.
         state: where it is in its life.
         log: its events.
         stream: where its results go; None: they wait to be read.
@@ -77,7 +76,6 @@ class ServedRequest:
         self.serial = serial
         self.priority = request.priority
         self.time_limit_s = request.time_limit_s
-        self.reserved_tokens = submission.reserved_tokens
         self.holding = holding
         self.state = State.ADMITTING
         self.log = EventLog(
@@ -236,7 +234,7 @@ class ServedRequest:
             self.stream = stream
             stream.requests.add(self)
             if not self.state.is_live:
-                self._registry.admission.take_place(self.account)
+                self.holding.take_place()
         log.move_to(from_seq, stream.initial_credit)
         if self.state.is_live:
             if self.state is not State.LIVE:
@@ -295,7 +293,7 @@ class ServedRequest:
             self.stream.remove(self)
             self.stream = None
             if not self.state.is_live:
-                self._registry.admission.leave_place(self.account)
+                self.holding.release(served=True)
         self._registry.holds.stop(self)
 
     # Flow control

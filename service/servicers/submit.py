@@ -51,22 +51,23 @@ async def start_request(
     request_id = front.converter.check_id(spec)
     account = permit.account
     registry = front.registry
+    unread = registry.undelivered_bytes
     # What it holds counts from here on, whatever becomes of it.
     with registry.arriving(), registry.admission.holding(account) as holding:
         await registry.settled(account.identity, request_id)
-        registry.check_free(account, request_id)
+        registry.check_free(account.identity, request_id)
         message = message_footprint(spec)
-        holding.add(message)
+        holding.enter(message, unread)
         submission = await front.converter.submission(
             spec,
             account=account,
-            weight=registry.admission.weight_of(account),
+            weight=holding.weight,
             max_priority=permit.caller.max_priority,
             request_id=request_id,
             engine_id=registry.engine_id,
             final=final,
         )
-        holding.add(submission.footprint)
+        holding.admit(submission.footprint, submission.reserved_tokens, unread)
         try:
             return await registry.start(
                 submission, holding, stream, durable=durable, command_id=command_id

@@ -24,7 +24,9 @@ from service.accounts import Account, account_of
 from service.admission import (
     MEASURE_PART,
     MEASURE_S,
+    PLACE,
     AdmissionControl,
+    Charge,
     Limits,
 )
 from service.bounds import LimitReachedError
@@ -66,19 +68,19 @@ def test_tokens_are_bounded_for_all_and_for_each() -> None:
     control = AdmissionControl(
         Limits(max_open=9, max_tokens=100, max_tokens_of_identity=60), Clock()
     )
-    control.reserve(account_of("a"), 50)
-    control.reserve(account_of("b"), 40)
-    own = limit_of(lambda: control.reserve(account_of("a"), 11))
+    control.take(account_of("a"), Charge(tokens=50))
+    control.take(account_of("b"), Charge(tokens=40))
+    own = limit_of(lambda: control.take(account_of("a"), Charge(tokens=11)))
     assert (own.reason, own.option) == (
         "TOO_MANY_TOKENS_OF_IDENTITY",
         "max_reserved_tokens_per_identity",
     )
     assert (own.limit, own.present) == (60, 50)
-    everyone = limit_of(lambda: control.reserve(account_of("b"), 11))
+    everyone = limit_of(lambda: control.take(account_of("b"), Charge(tokens=11)))
     assert (everyone.reason, everyone.limit, everyone.present) == ("TOO_MANY_TOKENS", 100, 90)
-    control.reserve(account_of("c"), 10)
-    control.free(account_of("a"), 50)
-    control.reserve(account_of("c"), 50)
+    control.take(account_of("c"), Charge(tokens=10))
+    control.remove(account_of("a"), Charge(tokens=50))
+    control.take(account_of("c"), Charge(tokens=50))
     assert control.reserved_tokens == 100
 
 
@@ -93,7 +95,7 @@ def test_tokens_are_bounded_for_all_and_for_each() -> None:
 def test_what_can_never_fit_is_wrong_not_early(limits: dict[str, int], option: str) -> None:
     control = AdmissionControl(Limits(max_open=9, **limits))
     with pytest.raises(InvalidRequestError, match=rf"at most 10 .*\({option}\)") as caught:
-        control.reserve(account_of("a"), 11)
+        control.take(account_of("a"), Charge(tokens=11))
     assert caught.value.field == "stop.max_tokens"
     assert control.reserved_tokens == 0
 
@@ -103,30 +105,30 @@ def test_each_account_has_its_own_rate() -> None:
     limits = Limits(max_open=4, max_open_of_identity=2, max_tokens=40, max_tokens_of_identity=20)
     control = AdmissionControl(limits, clock, no_jitter)
     for name in ("slow", "slow", "quick", "quick"):
-        control.reserve(account_of(name), 10)
-        control.take_place(account_of(name))
+        control.take(account_of(name), Charge(tokens=10))
+        control.add(account_of(name), PLACE)
     for turn in range(1, 21):  # for ten seconds: quick ends two a second, slow one in five seconds
         clock.now += 0.5
         for name in ("quick", "slow") if turn % 10 == 0 else ("quick",):
-            control.free(account_of(name), 10)
-            control.leave_place(account_of(name))
-            control.reserve(account_of(name), 10)
-            control.take_place(account_of(name))
+            control.remove(account_of(name), Charge(tokens=10))
+            control.remove(account_of(name), PLACE)
+            control.take(account_of(name), Charge(tokens=10))
+            control.add(account_of(name), PLACE)
     assert limit_of(
-        lambda: control.check_place(account_of("quick"))
+        lambda: control.check(account_of("quick"), PLACE)
     ).retry_after_s == pytest.approx(late(0.5))
-    assert limit_of(lambda: control.check_place(account_of("slow"))).retry_after_s == pytest.approx(
-        late(5.0)
-    )
-    control.take_place(account_of("third"))  # the reserve
+    assert limit_of(
+        lambda: control.check(account_of("slow"), PLACE)
+    ).retry_after_s == pytest.approx(late(5.0))
+    control.add(account_of("third"), PLACE)  # the reserve
     # 21 of all have left after the first.
-    other = limit_of(lambda: control.check_place(account_of("other")))
+    other = limit_of(lambda: control.check(account_of("other"), PLACE))
     assert other.reason == "TOO_MANY_OPEN_REQUESTS"
     assert other.retry_after_s == pytest.approx(late(9.5 / 21))
     # 20 tokens more than there may be, at 2 a second; and of all, at 22.1.
-    slow = limit_of(lambda: control.reserve(account_of("slow"), 20))
+    slow = limit_of(lambda: control.take(account_of("slow"), Charge(tokens=20)))
     assert slow.retry_after_s == pytest.approx(late(10.0))
-    other = limit_of(lambda: control.reserve(account_of("other"), 20))
+    other = limit_of(lambda: control.take(account_of("other"), Charge(tokens=20)))
     assert other.retry_after_s == pytest.approx(late(15 / 210 * 9.5))  # 5 are the reserve
 
 
@@ -134,10 +136,10 @@ def test_what_was_taken_back_says_nothing_of_the_rate() -> None:
     clock = Clock()
     control = AdmissionControl(Limits(max_open=1), clock, no_jitter)
     for _ in range(100):
-        control.take_place(account_of("a"))
-        control.leave_place(account_of("a"), served=False)
-    control.take_place(account_of("a"))
-    assert limit_of(lambda: control.check_place(account_of("a"))).retry_after_s == UNKNOWN_DELAY_S
+        control.add(account_of("a"), PLACE)
+        control.remove(account_of("a"), PLACE, served=False)
+    control.add(account_of("a"), PLACE)
+    assert limit_of(lambda: control.check(account_of("a"), PLACE)).retry_after_s == UNKNOWN_DELAY_S
 
 
 class House:
@@ -154,17 +156,17 @@ class House:
 
     def enter(self) -> None:
         self._ask()
-        self._control.take_place(account_of("a"))
+        self._control.add(account_of("a"), PLACE)
         self.present += 1
 
     def leave(self) -> None:
-        self._control.free(account_of("a"), self._tokens)
-        self._control.leave_place(account_of("a"))
+        self._control.remove(account_of("a"), Charge(tokens=self._tokens))
+        self._control.remove(account_of("a"), PLACE)
         self.present -= 1
 
     def _ask(self) -> None:
-        self._control.check_place(account_of("a"))
-        self._control.reserve(account_of("a"), self._tokens)
+        self._control.check(account_of("a"), PLACE)
+        self._control.take(account_of("a"), Charge(tokens=self._tokens))
 
 
 @pytest.mark.parametrize("per_second", [30, 500])
@@ -198,21 +200,21 @@ def test_identities_without_requests_take_no_room() -> None:
         clock.now += MAX_WANT_S + GRACE_S  # nothing is owed any more to who was refused
         if held and rng.random() < 0.5:
             name, tokens = held.pop(rng.randrange(len(held)))
-            control.free(account_of(name), tokens)
-            control.leave_place(account_of(name))
+            control.remove(account_of(name), Charge(tokens=tokens))
+            control.remove(account_of(name), PLACE)
         else:
             name, tokens = f"c{rng.randrange(500)}", rng.randrange(1, 20)
             try:
-                control.check_place(account_of(name))
-                control.reserve(account_of(name), tokens)
+                control.check(account_of(name), PLACE)
+                control.take(account_of(name), Charge(tokens=tokens))
             except LimitReachedError:
                 assert len(held) >= 9 or control.reserved_tokens + tokens > 100
                 continue
-            control.take_place(account_of(name))
+            control.add(account_of(name), PLACE)
             held.append((name, tokens))
         assert control.reserved_tokens == sum(tokens for _, tokens in held) <= 112
         assert control.is_empty == (not held)
-        assert control.places.shares.callers <= 500
+        assert control.places.callers <= 500
 
 
 # ---- in a server -------------------------------------------------------------------------------
@@ -455,12 +457,12 @@ def test_time_in_which_nothing_was_unread_is_no_time_in_which_nothing_was_read()
         ).retry_after_s
 
     clock.now += 3600
-    control.take_place(account_of("a"))
+    control.add(account_of("a"), PLACE)
     assert advice(200) == UNKNOWN_DELAY_S  # nothing has left yet
     control.delivered(200)
-    control.leave_place(account_of("a"))
+    control.remove(account_of("a"), PLACE)
     clock.now += 3600  # nobody asks, so nothing is measured
-    control.take_place(account_of("a"))
+    control.add(account_of("a"), PLACE)
     assert advice(200) == UNKNOWN_DELAY_S
     control.delivered(200)
     clock.now += MEASURE_S

@@ -5,7 +5,6 @@ work is done for it, and counts nothing that is not there any more.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import tracemalloc
 from typing import Any, cast
@@ -28,7 +27,7 @@ from engine.text import TextStream
 from engine.token_ids import TokenIds
 from engine.types import RequestId, TokenId
 from service.accounts import account_of
-from service.admission import AdmissionControl, Holding, Limits
+from service.admission import AdmissionControl, Charge, Holding, Limits
 from service.bounds import LimitReachedError
 from service.delivery.events import Accepted, DeliveryOptions
 from service.delivery.log import EventLog
@@ -45,6 +44,10 @@ def part(size: int, field: str = "a") -> Footprint:
     return Footprint(size, field)
 
 
+def hold(holding: Holding, footprint: Footprint) -> None:
+    holding.take(Charge(size=footprint.size), footprint.field)
+
+
 # ---- by itself ---------------------------------------------------------------------------------
 
 
@@ -52,24 +55,24 @@ def test_bytes_are_bounded_and_come_free_again() -> None:
     clock = Clock()
     control = AdmissionControl(Limits(max_open=9, max_live_bytes=1000), clock, no_jitter)
     one, two = control.holding(account_of("a")), control.holding(account_of("a"))
-    one.add(part(300))
-    one.add(part(400))
-    two.add(part(250))
+    hold(one, part(300))
+    hold(one, part(400))
+    hold(two, part(250))
     with control.holding(account_of("a")) as first:  # rates are measured from the first that leaves
-        first.add(part(10))
+        hold(first, part(10))
         first.release(served=True)
-    error = limit_of(lambda: two.add(part(51)))
+    error = limit_of(lambda: hold(two, part(51)))
     assert (error.reason, error.option) == ("TOO_MANY_LIVE_BYTES", "max_live_bytes")
-    assert (error.limit, error.present, two.size) == (1000, 950, 250)
+    assert (error.limit, error.present, two.taken.size) == (1000, 950, 250)
     one.drop(part(300))
-    two.add(part(51))
+    hold(two, part(51))
     clock.now += 4
     one.release(served=True)
     one.release(served=True)  # harmless
     one.drop(part(400))
-    assert control.live_bytes == two.size == 301
+    assert control.live_bytes == two.taken.size == 301
     # 400 left in 4 seconds, and this one is 60 too many.
-    error = limit_of(lambda: control.holding(account_of("a")).add(part(759)))
+    error = limit_of(lambda: hold(control.holding(account_of("a")), part(759)))
     assert error.retry_after_s == pytest.approx(0.6, rel=0.2)
     two.release(served=False)
     assert (control.live_bytes, control.is_empty) == (0, True)
@@ -78,9 +81,9 @@ def test_bytes_are_bounded_and_come_free_again() -> None:
 def test_what_alone_is_too_much_is_wrong_and_not_early() -> None:
     control = AdmissionControl(Limits(max_open=9, max_live_bytes=1000))
     holding = control.holding(account_of("a"))
-    holding.add(part(600, "text.text"))
+    hold(holding, part(600, "text.text"))
     with pytest.raises(InvalidRequestError, match=r"at most 1000 .*\(max_live_bytes\)") as caught:
-        holding.add(part(401, "sampling.logit_bias"))
+        hold(holding, part(401, "sampling.logit_bias"))
     assert caught.value.field == "sampling.logit_bias"
     assert control.live_bytes == 600
 
@@ -88,11 +91,11 @@ def test_what_alone_is_too_much_is_wrong_and_not_early() -> None:
 def test_what_was_not_taken_over_is_released() -> None:
     control = AdmissionControl(Limits(max_open=9))
     with control.holding(account_of("a")) as holding:
-        holding.add(part(600))
+        hold(holding, part(600))
     assert control.live_bytes == 0
     with control.holding(account_of("a")) as holding:
-        holding.add(part(600))
-        holding.take_over()
+        hold(holding, part(600))
+        holding.is_taken_over = True
     assert control.live_bytes == 600
 
 
@@ -113,7 +116,7 @@ def test_the_count_is_the_sum_of_what_is_held(steps: list[tuple[str, int]]) -> N
         name, holding, parts = held[number % len(held)]
         if action == "add":
             try:
-                holding.add(part(number))
+                hold(holding, part(number))
                 parts.append(number)
             except (LimitReachedError, InvalidRequestError):
                 assert control.live_bytes + number > 1000 or len({name for name, *_ in held}) > 1
@@ -128,7 +131,7 @@ def test_the_count_is_the_sum_of_what_is_held(steps: list[tuple[str, int]]) -> N
         for name, _, parts in held:
             if name in of_each:
                 of_each[name] += sum(parts)
-        shares = control._bytes.shares
+        shares = control._bytes
         assert {name: shares.held_by(account_of(name)) for name in of_each} == of_each
 
 
@@ -276,9 +279,9 @@ async def test_a_request_that_alone_is_too_large_names_what_is(
     fields: dict[str, Any], field: str
 ) -> None:
     async with serving(long_engine(), max_live_bytes=MIB) as h:
-        control = h.registry.admission
         # As small a bound as the largest of them needs, which is no option's business.
-        control._limits = dataclasses.replace(control._limits, max_live_bytes=600_000)
+        control = AdmissionControl(Limits(max_open=9, max_live_bytes=600_000))
+        h.registry.admission = control
         error = await refused(add(h, "a", **fields))
         assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, f"spec.{field}")
         assert "(max_live_bytes)" in error.message

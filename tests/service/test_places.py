@@ -14,8 +14,8 @@ from headrace.v1 import control_service_pb2 as control
 from headrace.v1 import generation_service_pb2 as rpc
 
 from service.accounts import account_of
-from service.bounds import LimitReachedError
-from service.places import Kind, Places
+from service.bounds import Kind, LimitReachedError
+from service.places import Places
 from tests.service.helpers import DEADLINE_S, Harness, Refused, refused, serving, until
 from tests.service.test_auth import bearer, callers, guarded  # noqa: F401
 
@@ -123,7 +123,9 @@ async def test_one_identity_leaves_room_for_others(callers: Path) -> None:  # no
 def test_nobody_who_left_is_remembered() -> None:
     now = 100.0
     places = Places(
-        Kind(name="tests", reason="FULL", option="max_tests", limit=2), lambda: now, lambda: 0.0
+        Kind(what="", remedy="", reason="FULL", option="max_tests", limit=2),
+        lambda: now,
+        lambda: 0.0,
     )
     calls = [Call() for _ in range(3)]
     for call, identity in zip(calls, "abc", strict=True):  # the last one has the reserve
