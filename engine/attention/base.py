@@ -34,8 +34,8 @@ class LayerShape:
     window: int | None
 
     @property
-    def numbers_per_token(self) -> int:
-        """How many numbers one token's key and value have."""
+    def elements_per_token(self) -> int:
+        """How many elements one token's key and value have."""
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
@@ -159,7 +159,7 @@ class AttentionBackend(ABC):
 
     def static_fields(self, shape: StaticShape, window: int | None) -> Mapping[str, int]:
         """The int64 arrays that the metadata of one group needs in a step of fixed places, by name,
-        and how many numbers each has.
+        and how many elements each has.
         """
         raise NotImplementedError
 

@@ -26,7 +26,7 @@ from engine.attention.base import (
 from engine.native.library import AttentionCall, NativeLibrary
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What the kernels compute with, and its number there. Sums are float32 for all."""
+"""What the kernels compute with, and its code there. Sums are float32 for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class NativeAttentionBackend(AttentionBackend):
         """Attend; see the base class."""
         if not isinstance(metadata, NativeMetadata):
             raise TypeError(f"metadata of another backend: {type(metadata).__name__}")
-        if query.dtype is not cache.keys.dtype:  # the kernel would read beyond the numbers
+        if query.dtype is not cache.keys.dtype:  # the kernel would read beyond the elements
             raise TypeError(f"queries of {query.dtype}, and a cache of {cache.keys.dtype}")
         query, key, value = (_rows_in_one_piece(tensor) for tensor in (query, key, value))
         num_heads, num_tokens, key_dim = query.shape
@@ -117,5 +117,5 @@ class NativeAttentionBackend(AttentionBackend):
 
 
 def _rows_in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """Itself, or a copy if the numbers of one head and token do not lie side by side."""
+    """Itself, or a copy if the elements of one head and token do not lie side by side."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

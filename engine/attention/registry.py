@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 
 from engine.attention.base import AttentionBackend, AttentionContext, AttentionParams
 from engine.attention.native_backend import DTYPES, NativeAttentionBackend
-from engine.attention.opaque import attend_by_number
+from engine.attention.opaque import attend_by_call_id
 from engine.attention.torch_backend import TorchAttentionBackend
 from engine.config import DEFAULT_BLOCK_SIZE
 from engine.errors import ConfigError, NoStepError
@@ -54,7 +54,7 @@ def paged_attention(
         query: [1, Hq, T, D]. key: [1, Hkv, T, D]. value: [1, Hkv, T, Dv], after rotary embedding.
         attention_mask: None.
         scaling, softcap, s_aux: see AttentionParams. The window is known from the load gate.
-        kwargs: CONTEXT_KEYWORD, and others that are not needed. A number stands for the context
+        kwargs: CONTEXT_KEYWORD, and others that are not needed. An id stands for the context
             where the model is compiled.
 
     Returns:
@@ -70,7 +70,7 @@ def paged_attention(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     if isinstance(context, int):
-        output = attend_by_number(
+        output = attend_by_call_id(
             query[0], key[0], value[0], s_aux, context, layer, scaling, softcap
         )
         return output.unsqueeze(0), None

@@ -88,7 +88,7 @@ def choose_tiles(
     Args:
         groups: query heads of a key/value head.
         dim, value_dim: head sizes, padded to powers of two.
-        itemsize: bytes of a number.
+        itemsize: bytes of an element.
         is_decode: for requests with one token.
         size: the device.
     """
@@ -352,5 +352,5 @@ def _on_its_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def _rows_in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """Itself, or a copy if the numbers of one head and token do not lie side by side."""
+    """Itself, or a copy if the elements of one head and token do not lie side by side."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

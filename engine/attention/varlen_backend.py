@@ -92,12 +92,12 @@ class VarlenAttentionBackend(AttentionBackend):
             return "has attention sinks, which torch's varlen attention does not do"
         if shape.key_dim != shape.value_dim:
             return (
-                f"has keys of {shape.key_dim} numbers and values of {shape.value_dim}, and torch's "
-                "varlen attention takes one size for both"
+                f"has keys of {shape.key_dim} elements and values of {shape.value_dim}, and "
+                "torch's varlen attention takes one size for both"
             )
         if shape.key_dim > _LARGEST_HEAD or shape.key_dim % _HEAD_MULTIPLE:
             return (
-                f"has heads of {shape.key_dim} numbers, and torch's varlen attention takes "
+                f"has heads of {shape.key_dim} elements, and torch's varlen attention takes "
                 f"multiples of {_HEAD_MULTIPLE} up to {_LARGEST_HEAD}"
             )
         return None
@@ -209,7 +209,7 @@ def _split(requests: torch.Tensor, width: int) -> list[torch.Tensor]:
 
 
 def _fill(layout: BatchLayout, arrays: Mapping[str, npt.NDArray[np.int64]], width: int) -> None:
-    """Write a step's numbers, whole. Requests behind the last have no tokens and no context."""
+    """Write a step's arrays, whole. Requests behind the last have no tokens and no context."""
     count, tokens = len(layout.counts), len(layout.positions)
     row_of_token = np.repeat(np.arange(count), layout.counts)
     arrays["slot_mapping"][:tokens] = slots_of(layout, row_of_token, layout.positions)
@@ -217,9 +217,9 @@ def _fill(layout: BatchLayout, arrays: Mapping[str, npt.NDArray[np.int64]], widt
     views = _split(torch.from_numpy(arrays["requests"]), width)
     query_begins, key_begins, lengths, tables = (one.numpy() for one in views)
     ends = layout.starts + layout.counts
-    for begins, numbers in ((query_begins, layout.counts), (key_begins, ends)):
+    for begins, counts in ((query_begins, layout.counts), (key_begins, ends)):
         begins[0] = 0
-        begins[1 : count + 1] = np.cumsum(numbers)
+        begins[1 : count + 1] = np.cumsum(counts)
         begins[count + 1 :] = begins[count]
     lengths[:count] = ends
     lengths[count:] = 0

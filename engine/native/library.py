@@ -42,7 +42,7 @@ class AttentionCall(ctypes.Structure):
 
     Attributes:
         query, key, value: the step's tokens, [Hq, T, D], [Hkv, T, D] and [Hkv, T, Dv], each head's
-            numbers in one piece; the strides count numbers.
+            elements in one piece; the strides count elements.
         keys, values: the layer's cache, [num_slots, Hkv, D] and [num_slots, Hkv, Dv].
         output: [T, Hq, Dv]. All of the above are of one dtype.
         sinks: float32 [Hq], or null.
@@ -79,8 +79,8 @@ class HeadsCall(ctypes.Structure):
     """Queries and keys of one layer: normed, then turned, in place. Field by field src/calls.h.
 
     Attributes:
-        query, key: bfloat16 [T, Hq * D] and [T, Hkv * D], whose rows are so many numbers apart as
-            the strides say. Of each head the first rotary_dim numbers are turned.
+        query, key: bfloat16 [T, Hq * D] and [T, Hkv * D], whose rows are so many elements apart as
+            the strides say. Of each head the first rotary_dim elements are rotated.
         cos, sin: bfloat16 [T, rotary_dim].
         query_weight, key_weight: of the norms, bfloat16 [D]; null: there is none.
         form: of both norms: 0, FROM_ONE or ROUNDED_FIRST.
@@ -173,7 +173,7 @@ class NativeLibrary:
             of src/library.cpp, and `engine.runner.packed`, which calls them.
         rms_norm, gate, heads: what stands between a model's matrix products; see
             src/elementwise.cpp, and `engine.runner.fused`, which calls them.
-        layer_scratch: takes a LayerSpec by reference and a number of tokens. How many numbers of
+        layer_scratch: takes a LayerSpec by reference and a number of tokens. How many elements of
             scratch they need; proportional to the tokens.
         layers: takes a LayersCall by reference. 0, or how many floats of scratch the attention of
             the layer that comes next needs; call it again then.

@@ -143,8 +143,8 @@ def _with_limit(compiled: Callable[..., Any]) -> CausalModel:
 
 
 def _try_compiler(options: CompileOptions, device: torch.device) -> None:
-    def tiny(numbers: torch.Tensor) -> torch.Tensor:
-        return numbers * 2 + 1
+    def tiny(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * 2 + 1
 
     try:
         options.apply(tiny)(torch.ones(2, device=device))

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from engine.attention.base import AttentionBackend, AttentionContext, AttentionMetadata
-from engine.attention.opaque import calling, new_number
+from engine.attention.opaque import calling, new_call_id
 from engine.attention.registry import CONTEXT_KEYWORD
 from engine.runner.input_batch import InputBatch
 from engine.runner.kv_tensors import KVTensors
@@ -52,12 +52,12 @@ class ModelForward:
         self._device = kv.device
         # Of each group its window, and a tensor like those of its cache.
         self._groups = [(group.window, kv.caches[group.layers[0]].keys) for group in kv.groups]
-        self._numbers = {path: new_number() for path in compiled or ()}
+        self._call_ids = {path: new_call_id() for path in compiled or ()}
 
     @property
     def is_compiled(self) -> bool:
         """Whether it is on any path."""
-        return bool(self._numbers)
+        return bool(self._call_ids)
 
     def as_it_comes(
         self, inputs: InputBatch, fill_in: Callable[[InputBatch, torch.Tensor], None]
@@ -109,12 +109,12 @@ class ModelForward:
             [L, V], in the model's dtype.
         """
         context = AttentionContext(self.backend, self.kv.caches, metadata)
-        number = self._numbers.get(path)
+        call_id = self._call_ids.get(path)
         with self.backend.step_lock:
-            if number is None:
+            if call_id is None:
                 return self._call(path, token_ids, positions, logit_rows, context)
-            with calling(number, context):
-                return self._call(path, token_ids, positions, logit_rows, number)
+            with calling(call_id, context):
+                return self._call(path, token_ids, positions, logit_rows, call_id)
 
     def _call(
         self,

@@ -3,7 +3,7 @@ modules.
 
 A module that is exchanged stays: its parameters, its name, its class, its hooks, and whatever else
 of it others read. Only its `forward` is replaced, on that one instance, by a function of this file,
-which finds what it needs to know in the module's attribute PLAN. Numbers are rounded to bfloat16
+which finds what it needs to know in the module's attribute PLAN. Elements are rounded to bfloat16
 where the module's own forward rounds them.
 
 Whatever a kernel is not for (other types, other devices, a cache of transformers' own, training,
@@ -36,7 +36,7 @@ class NormPlan:
     """Of a root-mean-square norm.
 
     Attributes:
-        width: numbers that are normed together.
+        width: elements that are normed together.
         eps: added to their mean square.
         form: how the weight is applied: 0, FROM_ONE or ROUNDED_FIRST.
     """
@@ -74,7 +74,7 @@ class AttentionPlan:
     its halves, if there are any; the attention function; o_proj.
 
     Attributes:
-        num_heads, num_kv_heads, head_dim: Hq, Hkv, D; values have D numbers, too.
+        num_heads, num_kv_heads, head_dim: Hq, Hkv, D; values have D elements, too.
         rotary_dim: how many elements of a head are rotated; 0: none.
         joined: q_proj, k_proj and v_proj; None: they are three.
         form: of the norms of queries and keys; see NormPlan. None: there are none.
@@ -216,7 +216,7 @@ def apply_gate(gate: torch.Tensor, up: torch.Tensor, stride: int, activation: in
 
     Args:
         gate, up: bfloat16 [..., N], each row in one piece.
-        stride: numbers from one row to the next, in both.
+        stride: elements from one row to the next, in both.
         activation: SILU or GELU_TANH.
     """
     width = gate.shape[-1]
@@ -359,7 +359,7 @@ def rotate_heads(
 
     Args:
         addresses: of queries and of keys, bfloat16 [tokens, H * D].
-        strides: numbers from one token to the next, in both.
+        strides: elements from one token to the next, in both.
         tokens: how many.
         embeddings: cosines and sines, bfloat16 [tokens, rotary_dim] each, if they are rotated.
         norms: the weights of both, bfloat16 [D]; None: there are no norms.

@@ -39,16 +39,16 @@ class LayerScratch:
     """Memory that all layers of a model use, one after the other.
 
     Attributes:
-        numbers: bfloat16.
+        elements: bfloat16.
     """
 
-    numbers: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bfloat16))
+    elements: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bfloat16))
 
     def of(self, needed: int) -> int:
-        """The address of so many numbers."""
-        if needed > self.numbers.numel():
-            self.numbers = torch.empty(needed, dtype=torch.bfloat16)
-        return self.numbers.data_ptr()
+        """The address of so many elements."""
+        if needed > self.elements.numel():
+            self.elements = torch.empty(needed, dtype=torch.bfloat16)
+        return self.elements.data_ptr()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class LayerPlan:
         spec: all that is known before a step is.
         held: what it points to: kept alive.
         index: of the layer's cache.
-        rotary_dim: how many numbers of a head are turned.
+        rotary_dim: how many elements of a head are rotated.
     """
 
     spec: LayerSpec

@@ -4,7 +4,7 @@ and the two halves of a gated layer.
     join_products ─▶ watch what the modules are given ─▶ each: compare, join its weights, exchange
 
 How a step then computes is told in `engine.runner.fused_products`. It is for devices on which
-weights are ordinary tensors, CUDA's above all: fewer and larger products, of the same numbers.
+weights are ordinary tensors, CUDA's above all: fewer and larger products, of the same elements.
 Sums may be made in another order, so the last bits may differ. What a class's own forward does with
 its input is not known from its name: each module is run on random input, and stays as it is if
 anything but its projections sees that, or if the product in the input's place changes a result.
@@ -49,7 +49,7 @@ _MAGNITUDES = (1e-3, 1.0, 100.0)
 """Of random input."""
 _ROUNDINGS = 8
 """By how much a result may differ, in units of its type's precision, relative to its largest
-number: the same operations, on numbers that lie elsewhere.
+number: the same operations, on elements that lie elsewhere.
 """
 _REORDERED = {torch.float64: 1e-10, torch.float32: 1e-4}
 """By how much a product may differ whose sums are made in another order, relative likewise."""
@@ -284,7 +284,7 @@ def _run(
 
 
 def _is_near(actual: object, expected: torch.Tensor, tolerance: float) -> bool:
-    """Whether numbers differ by no more than so much of the largest."""
+    """Whether elements differ by no more than so much of the largest."""
     if not isinstance(actual, torch.Tensor):
         return False
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
@@ -331,7 +331,7 @@ def _join(module: torch.nn.Module, names: Sequence[str], pages: Pages) -> None:
 
 
 def _move(parameter: torch.nn.Parameter, place: torch.Tensor, pages: Pages) -> None:
-    """Have a parameter's numbers elsewhere."""
+    """Have a parameter's elements elsewhere."""
     place.copy_(parameter)
     pages.give_back(parameter)
     parameter.data = place

@@ -58,7 +58,7 @@ _PROBE_CHUNK = 29
 _TARGET_SCORE = 60.0
 """Scores are scaled up to about this: beyond the softcaps in use (30 to 50)."""
 _LAYER_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Of one layer's output, relative to its largest number: in float32, or as our backend computes it
+"""Of one layer's output, relative to its largest element: in float32, or as our backend computes it
 if it cannot do that.
 """
 _LOGITS_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
@@ -339,7 +339,7 @@ def eager_forward(model: PreTrainedModel, ids: torch.Tensor) -> Any:
     """
     try:
         with torch.inference_mode():
-            # A tensor, as in every step: some models compute fewer tokens if it is a number.
+            # A tensor, as in every step: some models compute fewer tokens if it is an int.
             rows = torch.tensor([ids.shape[1] - 1], device=ids.device)
             return model(input_ids=ids, use_cache=False, logits_to_keep=rows)
     except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:

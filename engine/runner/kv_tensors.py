@@ -46,13 +46,13 @@ def make_groups(shapes: Sequence[LayerShape], dtype: torch.dtype) -> tuple[Layer
     groups = []
     for index, window in enumerate(windows):
         layers = tuple(i for i, shape in enumerate(shapes) if shape.window == window)
-        numbers = sum(shapes[layer].numbers_per_token for layer in layers)
+        elements = sum(shapes[layer].elements_per_token for layer in layers)
         groups.append(
             LayerGroup(
                 group_id=GroupId(index),
                 window=window,
                 layers=layers,
-                bytes_per_token=numbers * dtype.itemsize,
+                bytes_per_token=elements * dtype.itemsize,
             )
         )
     return tuple(groups)

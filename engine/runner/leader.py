@@ -44,7 +44,7 @@ class Leader:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._lock = threading.Lock()  # two runners' collectives must not mix
-        self._numbers = itertools.count(1)
+        self._runner_ids = itertools.count(1)
         self._forwards: weakref.WeakValueDictionary[int, LeadingForward] = (
             weakref.WeakValueDictionary()
         )
@@ -57,24 +57,24 @@ class Leader:
             available, host_available: bytes that are free here, on the device and on the host.
 
         Returns:
-            The runner's number, and the bytes that are free on every rank.
+            The runner's id, and the bytes that are free on every rank.
 
         Raises:
             RanksLostError: the ranks no longer compute together.
         """
-        number = next(self._numbers)
-        with self.telling(Begin(number, tuple(self._forwards))):
+        runner_id = next(self._runner_ids)
+        with self.telling(Begin(runner_id, tuple(self._forwards))):
             device, host = self._ranks.least([available, host_available])
-        return number, device, host
+        return runner_id, device, host
 
-    def allocate(self, number: int, plan: CachePlan, make: Callable[[], KVTensors]) -> KVTensors:
+    def allocate(self, runner_id: int, plan: CachePlan, make: Callable[[], KVTensors]) -> KVTensors:
         """Have every rank allocate its part of a cache; `make` does it here.
 
         Raises:
             InsufficientMemoryError: it does not fit here, or on another rank.
             RanksLostError: the ranks no longer compute together.
         """
-        with self.telling(Plan.of(number, plan)):
+        with self.telling(Plan.of(runner_id, plan)):
             kv, failure = None, None
             try:
                 kv = make()
@@ -94,15 +94,15 @@ class Leader:
         return kv
 
     def forward(
-        self, number: int, model: CausalModel, kv: KVTensors, backend: AttentionBackend
+        self, runner_id: int, model: CausalModel, kv: KVTensors, backend: AttentionBackend
     ) -> LeadingForward:
         """The forward pass of a runner."""
-        self._forwards[number] = forward = LeadingForward(self, number, model, kv, backend)
+        self._forwards[runner_id] = forward = LeadingForward(self, runner_id, model, kv, backend)
         return forward
 
-    def copier(self, number: int, kv: KVTensors) -> BlockCopier:
+    def copier(self, runner_id: int, kv: KVTensors) -> BlockCopier:
         """What copies a runner's blocks."""
-        return LeadingCopier(self, number, kv)
+        return LeadingCopier(self, runner_id, kv)
 
     @staticmethod
     def config(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
@@ -172,14 +172,14 @@ class LeadingForward(ModelForward):
     def __init__(
         self,
         leader: Leader,
-        number: int,
+        runner_id: int,
         model: CausalModel,
         kv: KVTensors,
         backend: AttentionBackend,
     ) -> None:
         super().__init__(model, kv, backend)
         self._leader = leader
-        self.number = number
+        self.runner_id = runner_id
 
     def as_it_comes(
         self, inputs: InputBatch, fill_in: Callable[[InputBatch, torch.Tensor], None]
@@ -189,7 +189,7 @@ class LeadingForward(ModelForward):
         Raises:
             RanksLostError: the ranks no longer compute together.
         """
-        message = Step.of(self.number, inputs)
+        message = Step.of(self.runner_id, inputs)
         with self._leader.telling(message):
             return super().as_it_comes(inputs, fill_in)
 
@@ -197,10 +197,10 @@ class LeadingForward(ModelForward):
 class LeadingCopier(BlockCopier):
     """Copies blocks that the other ranks copy too."""
 
-    def __init__(self, leader: Leader, number: int, kv: KVTensors) -> None:
+    def __init__(self, leader: Leader, runner_id: int, kv: KVTensors) -> None:
         super().__init__(kv.groups, kv.caches, kv.host_caches, kv.block_size)
         self._leader = leader
-        self._number = number
+        self._runner_id = runner_id
 
     def run(self, copies: StepCopies) -> None:
         """See BlockCopier.
@@ -208,5 +208,5 @@ class LeadingCopier(BlockCopier):
         Raises:
             RanksLostError: the ranks no longer compute together.
         """
-        with self._leader.telling(Copies(self._number, copies)):
+        with self._leader.telling(Copies(self._runner_id, copies)):
             super().run(copies)

@@ -2,7 +2,7 @@
 
 `Operations` tells which tensor operations a module's own forward makes: a clamp that random input
 does not reach, or a factor that is 1 at most positions, is an operation too many. `agree` compares
-the numbers.
+the elements.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ clamp to; and whether it is one token's, as in a decode step of one request.
 """
 Probe = tuple[float, bool]
 _MOST_DIFFERENT = 0.01
-"""Of the numbers may be rounded the other way: sums are made in another order."""
+"""Of the elements may be rounded the other way: sums are made in another order."""
 _NEIGHBOUR = 2.0**-7
 """Of bfloat16 numbers: the distance to the next, relative."""
 FLOAT32 = 2.0**-22
@@ -50,7 +50,7 @@ class Likeness:
 
     Models repeat the same layer dozens of times, and what `PROBES` tell apart lies in the code of
     its class. So the first of a kind must pass all of them, and each other one an ordinary probe,
-    which tells whether its own numbers are used as the first one's were.
+    which tells whether its own elements are used as the first one's were.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Likeness:
         """Whether one of a kind has passed.
 
         Args:
-            kind: a module's class, and every size and number that ours knows of it.
+            kind: a module's class, and every size and constant that ours knows of it.
         """
         return kind in self._kinds
 
@@ -123,13 +123,13 @@ def agree(
     *,
     mixed: bool = False,
 ) -> bool:
-    """Whether numbers are equal, but for a few that are rounded to a neighbour.
+    """Whether elements are equal, but for a few that are rounded to a neighbour.
 
     Args:
         actual, expected: bfloat16.
         allowed: differences that do not count, of the shape of both; None: those of float32
-            beside the largest number.
-        mixed: whether they are sums of numbers of their row, whose own rounding counts.
+            beside the largest element.
+        mixed: whether they are sums of elements of their row, whose own rounding counts.
     """
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
         return False
@@ -144,9 +144,9 @@ def agree(
     return bool((same | near).all()) and wrong <= max(2, _MOST_DIFFERENT * actual.numel())
 
 
-def _in_order(numbers: torch.Tensor) -> torch.Tensor:
+def _in_order(elements: torch.Tensor) -> torch.Tensor:
     """Of bfloat16 numbers: neighbours differ by 1."""
-    bits = numbers.contiguous().view(torch.int16).int()
+    bits = elements.contiguous().view(torch.int16).int()
     return torch.where(bits < 0, -0x8000 - bits, bits)
 
 

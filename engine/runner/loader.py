@@ -344,7 +344,7 @@ def build_runner(
     probe, device, leader = verified.probe, verified.device, verified.leader
     check_block_size(verified.backend, config.block_size)
     groups = make_groups(probe.shapes, probe.dtype)
-    number, step_bytes = 0, 0
+    runner_id, step_bytes = 0, 0
     if leader is None:
         memory = memory or device_memory(device)
         step_bytes = _step_bytes(verified, config, groups, memory)
@@ -352,7 +352,7 @@ def build_runner(
     else:
         # No step is measured: the other ranks follow one only when they have a cache.
         config = leader.config(config)
-        number, available, host_available = leader.begin(*free_memory(verified))
+        runner_id, available, host_available = leader.begin(*free_memory(verified))
     plan = plan_cache(
         config,
         groups,
@@ -373,7 +373,7 @@ def build_runner(
     def allocate() -> KVTensors:
         return allocate_kv(probe.shapes, groups, plan, probe.dtype, device)
 
-    kv = allocate() if leader is None else leader.allocate(number, plan, allocate)
+    kv = allocate() if leader is None else leader.allocate(runner_id, plan, allocate)
     progress(
         f"KV cache: {plan.total_bytes / 2**20:.0f} MiB, {' + '.join(map(str, plan.num_blocks))} "
         f"blocks of {plan.block_size} tokens"
@@ -388,10 +388,10 @@ def build_runner(
     runner = ModelRunner(
         _compiled_forward(verified, config, kv)
         if leader is None
-        else leader.forward(number, verified.model, kv, verified.backend),
+        else leader.forward(runner_id, verified.model, kv, verified.backend),
         sampler=Sampler(probe.logits[0].shape[-1], device),
         options=options,
-        copier=None if leader is None else leader.copier(number, kv),
+        copier=None if leader is None else leader.copier(runner_id, kv),
         graphs=graphs,
         progress=progress,
     )

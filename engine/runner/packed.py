@@ -1,8 +1,8 @@
 """Linear layers and embeddings whose weights lie as the native kernel reads them.
 
-Packing moves numbers and changes none, unless they are to be int8: a layer's weights can be read
+Packing moves elements and changes none, unless they are to be int8: a layer's weights can be read
 back, and are, by whoever asks for `weight`. As int8 they are multiples of a scale of their row,
-which is its largest number / 127. These layers compute and do not learn: they have no gradients.
+which is its largest element / 127. These layers compute and do not learn: they have no gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from engine.native.library import NativeLibrary, load_library
 
 PANEL = 64
-"""A bias is padded to a multiple of this many numbers, so that the kernel reads whole vectors."""
+"""A bias is padded to a multiple of this many elements, so that the kernel reads whole vectors."""
 
 
 @cache
@@ -44,7 +44,7 @@ def pack(weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None
     """Pack a weight.
 
     Args:
-        weight: bfloat16 [N, K], the numbers of a row side by side.
+        weight: bfloat16 [N, K], the elements of a row side by side.
         packed: uint8 [packed_size(N, K)], where to.
         scales: see `new_scales`: where those of its rows go; it is then packed as int8.
     """

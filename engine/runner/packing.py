@@ -40,7 +40,7 @@ _SMALLEST = 16
 _PROBE_ROWS = 3
 """Of random input, on which a packed layer must compute what the original did."""
 _TOLERANCE = 2e-2
-"""Of that, relative to the largest number: sums of bfloat16 products, in another order."""
+"""Of that, relative to the largest element: sums of bfloat16 products, in another order."""
 _SAMPLED_ROWS = 64
 """Of each packed weight that are read back and must be equal."""
 
@@ -306,7 +306,7 @@ def _exchange(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Of bfloat16 numbers: NaN equals itself."""
+    """Of bfloat16 elements: NaN equals itself."""
     return tensor.view(torch.int16)
 
 

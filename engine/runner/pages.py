@@ -36,7 +36,7 @@ class Pages:
         self._ends = sorted(end for _, end in places)
 
     def give_back(self, tensor: torch.Tensor) -> int:
-        """Let go of the whole pages of a tensor whose numbers nobody reads any more.
+        """Let go of the whole pages of a tensor whose elements nobody reads any more.
 
         Args:
             tensor: one of those that were given. If another one shares its memory, or it does not

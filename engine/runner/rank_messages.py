@@ -50,7 +50,7 @@ class Copies(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """One step's inputs; arrays as the bytes of int64 numbers, and int32 for the tables. Fields as
+    """One step's inputs; arrays as the bytes of int64 elements, and int32 for the tables. Fields as
     of InputBatch and BatchLayout; `tables` by layer group.
     """
 
@@ -77,12 +77,12 @@ class Step(msgspec.Struct, frozen=True, tag=True):
             runner=runner,
             path=inputs.path,
             num_tokens=inputs.num_tokens,
-            token_ids=_numbers(inputs.token_ids),
-            positions=_numbers(inputs.positions),
-            logit_rows=_numbers(inputs.logit_rows),
+            token_ids=_bytes(inputs.token_ids),
+            positions=_bytes(inputs.positions),
+            logit_rows=_bytes(inputs.logit_rows),
             wants_all_rows=inputs.wants_all_rows,
-            starts=_numbers(first.starts),
-            counts=_numbers(first.counts),
+            starts=_bytes(first.starts),
+            counts=_bytes(first.counts),
             num_decodes=first.num_decodes,
             tables=tuple(layout.tables.tobytes() for layout in inputs.layouts),
             block_size=first.block_size,
@@ -127,9 +127,9 @@ class End(msgspec.Struct, frozen=True, tag=True):
 Message = Begin | Plan | Copies | Step | End
 
 
-def _numbers(array: npt.NDArray[np.int64]) -> bytes:
+def _bytes(array: npt.NDArray[np.int64]) -> bytes:
     return array.astype(np.int64, copy=False).tobytes()
 
 
-def _array(numbers: bytes) -> npt.NDArray[np.int64]:
-    return np.frombuffer(numbers, dtype=np.int64).copy()  # torch takes writable memory only
+def _array(raw: bytes) -> npt.NDArray[np.int64]:
+    return np.frombuffer(raw, dtype=np.int64).copy()  # torch takes writable memory only

@@ -268,7 +268,7 @@ def test_the_gate_sees_what_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("gemma2", "Gemma2Attention, layer 0, has a softcap, which torch's varlen"),
         ("gpt_oss", "GptOssAttention, layer 0, has attention sinks, which torch's varlen"),
-        ("deepseek_v3", "DeepseekV3Attention, layer 0, has keys of 24 numbers and values of 20"),
+        ("deepseek_v3", "DeepseekV3Attention, layer 0, has keys of 24 elements and values of 20"),
     ],
 )
 def test_layers_it_cannot_do(family: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -289,7 +289,7 @@ def test_sizes_of_heads() -> None:
     for dim in (4, 20, 264):
         reason = backend.why_not(LayerShape(2, dim, dim, None), params)
         assert reason == (
-            f"has heads of {dim} numbers, and torch's varlen attention takes multiples of 8 up to "
+            f"has heads of {dim} elements, and torch's varlen attention takes multiples of 8 up to "
             "256"
         )
 
