@@ -7,7 +7,8 @@ the floor, so that the time in which it asked for nothing is no credit:
 
 - where others wait, to the lowest counter among them;
 - where nobody waits, nobody lacks anything: to the counter of whoever holds the most places in the
-  batch for its weight, since a place is what the caller may want of it.
+  batch for its weight, since a place is what the caller may want of it;
+- where nobody holds a place either, to the counter of whoever left last.
 
 The paper's floor alone lets new callers without end keep out an old one, whose counter is a little
 above theirs: each of them begins at the lowest counter there is, which then does not rise. So those
@@ -140,6 +141,7 @@ class Shares:
         self._floor = _Lowest(
             lambda one: self.order(one) if one.waiting and not one.is_new else None
         )
+        self._last = 0.0  # the counter of whoever left last
         self._begun = 0
         self._kept = 0  # how many there were when it was last looked who can be forgotten
 
@@ -203,6 +205,7 @@ class Shares:
         """A request has ended, or is held: its caller may have no place any more."""
         share = self._shares.get(request.spec.caller)
         if share is not None:
+            self._last = share.counter
             self._enter(share)
 
     def served(self, request: Request, service: int) -> None:
@@ -216,7 +219,7 @@ class Shares:
     def floor(self) -> float:
         """Where a caller that begins to wait comes in, if it is not above that already."""
         lowest = self._floor.peek() or self._first.peek()
-        return self._busiest() if lowest is None else lowest.counter
+        return lowest.counter if lowest is not None else self._busiest() or self._last
 
     def peek(self) -> Share | None:
         """The one that waits and comes first. None: nobody waits."""
