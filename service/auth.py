@@ -8,11 +8,10 @@ everyone is "anonymous" and may call everything; with one, nobody may call anyth
 does not grant, health checks excepted. A token that is sent decides alone; only without one does
 the certificate count. For whom a call counts is `service.accounts`' to tell.
 
-`interceptors.Authentication` asks here for every RPC and sets the permit in the RPC's task;
-servicers read it once, at their start, with `current_identity`, or `current_permit` where an RPC
-may go on for long: what it does later is checked again, by the callers' file as it is then. That
-costs a look at the file's times, and one comparison as long as nothing has changed. Of a token no
-more than its digest is kept for that.
+`interceptors.Entrance` asks here for every RPC and sets `current_permit` in the RPC's task;
+servicers read it once, at their start. What an RPC does that goes on for long is checked again, by
+the callers' file as it is then. That costs a look at the file's times, and one comparison as long
+as nothing has changed. Of a token no more than its digest is kept for that.
 """
 
 from __future__ import annotations
@@ -36,7 +35,9 @@ from service.watched import Watched, read
 logger = logging.getLogger(__name__)
 
 _MISSING = "authorization is missing: send 'authorization: Bearer <token>'"
-_permit: ContextVar[Permit] = ContextVar("permit")
+
+current_permit: ContextVar[Permit] = ContextVar("permit")
+"""Of the RPC whose task this is."""
 
 
 class UnauthenticatedError(HeadraceError):
@@ -144,29 +145,6 @@ class Permit:
         self.caller = found
         self._set_account()
         self._table = table
-
-
-def set_permit(permit: Permit) -> None:
-    """Set the permit of the RPC whose task this is."""
-    _permit.set(permit)
-
-
-def current_permit() -> Permit:
-    """The permit of the RPC's caller.
-
-    Raises:
-        LookupError: nobody was authenticated in this task.
-    """
-    return _permit.get()
-
-
-def current_identity() -> str:
-    """The identity of the RPC's caller.
-
-    Raises:
-        LookupError: nobody was authenticated in this task.
-    """
-    return _permit.get().caller.identity
 
 
 _ANYBODY = Permit(EVERYONE)

@@ -1,6 +1,7 @@
-"""What surrounds every RPC of a method that is served (`service.unknown_methods` has the others):
-recovery first, then telemetry's own (`service.telemetry`), authentication, readiness, and the
-reading of the call's message (`service.reading`).
+"""What surrounds every RPC of a method that is served (`service.unknown_methods` has the others).
+
+    call ──▶ Recovery ──▶ telemetry's own ──▶ Entrance ──────────────────────▶ servicer
+             (errors)     (spans)             who calls, is it served, reading
 
 Servicers raise; `Recovery` turns what they raise into the RPC's status by the table of
 `service.status_table`. CancelledError is never caught: it must reach gRPC.
@@ -12,19 +13,17 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
-from google.rpc import status_pb2
 
 from engine.errors import HeadraceError
-from service.auth import Authenticator, Permit, set_permit
-from service.call_errors import AnswerTooLargeError, MalformedMessageError, MessageTooLargeError
-from service.calls import OpenCalls
-from service.state import ServerState
-from service.status_table import status_code, to_status, trailers
+from service.auth import Authenticator, current_permit
+from service.call_errors import AnswerTooLargeError
+from service.reading import OPEN_TO_EVERYONE, Reading
+from service.state import ServerState, current_front
+from service.status_table import abort, to_status
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +32,6 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 Unary = Callable[[Any, Any], Awaitable[Any]]
 Stream = Callable[[Any, Any], AsyncIterator[Any]]
 
-LARGE_BYTES = 64 << 10
-"""Messages up to this size are parsed as they come: at worst some milliseconds."""
-OPEN_TO_EVERYONE = "/grpc.health."  # probes have no token
 _ALWAYS_SERVED = ("/grpc.health.", "/grpc.reflection.", "/headrace.v1.ControlService/")
 _LOG_INTERVAL_S = 1.0
 _MAX_LOGGED = 300
@@ -50,7 +46,6 @@ def wrap(
     handler: Handler | None,
     unary: Callable[[Unary], Unary],
     stream: Callable[[Stream], Stream],
-    deserializer: Callable[[Any], Any] = lambda unchanged: unchanged,
 ) -> Handler:
     """The handler with its behaviour wrapped, according to whether it answers once or with a
     stream.
@@ -60,7 +55,7 @@ def wrap(
     # What a handler holds is untyped in grpcio.
     source: Any = handler
     codec = {
-        "request_deserializer": deserializer(source.request_deserializer),
+        "request_deserializer": source.request_deserializer,
         "response_serializer": source.response_serializer,
     }
     wrapped: Any
@@ -76,84 +71,54 @@ def wrap(
     return result
 
 
-async def abort(context: Any, status: status_pb2.Status) -> None:
-    """End the RPC with a status and its details; always raises."""
-    await context.abort(status_code(status), status.message, trailers(status))
-
-
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """Stands for a message that could not be read. gRPC's own answer would be UNKNOWN, with the
-    parser's inside; for a stream it would be a reader that ends without a word.
-    """
-
-    error: HeadraceError
-
-
-@dataclass(frozen=True, slots=True)
-class Unparsed:
-    """Stands for a large message until it is its turn to be parsed."""
-
-    raw: bytes
-    parse: Callable[[bytes], Any]
-    turn: asyncio.Lock
-
-
-async def parsed(message: Any) -> Any:
-    """The message that a call has received. Large ones are parsed one after the other, and whoever
-    else has something to do comes in between: many that arrive together stop nobody for longer than
-    one does.
-
-    Raises:
-        MalformedMessageError, MessageTooLargeError: it cannot be read.
-    """
-    if isinstance(message, Unparsed):
-        async with message.turn:
-            message = message.parse(message.raw)
-            await asyncio.sleep(0)
-    if isinstance(message, Unreadable):
-        raise message.error
-    return message
-
-
 class Recovery(grpc.aio.ServerInterceptor):
     """Turns exceptions into statuses: outermost, so that it sees those of the other interceptors
-    too. So is an answer that no message can hold: gRPC would refuse it without a reason. For the
-    same place in the chain it also tells `calls` of every call.
+    too. So is an answer that no message can hold: gRPC would refuse it without a reason.
+
+    From the same place it knows which calls have not ended, so that a drain can wait for the last
+    of them. gRPC stops politely: it says GOAWAY and pings, and knows by the answer that the client
+    has read what was sent before. But from then on it closes the connection with the last of its
+    calls, and a client that is writing at that moment finds the connection broken, and throws away
+    what it has not read: its end. So a server is stopped only when its calls have ended: then all
+    ends come before the ping.
+
+    Attributes:
+        open: one for each call whose handler runs, or whose status is being sent; done when it has
+            ended.
     """
 
-    def __init__(self, max_receive_bytes: int, max_send_bytes: int, calls: OpenCalls) -> None:
-        self._calls = calls
-        self._max_receive_bytes = max_receive_bytes
+    def __init__(self, max_send_bytes: int) -> None:
         self._max_send_bytes = max_send_bytes
-        self._turn = asyncio.Lock()
+        self.open: set[asyncio.Future[None]] = set()
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
         """Wrap one RPC's handler."""
-        handler = await continuation(handler_call_details)
-        return wrap(handler, self._unary, self._stream, self._deserializer)
+        return wrap(await continuation(handler_call_details), self._unary, self._stream)
 
-    def _deserializer(self, deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-        most = self._max_receive_bytes
+    def begin(self, context: Any) -> None:
+        """A call has begun; its context tells when its status was sent, or it was cut."""
+        ended = asyncio.get_running_loop().create_future()
+        self.open.add(ended)
 
-        def parse(raw: bytes) -> Any:
-            try:
-                return deserialize(raw)
-            except DecodeError:
-                return Unreadable(MalformedMessageError())
+        def end(_context: Any) -> None:
+            self.open.discard(ended)
+            if not ended.done():  # else the loop is being closed
+                ended.set_result(None)
 
-        def read(raw: bytes) -> Any:
-            if len(raw) > most:  # it is not parsed
-                return Unreadable(MessageTooLargeError(len(raw), most))
-            return parse(raw) if len(raw) <= LARGE_BYTES else Unparsed(raw, parse, self._turn)
+        context.add_done_callback(end)
 
-        return read
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until those that are open now have ended, for so many seconds at most: not for later
+        ones, for clients may try again and again.
+        """
+        if self.open:
+            await asyncio.wait(self.open, timeout=timeout_s)
 
     def _unary(self, behavior: Unary) -> Unary:
         async def call(request: Any, context: Any) -> Any:
-            self._calls.add(context)
+            self.begin(context)
             try:
                 response = await behavior(request, context)
                 if (size := response.ByteSize()) > self._max_send_bytes:
@@ -170,7 +135,7 @@ class Recovery(grpc.aio.ServerInterceptor):
 
     def _stream(self, behavior: Stream) -> Stream:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            self._calls.add(context)
+            self.begin(context)
             try:
                 async for response in behavior(request, context):
                     yield response
@@ -185,70 +150,81 @@ class Recovery(grpc.aio.ServerInterceptor):
         return call
 
 
-class Authentication(grpc.aio.ServerInterceptor):
-    """Refuses RPCs whose caller is not known or may not make them, and sets the permit of the
-    others (`service.auth`). Health checks are everybody's.
+class Entrance(grpc.aio.ServerInterceptor):
+    """Before every servicer: finds out who calls and whether they may (`service.auth`), whether the
+    method is served now (`service.state`), and reads the message of a method that has one
+    (`service.reading`). In this order: what is refused is not read, so strangers cannot make the
+    server hold megabytes. Who calls, and the front end, stand in `current_permit` and
+    `current_front` from then on.
 
-    A stranger's message is not read: they cannot make the server hold megabytes. A token is judged
-    before anybody looks for the method, so strangers do not learn which there are; a certificate
-    is known only when the RPC runs.
+    Health checks are everybody's. Health and reflection are always served; ControlService looks at
+    the phase itself.
     """
 
-    def __init__(self, authenticator: Authenticator) -> None:
+    def __init__(self, authenticator: Authenticator, state: ServerState, reading: Reading) -> None:
         self._authenticator = authenticator
+        self._state = state
+        self._reading = reading
         self._refusals = _RefusalLog()
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
-        """Wrap one RPC's handler."""
+        """Wrap one RPC's handler. It is registered as one that takes a stream, for gRPC would read
+        a single message before it asks anybody.
+        """
+        # What a handler holds is untyped in grpcio.
+        source: Any = await continuation(handler_call_details)
         method = str(handler_call_details.method)
-        if method.startswith(OPEN_TO_EVERYONE):
-            return await continuation(handler_call_details)
         metadata = handler_call_details.invocation_metadata or ()
-        try:
-            permit = self._authenticator.by_token(method, metadata)
-        except HeadraceError as error:
-            return self._refusal(method, error)
+        is_open = method.startswith(OPEN_TO_EVERYONE)
+        is_checked = not method.startswith(_ALWAYS_SERVED)
+        new_work = not method.startswith(_SERVED_WHILE_DRAINING)
+        read = self._reading.read_open if is_open else self._reading.read
 
         def enter(context: Any) -> None:
-            known = permit or self._by_certificate(method, context)
-            set_permit(known.of_call(metadata, context.peer()))
+            if not is_open:
+                try:
+                    permit = self._authenticator.by_token(
+                        method, metadata
+                    ) or self._authenticator.by_certificate(method, certificate_names(context))
+                except HeadraceError as error:
+                    self._refusals.add(method, context, error)
+                    raise
+                current_permit.set(permit.of_call(metadata, context.peer()))
+            if is_checked:
+                current_front.set(self._state.check(new_work=new_work))
 
-        def unary(behavior: Unary) -> Unary:
-            async def call(request: Any, context: Any) -> Any:
-                enter(context)
-                return await behavior(request, context)
+        async def unary_unary(_requests: Any, context: Any) -> Any:
+            enter(context)
+            return await source.unary_unary(await read(context), context)
 
-            return call
+        async def unary_stream(_requests: Any, context: Any) -> AsyncIterator[Any]:
+            enter(context)
+            async for response in source.unary_stream(await read(context), context):
+                yield response
 
-        def stream(behavior: Stream) -> Stream:
+        def stream_stream(requests: Any, context: Any) -> AsyncIterator[Any]:
             # The behaviour's own iterator is handed on: messages pass no further generator.
-            def call(request: Any, context: Any) -> AsyncIterator[Any]:
-                enter(context)
-                return behavior(request, context)
+            enter(context)
+            iterator: AsyncIterator[Any] = source.stream_stream(requests, context)
+            return iterator
 
-            return call
-
-        return wrap(await continuation(handler_call_details), unary, stream)
-
-    def _by_certificate(self, method: str, context: Any) -> Permit:
-        try:
-            return self._authenticator.by_certificate(method, certificate_names(context))
-        except HeadraceError as error:
-            self._refusals.add(method, context, error)
-            raise
-
-    def _refusal(self, method: str, refused: HeadraceError) -> Handler:
-        """A handler for any kind of RPC, which reads nothing."""
-
-        async def refuse(_requests: Any, context: Any) -> AsyncIterator[bytes]:
-            self._refusals.add(method, context, refused)
-            await abort(context, to_status(refused))
-            yield b""  # never: this makes it a generator, as `wrap` wants it
-
-        handler: Any = grpc.stream_stream_rpc_method_handler(refuse)
-        return handler
+        codec = {
+            "request_deserializer": partial(
+                self._reading.received, source.request_deserializer, is_open
+            ),
+            "response_serializer": source.response_serializer,
+        }
+        wrapped: Any
+        if source.request_streaming:
+            wrapped = grpc.stream_stream_rpc_method_handler(stream_stream, **codec)
+        elif source.response_streaming:
+            wrapped = grpc.stream_stream_rpc_method_handler(unary_stream, **codec)
+        else:
+            wrapped = grpc.stream_unary_rpc_method_handler(unary_unary, **codec)
+        result: Handler = wrapped
+        return result
 
 
 def certificate_names(context: Any) -> tuple[str, ...]:
@@ -283,39 +259,3 @@ class _RefusalLog:
         )
         self._quiet_until = now + _LOG_INTERVAL_S
         self._skipped = 0
-
-
-class Readiness(grpc.aio.ServerInterceptor):
-    """Refuses RPCs that the server does not serve in its phase. Health and reflection are always
-    served; ControlService looks at the phase itself.
-    """
-
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
-
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler:
-        """Wrap one RPC's handler."""
-        handler = await continuation(handler_call_details)
-        method = str(handler_call_details.method)
-        if method.startswith(_ALWAYS_SERVED):
-            return handler
-        new_work = not method.startswith(_SERVED_WHILE_DRAINING)
-
-        def unary(behavior: Unary) -> Unary:
-            async def call(request: Any, context: Any) -> Any:
-                self._state.check(new_work=new_work)
-                return await behavior(request, context)
-
-            return call
-
-        def stream(behavior: Stream) -> Stream:
-            # As in Authentication: messages pass no further generator.
-            def call(request: Any, context: Any) -> AsyncIterator[Any]:
-                self._state.check(new_work=new_work)
-                return behavior(request, context)
-
-            return call
-
-        return wrap(handler, unary, stream)

@@ -30,26 +30,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from engine.errors import HeadraceError
 from service.call_errors import (
+    MalformedMessageError,
     MessageMissingError,
     MessageTimeoutError,
     MessageTooLargeError,
     TooManyCallsError,
 )
-from service.interceptors import (
-    OPEN_TO_EVERYONE,
-    Continuation,
-    Handler,
-    Unreadable,
-    abort,
-    parsed,
-)
-from service.status_table import to_status
+from service.status_table import abort, to_status
+
+LARGE_BYTES = 64 << 10
+"""Messages up to this size are parsed as they come: at worst some milliseconds."""
+OPEN_TO_EVERYONE = "/grpc.health."  # probes have no token
 
 MAX_OPEN_MESSAGE_BYTES = 4096
 """The largest message of a method that is open to everyone: it holds the name of a service."""
@@ -61,6 +61,41 @@ MAX_QUEUED = 1024
 TURN_S = 0.02
 _MAX_REMEMBERED = 8192
 """How many connections are known at a time to have brought no message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands for a message that could not be read. gRPC's own answer would be UNKNOWN, with the
+    parser's inside; for a stream it would be a reader that ends without a word.
+    """
+
+    error: HeadraceError
+
+
+@dataclass(frozen=True, slots=True)
+class Unparsed:
+    """Stands for a large message until it is its turn to be parsed."""
+
+    raw: bytes
+    parse: Callable[[bytes], Any]
+    turn: asyncio.Lock
+
+
+async def parsed(message: Any) -> Any:
+    """The message that a call has received. Large ones are parsed one after the other, and whoever
+    else has something to do comes in between: many that arrive together stop nobody for longer than
+    one does.
+
+    Raises:
+        MalformedMessageError, MessageTooLargeError: it cannot be read.
+    """
+    if isinstance(message, Unparsed):
+        async with message.turn:
+            message = message.parse(message.raw)
+            await asyncio.sleep(0)
+    if isinstance(message, Unreadable):
+        raise message.error
+    return message
 
 
 class _Patience:
@@ -243,52 +278,31 @@ class _Lines:
         self.not_first.pop(peer, None)
 
 
-class Reading(grpc.aio.ServerInterceptor):
-    """Reads the messages of methods that have one. The innermost interceptor: what the others
-    refuse is not read.
-    """
+class Reading:
+    """Reads the messages of methods that have one, and parses all of them."""
 
-    def __init__(self, patience_s: float, max_receive_bytes: int) -> None:
-        """`patience_s`: until when a message must be there; `max_receive_bytes`: how large gRPC
-        takes one in.
+    def __init__(self, patience_s: float, max_receive_bytes: int, most_received: int) -> None:
+        """`patience_s`: until when a message must be there; `max_receive_bytes`: how large it may
+        be; `most_received`: how large gRPC takes one in.
         """
         self.patience = _Patience(patience_s)
-        places = max(2, min(MAX_TURNS, OPEN_BYTES // max_receive_bytes))
+        places = max(2, min(MAX_TURNS, OPEN_BYTES // most_received))
         self.lines = _Lines(places, self.patience)
+        self._max_receive_bytes = max_receive_bytes
+        self._turn = asyncio.Lock()
 
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler:
-        """Make one RPC's handler read its message."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:  # None: an unknown method
-            return handler
-        source: Any = handler
-        method = str(handler_call_details.method)
-        is_open = method.startswith(OPEN_TO_EVERYONE)
-        read = self._read_open if is_open else self._read
-        wrapped: Any
+    def received(self, deserialize: Callable[[bytes], Any], is_open: bool, raw: bytes) -> Any:
+        """What `parsed` takes, of a message's bytes. `is_open`: of a method that is open to
+        everyone.
+        """
+        most = MAX_OPEN_MESSAGE_BYTES if is_open else self._max_receive_bytes
+        if len(raw) > most:  # it is not parsed
+            return Unreadable(MessageTooLargeError(len(raw), most))
+        if len(raw) > LARGE_BYTES:
+            return Unparsed(raw, partial(_parse, deserialize), self._turn)
+        return _parse(deserialize, raw)
 
-        async def unary(_requests: Any, context: Any) -> Any:
-            return await source.unary_unary(await read(context), context)
-
-        async def stream(_requests: Any, context: Any) -> AsyncIterator[Any]:
-            async for response in source.unary_stream(await read(context), context):
-                yield response
-
-        deserialize = source.request_deserializer
-        codec = {
-            "request_deserializer": _only_small(deserialize) if is_open else deserialize,
-            "response_serializer": source.response_serializer,
-        }
-        if source.response_streaming:
-            wrapped = grpc.stream_stream_rpc_method_handler(stream, **codec)
-        else:
-            wrapped = grpc.stream_unary_rpc_method_handler(unary, **codec)
-        result: Handler = wrapped
-        return result
-
-    async def _read(self, context: Any) -> Any:
+    async def read(self, context: Any) -> Any:
         """A call's message.
 
         Raises:
@@ -304,16 +318,14 @@ class Reading(grpc.aio.ServerInterceptor):
             raise MessageMissingError
         return await parsed(message)
 
-    async def _read_open(self, context: Any) -> Any:
+    async def read_open(self, context: Any) -> Any:
         """The same of a method that is open to everyone, in its turn."""
         async with self.lines.turn(context):
-            return await self._read(context)
+            return await self.read(context)
 
 
-def _only_small(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def read(raw: bytes) -> Any:
-        if len(raw) > MAX_OPEN_MESSAGE_BYTES:
-            return Unreadable(MessageTooLargeError(len(raw), MAX_OPEN_MESSAGE_BYTES))
+def _parse(deserialize: Callable[[bytes], Any], raw: bytes) -> Any:
+    try:
         return deserialize(raw)
-
-    return read
+    except DecodeError:
+        return Unreadable(MalformedMessageError())

@@ -13,7 +13,7 @@ Shutdown (`drain`):
    ends;
 4. the gRPC servers stop: first all calls end, with what their clients are still to read; then the
    clients are told to go away, and their connections close when they have read that (a few seconds
-   at most, for those that do not read: `service.calls`);
+   at most, for those that do not read: `interceptors.Recovery`);
 5. the engine is closed, then the threads, the Unix sockets' files and telemetry.
 
 Where some addresses serve ControlService and others do not, there are two gRPC servers in the
@@ -52,7 +52,6 @@ from service.address import Address, parse_address
 from service.admission import AdmissionControl, Limits
 from service.auth import Authenticator
 from service.bounds import Kind
-from service.calls import OpenCalls
 from service.config import ServiceConfig
 from service.convert.inputs import InputEncoder
 from service.convert.model import model_card
@@ -63,7 +62,7 @@ from service.delivery.kept import Retention
 from service.delivery.registry import Registry
 from service.health import HealthServicer
 from service.health_listener import make_health_server
-from service.interceptors import Authentication, Readiness, Recovery
+from service.interceptors import Entrance, Recovery
 from service.listening import UnixSockets, bind, wait_ended
 from service.operator_control import Control
 from service.places import Places
@@ -128,7 +127,7 @@ class HeadraceServer:
     Attributes:
         registry: its requests.
         state, control: what it is about, and how it is steered.
-        calls, reading, text_pool: its calls, their messages, and the texts that are worked on.
+        recovery, reading, text_pool: its calls, their messages, and the texts that are worked on.
         servers: gRPC's, by whether they serve ControlService.
         sessions, watches: the places that these have.
         health, supervisor: who tells that it serves, and who starts the engine again.
@@ -205,9 +204,11 @@ class HeadraceServer:
         self.servers: dict[bool, grpc.aio.Server] = {}
         self._health_server: grpc.Server | None = None
         self._authenticator = Authenticator(None)
-        self.calls = OpenCalls()
+        self.recovery = Recovery(config.max_send_bytes)
         self._tls: Tls | None = None
-        self.reading = Reading(config.message_timeout_s, most_received(config))
+        self.reading = Reading(
+            config.message_timeout_s, config.max_receive_bytes, most_received(config)
+        )
         self._loading: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[Exception] | None = None
         self.supervisor = Supervisor(
@@ -266,20 +267,18 @@ class HeadraceServer:
     def _make_server(self, has_control: bool) -> grpc.aio.Server:
         server = make_server(
             self._authenticator,
-            # Recovery sees everything; spans see what authentication and readiness refuse.
+            # Recovery sees everything; spans see what the entrance refuses.
             interceptors=(
-                Recovery(self._config.max_receive_bytes, self._config.max_send_bytes, self.calls),
+                self.recovery,
                 *self._telemetry.interceptors,
-                Authentication(self._authenticator),
-                Readiness(self.state),
-                self.reading,
+                Entrance(self._authenticator, self.state, self.reading),
             ),
             options=grpc_options(self._config),
         )
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(self.state, self.sessions), server
         )
-        model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.state), server)
+        model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(), server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         names = [*SERVICES, _HEALTH]
         if has_control:
@@ -461,7 +460,7 @@ class HeadraceServer:
             if task is not None:
                 task.cancel()
         self.control.ending.set()
-        await self.calls.settle(calls_grace_s)
+        await self.recovery.settle(calls_grace_s)
         servers = self.servers.values()
         await asyncio.gather(*(server.stop(connections_grace_s) for server in servers))
         if self._health_server is not None:

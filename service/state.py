@@ -5,6 +5,7 @@ serves requests.
 from __future__ import annotations
 
 import enum
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from headrace.v1 import model_service_pb2
@@ -60,6 +61,10 @@ class FrontEnd:
     max_send_bytes: int
 
 
+current_front: ContextVar[FrontEnd] = ContextVar("front")
+"""Of the RPC whose task this is, where the server looked whether it serves it now."""
+
+
 class ServerState:
     """The phase and the front end; set by `service.server`, read by interceptors and servicers."""
 
@@ -91,8 +96,8 @@ class ServerState:
         """The model's name; empty while it loads."""
         return "" if self._front is None else self._front.card.name
 
-    def check(self, *, new_work: bool) -> None:
-        """Refuse an RPC that this phase does not serve. `new_work`: it may start requests.
+    def check(self, *, new_work: bool) -> FrontEnd:
+        """The front end, for an RPC that this phase serves. `new_work`: it may start requests.
 
         Raises:
             NotReadyError: with the reason.
@@ -114,3 +119,4 @@ class ServerState:
             raise NotReadyError(
                 "DRAINING", "the server is shutting down and takes no new requests; use another one"
             )
+        return self._front

@@ -16,6 +16,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -338,6 +339,11 @@ def to_status(error: BaseException, prefix: str = "") -> status_pb2.Status:
 def failure_status(failure: RequestFailure) -> status_pb2.Status:
     """The status of an accepted request that failed."""
     return _to_message(_of_failure(failure))
+
+
+async def abort(context: Any, status: status_pb2.Status) -> None:
+    """End an RPC with a status and its details; always raises."""
+    await context.abort(status_code(status), status.message, trailers(status))
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:

@@ -27,7 +27,7 @@ _HANDSHAKE_MS = 10_000
 
 def most_received(config: ServiceConfig) -> int:
     """The largest message that gRPC takes in, in bytes. What is a little larger than allowed is
-    read, so that it can be refused with details (`interceptors.Recovery`); what is far too large
+    read, so that it can be refused with details (`service.reading`); what is far too large
     gRPC refuses by its length.
     """
     return config.max_receive_bytes + _READ_BEYOND

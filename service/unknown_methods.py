@@ -22,8 +22,7 @@ import grpc._cython
 
 from engine.errors import HeadraceError
 from service.auth import Authenticator, PermissionDeniedError
-from service.interceptors import abort
-from service.status_table import to_status
+from service.status_table import abort, to_status
 
 logger = logging.getLogger(__name__)
 

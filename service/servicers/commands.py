@@ -30,7 +30,7 @@ from service.convert.unknown import refuse_unknown
 from service.convert.values import seconds
 from service.delivery.events import Attached, CancelAnswered, Opened, Rejected
 from service.delivery.session import ResultStream
-from service.interceptors import parsed
+from service.reading import parsed
 from service.servicers.submit import start_request
 from service.state import FrontEnd, ServerState
 

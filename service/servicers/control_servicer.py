@@ -46,7 +46,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         """The figures, every interval, until the server stops or the caller may not see them any
         more.
         """
-        permit = current_permit()
+        permit = current_permit.get()
         refuse_unknown(request)
         interval_s = convert.interval_of(request)
         self._watches.take(context, permit.account)

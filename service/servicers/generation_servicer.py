@@ -20,7 +20,7 @@ from typing import Any
 from headrace.v1 import generation_service_pb2, generation_service_pb2_grpc
 
 from engine.errors import InvalidRequestError
-from service.auth import current_identity, current_permit
+from service.auth import current_permit
 from service.call_errors import AnswerTooLargeError, FieldError
 from service.convert.request import check_request_id
 from service.convert.response import cancel_result
@@ -30,7 +30,7 @@ from service.delivery.session import Batch, ResultStream
 from service.places import Places
 from service.servicers.commands import CommandReader
 from service.servicers.submit import spec_of, start_request
-from service.state import FrontEnd, ServerState
+from service.state import FrontEnd, ServerState, current_front
 
 MAX_CANCEL_IDS = 1024
 MAX_WAIT_S = 60.0
@@ -52,7 +52,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.AddRequestRequest, context: Any
     ) -> generation_service_pb2.AddRequestResponse:
         """Start a request and keep its results."""
-        front, permit = self._state.front, current_permit()
+        front, permit = current_front.get(), current_permit.get()
         refuse_unknown(request)
         started = await start_request(front, permit, spec_of(request), None, durable=True)
         response = generation_service_pb2.AddRequestResponse(request_id=started.request_id)
@@ -64,7 +64,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.GenerateRequest, context: Any
     ) -> generation_service_pb2.GenerateResponse:
         """Run one request and return its whole result."""
-        front, permit = self._state.front, current_permit()
+        front, permit = current_front.get(), current_permit.get()
         refuse_unknown(request)
         registry = front.registry
         stream = registry.open_stream()
@@ -88,7 +88,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.GenerateStreamRequest, context: Any
     ) -> AsyncIterator[generation_service_pb2.GenerateStreamResponse]:
         """Run one request and stream its events."""
-        front, permit = self._state.front, current_permit()
+        front, permit = current_front.get(), current_permit.get()
         refuse_unknown(request)
         registry = front.registry
         stream = registry.open_stream()
@@ -109,7 +109,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[generation_service_pb2.StreamResultResponse]:
         """A session: the reader carries out commands, and this writer sends what they bring."""
-        front, permit = self._state.front, current_permit()
+        front, permit = current_front.get(), current_permit.get()
         self._sessions.take(context, permit.account)
         registry = front.registry
         stream = registry.open_stream(is_session=True)
@@ -135,7 +135,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.CancelRequest, context: Any
     ) -> generation_service_pb2.CancelResponse:
         """End requests by their ids. All of them are ended before anything is awaited."""
-        registry, identity = self._state.front.registry, current_identity()
+        registry, identity = current_front.get().registry, current_permit.get().caller.identity
         refuse_unknown(request)
         ids = request.request_ids
         if not 1 <= len(ids) <= MAX_CANCEL_IDS:
@@ -153,7 +153,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.GetResultRequest, context: Any
     ) -> generation_service_pb2.GetResultResponse:
         """Read a request's events from a number on."""
-        front, account = self._state.front, current_permit().account
+        front, account = current_front.get(), current_permit.get().account
         refuse_unknown(request)
         wait_s = _check_read(request)
         read = await front.registry.read(

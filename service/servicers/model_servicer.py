@@ -14,7 +14,7 @@ from service.call_errors import FieldError
 from service.convert.unknown import refuse_unknown
 from service.convert.values import check_ids
 from service.delivery.events import detail_bytes
-from service.state import FrontEnd, ServerState
+from service.state import FrontEnd, current_front
 
 MIN_MOST_TOKENS = 1 << 17
 """So many token ids may be turned into text in one call, or as many as the model's context has if
@@ -27,22 +27,19 @@ MIN_MOST_DETAILS = 1 << 14
 class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
     """Answers ModelService."""
 
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
-
     async def GetModel(
         self, request: model_service_pb2.GetModelRequest, context: Any
     ) -> model_service_pb2.GetModelResponse:
         """Describe the model and the server's limits."""
         refuse_unknown(request)
-        return model_service_pb2.GetModelResponse(model=self._state.front.card)
+        return model_service_pb2.GetModelResponse(model=current_front.get().card)
 
     async def Tokenize(
         self, request: model_service_pb2.TokenizeRequest, context: Any
     ) -> model_service_pb2.TokenizeResponse:
         """Text or a conversation as token ids."""
         refuse_unknown(request)
-        front, account = self._state.front, current_permit().account
+        front, account = current_front.get(), current_permit.get().account
         try:
             ids = await _encode(front, account, request)
         except InvalidRequestError as error:
@@ -68,7 +65,7 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
     ) -> model_service_pb2.DetokenizeResponse:
         """Token ids as text."""
         refuse_unknown(request)
-        front, account = self._state.front, current_permit().account
+        front, account = current_front.get(), current_permit.get().account
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         try:
             ids = check_ids(

@@ -17,7 +17,7 @@ from headrace.v1 import model_service_pb2 as model
 
 from engine.errors import InvalidRequestError
 from service.call_errors import MalformedMessageError
-from service.interceptors import LARGE_BYTES, Unparsed, Unreadable, parsed
+from service.reading import LARGE_BYTES, Unparsed, Unreadable, parsed
 from service.receiving import default_receive_bytes
 from tests.service.helpers import refused, serving, spec, until
 

@@ -142,7 +142,7 @@ async def test_the_servers_stop_when_the_last_call_has_ended(
 ) -> None:
     # Whoever is told to go away before the end of its call may lose the end.
     async with serving(FakeEngine(script=says("x", eos=False), auto=False)) as h:
-        calls, open_at_stop = h.server.calls, []
+        calls, open_at_stop = h.server.recovery, []
         for server in h.server.servers.values():
             real = server.stop
 

@@ -112,7 +112,7 @@ async def test_who_goes_while_the_server_waits_leaves_nothing() -> None:
                 await asyncio.sleep(0.001)
             for call in calls:
                 call.cancel()
-            while reading_.patience.waiting or h.server.calls.open:  # noqa: ASYNC110
+            while reading_.patience.waiting or h.server.recovery.open:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         for line in (reading_.lines.first, reading_.lines.others):
             assert line.free > 0
@@ -197,13 +197,13 @@ def idle_checks(connections: list[RawConnection], number: int) -> None:
 def begun_calls(h: Harness) -> list[Any]:
     """Grows by each call that the server takes from now on."""
     begun: list[Any] = []
-    add = h.server.calls.add
+    add = h.server.recovery.begin
 
     def count(context: Any) -> None:
         begun.append(context)
         add(context)
 
-    h.server.calls.add = count  # type: ignore[method-assign]
+    h.server.recovery.begin = count  # type: ignore[method-assign]
     return begun
 
 
@@ -233,7 +233,7 @@ async def test_idle_checks_of_one_connection_keep_no_others_waiting(
             await until(lambda: len(begun) == 600)
             await honest_checks(h)
             assert len(lines.first.reading) == 1
-            await until(lambda: len(h.server.calls.open) == 600)  # the last honest ones are over
+            await until(lambda: len(h.server.recovery.open) == 600)  # the last honest ones are over
 
 
 @asynccontextmanager
