@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.v1 import generation_pb2
@@ -111,7 +110,7 @@ class Converter:
         weight: float,
         max_priority: int,
         request_id: str,
-        engine_id: Callable[[str, str], RequestId],
+        engine_id: RequestId,
         final: bool = False,
     ) -> Submission:
         """Convert a spec.
@@ -121,7 +120,7 @@ class Converter:
             account, request_id: for whom it counts, and its name.
             weight: how much service that is due now.
             max_priority: the highest that the caller may ask for.
-            engine_id: makes its name in the engine, of its identity and its own.
+            engine_id: its name in the engine.
             final: whatever it says, deliver everything at the end.
 
         Raises:
@@ -151,26 +150,11 @@ class Converter:
         prompt = await self._prompt(account, spec)
         self._check_prompt_size(options, len(prompt))
         stop = self._stop(spec.stop, len(prompt))
-        room = self._info.max_context_tokens - len(prompt)
         check_min_tokens(sampling, stop)
         skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
         echo = await self._encoder.decode(account, prompt, skip) if output.echo else ""
-        include_stop = spec.stop.include_stop  # not by the spec, which would be kept for it
-        stops = StopStrings(stop_strings) if stop_strings else ()
-
-        def make_text() -> TextStream:  # keeps nothing of the message
-            return TextStream(
-                self._tokenizer,
-                stop_strings=stops,
-                include_stop=include_stop,
-                min_tokens=stop.min_tokens,
-                skip_special_tokens=skip,
-                prompt_tail=prompt[-_PROMPT_TAIL:],
-                initial_text=echo,
-            )
-
         request = GenerationRequest(
-            request_id=engine_id(account.identity, request_id),
+            request_id=engine_id,
             prompt=prompt,
             sampling=sampling,
             stop=stop,
@@ -186,7 +170,23 @@ class Converter:
             caller_group=CallerKey(account.group),
             weight=max(weight, MIN_WEIGHT),
         )
-        output_tokens = min(stop.max_tokens, room)
+        output_tokens = min(stop.max_tokens, self._info.max_context_tokens - len(prompt))
+        field = input_field(spec)
+        texts: list[TextStream | None] = [None] * n
+        if not output.omit_text:
+            stops = StopStrings(stop_strings) if stop_strings else ()
+            texts = [
+                TextStream(
+                    self._tokenizer,
+                    stop_strings=stops,
+                    include_stop=spec.stop.include_stop,
+                    min_tokens=stop.min_tokens,
+                    skip_special_tokens=skip,
+                    prompt_tail=prompt[-_PROMPT_TAIL:],
+                    initial_text=echo,
+                )
+                for _ in range(n)
+            ]
         return Submission(
             account=account,
             request_id=request_id,
@@ -194,15 +194,15 @@ class Converter:
             reserved_tokens=len(prompt) + n * output_tokens,
             footprint=footprint_of_request(
                 request,
-                input_field=input_field(spec),
+                input_field=field,
                 output_tokens=output_tokens,
                 stop_strings=stop_strings,
                 echo=echo,
             ),
             options=options,
-            make_text=None if output.omit_text else make_text,
+            texts=texts,
             stop_strings=stop_strings,
-            include_stop=include_stop,
+            include_stop=spec.stop.include_stop,
         )
 
     async def _prompt(self, account: Account, spec: generation_pb2.GenerationSpec) -> TokenIds:
@@ -339,7 +339,8 @@ def _stop_strings(options: generation_pb2.StopOptions) -> tuple[str, ...]:
             "(limits.max_stop_strings)",
         )
     stop_strings = tuple(given)
-    check_stop_strings(stop_strings)
+    if stop_strings:
+        check_stop_strings(stop_strings)
     return stop_strings
 
 

@@ -88,10 +88,6 @@ class Registry:
 
     # Starting
 
-    def engine_id(self, identity: str, request_id: str) -> RequestId:
-        """A name for the engine: tells whose request it is, and is never used twice."""
-        return RequestId(f"{identity}/{request_id}#{next(self._numbers)}")
-
     @property
     def live(self) -> int:
         """Requests that have not ended."""
@@ -122,14 +118,15 @@ class Registry:
         live = self._live.values()
         return [request for request in live if identity is None or request.identity == identity]
 
-    def check_free(self, identity: str, request_id: str) -> None:
-        """Refuse a name that is taken.
+    def new_name(self, identity: str, request_id: str) -> RequestId:
+        """A name for the engine: tells whose request it is, and is never used twice.
 
         Raises:
-            DuplicateRequestError: it is.
+            DuplicateRequestError: there is a request of that name.
         """
         if (identity, request_id) in self.requests:
             raise DuplicateRequestError(request_id)
+        return RequestId(f"{identity}/{request_id}#{next(self._numbers)}")
 
     def undelivered_bytes(self) -> dict[CallerKey, tuple[Account, int]]:
         """About how many bytes of results each account did not read, but for ended requests that

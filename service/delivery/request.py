@@ -68,7 +68,7 @@ class ServedRequest:
         """A request that the engine has not yet. `is_durable`: it outlives its streams, because it
         came by AddRequest; `keep`: its results are kept, so far.
         """
-        request, make_text = submission.request, submission.make_text
+        request = submission.request
         self.account = submission.account
         self.identity = submission.account.identity
         self.request_id = submission.request_id
@@ -81,7 +81,7 @@ class ServedRequest:
         self.log = EventLog(
             submission.request_id,
             options=submission.options,
-            text_streams=[make_text() if make_text is not None else None for _ in range(request.n)],
+            text_streams=submission.texts,
             ending_ids=request.stop.ending_token_ids,
             prompt=request.prompt,
             now=time.monotonic(),

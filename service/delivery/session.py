@@ -68,6 +68,8 @@ class ResultStream:
         is_session: whether it takes commands; else it has one request.
         initial_credit: how many tokens of each of its requests may be sent before more are granted;
             None: there are no credits.
+        has_room: set while answers are being read: a client that only writes is not listened to for
+            ever.
         given_up: whether ended requests were let go, because the client read nothing for minutes.
         is_over: whether the RPC has ended.
     """
@@ -80,8 +82,8 @@ class ResultStream:
         self._dirty: dict[ServedRequest, None] = {}
         self._replies: list[Reply] = []
         self._wake = asyncio.Event()
-        self._room = asyncio.Event()
-        self._room.set()
+        self.has_room = asyncio.Event()
+        self.has_room.set()
         self._refusal: BaseException | None = None
         self._has_last_word = False  # what came before the refusal was received
         self.is_over = False
@@ -121,19 +123,13 @@ class ResultStream:
         """Answer a command."""
         self._replies.append(reply)
         if len(self._replies) >= MAX_REPLIES:
-            self._room.clear()
+            self.has_room.clear()
         self._wake.set()
 
     @property
     def unread_replies(self) -> int:
         """Answers that were not taken yet."""
         return len(self._replies)
-
-    async def room(self) -> None:
-        """Wait until answers are being read: a client that only writes is not listened to for
-        ever.
-        """
-        await self._room.wait()
 
     def close(self) -> None:
         """Nothing more is to come: end once everything is delivered."""
@@ -165,7 +161,7 @@ class ResultStream:
         if not self._dirty and not self._replies:
             return None
         replies, self._replies = self._replies, []
-        self._room.set()
+        self.has_room.set()
         events = []
         size = held = 0
         while self._dirty and size < MAX_BATCH_BYTES:

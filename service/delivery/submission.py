@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.request import GenerationRequest
@@ -18,11 +17,11 @@ class Submission:
 
     Attributes:
         account, request_id: for whom it counts and whose it is, and its name there.
-        request: what the engine gets, under a name that `Registry.engine_id` made.
+        request: what the engine gets, under a name that `Registry.new_name` made.
         reserved_tokens: its prompt and the longest output of all its choices.
         footprint: about how many bytes it holds.
         options: how its results are delivered.
-        make_text: makes a choice's text; called for each; None: no text is wanted.
+        texts: of each choice, where its text is made; None: none is wanted.
         stop_strings, include_stop: as asked for.
     """
 
@@ -32,6 +31,6 @@ class Submission:
     reserved_tokens: int
     footprint: Footprint
     options: DeliveryOptions
-    make_text: Callable[[], TextStream] | None
+    texts: list[TextStream | None]
     stop_strings: tuple[str, ...]
     include_stop: bool

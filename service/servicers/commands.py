@@ -32,7 +32,7 @@ from service.delivery.events import Attached, CancelAnswered, Opened, Rejected
 from service.delivery.session import ResultStream
 from service.reading import parsed
 from service.servicers.submit import start_request
-from service.state import FrontEnd, ServerState
+from service.state import ServerState, current_front
 
 Command = generation_service_pb2.StreamResultRequest
 
@@ -42,13 +42,20 @@ MAX_WAITING_BYTES = 4 << 20
 """Nor with so many bytes of them: a few of the largest."""
 
 
-class CommandReader:
-    """Reads one session's commands. `permit`: of who opened it."""
+async def read_commands(
+    commands: Any, state: ServerState, permit: Permit, stream: ResultStream
+) -> None:
+    """Read a session's commands, and carry them out; see `CommandReader.run`. `permit`: of who
+    opened it.
+    """
+    await CommandReader(state, permit, stream).run(commands)
 
-    def __init__(
-        self, front: FrontEnd, state: ServerState, permit: Permit, stream: ResultStream
-    ) -> None:
-        self._front = front
+
+class CommandReader:
+    """Reads one session's commands."""
+
+    def __init__(self, state: ServerState, permit: Permit, stream: ResultStream) -> None:
+        self._front = current_front.get()
         self._state = state
         self._permit = permit
         self._identity = permit.caller.identity
@@ -70,12 +77,21 @@ class CommandReader:
         try:
             async for received in commands:
                 command = await parsed(received)
-                self._check_permit(command)
-                self._begin(command)
+                try:
+                    self._permit.check()
+                    refuse_unknown(command)  # what waits is bounded in its parts too
+                except FieldError as error:
+                    self._reject(command, error)
+                except HeadraceError as error:  # its caller's permit does not hold any more
+                    self._reject(command, error)
+                    raise
+                else:
+                    self._begin(command)
+                self._first = False
                 del received, command  # not to be kept until the next one comes
                 while len(waiting) >= MAX_WAITING or self._waiting_bytes >= MAX_WAITING_BYTES:
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                await stream.room()
+                await stream.has_room.wait()
             stream.close()
             if waiting:
                 await asyncio.wait(waiting)
@@ -83,21 +99,8 @@ class CommandReader:
             for task in waiting:
                 task.cancel()
 
-    def _check_permit(self, command: Command) -> None:
-        try:
-            self._permit.check()
-        except HeadraceError as error:
-            self._reject(command, error)
-            raise
-
     def _begin(self, command: Command) -> None:
         """Carry out a command, at once where it need not wait."""
-        try:
-            refuse_unknown(command)  # before it waits: what waits is bounded in its parts too
-        except FieldError as error:
-            self._first = False
-            self._reject(command, error)
-            return
         request_id = _request_id(command)
         before = self._last_of.get(request_id) if request_id else None
         if before is None and command.WhichOneof("command") not in ("add", "attach"):
@@ -105,9 +108,7 @@ class CommandReader:
                 self._carry_out_now(command)
             except Exception as error:
                 self._reject(command, error)
-            self._first = False
             return
-        self._first = False
         self._stream.busy += 1
         task = asyncio.create_task(self._carry_out(command, before))
         self._waiting[task] = size = command.ByteSize()
@@ -164,11 +165,10 @@ class CommandReader:
         self._stream.reply(Opened(command.command_id, self._stream.lease_s))
 
     async def _add(self, command: Command) -> None:
-        self._state.check(new_work=True)  # an open session outlives the check of its RPC
         if not command.add.HasField("spec"):
             raise FieldError("add.spec", "is missing; say what to generate")
         await start_request(
-            self._front,
+            self._state,
             self._permit,
             command.add.spec,
             self._stream,

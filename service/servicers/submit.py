@@ -9,7 +9,7 @@ from service.call_errors import FieldError
 from service.convert.weight import message_footprint
 from service.delivery.request import ServedRequest
 from service.delivery.session import ResultStream
-from service.state import FrontEnd
+from service.state import ServerState
 
 
 def spec_of(
@@ -28,7 +28,7 @@ def spec_of(
 
 
 async def start_request(
-    front: FrontEnd,
+    state: ServerState,
     permit: Permit,
     spec: generation_pb2.GenerationSpec,
     stream: ResultStream | None,
@@ -41,37 +41,42 @@ async def start_request(
     for it, and a drain that begins meanwhile waits for it.
 
     Args:
-        front: what requests need.
+        state: has what requests need.
         permit: of whoever asks for it.
         spec: what is to be generated.
         stream: where the results go; None: they are kept.
         final: they are wanted in one piece.
         durable, command_id: see `Registry.start`.
+
+    Raises:
+        NotReadyError: no requests are taken any more. (A session outlives the check of its RPC.)
+        HeadraceError: the request is refused, by any of the others.
     """
-    request_id = front.converter.check_id(spec)
-    account = permit.account
-    registry = front.registry
+    front = state.check(new_work=True)
+    converter, registry, account = front.converter, front.registry, permit.account
+    request_id = converter.check_id(spec)
+    message = message_footprint(spec)
     unread = registry.undelivered_bytes
-    # What it holds counts from here on, whatever becomes of it.
-    with registry.arriving(), registry.admission.holding(account) as holding:
+    with registry.arriving():
         await registry.settled(account.identity, request_id)
-        registry.check_free(account.identity, request_id)
-        message = message_footprint(spec)
-        holding.enter(message, unread)
-        submission = await front.converter.submission(
-            spec,
-            account=account,
-            weight=holding.weight,
-            max_priority=permit.caller.max_priority,
-            request_id=request_id,
-            engine_id=registry.engine_id,
-            final=final,
-        )
-        holding.admit(submission.footprint, submission.reserved_tokens, unread)
-        try:
-            return await registry.start(
-                submission, holding, stream, durable=durable, command_id=command_id
+        engine_id = registry.new_name(account.identity, request_id)
+        # What it holds counts from here on, whatever becomes of it.
+        with registry.admission.holding(account) as holding:
+            holding.enter(message, unread)
+            submission = await converter.submission(
+                spec,
+                account=account,
+                weight=holding.weight,
+                max_priority=permit.caller.max_priority,
+                request_id=request_id,
+                engine_id=engine_id,
+                final=final,
             )
-        finally:
-            if stream is None or stream.is_session:  # else gRPC holds it as long as the RPC is
-                holding.drop(message)
+            holding.admit(submission.footprint, submission.reserved_tokens, unread)
+            try:
+                return await registry.start(
+                    submission, holding, stream, durable=durable, command_id=command_id
+                )
+            finally:
+                if stream is None or stream.is_session:  # else gRPC holds it as long as the RPC is
+                    holding.drop(message)

@@ -506,7 +506,7 @@ async def test_a_client_that_writes_and_does_not_read_leaves_nothing() -> None:
 
 def readers() -> list[asyncio.Task[Any]]:
     """The tasks that read sessions' commands."""
-    return [task for task in asyncio.all_tasks() if "CommandReader" in repr(task.get_coro())]
+    return [task for task in asyncio.all_tasks() if "read_commands" in repr(task.get_coro())]
 
 
 async def test_a_session_lost_while_the_server_drains_is_read_by_getresult() -> None:
