@@ -85,11 +85,11 @@ class AdmissionLimits:
         self._check_ids("sampling.allowed_token_ids", sampling.allowed_token_ids)
         self._check_ids("sampling.banned_token_ids", sampling.banned_token_ids)
         if request.logprobs is not None:
-            self._check_ids("output.logprob_token_ids", request.logprobs.token_ids)
+            self._check_ids("logprobs.token_ids", request.logprobs.token_ids)
         _check_options(request)
         if request.priority != 0 and not self.heeds_priorities:
             raise UnsupportedFeatureError(
-                "scheduling.priority",
+                "priority",
                 "is not heeded by this scheduler; leave it out, or choose another "
                 '(scheduler_type="priority" or "fair")',
             )
@@ -110,18 +110,18 @@ def _check_options(request: GenerationRequest) -> None:
     of one choice.
     """
     _check_range("n", request.n, 1, MAX_CHOICES)
-    _check_range("scheduling.priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    _check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if request.prompt_logprobs is not None:
-        _check_range("output.prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
+        _check_range("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
     if len(request.cache_salt) > MAX_CACHE_SALT_BYTES:
         raise InvalidRequestError(
-            "scheduling.cache_salt",
+            "cache_salt",
             f"has {len(request.cache_salt)} bytes; at most {MAX_CACHE_SALT_BYTES} are allowed, use "
             "a hash of it",
         )
     if request.time_limit_s is not None and not request.time_limit_s > 0:
         raise InvalidRequestError(
-            "scheduling.time_limit", f"is {request.time_limit_s} s; it must be above zero"
+            "time_limit_s", f"is {request.time_limit_s} s; it must be above zero"
         )
     for field, name in (("caller", request.caller), ("caller_group", request.caller_group)):
         if len(name) > MAX_CALLER_CHARS:

@@ -37,8 +37,9 @@ class ConfigError(HeadraceError):
 
 
 class InvalidRequestError(HeadraceError):
-    """A field of a request is wrong. `field` is its path in engine terms, such as `stop.max_tokens`
-    or `prompt[3]`.
+    """A field of a request is wrong. `field` is its path in the engine's own words, those of
+    `GenerationRequest` and of the methods that take it: `stop.max_tokens`, `prompt[3]`. A service
+    that knows fields by other names translates it.
     """
 
     def __init__(self, field: str, message: str) -> None:
@@ -130,7 +131,7 @@ class CompileQueueFullError(HeadraceError):
             else "too many forms wait to be compiled"
         )
         super().__init__(
-            f"structured_output: {why}: {present} are waiting, and {limit} may; send forms that "
+            f"{why}: {present} are waiting, and {limit} may; send forms that "
             f"were compiled before, or try again in {retry_after_s:.1f} s"
         )
         self.limit = limit

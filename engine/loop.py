@@ -362,7 +362,7 @@ class EngineLoop:
             return None
         if self._compile_grammar is None:
             raise UnsupportedFeatureError(
-                "structured_output", "needs the model's tokenizer.json, which is not there"
+                "grammar", "needs the model's tokenizer.json, which is not there"
             )
         return self._compile_grammar(
             request.grammar,

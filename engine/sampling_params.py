@@ -234,14 +234,14 @@ class LogprobParams:
     def __post_init__(self) -> None:
         if not 0 <= self.top_n <= MAX_LOGPROBS:
             raise InvalidRequestError(
-                "output.logprobs", f"is {self.top_n}; it must be between 0 and {MAX_LOGPROBS}"
+                "logprobs.top_n", f"is {self.top_n}; it must be between 0 and {MAX_LOGPROBS}"
             )
         if len(self.token_ids) > MAX_LOGPROB_TOKEN_IDS:
             raise InvalidRequestError(
-                "output.logprob_token_ids",
+                "logprobs.token_ids",
                 f"has {len(self.token_ids)} entries; at most {MAX_LOGPROB_TOKEN_IDS} are allowed",
             )
-        ids = TokenIds.of(self.token_ids, "output.logprob_token_ids")
+        ids = TokenIds.of(self.token_ids, "logprobs.token_ids")
         object.__setattr__(self, "token_ids", ids)
 
 
@@ -275,7 +275,7 @@ class GrammarParams:
     choices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        field = f"structured_output.{self.kind.value}"
+        field = f"grammar.{self.kind.value}"
         size = 0
         for part in (self.text, *self.choices):
             if not _is_encodable(part):
@@ -302,18 +302,18 @@ def check_stop_strings(stop_strings: tuple[object, ...]) -> None:
     """
     if len(stop_strings) > MAX_STOP_STRINGS:
         raise InvalidRequestError(
-            "stop.stop_strings",
+            "stop_strings",
             f"has {len(stop_strings)} entries; at most {MAX_STOP_STRINGS} are allowed",
         )
     for index, text in enumerate(stop_strings):
         if not isinstance(text, str) or not _is_encodable(text):
             raise InvalidRequestError(
-                f"stop.stop_strings[{index}]", f"is {text!r}; it must be text that UTF-8 can hold"
+                f"stop_strings[{index}]", f"is {text!r}; it must be text that UTF-8 can hold"
             )
         size = len(text.encode())
         if not 1 <= size <= MAX_STOP_STRING_BYTES:
             raise InvalidRequestError(
-                f"stop.stop_strings[{index}]",
+                f"stop_strings[{index}]",
                 f"is {size} bytes long; it must have between 1 and {MAX_STOP_STRING_BYTES} bytes",
             )
 

@@ -114,7 +114,7 @@ class Holding:
 
         Raises:
             LimitReachedError: there is no place, too many bytes are unread or held.
-            InvalidRequestError: it is too large, whatever others hold.
+            FieldError: it is too large, whatever others hold.
         """
         control, charge = self._control, Charge(size=message.size)
         control.check_bytes(self.account, measure)
@@ -125,7 +125,7 @@ class Holding:
         """Take a place, and hold what was made of the message. `tokens`: that it reserves.
 
         Raises:
-            LimitReachedError, InvalidRequestError: as `enter`, and by its tokens. Nothing is taken.
+            LimitReachedError, FieldError: as `enter`, and by its tokens. Nothing is taken.
         """
         self._control.check_bytes(self.account, measure)
         self.take(Charge(1, converted.size, tokens), converted.field)
@@ -276,7 +276,7 @@ class AdmissionControl:
 
         Raises:
             LimitReachedError: there is too much, of this identity or of all.
-            InvalidRequestError: there could never be so much.
+            FieldError: there could never be so much.
         """
         for bound, amount, held in zip(self._bounds, charge, has, strict=True):
             if not amount:
@@ -300,7 +300,7 @@ class AdmissionControl:
         """Take all of it, or nothing; see `check`. `room_for`: what is to fit, where that is more.
 
         Raises:
-            LimitReachedError, InvalidRequestError: as `check`.
+            LimitReachedError, FieldError: as `check`.
         """
         self.check(account, charge if room_for is None else room_for, has=has, field=field)
         for bound, amount in zip(self._bounds, charge, strict=True):

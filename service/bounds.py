@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from engine.errors import HeadraceError, InvalidRequestError
+from engine.errors import HeadraceError
 from engine.shares import Level, Refusal, Shares
 from service.accounts import Account
+from service.call_errors import FieldError
 
 
 class LimitReachedError(HeadraceError):
@@ -128,7 +129,7 @@ class Bound(Shares[Account]):
             share=refusal.share if is_above else None,
         )
 
-    def error_alone(self, amount: int, field: str) -> InvalidRequestError:
+    def error_alone(self, amount: int, field: str) -> FieldError:
         """The error for a request that alone is above the limit. `field`: what is wrong with it,
         where the kind does not say.
         """
@@ -137,7 +138,7 @@ class Bound(Shares[Account]):
         if most is None or amount <= most:
             most, option = kind.limit, kind.option
         told = kind.alone.format(amount=amount, most=most, option=option)
-        return InvalidRequestError(kind.field or field, told)
+        return FieldError(kind.field or field, told)
 
 
 class _BoundOfIdentities(Bound):

@@ -19,14 +19,18 @@ class NotReadyError(EngineUnavailableError):
 
 
 class FieldError(HeadraceError):
-    """A field of an RPC's own message is wrong, its full path given (see InvalidRequestError for
-    the spec's fields).
+    """A field of a message is wrong. `path`: of the field in it; see `convert.fields` for parts of
+    messages.
     """
 
     def __init__(self, path: str, description: str) -> None:
         super().__init__(f"{path}: {description}")
         self.path = path
         self.description = description
+
+
+class UnsupportedFieldError(FieldError):
+    """A field of a message asks for something that this server does not do."""
 
 
 class AnswerTooLargeError(HeadraceError):

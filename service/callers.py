@@ -36,6 +36,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.admission import MAX_PRIORITY, MAX_WEIGHT
 from engine.errors import ConfigError
 from service.accounts import USUAL_WEIGHT
 
@@ -53,8 +54,8 @@ SERVICES = {
 """How the file calls the services that can be granted. Health is everybody's."""
 MAX_TOKENS = 1024
 """Every call is compared with all tokens, so there is a bound."""
-MIN_WEIGHT, MAX_WEIGHT = 0.01, 1000.0
-LOWEST_PRIORITY, HIGHEST_PRIORITY = -100, 100
+MIN_WEIGHT = 0.01
+"""The least weight that a caller may have; a share of it may be less."""
 
 _IDENTITY = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
@@ -87,7 +88,7 @@ class Caller:
     identity: str
     services: frozenset[str]
     weight: float = USUAL_WEIGHT
-    max_priority: int = HIGHEST_PRIORITY
+    max_priority: int = MAX_PRIORITY
     may_call_for_others: bool = False
 
     def may_call(self, method: str) -> bool:
@@ -239,11 +240,11 @@ def _bounds_of(entry: dict[str, Any], where: str) -> dict[str, Any]:
         bounds["weight"] = float(weight)
     if "max_priority" in entry:
         priority = entry["max_priority"]
-        if type(priority) is not int or not LOWEST_PRIORITY <= priority <= HIGHEST_PRIORITY:
+        if type(priority) is not int or abs(priority) > MAX_PRIORITY:
             raise ConfigError(
                 "auth_file",
-                f"{where}.max_priority must be a whole number from {LOWEST_PRIORITY} to "
-                f"{HIGHEST_PRIORITY}",
+                f"{where}.max_priority must be a whole number from {-MAX_PRIORITY} to "
+                f"{MAX_PRIORITY}",
             )
         bounds["max_priority"] = priority
     return bounds

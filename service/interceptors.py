@@ -127,7 +127,7 @@ class Recovery(grpc.aio.ServerInterceptor):
             except grpc.aio.BaseError:  # an abort; or the call has ended, or gRPC
                 raise
             except Exception as error:
-                status = to_status(error, "spec.")
+                status = to_status(error)
             # Not within `except`: the call would keep the error, and all that its frames hold.
             return await abort(context, status)
 
@@ -142,7 +142,7 @@ class Recovery(grpc.aio.ServerInterceptor):
             except grpc.aio.BaseError:  # an abort; or the call has ended, or gRPC
                 raise
             except Exception as error:
-                status = to_status(error, "spec.")
+                status = to_status(error)
             else:
                 return
             await abort(context, status)  # as above

@@ -49,7 +49,9 @@ from service.call_errors import (
     NotReadyError,
     PreconditionError,
     TooManyCallsError,
+    UnsupportedFieldError,
 )
+from service.convert.fields import NamedError, contract_path, field_error
 from service.delivery.result_errors import (
     OutputNotReadError,
     RequestFailedError,
@@ -80,40 +82,28 @@ class _Public:
     retry_after_s: float | None = None
 
 
-def _invalid(error: InvalidRequestError, prefix: str) -> _Public:
-    path = prefix + _proto_path(error.field)
-    return _Public(
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "INVALID_FIELD",
-        f"{path}: {error.description}",
-        {"field": path},
-        (path, error.description),
-    )
+def _field(error: NamedError) -> _Public:
+    told = field_error(error)
+    if isinstance(told, UnsupportedFieldError):
+        code, reason = grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED_FIELD"
+    else:
+        code, reason = grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"
+    return _Public(code, reason, str(told), {"field": told.path}, (told.path, told.description))
 
 
-def _field(error: FieldError, _prefix: str) -> _Public:
-    return _Public(
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "INVALID_FIELD",
-        str(error),
-        {"field": error.path},
-        (error.path, error.description),
-    )
-
-
-def _malformed(error: MalformedMessageError, _prefix: str) -> _Public:
+def _malformed(error: MalformedMessageError) -> _Public:
     return _Public(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", str(error))
 
 
-def _message_timeout(error: MessageTimeoutError, _prefix: str) -> _Public:
+def _message_timeout(error: MessageTimeoutError) -> _Public:
     return _Public(grpc.StatusCode.DEADLINE_EXCEEDED, "MESSAGE_TIMEOUT", str(error))
 
 
-def _message_missing(error: MessageMissingError, _prefix: str) -> _Public:
+def _message_missing(error: MessageMissingError) -> _Public:
     return _Public(grpc.StatusCode.INVALID_ARGUMENT, "MESSAGE_MISSING", str(error))
 
 
-def _too_many_calls(error: TooManyCallsError, _prefix: str) -> _Public:
+def _too_many_calls(error: TooManyCallsError) -> _Public:
     return _Public(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "TOO_MANY_CALLS",
@@ -122,7 +112,7 @@ def _too_many_calls(error: TooManyCallsError, _prefix: str) -> _Public:
     )
 
 
-def _message_too_large(error: MessageTooLargeError, _prefix: str) -> _Public:
+def _message_too_large(error: MessageTooLargeError) -> _Public:
     # Not RESOURCE_EXHAUSTED, as gRPC's own: to try it again is of no use.
     return _Public(
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -132,18 +122,7 @@ def _message_too_large(error: MessageTooLargeError, _prefix: str) -> _Public:
     )
 
 
-def _unsupported(error: UnsupportedFeatureError, prefix: str) -> _Public:
-    path = prefix + error.field
-    return _Public(
-        grpc.StatusCode.UNIMPLEMENTED,
-        "UNSUPPORTED_FIELD",
-        f"{path}: {error.description}",
-        {"field": path},
-        (path, error.description),
-    )
-
-
-def _duplicate(error: DuplicateRequestError, _prefix: str) -> _Public:
+def _duplicate(error: DuplicateRequestError) -> _Public:
     return _Public(
         grpc.StatusCode.ALREADY_EXISTS,
         "DUPLICATE_REQUEST_ID",
@@ -152,13 +131,13 @@ def _duplicate(error: DuplicateRequestError, _prefix: str) -> _Public:
     )
 
 
-def _not_found(error: RequestNotFoundError, _prefix: str) -> _Public:
+def _not_found(error: RequestNotFoundError) -> _Public:
     return _Public(
         grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND", str(error), {"request_id": error.request_id}
     )
 
 
-def _gone(error: ResultGoneError, _prefix: str) -> _Public:
+def _gone(error: ResultGoneError) -> _Public:
     return _Public(
         grpc.StatusCode.OUT_OF_RANGE,
         "RESULT_OUT_OF_RANGE",
@@ -171,7 +150,7 @@ def _gone(error: ResultGoneError, _prefix: str) -> _Public:
     )
 
 
-def _answer_too_large(error: AnswerTooLargeError, _prefix: str) -> _Public:
+def _answer_too_large(error: AnswerTooLargeError) -> _Public:
     # Not RESOURCE_EXHAUSTED, as gRPC's own: clients try that again, and all is generated again.
     return _Public(
         grpc.StatusCode.OUT_OF_RANGE,
@@ -181,13 +160,13 @@ def _answer_too_large(error: AnswerTooLargeError, _prefix: str) -> _Public:
     )
 
 
-def _moved(error: RequestMovedError, _prefix: str) -> _Public:
+def _moved(error: RequestMovedError) -> _Public:
     return _Public(
         grpc.StatusCode.ABORTED, "REQUEST_MOVED", str(error), {"request_id": error.request_id}
     )
 
 
-def _queue_full(error: QueueFullError, _prefix: str) -> _Public:
+def _queue_full(error: QueueFullError) -> _Public:
     return _Public(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "QUEUE_FULL",
@@ -197,7 +176,7 @@ def _queue_full(error: QueueFullError, _prefix: str) -> _Public:
     )
 
 
-def _compile_queue_full(error: CompileQueueFullError, _prefix: str) -> _Public:
+def _compile_queue_full(error: CompileQueueFullError) -> _Public:
     return _Public(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "COMPILE_QUEUE_FULL",
@@ -207,7 +186,7 @@ def _compile_queue_full(error: CompileQueueFullError, _prefix: str) -> _Public:
     )
 
 
-def _limit_reached(error: LimitReachedError, _prefix: str) -> _Public:
+def _limit_reached(error: LimitReachedError) -> _Public:
     return _Public(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         error.reason,
@@ -229,43 +208,43 @@ def _share(error: LimitReachedError | QueueFullError) -> dict[str, str]:
     return {"share": str(error.share), "held": str(error.held)}
 
 
-def _unauthenticated(error: UnauthenticatedError, _prefix: str) -> _Public:
+def _unauthenticated(error: UnauthenticatedError) -> _Public:
     return _Public(grpc.StatusCode.UNAUTHENTICATED, error.reason, str(error))
 
 
-def _denied(error: PermissionDeniedError, _prefix: str) -> _Public:
+def _denied(error: PermissionDeniedError) -> _Public:
     return _Public(grpc.StatusCode.PERMISSION_DENIED, error.reason, str(error))
 
 
-def _caller_name(error: CallerNameError, _prefix: str) -> _Public:
+def _caller_name(error: CallerNameError) -> _Public:
     return _Public(grpc.StatusCode.INVALID_ARGUMENT, "CALLER_NAME_INVALID", str(error))
 
 
-def _not_read(error: ResultsNotReadError, _prefix: str) -> _Public:
+def _not_read(error: ResultsNotReadError) -> _Public:
     return _Public(grpc.StatusCode.RESOURCE_EXHAUSTED, "RESULTS_NOT_READ", str(error))
 
 
-def _output_not_read(error: OutputNotReadError, _prefix: str) -> _Public:
+def _output_not_read(error: OutputNotReadError) -> _Public:
     metadata = {"unread_tokens": str(error.unread_tokens)}
     if error.max_hold_s is not None:
         metadata["max_hold_s"] = f"{error.max_hold_s:g}"
     return _Public(grpc.StatusCode.RESOURCE_EXHAUSTED, "RESULTS_NOT_READ", str(error), metadata)
 
 
-def _unavailable(error: EngineUnavailableError, _prefix: str) -> _Public:
+def _unavailable(error: EngineUnavailableError) -> _Public:
     reason = error.reason if isinstance(error, NotReadyError) else "ENGINE_STOPPED"
     return _Public(grpc.StatusCode.UNAVAILABLE, reason, str(error), retry_after_s=_RESTART_DELAY_S)
 
 
-def _no_template(error: ChatTemplateUnavailableError, _prefix: str) -> _Public:
+def _no_template(error: ChatTemplateUnavailableError) -> _Public:
     return _Public(grpc.StatusCode.FAILED_PRECONDITION, "NO_CHAT_TEMPLATE", str(error))
 
 
-def _precondition(error: PreconditionError, _prefix: str) -> _Public:
+def _precondition(error: PreconditionError) -> _Public:
     return _Public(grpc.StatusCode.FAILED_PRECONDITION, "FAILED_PRECONDITION", str(error))
 
 
-def _failed(error: RequestFailedError, _prefix: str) -> _Public:
+def _failed(error: RequestFailedError) -> _Public:
     return _of_failure(error.failure)
 
 
@@ -280,17 +259,19 @@ def _of_failure(failure: RequestFailure) -> _Public:
             retry_after_s=_RESTART_DELAY_S,
         )
     if failure.field is not None:  # what its form costs, or that it is too complex, shows late
+        path = contract_path(failure.field)
+        description = failure.message.removeprefix(f"{failure.field}: ")
         return _Public(
             grpc.StatusCode.INVALID_ARGUMENT,
             "INVALID_FIELD",
-            failure.message,
-            {**metadata, "field": failure.field},
-            (failure.field, failure.message),
+            f"{path}: {description}",
+            {**metadata, "field": path},
+            (path, description),
         )
     return _Public(grpc.StatusCode.INTERNAL, "REQUEST_FAILED", failure.message, metadata)
 
 
-def _config(error: ConfigError, _prefix: str) -> _Public:
+def _config(error: ConfigError) -> _Public:
     # An option of the engine that a request ran into: the operator's to change.
     return _Public(grpc.StatusCode.FAILED_PRECONDITION, "SERVER_CONFIGURATION", str(error))
 
@@ -298,14 +279,14 @@ def _config(error: ConfigError, _prefix: str) -> _Public:
 # The table. The first row whose class fits counts: subclasses stand before their bases.
 _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
     (FieldError, _field),
-    (InvalidRequestError, _invalid),
+    (InvalidRequestError, _field),
     (MalformedMessageError, _malformed),
     (MessageTooLargeError, _message_too_large),
     (MessageTimeoutError, _message_timeout),
     (MessageMissingError, _message_missing),
     (TooManyCallsError, _too_many_calls),
     (AnswerTooLargeError, _answer_too_large),
-    (UnsupportedFeatureError, _unsupported),
+    (UnsupportedFeatureError, _field),
     (DuplicateRequestError, _duplicate),
     (RequestNotFoundError, _not_found),
     (ResultGoneError, _gone),
@@ -326,14 +307,9 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
 )
 
 
-def to_status(error: BaseException, prefix: str = "") -> status_pb2.Status:
-    """The public status of an exception; logs it where it is an error of ours.
-
-    Args:
-        error: any exception.
-        prefix: completes the field paths of a spec's errors, such as "spec." or "add.spec.".
-    """
-    return _to_message(_public(error, prefix))
+def to_status(error: BaseException) -> status_pb2.Status:
+    """The public status of an exception; logs it where it is an error of ours."""
+    return _to_message(_public(error))
 
 
 def failure_status(failure: RequestFailure) -> status_pb2.Status:
@@ -350,7 +326,7 @@ def code_of(error: BaseException) -> grpc.StatusCode:
     """The gRPC code of an exception, without logging it."""
     for kind, describe in _TABLE:
         if isinstance(error, kind):
-            return describe(error, "").code
+            return describe(error).code
     return grpc.StatusCode.INTERNAL
 
 
@@ -372,10 +348,10 @@ def status_code(status: status_pb2.Status) -> grpc.StatusCode:
     return _CODES[status.code]
 
 
-def _public(error: BaseException, prefix: str) -> _Public:
+def _public(error: BaseException) -> _Public:
     for kind, describe in _TABLE:
         if isinstance(error, kind):
-            return describe(error, prefix)
+            return describe(error)
     error_id = secrets.token_hex(8)
     logger.error("unexpected error [error_id=%s]", error_id, exc_info=error)
     return _Public(
@@ -420,15 +396,6 @@ def _cut(text: str, limit: int) -> str:
     if len(raw) <= limit:
         return raw.decode()
     return raw[: limit - 3].decode("utf-8", "ignore") + "..."
-
-
-def _proto_path(path: str) -> str:
-    """An engine's field path in the words of GenerationSpec."""
-    if path == "prompt" or path.startswith("prompt["):
-        return "tokens.ids" + path.removeprefix("prompt")
-    if path == "time_limit_s":
-        return "scheduling.time_limit"
-    return path
 
 
 def _number(code: grpc.StatusCode) -> int:

@@ -308,7 +308,7 @@ class GrammarCompiler:
                 error = self._full(self._time_limit_s)
             else:
                 error = InvalidRequestError(
-                    f"structured_output.{job.key.params.kind.value}",
+                    f"grammar.{job.key.params.kind.value}",
                     f"takes longer than {self._time_limit_s:g} s to compile; make it smaller",
                 )
         _fail(waiter, error)
@@ -333,7 +333,7 @@ class GrammarCompiler:
                 error_id = secrets.token_hex(6)
                 logger.error("error %s: a grammar failed to compile", error_id, exc_info=failure)
                 error = InvalidRequestError(
-                    f"structured_output.{job.key.params.kind.value}",
+                    f"grammar.{job.key.params.kind.value}",
                     f"cannot be compiled (error {error_id})",
                 )
             with self._lock:
@@ -353,7 +353,7 @@ class GrammarCompiler:
         vocabulary = self._read_vocabulary()
         source = LLMatcher.grammar_from_lark(to_lark(params))
         root = LLMatcher(vocabulary, source, log_level=0, limits=_limits(params.kind))
-        field_name = f"structured_output.{params.kind.value}"
+        field_name = f"grammar.{params.kind.value}"
         if root.is_error():
             raise InvalidRequestError(field_name, explain(params.kind, root.get_error()))
         first = GrammarMatcher(root, self._vocab_size, frozenset())

@@ -378,4 +378,4 @@ def _refuse_number(place: _Place, literal: str) -> NoReturn:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise InvalidRequestError("structured_output.json_schema", message)
+    raise InvalidRequestError("grammar.json_schema", message)

@@ -78,4 +78,4 @@ def _check_size(kind: str, size: int, limit: int) -> None:
 
 
 def _refuse(kind: str, message: str) -> NoReturn:
-    raise InvalidRequestError(f"structured_output.{kind}", message)
+    raise InvalidRequestError(f"grammar.{kind}", message)

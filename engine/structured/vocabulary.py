@@ -33,11 +33,11 @@ def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> LLTokenizer
     """
     if tokenizer is None:
         raise UnsupportedFeatureError(
-            "structured_output", "needs the model's tokenizer.json, which is not there"
+            "grammar", "needs the model's tokenizer.json, which is not there"
         )
     if not tokenizer.piece_rules.concatenates:
         raise UnsupportedFeatureError(
-            "structured_output",
+            "grammar",
             "is not there for this model: the text of its tokens depends on their neighbours "
             "(its tokenizer is neither byte-level nor with byte fallback)",
         )

@@ -175,16 +175,16 @@ class ChatTemplates:
         """
         template = self._choose(bool(tools))
         if not messages:
-            raise InvalidRequestError("chat.messages", "is empty; at least one message is needed")
+            raise InvalidRequestError("messages", "is empty; at least one message is needed")
         if continue_final_message and add_generation_prompt:
             raise InvalidRequestError(
-                "chat.continue_final_message",
+                "continue_final_message",
                 "excludes add_generation_prompt: a message is continued or a new one begun",
             )
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         chat = [
-            message_for_template(message, f"chat.messages[{index}]")
+            message_for_template(message, f"messages[{index}]")
             for index, message in enumerate(messages)
         ]
         values = {
@@ -192,7 +192,7 @@ class ChatTemplates:
             "documents": None,
             **self._arguments(template_arguments or {}),
             "messages": chat,
-            "tools": [plain(tool, "chat.tools") for tool in tools] if tools else None,
+            "tools": [plain(tool, "tools") for tool in tools] if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
         if not continue_final_message:
@@ -215,16 +215,15 @@ class ChatTemplates:
         for name in arguments:
             if name in self._reserved:
                 raise InvalidRequestError(
-                    f"chat.template_arguments.{name}", "is set by the server; choose another name"
+                    f"template_arguments.{name}", "is set by the server; choose another name"
                 )
             if not _NAME.match(name):
                 raise InvalidRequestError(
-                    "chat.template_arguments",
+                    "template_arguments",
                     "has a name that is not letters, digits and underscores, a letter first",
                 )
         return {
-            name: plain(value, f"chat.template_arguments.{name}")
-            for name, value in arguments.items()
+            name: plain(value, f"template_arguments.{name}") for name, value in arguments.items()
         }
 
 

@@ -59,9 +59,7 @@ def leave_open(message: dict[str, Any], mark: str, source: str) -> str:
     """Put the mark behind the last message's content; gives that content."""
     content = message.get("content")
     if content is None or "content" not in source:
-        raise InvalidRequestError(
-            "chat.continue_final_message", "needs a last message with content"
-        )
+        raise InvalidRequestError("continue_final_message", "needs a last message with content")
     if isinstance(content, str):
         message["content"] = content + mark
         return content
@@ -69,7 +67,7 @@ def leave_open(message: dict[str, Any], mark: str, source: str) -> str:
         if isinstance(part, dict) and isinstance(text := part.get("text"), str):
             part["text"] = text + mark
             return text
-    raise InvalidRequestError("chat.continue_final_message", "needs a last message with text")
+    raise InvalidRequestError("continue_final_message", "needs a last message with text")
 
 
 def cut(text: str, mark: str, ending: str) -> str:

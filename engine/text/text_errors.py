@@ -21,4 +21,4 @@ class ChatTemplateError(InvalidRequestError):
     """The model's chat template refused this conversation, or failed on it."""
 
     def __init__(self, message: str) -> None:
-        super().__init__("chat", message)
+        super().__init__("conversation", message)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from google.protobuf import duration_pb2, timestamp_pb2
+from google.protobuf import timestamp_pb2
 from headrace.v1 import control_service_pb2 as pb
 from headrace.v1 import generation_service_pb2
 
-from engine.errors import InvalidRequestError
 from engine.stats import EngineStats
 from service.call_errors import FieldError
 from service.config import DAY_S, LOG_LEVELS
@@ -64,7 +63,7 @@ def interval_of(request: pb.WatchStatisticsRequest) -> float:
     """
     if not request.HasField("interval"):
         return DEFAULT_INTERVAL_S
-    interval_s = _seconds(request.interval, "interval")
+    interval_s = seconds(request.interval, "interval")
     if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
         raise FieldError(
             "interval",
@@ -82,7 +81,7 @@ def drain_timeout_of(request: pb.DrainRequest) -> float | None:
     """
     if not request.HasField("timeout"):
         return None
-    timeout_s = _seconds(request.timeout, "timeout")
+    timeout_s = seconds(request.timeout, "timeout")
     if timeout_s > DAY_S:
         raise FieldError("timeout", f"is {timeout_s:g} s; at most {DAY_S:g} s are allowed")
     return timeout_s
@@ -141,13 +140,6 @@ def page_of(request: pb.ListRequestsRequest) -> tuple[int, int]:
     if token and not (token.isascii() and token.isdigit() and len(token) <= 20):
         raise FieldError("page_token", "is not a next_page_token of this server; leave it out")
     return size, int(token or 0)
-
-
-def _seconds(duration: duration_pb2.Duration, field: str) -> float:
-    try:
-        return seconds(duration, field)
-    except InvalidRequestError as error:
-        raise FieldError(error.field, error.description) from error
 
 
 # ---- answers -----------------------------------------------------------------------------------

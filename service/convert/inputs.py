@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from headrace.v1 import generation_pb2
 
-from engine.errors import InvalidRequestError
 from engine.text import Tokenizer
 from service.accounts import Account
+from service.call_errors import FieldError
 from service.convert.values import check_enum, from_struct
 from service.text_pool import SHORT_BYTES, TextPool
 
@@ -96,7 +96,7 @@ class InputEncoder:
                 before it is tokenized.
 
         Raises:
-            InvalidRequestError: the text is too long.
+            FieldError: the text is too long.
         """
         special = text.add_special_tokens if text.HasField("add_special_tokens") else True
         content = text.text
@@ -116,7 +116,7 @@ class InputEncoder:
         `encode_text`.
 
         Raises:
-            InvalidRequestError: a message, tool or argument is wrong, or the text is too long.
+            FieldError: a message, tool or argument is wrong, or the text is too long.
             ChatTemplateUnavailableError: there is no template.
         """
 
@@ -163,11 +163,11 @@ class InputEncoder:
 
     def _check_tokens(self, field: str, text: str) -> None:
         """Refuse a text that comes to far too many tokens, before there are so many."""
-        number = 0
+        count = 0
         for start in range(0, len(text), _PART_CHARACTERS):
-            number += self._tokenizer.count(text[start : start + _PART_CHARACTERS])
-            if number > self._most_tokens:
-                raise InvalidRequestError(
+            count += self._tokenizer.count(text[start : start + _PART_CHARACTERS])
+            if count > self._most_tokens:
+                raise FieldError(
                     field,
                     f"comes to more than {self._most_tokens} tokens, which is the most that one "
                     "text may come to: shorten it",
@@ -176,7 +176,7 @@ class InputEncoder:
     def _check_length(self, field: str, text: str, *, fits: bool) -> int:
         """The text's length in UTF-8."""
         if fits and len(text) > self._fitting:
-            raise InvalidRequestError(
+            raise FieldError(
                 field,
                 f"comes to {len(text)} characters; at most {self._fitting} can fit "
                 f"(limits.max_context_tokens, each of at most {self._longest} characters): "
@@ -184,7 +184,7 @@ class InputEncoder:
             )
         size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
         if size > self._most:
-            raise InvalidRequestError(
+            raise FieldError(
                 field,
                 f"comes to {size} bytes; at most {self._most} of one text are tokenized: "
                 "shorten it, or send it in parts",
@@ -209,13 +209,13 @@ class Truncation:
         """What a spec asks for.
 
         Raises:
-            InvalidRequestError: it is out of its bounds.
+            FieldError: it is out of its bounds.
         """
         if not spec.HasField("truncation"):
             return cls(None, right=False)
         check_enum(generation_pb2.TruncationSide, spec.truncation.side, "truncation.side")
         if spec.truncation.max_prompt_tokens == 0:
-            raise InvalidRequestError("truncation.max_prompt_tokens", "is 0; it must be 1 or more")
+            raise FieldError("truncation.max_prompt_tokens", "is 0; it must be 1 or more")
         return cls(
             spec.truncation.max_prompt_tokens,
             right=spec.truncation.side == generation_pb2.TRUNCATION_SIDE_RIGHT,
@@ -230,7 +230,7 @@ class Truncation:
 
 def _messages(chat: generation_pb2.ChatInput) -> list[dict[str, object]]:
     if len(chat.messages) > MAX_MESSAGES:
-        raise InvalidRequestError(
+        raise FieldError(
             "chat.messages",
             f"has {len(chat.messages)} messages; at most {MAX_MESSAGES} are allowed",
         )
@@ -240,7 +240,7 @@ def _messages(chat: generation_pb2.ChatInput) -> list[dict[str, object]]:
 def _message(message: generation_pb2.ChatMessage, field: str) -> dict[str, object]:
     role = _ROLES.get(message.role)
     if role is None:
-        raise InvalidRequestError(f"{field}.role", "is not set, or not a role; say who speaks")
+        raise FieldError(f"{field}.role", "is not set, or not a role; say who speaks")
     converted: dict[str, object] = {"role": role, "content": message.content}
     if message.name:
         converted["name"] = message.name
@@ -251,7 +251,7 @@ def _message(message: generation_pb2.ChatMessage, field: str) -> dict[str, objec
         ]
     if message.tool_call_id:
         if role != "tool":
-            raise InvalidRequestError(
+            raise FieldError(
                 f"{field}.tool_call_id", "is for messages of CHAT_ROLE_TOOL; leave it out here"
             )
         converted["tool_call_id"] = message.tool_call_id
@@ -262,7 +262,7 @@ def _message(message: generation_pb2.ChatMessage, field: str) -> dict[str, objec
 
 def _tool_call(call: generation_pb2.ToolCall, field: str) -> dict[str, object]:
     if not call.name:
-        raise InvalidRequestError(f"{field}.name", "is empty; name the tool")
+        raise FieldError(f"{field}.name", "is empty; name the tool")
     function = {"name": call.name, "arguments": from_struct(call.arguments, f"{field}.arguments")}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -270,7 +270,7 @@ def _tool_call(call: generation_pb2.ToolCall, field: str) -> dict[str, object]:
 def _tool(tool: generation_pb2.Tool, index: int) -> dict[str, object]:
     field = f"chat.tools[{index}]"
     if not tool.name:
-        raise InvalidRequestError(f"{field}.name", "is empty; name the tool")
+        raise FieldError(f"{field}.name", "is empty; name the tool")
     return {
         "type": "function",
         "function": {

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from headrace.v1 import generation_pb2
 
-from engine.admission import MIN_WEIGHT
+from engine.admission import MAX_PRIORITY, MIN_WEIGHT
 from engine.client import ModelInfo
-from engine.errors import InvalidRequestError
 from engine.request import GenerationRequest
 from engine.sampling_params import (
     MAX_LOGPROB_TOKEN_IDS,
@@ -29,6 +28,7 @@ from engine.text import StopStrings, TextStream, Tokenizer
 from engine.token_ids import TokenIds
 from engine.types import CallerKey, RequestId
 from service.accounts import Account
+from service.call_errors import FieldError
 from service.convert.inputs import InputEncoder, Truncation
 from service.convert.sampling import check_min_tokens, grammar_params, sampling_params
 from service.convert.unsupported import refuse_unsupported
@@ -39,7 +39,6 @@ from service.delivery.submission import Submission
 from service.footprint import footprint_of_request
 
 MAX_SALT_BYTES = 128
-MAX_PRIORITY = 100
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _PROMPT_TAIL = 16
 
@@ -67,10 +66,10 @@ def check_request_id(request_id: str, field: str = "request_id") -> None:
     """Check a request id against the contract's pattern.
 
     Raises:
-        InvalidRequestError: it does not fit.
+        FieldError: it does not fit.
     """
     if _REQUEST_ID.fullmatch(request_id) is None:
-        raise InvalidRequestError(
+        raise FieldError(
             field, "must be 1 to 128 characters out of [A-Za-z0-9._:/-]; choose another id"
         )
 
@@ -95,7 +94,7 @@ class Converter:
         """The request's id: the client's, checked, or a new one.
 
         Raises:
-            InvalidRequestError: the client's does not fit.
+            FieldError: the client's does not fit.
         """
         if not spec.request_id:
             return make_request_id()
@@ -124,7 +123,9 @@ class Converter:
             final: whatever it says, deliver everything at the end.
 
         Raises:
-            InvalidRequestError, UnsupportedFeatureError, ChatTemplateUnavailableError: as they say.
+            FieldError: a field, by its path in the spec.
+            InvalidRequestError, UnsupportedFeatureError: a field, as the engine calls it.
+            ChatTemplateUnavailableError: there is no template.
         """
         refuse_unsupported(spec, heeds_priorities=self._info.heeds_priorities)
         output = spec.output
@@ -141,11 +142,11 @@ class Converter:
         options = _delivery(output, logprobs, final)
         stop_strings = _stop_strings(spec.stop)
         if stop_strings and output.omit_text:
-            raise InvalidRequestError(
+            raise FieldError(
                 "stop.stop_strings", "are matched in the text; they exclude output.omit_text"
             )
         if output.echo and output.omit_text:
-            raise InvalidRequestError("output.echo", "asks for text; it excludes output.omit_text")
+            raise FieldError("output.echo", "asks for text; it excludes output.omit_text")
         time_limit_s = self._time_limit(spec.scheduling)
         prompt = await self._prompt(account, spec)
         self._check_prompt_size(options, len(prompt))
@@ -223,7 +224,7 @@ class Converter:
             case "chat":
                 encoded = await self._encoder.encode_chat(account, spec.chat, fits=whole)
             case _:
-                raise InvalidRequestError("input", "is missing; set one of text, tokens and chat")
+                raise FieldError("input", "is missing; set one of text, tokens and chat")
         encoded = encoded[truncation.kept(len(encoded))]
         self._check_prompt(spec, len(encoded))
         return TokenIds.of(encoded)
@@ -232,14 +233,12 @@ class Converter:
         n = spec.n if spec.HasField("n") else 1
         most = self._limits.max_choices
         if not 1 <= n <= most:
-            raise InvalidRequestError(
-                "n", f"is {n}; it must be between 1 and {most} (limits.max_choices)"
-            )
+            raise FieldError("n", f"is {n}; it must be between 1 and {most} (limits.max_choices)")
         return n
 
     def _logprobs(self, output: generation_pb2.OutputOptions) -> LogprobParams | None:
         if output.HasField("prompt_logprobs") and output.prompt_logprobs > MAX_LOGPROBS:
-            raise InvalidRequestError(
+            raise FieldError(
                 "output.prompt_logprobs",
                 f"is {output.prompt_logprobs}; it must be between 0 and {MAX_LOGPROBS} "
                 "(limits.max_logprobs)",
@@ -262,7 +261,7 @@ class Converter:
             return
         size, most = prompt_size(prompt_tokens, options), self._limits.max_send_bytes // 2
         if size > most:
-            raise InvalidRequestError(
+            raise FieldError(
                 "output.prompt_logprobs",
                 f"asks for about {size} bytes with a prompt of {prompt_tokens} tokens; at most "
                 f"{most} are allowed, half of what the server sends in one message (its option "
@@ -272,13 +271,13 @@ class Converter:
     def _check_prompt(self, spec: generation_pb2.GenerationSpec, length: int) -> None:
         field = input_field(spec)
         if length == 0:
-            raise InvalidRequestError(field, "comes to no token at all; at least one is needed")
+            raise FieldError(field, "comes to no token at all; at least one is needed")
         # A prompt that fills the context can still be processed, where nothing is to follow it.
         alone = spec.stop.HasField("max_tokens") and spec.stop.max_tokens == 0
         limit = self._info.max_context_tokens - (0 if alone else 1)
         if length > limit:
             name = "max_context_tokens" if alone else "max_prompt_tokens"
-            raise InvalidRequestError(
+            raise FieldError(
                 field,
                 f"comes to {length} tokens; at most {limit} fit (limits.{name}): "
                 "shorten it, or set truncation",
@@ -306,10 +305,10 @@ class Converter:
             return self._limits.default_time_limit_s
         limit = seconds(options.time_limit, "scheduling.time_limit")
         if limit <= 0:
-            raise InvalidRequestError("scheduling.time_limit", "is 0; it must be above zero")
+            raise FieldError("scheduling.time_limit", "is 0; it must be above zero")
         most = self._limits.max_time_limit_s
         if most is not None and limit > most:
-            raise InvalidRequestError(
+            raise FieldError(
                 "scheduling.time_limit", f"is {limit:g} s; at most {most:g} s are allowed here"
             )
         return limit
@@ -320,11 +319,11 @@ def cache_salt(identity: str, salt: str) -> bytes:
     the same salt.
 
     Raises:
-        InvalidRequestError: the salt is too long.
+        FieldError: the salt is too long.
     """
     raw = salt.encode()
     if len(raw) > MAX_SALT_BYTES:
-        raise InvalidRequestError("cache.salt", f"is longer than {MAX_SALT_BYTES} bytes")
+        raise FieldError("cache.salt", f"is longer than {MAX_SALT_BYTES} bytes")
     # Each part is hashed for itself, so that no boundary can be moved from one into the other.
     name = hashlib.sha256(identity.encode()).digest()
     return hashlib.sha256(name + hashlib.sha256(raw).digest()).digest()
@@ -333,7 +332,7 @@ def cache_salt(identity: str, salt: str) -> bytes:
 def _stop_strings(options: generation_pb2.StopOptions) -> tuple[str, ...]:
     given = options.stop_strings
     if len(given) > MAX_STOP_STRINGS:  # before they are looked at
-        raise InvalidRequestError(
+        raise FieldError(
             "stop.stop_strings",
             f"has {len(given)} entries; at most {MAX_STOP_STRINGS} are allowed "
             "(limits.max_stop_strings)",
@@ -346,12 +345,12 @@ def _stop_strings(options: generation_pb2.StopOptions) -> tuple[str, ...]:
 
 def _priority(options: generation_pb2.SchedulingOptions, most: int) -> int:
     if abs(options.priority) > MAX_PRIORITY:
-        raise InvalidRequestError(
+        raise FieldError(
             "scheduling.priority",
             f"is {options.priority}; it must be between -{MAX_PRIORITY} and {MAX_PRIORITY}",
         )
     if options.priority > most:
-        raise InvalidRequestError(
+        raise FieldError(
             "scheduling.priority",
             f"is {options.priority}; at most {most} is allowed to this caller (max_priority of its "
             "entry in the callers' file): ask for less",
@@ -364,7 +363,7 @@ def _delivery(
 ) -> DeliveryOptions:
     at_least = output.min_tokens_per_delta if output.HasField("min_tokens_per_delta") else 1
     if at_least == 0:
-        raise InvalidRequestError("output.min_tokens_per_delta", "is 0; it must be 1 or more")
+        raise FieldError("output.min_tokens_per_delta", "is 0; it must be 1 or more")
     return DeliveryOptions(
         final=final or output.delivery == generation_pb2.DELIVERY_FINAL,
         min_tokens_per_delta=at_least,

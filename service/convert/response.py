@@ -277,7 +277,7 @@ class Responder:
                 message.rejections.add(
                     command_id=reply.command_id,
                     request_id=reply.request_id,
-                    status=to_status(reply.error, reply.prefix),
+                    status=to_status(reply.error),
                 )
             case events.Opened():
                 message.opened.command_id = reply.command_id

@@ -13,7 +13,6 @@ from typing import Any
 from headrace.v1 import generation_pb2
 
 from engine.client import ModelInfo
-from engine.errors import InvalidRequestError
 from engine.sampling_params import (
     MAX_LOGIT_BIAS,
     GrammarKind,
@@ -22,6 +21,7 @@ from engine.sampling_params import (
     StopParams,
 )
 from engine.token_ids import TokenBiases, TokenIds
+from service.call_errors import FieldError
 from service.convert.values import check_ids
 
 MAX_CHOICE_STRINGS = 16_384
@@ -38,11 +38,11 @@ def sampling_params(options: generation_pb2.SamplingOptions, info: ModelInfo) ->
     """The effective parameters: the field's value, else what the model's generation config says.
 
     Raises:
-        InvalidRequestError: a value is out of its bounds, or no token could ever be chosen.
+        FieldError: a value is out of its bounds, or no token could ever be chosen.
     """
     default = info.default_sampling
     if len(options.logit_bias) > MAX_LOGIT_BIAS:  # before they are looked at
-        raise InvalidRequestError(
+        raise FieldError(
             "sampling.logit_bias",
             f"has {len(options.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed "
             "(limits.max_logit_bias)",
@@ -50,7 +50,7 @@ def sampling_params(options: generation_pb2.SamplingOptions, info: ModelInfo) ->
     bias: list[tuple[int, float]] = []
     for token_id, value in options.logit_bias.items():
         if token_id >= info.vocab_size:
-            raise InvalidRequestError(
+            raise FieldError(
                 f"sampling.logit_bias[{token_id}]",
                 f"is not a token id; token ids are below {info.vocab_size}",
             )
@@ -96,13 +96,13 @@ def _check_something_is_left(params: SamplingParams, vocab_size: int) -> None:
     allowed, banned = params.allowed_token_ids, params.banned_token_ids
     if allowed:
         if not allowed.without(banned):
-            raise InvalidRequestError(
+            raise FieldError(
                 "sampling.allowed_token_ids",
                 "are all among banned_token_ids, so that no token could be generated; "
                 "take one of them out there",
             )
     elif len(banned) >= vocab_size:
-        raise InvalidRequestError(
+        raise FieldError(
             "sampling.banned_token_ids",
             "are the whole vocabulary, so that no token could be generated; leave one out",
         )
@@ -113,13 +113,13 @@ def check_min_tokens(sampling: SamplingParams, stop: StopParams) -> None:
     allowed.
 
     Raises:
-        InvalidRequestError: none is.
+        FieldError: none is.
     """
     if not stop.min_tokens:
         return
     allowed = sampling.allowed_token_ids.without(sampling.banned_token_ids)
     if allowed and stop.ending_token_ids.issuperset(allowed):
-        raise InvalidRequestError(
+        raise FieldError(
             "stop.min_tokens",
             f"is {stop.min_tokens}, and sampling.allowed_token_ids are all ids that end the "
             "output, so that no token could be generated; allow another id, or set it to 0",
@@ -131,7 +131,7 @@ def grammar_params(output: generation_pb2.StructuredOutput) -> GrammarParams:
     to say.)
 
     Raises:
-        InvalidRequestError: none is, or its text is empty or too long.
+        FieldError: none is, or its text is empty or too long.
     """
     kind = output.WhichOneof("format")
     match kind:
@@ -139,7 +139,7 @@ def grammar_params(output: generation_pb2.StructuredOutput) -> GrammarParams:
             return GrammarParams(kind=_TEXT_FORMATS[kind], text=getattr(output, kind))
         case "json_object":
             if not output.json_object:
-                raise InvalidRequestError(
+                raise FieldError(
                     "structured_output.json_object",
                     "is false, which is no form; set it to true, or leave structured_output out",
                 )
@@ -147,13 +147,13 @@ def grammar_params(output: generation_pb2.StructuredOutput) -> GrammarParams:
         case "choice":
             choices = output.choice.choices
             if len(choices) > MAX_CHOICE_STRINGS:  # before they are looked at
-                raise InvalidRequestError(
+                raise FieldError(
                     "structured_output.choice",
                     f"has {len(choices)} strings; at most {MAX_CHOICE_STRINGS} are allowed",
                 )
             return GrammarParams(kind=GrammarKind.CHOICE, choices=tuple(choices))
         case _:
-            raise InvalidRequestError(
+            raise FieldError(
                 "structured_output",
                 "has no format; set one of json_schema, json_object, regex, grammar and choice",
             )

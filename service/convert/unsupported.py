@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from headrace.v1 import generation_pb2
 
-from engine.errors import UnsupportedFeatureError
+from service.call_errors import UnsupportedFieldError
 
 _NOT_YET = "is not supported by this server yet; leave it out"
 
@@ -17,14 +17,14 @@ def refuse_unsupported(spec: generation_pb2.GenerationSpec, *, heeds_priorities:
     """Refuse what is not done yet, and what this server's configuration leaves out.
 
     Raises:
-        UnsupportedFeatureError: with the field's path in the spec.
+        UnsupportedFieldError: with the field's path in the spec.
     """
     if spec.adapter:
-        raise UnsupportedFeatureError("adapter", _NOT_YET)
+        raise UnsupportedFieldError("adapter", _NOT_YET)
     if spec.structured_output.WhichOneof("format") == "structural_tag":
-        raise UnsupportedFeatureError("structured_output.structural_tag", _NOT_YET)
+        raise UnsupportedFieldError("structured_output.structural_tag", _NOT_YET)
     if spec.scheduling.priority != 0 and not heeds_priorities:
-        raise UnsupportedFeatureError(
+        raise UnsupportedFieldError(
             "scheduling.priority",
             "is not heeded by this server's scheduler (its option scheduler is neither fair nor "
             "priority); leave it out",

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf import duration_pb2, struct_pb2
 
-from engine.errors import InvalidRequestError
 from engine.token_ids import TokenIds
+from service.call_errors import FieldError
 
 _MAX_SECONDS = 315_576_000_000
 _NANO = 1_000_000_000
@@ -21,12 +21,12 @@ def seconds(duration: duration_pb2.Duration, field: str) -> float:
     """A duration in seconds.
 
     Raises:
-        InvalidRequestError: it is negative, or not a valid duration.
+        FieldError: it is negative, or not a valid duration.
     """
     if duration.seconds < 0 or duration.nanos < 0:
-        raise InvalidRequestError(field, "is negative; it must be a length of time")
+        raise FieldError(field, "is negative; it must be a length of time")
     if duration.nanos >= _NANO or duration.seconds > _MAX_SECONDS:
-        raise InvalidRequestError(field, "is not a valid google.protobuf.Duration")
+        raise FieldError(field, "is not a valid google.protobuf.Duration")
     return duration.seconds + duration.nanos / _NANO
 
 
@@ -39,7 +39,7 @@ def to_duration(value: float) -> duration_pb2.Duration:
 def check_enum(enum: Any, value: int, field: str) -> None:
     """Refuse a number that the enum (a generated one) does not have: a newer client's."""
     if value not in enum.values():
-        raise InvalidRequestError(field, f"has the unknown value {value}")
+        raise FieldError(field, f"has the unknown value {value}")
 
 
 def check_ids(
@@ -62,12 +62,12 @@ def check_ids(
         kept: which of them are taken, and looked at, from its start to its stop; None: all.
 
     Raises:
-        InvalidRequestError: there are too many, or one is not in the vocabulary: with the first
+        FieldError: there are too many, or one is not in the vocabulary: with the first
             that is not.
     """
     most = vocab_size if most is None else most
     if len(ids) > most:
-        raise InvalidRequestError(field, f"has {len(ids)} token ids; at most {most} are allowed")
+        raise FieldError(field, f"has {len(ids)} token ids; at most {most} are allowed")
     taken: npt.NDArray[np.uint32] = np.array(ids, dtype=np.uint32)
     first = 0
     if kept is not None:
@@ -75,7 +75,7 @@ def check_ids(
     beyond = np.flatnonzero(taken >= vocab_size)
     if len(beyond):
         index = int(beyond[0])
-        raise InvalidRequestError(
+        raise FieldError(
             f"{field}[{first + index}]",
             f"is {taken[index]}; token ids are below {vocab_size} (ModelCard.vocab_size)",
         )
@@ -98,7 +98,7 @@ def _from_value(value: struct_pb2.Value, field: str) -> object:
         case "number_value":
             number = value.number_value
             if not math.isfinite(number):
-                raise InvalidRequestError(field, "is not a finite number")
+                raise FieldError(field, "is not a finite number")
             whole = abs(number) < 2**53 and number == int(number)
             return int(number) if whole else number
         case "struct_value":

@@ -262,14 +262,11 @@ def prompt_size(tokens: int, options: DeliveryOptions) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A command was refused. `prefix` completes the field paths of the error, such as
-    "add.spec.".
-    """
+    """A command was refused."""
 
     command_id: int
     request_id: str
     error: Exception
-    prefix: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,8 +153,7 @@ class CommandReader:
                 )
 
     def _reject(self, command: Command, error: Exception) -> None:
-        prefix = "add.spec." if command.WhichOneof("command") == "add" else ""
-        self._stream.reply(Rejected(command.command_id, _request_id(command), error, prefix))
+        self._stream.reply(Rejected(command.command_id, _request_id(command), error))
 
     def _open(self, command: Command) -> None:
         if not self._first:
@@ -172,6 +171,7 @@ class CommandReader:
             self._permit,
             command.add.spec,
             self._stream,
+            field="add.spec",
             command_id=command.command_id,
         )
 

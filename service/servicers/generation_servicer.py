@@ -19,7 +19,6 @@ from typing import Any
 
 from headrace.v1 import generation_service_pb2, generation_service_pb2_grpc
 
-from engine.errors import InvalidRequestError
 from service.auth import current_permit
 from service.call_errors import AnswerTooLargeError, FieldError
 from service.convert.request import check_request_id
@@ -173,11 +172,8 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
 
 def _check_read(request: generation_service_pb2.GetResultRequest) -> float:
     """Check what GetResult was given; returns for how many seconds it waits."""
-    try:
-        wait_s = seconds(request.wait, "wait")
-        check_request_id(request.request_id)
-    except InvalidRequestError as error:
-        raise FieldError(error.field, error.description) from error
+    wait_s = seconds(request.wait, "wait")
+    check_request_id(request.request_id)
     if wait_s > MAX_WAIT_S:
         raise FieldError("wait", f"is {wait_s:g} s; at most {MAX_WAIT_S:g} s are allowed")
     return wait_s

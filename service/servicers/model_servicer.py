@@ -7,7 +7,6 @@ from typing import Any
 
 from headrace.v1 import model_service_pb2, model_service_pb2_grpc
 
-from engine.errors import InvalidRequestError
 from service.accounts import Account
 from service.auth import current_permit
 from service.call_errors import FieldError
@@ -40,10 +39,7 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
         """Text or a conversation as token ids."""
         refuse_unknown(request)
         front, account = current_front.get(), current_permit.get().account
-        try:
-            ids = await _encode(front, account, request)
-        except InvalidRequestError as error:
-            raise FieldError(error.field, error.description) from error
+        ids = await _encode(front, account, request)
         if not request.token_details:
             return model_service_pb2.TokenizeResponse(token_ids=ids)
         if len(ids) > (most := max(MIN_MOST_DETAILS, front.info.max_context_tokens)):
@@ -67,15 +63,12 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
         refuse_unknown(request)
         front, account = current_front.get(), current_permit.get().account
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        try:
-            ids = check_ids(
-                request.token_ids,
-                "token_ids",
-                front.info.vocab_size,
-                most=max(MIN_MOST_TOKENS, front.info.max_context_tokens),
-            )
-        except InvalidRequestError as error:
-            raise FieldError(error.field, error.description) from error
+        ids = check_ids(
+            request.token_ids,
+            "token_ids",
+            front.info.vocab_size,
+            most=max(MIN_MOST_TOKENS, front.info.max_context_tokens),
+        )
         return model_service_pb2.DetokenizeResponse(
             text=await front.encoder.decode(account, ids, skip)
         )

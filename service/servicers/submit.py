@@ -6,6 +6,7 @@ from headrace.v1 import generation_pb2, generation_service_pb2
 
 from service.auth import Permit
 from service.call_errors import FieldError
+from service.convert.fields import part_of_message
 from service.convert.weight import message_footprint
 from service.delivery.request import ServedRequest
 from service.delivery.session import ResultStream
@@ -33,6 +34,7 @@ async def start_request(
     spec: generation_pb2.GenerationSpec,
     stream: ResultStream | None,
     *,
+    field: str = "spec",
     final: bool = False,
     durable: bool = False,
     command_id: int = 0,
@@ -45,6 +47,7 @@ async def start_request(
         permit: of whoever asks for it.
         spec: what is to be generated.
         stream: where the results go; None: they are kept.
+        field: where the spec is in the message; errors name its fields by their whole path.
         final: they are wanted in one piece.
         durable, command_id: see `Registry.start`.
 
@@ -54,10 +57,10 @@ async def start_request(
     """
     front = state.check(new_work=True)
     converter, registry, account = front.converter, front.registry, permit.account
-    request_id = converter.check_id(spec)
     message = message_footprint(spec)
     unread = registry.undelivered_bytes
-    with registry.arriving():
+    with part_of_message(field), registry.arriving():
+        request_id = converter.check_id(spec)
         await registry.settled(account.identity, request_id)
         engine_id = registry.new_name(account.identity, request_id)
         # What it holds counts from here on, whatever becomes of it.

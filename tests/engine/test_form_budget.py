@@ -221,8 +221,8 @@ def test_a_form_that_takes_too_long_is_its_requests_error_alone() -> None:
     tokens, ends, _ = drain(core, spent, 700)
     failure = ends["costly"].failure
     assert failure is not None
-    assert failure.field == "structured_output.grammar"
-    assert failure.message.startswith("structured_output.grammar: takes too long to follow")
+    assert failure.field == "grammar.grammar"
+    assert failure.message.startswith("grammar.grammar: takes too long to follow")
     assert "fewer choices" in failure.message
     assert not failure.retryable
     assert tokens["plain"] == expected_tokens([4, 5], 40)
@@ -236,8 +236,8 @@ def test_a_form_that_becomes_too_complex_says_so() -> None:
     _, ends, _ = drain(core, [], 50)
     failure = ends["a"].failure
     assert failure is not None
-    assert failure.message == "structured_output.grammar: became too complex"
-    assert failure.field == "structured_output.grammar"
+    assert failure.message == "grammar.grammar: became too complex"
+    assert failure.field == "grammar.grammar"
 
 
 def with_form(spec: GenerationRequest) -> GenerationRequest:

@@ -589,7 +589,7 @@ def test_a_grammar_is_compiled_before_its_request_is_taken(rig: Rig) -> None:
     request = dataclasses.replace(
         make_request("a", [1], 3), grammar=GrammarParams(kind=GrammarKind.JSON_OBJECT)
     )
-    with pytest.raises(UnsupportedFeatureError, match="structured_output"):
+    with pytest.raises(UnsupportedFeatureError, match="grammar"):
         rig.manager.compile_grammar(request)
     with pytest.raises(ValueError, match="matcher"):
         rig.manager.submit(request)

@@ -563,9 +563,7 @@ def _check_grammar(grammar: GrammarParams | None) -> None:
         try:
             json.loads(grammar.text)
         except ValueError as error:
-            raise InvalidRequestError(
-                "structured_output.json_schema", f"is not JSON: {error}"
-            ) from error
+            raise InvalidRequestError("grammar.json_schema", f"is not JSON: {error}") from error
 
 
 def token_logprobs(

@@ -14,7 +14,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.admission import MAX_CALLER_CHARS, MAX_PRIORITY, MAX_WEIGHT, MIN_WEIGHT
+from engine.admission import MAX_CALLER_CHARS, MAX_WEIGHT, MIN_WEIGHT
 from engine.errors import ConfigError
 from service import callers as callers_file
 from service.accounts import (
@@ -27,7 +27,7 @@ from service.accounts import (
     name_in,
     origin_of,
 )
-from service.callers import HIGHEST_PRIORITY, LOWEST_PRIORITY, parse_callers
+from service.callers import parse_callers
 from tests.service.fake_engine import FakeEngine
 from tests.service.helpers import DEADLINE_S, Harness, Refused, Session, details, refused, serving
 from tests.service.helpers import spec as spec_of
@@ -301,7 +301,6 @@ def test_entries_of_an_identity_say_the_same_of_it_or_nothing() -> None:
 
 
 def test_what_the_file_may_say_the_engine_takes() -> None:
-    assert MIN_WEIGHT <= callers_file.MIN_WEIGHT < callers_file.MAX_WEIGHT <= MAX_WEIGHT
-    assert (LOWEST_PRIORITY, HIGHEST_PRIORITY) == (-MAX_PRIORITY, MAX_PRIORITY)
+    assert MIN_WEIGHT <= callers_file.MIN_WEIGHT < MAX_WEIGHT
     longest = account_of("i" * 64, "n" * MAX_NAME)
     assert len(longest.key) <= MAX_CALLER_CHARS

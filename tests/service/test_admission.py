@@ -16,7 +16,7 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 
 from engine.drain_rate import MARGIN, UNKNOWN_DELAY_S
-from engine.errors import InvalidRequestError, QueueFullError
+from engine.errors import QueueFullError
 from engine.outputs import RequestFailure
 from engine.shares import GRACE_S, MAX_WANT_S
 from engine.types import CallerKey
@@ -30,6 +30,7 @@ from service.admission import (
     Limits,
 )
 from service.bounds import LimitReachedError
+from service.call_errors import FieldError
 from tests.engine.crowd import Clock, Crowd, Served, at_random, by_the_batch, evenly
 from tests.service.fake_engine import FakeEngine, model_info, says
 from tests.service.helpers import (
@@ -94,9 +95,9 @@ def test_tokens_are_bounded_for_all_and_for_each() -> None:
 )
 def test_what_can_never_fit_is_wrong_not_early(limits: dict[str, int], option: str) -> None:
     control = AdmissionControl(Limits(max_open=9, **limits))
-    with pytest.raises(InvalidRequestError, match=rf"at most 10 .*\({option}\)") as caught:
+    with pytest.raises(FieldError, match=rf"at most 10 .*\({option}\)") as caught:
         control.take(account_of("a"), Charge(tokens=11))
-    assert caught.value.field == "stop.max_tokens"
+    assert caught.value.path == "stop.max_tokens"
     assert control.reserved_tokens == 0
 
 

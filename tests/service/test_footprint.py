@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.client import Admission
-from engine.errors import InvalidRequestError, QueueFullError
+from engine.errors import QueueFullError
 from engine.outputs import RequestFailure, RequestOutput, TokenLogprobs
 from engine.request import GenerationRequest, Request
 from engine.sampling_params import SamplingParams, StopParams
@@ -29,6 +29,7 @@ from engine.types import RequestId, TokenId
 from service.accounts import account_of
 from service.admission import AdmissionControl, Charge, Holding, Limits
 from service.bounds import LimitReachedError
+from service.call_errors import FieldError
 from service.delivery.events import Accepted, DeliveryOptions
 from service.delivery.log import EventLog
 from service.footprint import Footprint
@@ -82,9 +83,9 @@ def test_what_alone_is_too_much_is_wrong_and_not_early() -> None:
     control = AdmissionControl(Limits(max_open=9, max_live_bytes=1000))
     holding = control.holding(account_of("a"))
     hold(holding, part(600, "text.text"))
-    with pytest.raises(InvalidRequestError, match=r"at most 1000 .*\(max_live_bytes\)") as caught:
+    with pytest.raises(FieldError, match=r"at most 1000 .*\(max_live_bytes\)") as caught:
         hold(holding, part(401, "sampling.logit_bias"))
-    assert caught.value.field == "sampling.logit_bias"
+    assert caught.value.path == "sampling.logit_bias"
     assert control.live_bytes == 600
 
 
@@ -118,7 +119,7 @@ def test_the_count_is_the_sum_of_what_is_held(steps: list[tuple[str, int]]) -> N
             try:
                 hold(holding, part(number))
                 parts.append(number)
-            except (LimitReachedError, InvalidRequestError):
+            except (LimitReachedError, FieldError):
                 assert control.live_bytes + number > 1000 or len({name for name, *_ in held}) > 1
         elif action == "drop" and parts:
             holding.drop(part(parts.pop()))

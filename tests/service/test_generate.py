@@ -393,8 +393,8 @@ async def test_a_form_that_fails_late_is_the_callers_to_change() -> None:
     async with serving(FakeEngine(script=says("abc"), auto=False)) as h:
         call = h.generation.GenerateStream(rpc.GenerateStreamRequest(spec=spec()))
         await call.read()
-        what = "structured_output.grammar: takes too long to follow"
-        failure = RequestFailure(what, "e-1", field="structured_output.grammar")
+        what = "takes too long to follow"
+        failure = RequestFailure(f"grammar.grammar: {what}", "e-1", field="grammar.grammar")
         h.engine.fail(h.engine.submitted[0].request_id, failure)
         h.engine.step()
         events = (await call.read()).events
@@ -405,6 +405,7 @@ async def test_a_form_that_fails_late_is_the_callers_to_change() -> None:
     assert error.details["ErrorInfo"].metadata["error_id"] == "e-1"
     assert error.details["BadRequest"].field_violations[0].field == "structured_output.grammar"
     assert error.details["BadRequest"].field_violations[0].description == what
+    assert error.message == f"structured_output.grammar: {what}"
 
 
 async def test_an_unexpected_error_is_told_by_its_id_alone(

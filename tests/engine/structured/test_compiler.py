@@ -103,7 +103,7 @@ def test_refusals(compiler: GrammarCompiler, kind: GrammarKind, text: str, messa
     with pytest.raises(InvalidRequestError) as caught:
         compiler.compile(form(kind, text), NONE)
     assert time.monotonic() - begin < 5
-    assert caught.value.field == f"structured_output.{kind.value}"
+    assert caught.value.field == f"grammar.{kind.value}"
     assert message in caught.value.description
     assert len(str(caught.value)) < 450
     assert "%llguidance" not in str(caught.value)

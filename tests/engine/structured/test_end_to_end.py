@@ -229,7 +229,7 @@ def test_a_form_cut_by_max_tokens_is_no_error(manager: ContinuousBatchingManager
 
 
 def test_a_refused_form_leaves_nothing_behind(manager: ContinuousBatchingManager) -> None:
-    with pytest.raises(InvalidRequestError, match=r"structured_output\.regex"):
+    with pytest.raises(InvalidRequestError, match=r"grammar\.regex"):
         manager.add_request([4], "r", max_new_tokens=2, grammar=form(GrammarKind.REGEX, "(a"))
     manager.add_request([4], "r", max_new_tokens=2)
     assert manager.get_result("r", timeout=WAIT) is not None

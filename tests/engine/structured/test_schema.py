@@ -71,7 +71,7 @@ def test_numbers_that_would_be_changed_are_refused_with_their_place(
     schema = f'{{"properties": {{"n": {{"type": "number", "{keyword}": {literal}}}}}}}'
     with pytest.raises(InvalidRequestError) as caught:
         compiler.compile(form(SCHEMA, schema), NONE)
-    assert caught.value.field == "structured_output.json_schema"
+    assert caught.value.field == "grammar.json_schema"
     assert f"$.properties.n.{keyword}" in caught.value.description
     assert literal[:30] in caught.value.description
     assert "a string" in caught.value.description
@@ -123,7 +123,7 @@ def test_what_would_not_be_followed_exactly_is_refused(
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         compiler.compile(form(SCHEMA, json.dumps(schema)), NONE)
-    assert caught.value.field == "structured_output.json_schema"
+    assert caught.value.field == "grammar.json_schema"
     assert message in caught.value.description
     assert len(str(caught.value)) < 450
 

@@ -204,7 +204,7 @@ def test_a_template_with_an_error() -> None:
 def test_raise_exception_is_for_the_caller() -> None:
     with pytest.raises(ChatTemplateError, match="roles must alternate") as caught:
         render("{{ raise_exception('roles must alternate') }}")
-    assert caught.value.field == "chat"
+    assert caught.value.field == "conversation"
     with pytest.raises(ChatTemplateError) as caught:
         render("{{ raise_exception('x' * 5000) }}")
     assert len(str(caught.value)) < 600
@@ -250,7 +250,7 @@ def test_size_and_time_are_bounded() -> None:
 def test_reserved_names_are_refused(name: str) -> None:
     with pytest.raises(InvalidRequestError, match="set by the server") as caught:
         render("x", template_arguments={name: 1})
-    assert caught.value.field == f"chat.template_arguments.{name}"
+    assert caught.value.field == f"template_arguments.{name}"
 
 
 @pytest.mark.parametrize("name", ["_x", "a-b", "", "1a", "é"])
