@@ -85,7 +85,7 @@ class AdmissionLimits:
         self._check_ids("sampling.allowed_token_ids", sampling.allowed_token_ids)
         self._check_ids("sampling.banned_token_ids", sampling.banned_token_ids)
         if request.logprobs is not None:
-            self._check_ids("logprobs.token_ids", request.logprobs.token_ids)
+            self._check_ids("logprob_token_ids", request.logprobs.token_ids)
         _check_options(request)
         if request.priority != 0 and not self.heeds_priorities:
             raise UnsupportedFeatureError(

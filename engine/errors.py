@@ -38,7 +38,7 @@ class ConfigError(HeadraceError):
 
 class InvalidRequestError(HeadraceError):
     """A field of a request is wrong. `field` is its path in the engine's own words, those of
-    `GenerationRequest` and of the methods that take it: `stop.max_tokens`, `prompt[3]`. A service
+    `GenerationRequest` and of the Python API's options: `stop.max_tokens`, `prompt[3]`. A service
     that knows fields by other names translates it.
     """
 

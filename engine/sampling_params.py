@@ -234,14 +234,14 @@ class LogprobParams:
     def __post_init__(self) -> None:
         if not 0 <= self.top_n <= MAX_LOGPROBS:
             raise InvalidRequestError(
-                "logprobs.top_n", f"is {self.top_n}; it must be between 0 and {MAX_LOGPROBS}"
+                "logprobs", f"is {self.top_n}; it must be between 0 and {MAX_LOGPROBS}"
             )
         if len(self.token_ids) > MAX_LOGPROB_TOKEN_IDS:
             raise InvalidRequestError(
-                "logprobs.token_ids",
+                "logprob_token_ids",
                 f"has {len(self.token_ids)} entries; at most {MAX_LOGPROB_TOKEN_IDS} are allowed",
             )
-        ids = TokenIds.of(self.token_ids, "logprobs.token_ids")
+        ids = TokenIds.of(self.token_ids, "logprob_token_ids")
         object.__setattr__(self, "token_ids", ids)
 
 

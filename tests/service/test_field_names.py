@@ -145,6 +145,8 @@ def test_every_field_of_a_request_has_a_name_in_the_contract() -> None:
     for part, kind in parts.items():
         names.remove(part)
         names |= {f"{part}.{field.name}" for field in dataclasses.fields(kind)}
+    names -= {"logprobs.top_n", "logprobs.token_ids"}  # whose options have names of their own
+    names |= {"logprobs", "logprob_token_ids"}
     names.remove("grammar")
     names |= {f"grammar.{form.value}" for form in GrammarKind}
     assert {name for name in names if not is_known(name)} == SERVERS_OWN

@@ -264,11 +264,11 @@ def test_wrong_conversations_are_refused() -> None:
     for _ in range(100):
         deep = [deep]
     for messages, field in [
-        ([], "chat.messages"),
-        ([1], r"chat.messages\[0\]"),
-        ([{"role": "user", "content": object()}], r"chat.messages\[0\]"),
-        ([{"role": "user", 1: "x"}], r"chat.messages\[0\]"),
-        ([{"role": "user", "content": deep}], r"chat.messages\[0\]"),
+        ([], "messages"),
+        ([1], r"messages\[0\]"),
+        ([{"role": "user", "content": object()}], r"messages\[0\]"),
+        ([{"role": "user", 1: "x"}], r"messages\[0\]"),
+        ([{"role": "user", "content": deep}], r"messages\[0\]"),
     ]:
         with pytest.raises(InvalidRequestError, match=field):
             render(SIMPLE, messages=messages)
