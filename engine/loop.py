@@ -340,12 +340,11 @@ class EngineLoop:
                     raise DuplicateRequestError(request.request_id)
                 names.add(request.request_id)
             waiting = len(self._queued) + self._core.num_waiting
-            self._room.check([request for request, _ in requests], waiting)
+            self._room.enter([request for request, _ in requests], waiting)
             if not waiting:
                 self._ends.begin()
             self._live |= names
             self._queued |= names
-            self._room.enter(request for request, _ in requests)
             for request, make_matcher in requests:
                 self._inbox.put(partial(self._add, request, arrival, make_matcher))
             self._changed.notify_all()

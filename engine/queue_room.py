@@ -1,7 +1,7 @@
 """Who may put a request into the queue: it has a bound, and each caller a share of it
 (`engine.shares`).
 
-    check ──▶ enter ──▶ … its first output, or its end ──▶ begun
+    enter ──▶ … its first output, or its end ──▶ begun
 
 How full the queue is, the loop knows exactly. Who fills it is counted until a request's first
 output, so that a request whose prompt is being computed counts too, and a preempted one does not:
@@ -45,24 +45,26 @@ class QueueRoom:
     ) -> None:
         """`limit`: how many may wait; 0: any number. `ends`: how fast they leave."""
         self._shares: Shares[_Asker] = Shares(limit or None, clock, jitter, rate=ends)
+        self._is_bounded = limit > 0
         self._entered: dict[RequestId, tuple[_Asker, int]] = {}
 
-    def check(self, requests: Sequence[GenerationRequest], waiting: int) -> None:
-        """Refuse requests for which there is no room, all of them together.
+    def enter(self, requests: Sequence[GenerationRequest], waiting: int) -> None:
+        """Give requests their places: all of them, or none.
 
         Args:
             requests: at least one.
             waiting: how many wait now.
 
         Raises:
-            QueueFullError: as it says.
+            QueueFullError: there is no room.
         """
-        if self._shares.limit is None:
+        if not self._is_bounded:
             return
-        number = Counter(request.caller for request in requests)
-        last = {request.caller: request for request in requests}
-        for caller, request in last.items():
-            refusal = self._shares.ask(self._asker(request), number[caller], present=waiting)
+        shares = self._shares
+        askers = [self._asker(request) for request in requests]
+        number = Counter(asker.key for asker in askers)
+        for asker in {asker.key: asker for asker in askers}.values():
+            refusal = shares.ask(asker, number[asker.key], present=waiting)
             if refusal is not None:
                 raise QueueFullError(
                     refusal.limit,
@@ -70,15 +72,9 @@ class QueueRoom:
                     waiting,
                     *((refusal.held, refusal.share) if refusal.is_above_share else ()),
                 )
-            waiting += number[caller]
-
-    def enter(self, requests: Iterable[GenerationRequest]) -> None:
-        """These have got their places."""
-        if self._shares.limit is None:
-            return
-        for request in requests:
-            asker = self._asker(request)
-            self._shares.add(asker, request.n)
+            waiting += number[asker.key]
+        for asker, request in zip(askers, requests, strict=True):
+            shares.add(asker, request.n)
             self._entered[request.request_id] = asker, request.n
 
     def has_of(self, outputs: Iterable[RequestOutput]) -> bool:

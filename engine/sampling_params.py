@@ -7,7 +7,6 @@ Nothing here imports torch. `engine.sampling` turns many of these into one batch
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,6 +34,20 @@ MAX_STOP_STRINGS = 16
 """The most stop strings of one request."""
 MAX_STOP_STRING_BYTES = 256
 """The longest stop string, in bytes of UTF-8."""
+
+
+_RANGES = (
+    ("temperature", 0.0, 100.0, False, "0 is greedy"),
+    ("top_p", 0.0, 1.0, True, "1 keeps all tokens"),
+    ("min_p", 0.0, 1.0, False, "0 keeps all tokens"),
+    ("typical_p", 0.0, 1.0, True, "1 keeps all tokens"),
+    ("repetition_penalty", 0.0, 10.0, True, "1 is none"),
+    ("presence_penalty", -2.0, 2.0, False, "0 is none"),
+    ("frequency_penalty", -2.0, 2.0, False, "0 is none"),
+)
+"""Of a field of SamplingParams: the least and the most, whether the least itself is too little, and
+what is neutral.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,33 +90,28 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _between("sampling.temperature", self.temperature, 0.0, 100.0, "0 is greedy")
+        for name, low, high, above_low, hint in _RANGES:
+            value = getattr(self, name)
+            if not low <= value <= high or (above_low and value == low):  # NaN is within none
+                bound = f"above {low:g} and at most" if above_low else f"between {low:g} and"
+                raise InvalidRequestError(
+                    f"sampling.{name}", f"is {value:g}; it must be {bound} {high:g} ({hint})"
+                )
         if self.top_k < 0:
             raise InvalidRequestError(
                 "sampling.top_k", f"is {self.top_k}; it must be 0 (all tokens) or more"
             )
-        _between("sampling.top_p", self.top_p, 0.0, 1.0, "1 keeps all tokens", above_low=True)
-        _between("sampling.min_p", self.min_p, 0.0, 1.0, "0 keeps all tokens")
-        _between(
-            "sampling.typical_p", self.typical_p, 0.0, 1.0, "1 keeps all tokens", above_low=True
-        )
-        _between(
-            "sampling.repetition_penalty",
-            self.repetition_penalty,
-            0.0,
-            10.0,
-            "1 is none",
-            above_low=True,
-        )
-        _between("sampling.presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is none")
-        _between("sampling.frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 is none")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequestError(
                 "sampling.logit_bias",
                 f"has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed",
             )
         for token_id, bias in self.logit_bias:
-            _between(f"sampling.logit_bias[{token_id}]", bias, -100.0, 100.0, "0 is none")
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidRequestError(
+                    f"sampling.logit_bias[{token_id}]",
+                    f"is {bias:g}; it must be between -100 and 100 (0 is none)",
+                )
         biases = TokenBiases.of(self.logit_bias, "sampling.logit_bias")
         object.__setattr__(self, "logit_bias", biases)
         if not 0 <= self.no_repeat_ngram_size <= MAX_NGRAM_SIZE:
@@ -324,14 +332,3 @@ def _is_encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _between(
-    field: str, value: float, low: float, high: float, hint: str, *, above_low: bool = False
-) -> None:
-    """Refuse a value outside [low, high] (or (low, high] with above_low), and NaN."""
-    if math.isnan(value) or value > high or value < low or (above_low and value == low):
-        bound = (
-            f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
-        )
-        raise InvalidRequestError(field, f"is {value:g}; it must be {bound} ({hint})")
