@@ -57,29 +57,30 @@ async def start_request(
     """
     front = state.check(new_work=True)
     converter, registry, account = front.converter, front.registry, permit.account
-    message = message_footprint(spec)
     unread = registry.undelivered_bytes
-    with part_of_message(field), registry.arriving():
-        request_id = converter.check_id(spec)
-        await registry.settled(account.identity, request_id)
-        engine_id = registry.new_name(account.identity, request_id)
-        # What it holds counts from here on, whatever becomes of it.
-        with registry.admission.holding(account) as holding:
-            holding.enter(message, unread)
-            submission = await converter.submission(
-                spec,
-                account=account,
-                weight=holding.weight,
-                max_priority=permit.caller.max_priority,
-                request_id=request_id,
-                engine_id=engine_id,
-                final=final,
-            )
-            holding.admit(submission.footprint, submission.reserved_tokens, unread)
-            try:
-                return await registry.start(
-                    submission, holding, stream, durable=durable, command_id=command_id
+    with part_of_message(field):
+        request_id, message = converter.check_id(spec), message_footprint(spec)
+        with registry.arriving():
+            await registry.settled(account.identity, request_id)
+            engine_id = registry.new_name(account.identity, request_id)
+            # What it holds counts from here on, whatever becomes of it.
+            with registry.admission.holding(account) as holding:
+                holding.enter(message, unread)
+                submission = await converter.submission(
+                    spec,
+                    account=account,
+                    weight=holding.weight,
+                    max_priority=permit.caller.max_priority,
+                    request_id=request_id,
+                    engine_id=engine_id,
+                    final=final,
                 )
-            finally:
-                if stream is None or stream.is_session:  # else gRPC holds it as long as the RPC is
-                    holding.drop(message)
+                holding.admit(submission.footprint, submission.reserved_tokens, unread)
+                try:
+                    return await registry.start(
+                        submission, holding, stream, durable=durable, command_id=command_id
+                    )
+                finally:
+                    # Else gRPC holds it as long as the RPC is.
+                    if stream is None or stream.is_session:
+                        holding.drop(message)
