@@ -142,7 +142,7 @@ def _engine_client(
     if process.in_process:
         return LocalEngineClient(model, batching, load)
     hang_timeout_s = process.hang_timeout_s
-    return ProcessEngineClient(
+    return ProcessEngineClient(  # type: ignore[abstract]  # `sends_the_rest` makes those verbs
         model,
         batching,
         load,

@@ -1,7 +1,7 @@
 """What operators see and steer: the server's figures, the pause, the drain and the log level. The
 wiring is in `service.server`, the messages in `convert.control_messages`.
 
-    ControlServicer ──▶ Control ──▶ EngineClient    pause, resume, reset_prefix_cache, …
+    ControlServicer ──▶ Control ──▶ EngineClient    pause, resume, stats, …
                            └──────▶ Registry        who is live, what is kept
                            └──────▶ HeadraceServer  begin_drain
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from engine.client import EngineClient
+from engine.client import EngineClient, EngineVerbs
 from engine.errors import HeadraceError
 from engine.stats import EngineStats
 from service.delivery.registry import Registry
@@ -172,9 +172,9 @@ class Control:
 
     async def _resume_engine(self) -> bool:
         async with self._steering:
-            self._check_engine()
+            engine = self.engine()
             was_paused = self._pause is not None
-            await self._client.resume()
+            await engine.resume()
             self._pause = None
         if was_paused:
             logger.warning("the engine goes on")
@@ -196,16 +196,6 @@ class Control:
         if self._pause is not None:
             await self._client.pause()
 
-    async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes.
-
-        Raises:
-            NotReadyError, EngineUnavailableError: the server loads or has no engine.
-        """
-        self._check_engine()
-        await self._client.reset_prefix_cache()
-        logger.warning("the prefix cache was reset")
-
     async def set_log_level(self, level: str) -> str:
         """Set what the server's processes log; returns the level before."""
         before, self.log_level = self.log_level, level
@@ -225,9 +215,15 @@ class Control:
             raise RuntimeError("the server did not begin to drain")
         return drain, False
 
-    def _check_engine(self) -> None:
+    def engine(self) -> EngineVerbs:
+        """What the engine can be asked to do.
+
+        Raises:
+            NotReadyError, EngineUnavailableError: the server loads or has no engine.
+        """
         if self._state.phase is not Phase.DRAINING:
             self._state.check(new_work=True)
+        return self._client
 
     async def _carry_out(self, call: Coroutine[Any, Any, T]) -> T:
         """Wait for a call that goes on when whoever waits for it goes away."""

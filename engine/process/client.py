@@ -33,17 +33,16 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack
 import msgspec
 
 import engine
-from engine.client import Admission, EngineVerbs, ModelInfo, ProgressSink, StepSink
+from engine.client import Admission, EngineClient, EngineVerbs, ModelInfo, ProgressSink, StepSink
 from engine.config import ContinuousBatchingConfig, LoadConfig, engine_environ
 from engine.errors import ConfigError, DuplicateRequestError, EngineUnavailableError
 from engine.logs import records
 from engine.logs.lines import LineReader, open_pipe
 from engine.outputs import RequestFailure, StepOutputs, end_of_lost
 from engine.process import messages
-from engine.process.verbs import VERBS, Verb, raw
+from engine.process.verbs import VERBS, Verb, raw, sends_the_rest
 from engine.process.wire import FrameReader, FrameWriter
 from engine.request import GenerationRequest
-from engine.stats import EngineStats
 from engine.types import RequestId
 
 logger = logging.getLogger(__name__)
@@ -72,8 +71,11 @@ As = TypeVarTuple("As")
 R = TypeVar("R")
 
 
-class ProcessEngineClient:
-    """See the module and `engine.client.EngineClient`. All methods run on one event loop."""
+@sends_the_rest
+class ProcessEngineClient(EngineClient):
+    """See the module and `engine.client.EngineClient`. All methods run on one event loop. The verbs
+    that are not here are sent as they are, and their answers awaited.
+    """
 
     def __init__(
         self,
@@ -269,10 +271,6 @@ class ProcessEngineClient:
             self._held.discard(request_id)
             self._tell(EngineVerbs.unhold, request_id)
 
-    async def stats(self) -> EngineStats:
-        """The engine's figures now."""
-        return await self._call(EngineVerbs.stats)
-
     async def pause(self) -> None:
         """Take no further step until `resume`; see the protocol."""
         await self._call(EngineVerbs.pause)
@@ -283,10 +281,6 @@ class ProcessEngineClient:
         await self._call(EngineVerbs.resume)
         self._is_paused = False
         self._last_step = time.monotonic()  # the time of the pause does not count as a hang
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; see the protocol."""
-        await self._call(EngineVerbs.reset_prefix_cache)
 
     async def set_log_level(self, level: str) -> None:
         """Set what the process logs, and those after it; see the protocol."""

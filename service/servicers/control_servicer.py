@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,6 +20,8 @@ from service.convert import control_messages as convert
 from service.convert.unknown import refuse_unknown
 from service.operator_control import Control
 from service.places import Places
+
+logger = logging.getLogger(__name__)
 
 
 class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
@@ -126,7 +129,8 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
     ) -> pb.ResetPrefixCacheResponse:
         """Forget all cached prefixes."""
         refuse_unknown(request)
-        await self._control.reset_prefix_cache()
+        await self._control.engine().reset_prefix_cache()
+        logger.warning("the prefix cache was reset")
         return pb.ResetPrefixCacheResponse()
 
     async def SetLogLevel(
