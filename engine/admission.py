@@ -86,7 +86,7 @@ class AdmissionLimits:
         self._check_ids("sampling.banned_token_ids", sampling.banned_token_ids)
         if request.logprobs is not None:
             self._check_ids("logprob_token_ids", request.logprobs.token_ids)
-        _check_options(request)
+        self._check_options(request)
         if request.priority != 0 and not self.heeds_priorities:
             raise UnsupportedFeatureError(
                 "priority",
@@ -103,42 +103,39 @@ class AdmissionLimits:
                 f"is {ids[position]}; token ids are whole numbers from 0 to {self.vocab_size - 1}",
             )
 
-
-def _check_options(request: GenerationRequest) -> None:
-    """Check what does not depend on the model. Any number of choices up to MAX_CHOICES can be
-    served: those that find no room beside the others wait, and each alone is as long as a request
-    of one choice.
-    """
-    _check_range("n", request.n, 1, MAX_CHOICES)
-    _check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
-    if request.prompt_logprobs is not None:
-        _check_range("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
-    if len(request.cache_salt) > MAX_CACHE_SALT_BYTES:
-        raise InvalidRequestError(
-            "cache_salt",
-            f"has {len(request.cache_salt)} bytes; at most {MAX_CACHE_SALT_BYTES} are allowed, use "
-            "a hash of it",
-        )
-    if request.time_limit_s is not None and not request.time_limit_s > 0:
-        raise InvalidRequestError(
-            "time_limit_s", f"is {request.time_limit_s} s; it must be above zero"
-        )
-    for field, name in (("caller", request.caller), ("caller_group", request.caller_group)):
-        if len(name) > MAX_CALLER_CHARS:
+    def _check_options(self, request: GenerationRequest) -> None:
+        """Check what does not depend on the model. Any number of choices up to MAX_CHOICES can be
+        served: those that find no room beside the others wait, and each alone is as long as a
+        request of one choice.
+        """
+        for field, value, low, high in (
+            ("n", request.n, 1, MAX_CHOICES),
+            ("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY),
+            ("prompt_logprobs", request.prompt_logprobs or 0, 0, MAX_LOGPROBS),
+        ):
+            if type(value) is not int or not low <= value <= high:
+                raise InvalidRequestError(
+                    field, f"is {value!r}; it must be a whole number from {low} to {high}"
+                )
+        if len(request.cache_salt) > MAX_CACHE_SALT_BYTES:
             raise InvalidRequestError(
-                field,
-                f"has {len(name)} characters; at most {MAX_CALLER_CHARS} are allowed, shorten the "
-                "name",
+                "cache_salt",
+                f"has {len(request.cache_salt)} bytes; at most {MAX_CACHE_SALT_BYTES} are allowed, "
+                "use a hash of it",
             )
-    if not MIN_WEIGHT <= request.weight <= MAX_WEIGHT:
-        raise InvalidRequestError(
-            "weight",
-            f"is {request.weight:g}; it must be between {MIN_WEIGHT:g} and {MAX_WEIGHT:g}",
-        )
-
-
-def _check_range(field: str, value: int, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:
-        raise InvalidRequestError(
-            field, f"is {value!r}; it must be a whole number from {low} to {high}"
-        )
+        if request.time_limit_s is not None and not request.time_limit_s > 0:
+            raise InvalidRequestError(
+                "time_limit_s", f"is {request.time_limit_s} s; it must be above zero"
+            )
+        for field, name in (("caller", request.caller), ("caller_group", request.caller_group)):
+            if len(name) > MAX_CALLER_CHARS:
+                raise InvalidRequestError(
+                    field,
+                    f"has {len(name)} characters; at most {MAX_CALLER_CHARS} are allowed, shorten "
+                    "the name",
+                )
+        if not MIN_WEIGHT <= request.weight <= MAX_WEIGHT:
+            raise InvalidRequestError(
+                "weight",
+                f"is {request.weight:g}; it must be between {MIN_WEIGHT:g} and {MAX_WEIGHT:g}",
+            )

@@ -23,6 +23,7 @@ import ipaddress
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import unquote
 
 from engine.errors import HeadraceError
@@ -32,6 +33,8 @@ ON_BEHALF_OF = "headrace-on-behalf-of"
 """The metadata in which a gateway names for whom it calls."""
 MAX_NAME = 64
 USUAL_WEIGHT = 1.0
+MAX_REMEMBERED = 4096
+"""How many accounts are remembered, so that they are not made for each call."""
 
 _NAME = re.compile(rf"[A-Za-z0-9._@-]{{1,{MAX_NAME}}}")
 _MAX_ADDRESS = 128
@@ -61,12 +64,14 @@ class Account:
     weight: float = USUAL_WEIGHT
 
 
+@lru_cache(MAX_REMEMBERED)
 def account_of(identity: str, name: str | None = None, weight: float = USUAL_WEIGHT) -> Account:
     """The account of an identity that the callers' file has, or of whom it calls for."""
     key = identity if name is None else f"{identity}/{name}"
     return Account(identity, CallerKey(key), identity, weight)
 
 
+@lru_cache(MAX_REMEMBERED)
 def account_at(identity: str, peer: str) -> Account:
     """The account of somebody who is known by their address alone; `peer` as gRPC gives it."""
     origin = origin_of(peer)

@@ -100,7 +100,8 @@ class Permit:
             PermissionDeniedError: the caller may not name anybody.
         """
         permit = Permit(self.caller, self._tables, self._table, self._find)
-        permit._name = name_in(metadata)
+        if ON_BEHALF_OF in dict(metadata):
+            permit._name = name_in(metadata)
         if self._tables is None:
             if permit._name is not None:
                 raise PermissionDeniedError(

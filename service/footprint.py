@@ -51,46 +51,47 @@ class Footprint:
     size: int
     field: str
 
+    @classmethod
+    def of_request(
+        cls,
+        request: GenerationRequest,
+        *,
+        input_field: str,
+        output_tokens: int,
+        stop_strings: tuple[str, ...],
+        echo: str,
+    ) -> Footprint:
+        """Of what was made of the message.
 
-def footprint_of_request(
-    request: GenerationRequest,
-    *,
-    input_field: str,
-    output_tokens: int,
-    stop_strings: tuple[str, ...],
-    echo: str,
-) -> Footprint:
-    """Of what was made of the message.
-
-    Args:
-        request: what the engine gets.
-        input_field: what to call the prompt.
-        output_tokens: the most that each choice may have.
-        stop_strings, echo: what the front end keeps.
-    """
-    n, length, sampling = request.n, len(request.prompt), request.sampling
-    tokens = length + output_tokens
-    parts = {
-        "n": _REQUEST + n * _CHOICE,
-        # What was asked for, and each choice's own; where it is described, in the front end too.
-        input_field: _TOKEN * length * (1 + n + (request.prompt_logprobs is not None)),
-        "sampling.allowed_token_ids": 2 * _TOKEN * len(sampling.allowed_token_ids),
-        "sampling.banned_token_ids": 2 * _TOKEN * len(sampling.banned_token_ids),
-        "sampling.logit_bias": _BIAS * len(sampling.logit_bias),
-        "stop": _ENDING * (len(request.stop.stop_token_ids) + len(request.stop.eos_token_ids)),
-        "stop.stop_strings": _STOP_CHARACTER * sum(map(len, stop_strings)),
-        "output.echo": len(echo),
-    }
-    if request.grammar is not None:
-        form = request.grammar
-        size = sum(len(text.encode()) for text in (form.text, *form.choices))
-        parts["structured_output"] = size + n * (_MATCHER + round(_MATCHER_BYTE * size))
-    if sampling.has_penalties:
-        parts["sampling.repetition_penalty"] = _SEEN * n * tokens
-    if sampling.no_repeat_ngram_size:
-        parts["sampling.no_repeat_ngram_size"] = _NGRAM * n * tokens
-    if request.prompt_logprobs is not None:
-        parts["output.prompt_logprobs"] = (
-            2 * length * (_DESCRIBED + _CANDIDATE * request.prompt_logprobs)
-        )
-    return Footprint(sum(parts.values()), max(parts, key=lambda part: parts[part]))
+        Args:
+            request: what the engine gets.
+            input_field: what to call the prompt.
+            output_tokens: the most that each choice may have.
+            stop_strings, echo: what the front end keeps.
+        """
+        n, length, sampling = request.n, len(request.prompt), request.sampling
+        tokens = length + output_tokens
+        parts = {
+            "n": _REQUEST + n * _CHOICE,
+            # What was asked for, and each choice's own; where described, in the front end too.
+            input_field: _TOKEN * length * (1 + n + (request.prompt_logprobs is not None)),
+            "sampling.allowed_token_ids": 2 * _TOKEN * len(sampling.allowed_token_ids),
+            "sampling.banned_token_ids": 2 * _TOKEN * len(sampling.banned_token_ids),
+            "sampling.logit_bias": _BIAS * len(sampling.logit_bias),
+            "stop": _ENDING * (len(request.stop.stop_token_ids) + len(request.stop.eos_token_ids)),
+            "stop.stop_strings": _STOP_CHARACTER * sum(map(len, stop_strings)),
+            "output.echo": len(echo),
+        }
+        if request.grammar is not None:
+            form = request.grammar
+            size = sum(len(text.encode()) for text in (form.text, *form.choices))
+            parts["structured_output"] = size + n * (_MATCHER + round(_MATCHER_BYTE * size))
+        if sampling.has_penalties:
+            parts["sampling.repetition_penalty"] = _SEEN * n * tokens
+        if sampling.no_repeat_ngram_size:
+            parts["sampling.no_repeat_ngram_size"] = _NGRAM * n * tokens
+        if request.prompt_logprobs is not None:
+            parts["output.prompt_logprobs"] = (
+                2 * length * (_DESCRIBED + _CANDIDATE * request.prompt_logprobs)
+            )
+        return cls(sum(parts.values()), max(parts, key=lambda part: parts[part]))

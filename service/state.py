@@ -30,6 +30,20 @@ class Phase(enum.Enum):
     FAILED = "failed"
 
 
+NO_NEW_WORK = {
+    Phase.FAILED: ("ENGINE_STOPPED", "the engine has stopped; the server takes no requests"),
+    Phase.RESTARTING: (
+        "ENGINE_RESTARTING",
+        "the engine has failed and is being started again; try again soon",
+    ),
+    Phase.DRAINING: (
+        "DRAINING",
+        "the server is shutting down and takes no new requests; use another one",
+    ),
+}
+"""The phases in which no requests are taken, though the model is there; why, and what to say."""
+
+
 @dataclass(frozen=True, slots=True)
 class Drain:
     """The server ends.
@@ -106,17 +120,6 @@ class ServerState:
             if self.phase is Phase.FAILED:
                 raise NotReadyError("ENGINE_STOPPED", "the model could not be loaded")
             raise NotReadyError("LOADING", "the model is still loading; try again soon")
-        if self.phase is Phase.FAILED and new_work:
-            raise NotReadyError(
-                "ENGINE_STOPPED", "the engine has stopped; the server takes no requests"
-            )
-        if self.phase is Phase.RESTARTING and new_work:
-            raise NotReadyError(
-                "ENGINE_RESTARTING",
-                "the engine has failed and is being started again; try again soon",
-            )
-        if self.phase is Phase.DRAINING and new_work:
-            raise NotReadyError(
-                "DRAINING", "the server is shutting down and takes no new requests; use another one"
-            )
+        if new_work and self.phase in NO_NEW_WORK:
+            raise NotReadyError(*NO_NEW_WORK[self.phase])
         return self._front

@@ -6,7 +6,7 @@ from collections import Counter
 
 from scripts.walk import Call, sizes, visits, walk
 
-MOST_CHANGES = 33
+MOST_CHANGES = 25
 """Lower it when the walk becomes shorter; where it becomes longer, hand over instead of asking."""
 MOST_LINES = 2600
 """Of a room that the request walks through."""

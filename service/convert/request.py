@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from headrace.v1 import generation_pb2
+from headrace.v1 import generation_pb2, generation_service_pb2
 
 from engine.admission import MAX_PRIORITY, MIN_WEIGHT
 from engine.client import ModelInfo
@@ -33,10 +33,10 @@ from service.convert.inputs import InputEncoder, Truncation
 from service.convert.sampling import check_min_tokens, grammar_params, sampling_params
 from service.convert.unsupported import refuse_unsupported
 from service.convert.values import check_enum, check_ids, seconds
-from service.convert.weight import input_field
+from service.convert.weight import input_field, message_footprint
 from service.delivery.events import DeliveryOptions, prompt_size
 from service.delivery.submission import Submission
-from service.footprint import footprint_of_request
+from service.footprint import Footprint
 
 MAX_SALT_BYTES = 128
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
@@ -79,6 +79,32 @@ def make_request_id() -> str:
     return f"req-{secrets.token_urlsafe(18)}"
 
 
+SpecMessage = (
+    generation_service_pb2.AddRequestRequest
+    | generation_service_pb2.GenerateRequest
+    | generation_service_pb2.GenerateStreamRequest
+    | generation_service_pb2.AddCommand
+)
+"""The messages that have a spec."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A spec that was looked at; nothing was made of it yet.
+
+    Attributes:
+        spec: the caller's.
+        field: where it is in what the caller sent; errors name its fields by their whole path.
+        request_id: the client's, or a new one.
+        footprint: about how many bytes the message takes.
+    """
+
+    spec: generation_pb2.GenerationSpec
+    field: str
+    request_id: str
+    footprint: Footprint
+
+
 class Converter:
     """Converts specs for one loaded model."""
 
@@ -90,33 +116,40 @@ class Converter:
         self._encoder = encoder
         self._limits = limits
 
-    def check_id(self, spec: generation_pb2.GenerationSpec) -> str:
-        """The request's id: the client's, checked, or a new one.
+    def draft(self, message: SpecMessage, field: str = "spec") -> Draft:
+        """Look at a message's spec, before any work is done for it. `field`: where it is in what
+        the caller sent.
 
         Raises:
-            FieldError: the client's does not fit.
+            FieldError: there is none, or the request's id does not fit.
         """
-        if not spec.request_id:
-            return make_request_id()
-        check_request_id(spec.request_id)
-        return spec.request_id
+        if not message.HasField("spec"):
+            raise FieldError(field, "is missing; say what to generate")
+        spec = message.spec
+        if spec.request_id:
+            check_request_id(spec.request_id, f"{field}.request_id")
+        return Draft(
+            spec=spec,
+            field=field,
+            request_id=spec.request_id or make_request_id(),
+            footprint=message_footprint(spec),
+        )
 
     async def submission(
         self,
-        spec: generation_pb2.GenerationSpec,
+        draft: Draft,
         *,
         account: Account,
         weight: float,
         max_priority: int,
-        request_id: str,
         engine_id: RequestId,
         final: bool = False,
     ) -> Submission:
-        """Convert a spec.
+        """Convert a spec. What is cheap to check comes before the input is tokenized.
 
         Args:
-            spec: the caller's.
-            account, request_id: for whom it counts, and its name.
+            draft: the caller's.
+            account: for whom it counts.
             weight: how much service that is due now.
             max_priority: the highest that the caller may ask for.
             engine_id: its name in the engine.
@@ -127,10 +160,10 @@ class Converter:
             InvalidRequestError, UnsupportedFeatureError: a field, as the engine calls it.
             ChatTemplateUnavailableError: there is no template.
         """
+        spec = draft.spec
         refuse_unsupported(spec, heeds_priorities=self._info.heeds_priorities)
         output = spec.output
         check_enum(generation_pb2.Delivery, output.delivery, "output.delivery")
-        # Everything that is cheap to check comes before the input is tokenized.
         n = self._choices(spec)
         priority = _priority(spec.scheduling, max_priority)
         salt = cache_salt(account.identity, spec.cache.salt)
@@ -148,10 +181,15 @@ class Converter:
         if output.echo and output.omit_text:
             raise FieldError("output.echo", "asks for text; it excludes output.omit_text")
         time_limit_s = self._time_limit(spec.scheduling)
-        prompt = await self._prompt(account, spec)
-        self._check_prompt_size(options, len(prompt))
-        stop = self._stop(spec.stop, len(prompt))
+        stop = self._stop(spec.stop)
         check_min_tokens(sampling, stop)
+        field = input_field(spec)
+        prompt = await self._prompt(account, spec, field)
+        if options.describe_prompt:
+            self._check_prompt_size(options, len(prompt))
+        room = self._info.max_context_tokens - len(prompt)
+        if not spec.stop.HasField("max_tokens") and stop.max_tokens > room:
+            stop = replace(stop, max_tokens=room)
         skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
         echo = await self._encoder.decode(account, prompt, skip) if output.echo else ""
         request = GenerationRequest(
@@ -171,8 +209,7 @@ class Converter:
             caller_group=CallerKey(account.group),
             weight=max(weight, MIN_WEIGHT),
         )
-        output_tokens = min(stop.max_tokens, self._info.max_context_tokens - len(prompt))
-        field = input_field(spec)
+        output_tokens = min(stop.max_tokens, room)
         texts: list[TextStream | None] = [None] * n
         if not output.omit_text:
             stops = StopStrings(stop_strings) if stop_strings else ()
@@ -190,10 +227,10 @@ class Converter:
             ]
         return Submission(
             account=account,
-            request_id=request_id,
+            request_id=draft.request_id,
             request=request,
             reserved_tokens=len(prompt) + n * output_tokens,
-            footprint=footprint_of_request(
+            footprint=Footprint.of_request(
                 request,
                 input_field=field,
                 output_tokens=output_tokens,
@@ -206,19 +243,27 @@ class Converter:
             include_stop=spec.stop.include_stop,
         )
 
-    async def _prompt(self, account: Account, spec: generation_pb2.GenerationSpec) -> TokenIds:
-        """The token ids of the input, cut as the spec asks for, and not too many."""
+    async def _prompt(
+        self, account: Account, spec: generation_pb2.GenerationSpec, field: str
+    ) -> TokenIds:
+        """The token ids of the input, cut as the spec asks for, and not too many. `field`: what to
+        call it.
+        """
         truncation = Truncation.of(spec)
         whole = truncation.most is None
+        # A prompt that fills the context can still be processed, where nothing is to follow it.
+        alone = spec.stop.HasField("max_tokens") and spec.stop.max_tokens == 0
+        limit = self._info.max_context_tokens - (0 if alone else 1)
         match spec.WhichOneof("input"):
             case "tokens":
                 # Those that are left out are not looked at, and no more than fit are.
                 ids = spec.tokens.ids
                 kept = truncation.kept(len(ids))
                 length = kept.stop - kept.start
-                self._check_prompt(spec, length)
+                if not 1 <= length <= limit:
+                    raise _wrong_length(field, length, limit, alone)
                 size = self._info.vocab_size
-                return check_ids(ids, "tokens.ids", size, most=len(ids), kept=kept)
+                return check_ids(ids, field, size, most=len(ids), kept=kept)
             case "text":
                 encoded = await self._encoder.encode_text(account, spec.text, fits=whole)
             case "chat":
@@ -226,7 +271,8 @@ class Converter:
             case _:
                 raise FieldError("input", "is missing; set one of text, tokens and chat")
         encoded = encoded[truncation.kept(len(encoded))]
-        self._check_prompt(spec, len(encoded))
+        if not 1 <= len(encoded) <= limit:
+            raise _wrong_length(field, len(encoded), limit, alone)
         return TokenIds.of(encoded)
 
     def _choices(self, spec: generation_pb2.GenerationSpec) -> int:
@@ -257,8 +303,6 @@ class Converter:
         """PromptProcessed is one event and cannot be cut: it must fit one message, with room for
         what comes with it and for tokens that are longer than most.
         """
-        if not options.describe_prompt:
-            return
         size, most = prompt_size(prompt_tokens, options), self._limits.max_send_bytes // 2
         if size > most:
             raise FieldError(
@@ -268,32 +312,13 @@ class Converter:
                 "max_send_bytes): ask for fewer candidates, or shorten the prompt",
             )
 
-    def _check_prompt(self, spec: generation_pb2.GenerationSpec, length: int) -> None:
-        field = input_field(spec)
-        if length == 0:
-            raise FieldError(field, "comes to no token at all; at least one is needed")
-        # A prompt that fills the context can still be processed, where nothing is to follow it.
-        alone = spec.stop.HasField("max_tokens") and spec.stop.max_tokens == 0
-        limit = self._info.max_context_tokens - (0 if alone else 1)
-        if length > limit:
-            name = "max_context_tokens" if alone else "max_prompt_tokens"
-            raise FieldError(
-                field,
-                f"comes to {length} tokens; at most {limit} fit (limits.{name}): "
-                "shorten it, or set truncation",
-            )
-
-    def _stop(self, options: generation_pb2.StopOptions, prompt_tokens: int) -> StopParams:
-        if options.HasField("max_tokens"):
-            max_tokens = options.max_tokens
-        else:
-            room = self._info.max_context_tokens - prompt_tokens
-            max_tokens = min(self._limits.default_max_tokens, room)
+    def _stop(self, options: generation_pb2.StopOptions) -> StopParams:
+        given = options.HasField("max_tokens")
         check, size, most = check_ids, self._info.vocab_size, MAX_STOP_TOKEN_IDS
         eos = check(options.eos_token_ids, "stop.eos_token_ids", size, most=most)
         stop_ids = check(options.stop_token_ids, "stop.stop_token_ids", size, most=most)
         return StopParams(
-            max_tokens=max_tokens,
+            max_tokens=options.max_tokens if given else self._limits.default_max_tokens,
             min_tokens=options.min_tokens,
             stop_token_ids=stop_ids,
             eos_token_ids=eos or TokenIds.of(self._info.eos_token_ids),
@@ -312,6 +337,20 @@ class Converter:
                 "scheduling.time_limit", f"is {limit:g} s; at most {most:g} s are allowed here"
             )
         return limit
+
+
+def _wrong_length(field: str, length: int, limit: int, alone: bool) -> FieldError:
+    """The error for a prompt that has no token, or more than fit. `alone`: nothing is to follow
+    it.
+    """
+    if length == 0:
+        return FieldError(field, "comes to no token at all; at least one is needed")
+    name = "max_context_tokens" if alone else "max_prompt_tokens"
+    return FieldError(
+        field,
+        f"comes to {length} tokens; at most {limit} fit (limits.{name}): "
+        "shorten it, or set truncation",
+    )
 
 
 def cache_salt(identity: str, salt: str) -> bytes:

@@ -22,17 +22,16 @@ from typing import Any
 
 from headrace.v1 import generation_service_pb2
 
-from engine.errors import HeadraceError
-from service.auth import Permit
+from service.auth import PermissionDeniedError, Permit, UnauthenticatedError
 from service.call_errors import FieldError, PreconditionError
-from service.convert.request import check_request_id
+from service.convert.request import Draft, check_request_id
 from service.convert.unknown import refuse_unknown
 from service.convert.values import seconds
 from service.delivery.events import Attached, CancelAnswered, Opened, Rejected
 from service.delivery.session import ResultStream
 from service.reading import parsed
 from service.servicers.submit import start_request
-from service.state import ServerState, current_front
+from service.state import NO_NEW_WORK, ServerState, current_front
 
 Command = generation_service_pb2.StreamResultRequest
 
@@ -76,19 +75,21 @@ class CommandReader:
         stream, waiting = self._stream, self._waiting
         try:
             async for received in commands:
-                command = await parsed(received)
+                command, draft = await parsed(received), None
                 try:
                     self._permit.check()
                     refuse_unknown(command)  # what waits is bounded in its parts too
-                except FieldError as error:
-                    self._reject(command, error)
-                except HeadraceError as error:  # its caller's permit does not hold any more
+                    if command.HasField("add"):
+                        draft = self._front.converter.draft(command.add, "add.spec")
+                except (UnauthenticatedError, PermissionDeniedError) as error:
                     self._reject(command, error)
                     raise
+                except Exception as error:
+                    self._reject(command, error)
                 else:
-                    self._begin(command)
+                    self._begin(command, draft)
                 self._first = False
-                del received, command  # not to be kept until the next one comes
+                del received, command, draft  # not to be kept until the next one comes
                 while len(waiting) >= MAX_WAITING or self._waiting_bytes >= MAX_WAITING_BYTES:
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 await stream.has_room.wait()
@@ -99,7 +100,7 @@ class CommandReader:
             for task in waiting:
                 task.cancel()
 
-    def _begin(self, command: Command) -> None:
+    def _begin(self, command: Command, draft: Draft | None) -> None:
         """Carry out a command, at once where it need not wait."""
         request_id = _request_id(command)
         before = self._last_of.get(request_id) if request_id else None
@@ -110,7 +111,7 @@ class CommandReader:
                 self._reject(command, error)
             return
         self._stream.busy += 1
-        task = asyncio.create_task(self._carry_out(command, before))
+        task = asyncio.create_task(self._carry_out(command, draft, before))
         self._waiting[task] = size = command.ByteSize()
         self._waiting_bytes += size
         if request_id:
@@ -124,18 +125,19 @@ class CommandReader:
         self._stream.busy -= 1
         self._stream.nudge()
 
-    async def _carry_out(self, command: Command, before: asyncio.Task[None] | None) -> None:
+    async def _carry_out(
+        self, command: Command, draft: Draft | None, before: asyncio.Task[None] | None
+    ) -> None:
         """Carry out a command, once the one before it of the same request was."""
         if before is not None:
             await asyncio.wait([before])
         try:
-            match command.WhichOneof("command"):
-                case "add":
-                    await self._add(command)
-                case "attach":
-                    await self._attach(command)
-                case _:
-                    self._carry_out_now(command)
+            if draft is not None:
+                await self._add(command.command_id, draft)
+            elif command.HasField("attach"):
+                await self._attach(command)
+            else:
+                self._carry_out_now(command)
         except Exception as error:
             self._reject(command, error)
 
@@ -163,17 +165,10 @@ class CommandReader:
         self._stream.initial_credit = command.open.initial_credit or None
         self._stream.reply(Opened(command.command_id, self._stream.lease_s))
 
-    async def _add(self, command: Command) -> None:
-        if not command.add.HasField("spec"):
-            raise FieldError("add.spec", "is missing; say what to generate")
-        await start_request(
-            self._state,
-            self._permit,
-            command.add.spec,
-            self._stream,
-            field="add.spec",
-            command_id=command.command_id,
-        )
+    async def _add(self, command_id: int, draft: Draft) -> None:
+        if self._state.phase in NO_NEW_WORK:  # an open session outlives the check of its RPC
+            self._state.check(new_work=True)
+        await start_request(self._front, self._permit, draft, self._stream, command_id=command_id)
 
     async def _attach(self, command: Command) -> None:
         request_id = command.attach.request_id

@@ -28,7 +28,7 @@ from service.convert.values import seconds
 from service.delivery.session import Batch, ResultStream
 from service.places import Places
 from service.servicers.commands import read_commands
-from service.servicers.submit import spec_of, start_request
+from service.servicers.submit import start_request
 from service.state import FrontEnd, ServerState, current_front
 
 MAX_CANCEL_IDS = 1024
@@ -53,7 +53,9 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         """Start a request and keep its results."""
         front, permit = current_front.get(), current_permit.get()
         refuse_unknown(request)
-        started = await start_request(self._state, permit, spec_of(request), None, durable=True)
+        started = await start_request(
+            front, permit, front.converter.draft(request), None, durable=True
+        )
         response = generation_service_pb2.AddRequestResponse(request_id=started.request_id)
         if started.log.accepted is not None:
             response.accepted.CopyFrom(front.responder.accepted(started.log.accepted))
@@ -68,7 +70,9 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         registry = front.registry
         stream = registry.open_stream()
         try:
-            started = await start_request(self._state, permit, spec_of(request), stream, final=True)
+            started = await start_request(
+                front, permit, front.converter.draft(request), stream, final=True
+            )
             run = []
             size = 0
             while (batch := await stream.receive()) is not None:
@@ -93,7 +97,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         stream = registry.open_stream()
         context.add_done_callback(lambda _: registry.lost(stream))
         try:
-            started = await start_request(self._state, permit, spec_of(request), stream)
+            started = await start_request(front, permit, front.converter.draft(request), stream)
             while (batch := await stream.receive()) is not None:
                 yield await front.text_pool.answer(
                     permit.account, batch.size, partial(_streamed, front, batch)

@@ -102,13 +102,13 @@ async def test_what_was_refused_is_let_go_at_once(
 
     held: list[weakref.ref[Held]] = []
 
-    def refuse(_spec: Any) -> str:
+    def refuse(*_: Any) -> str:
         mine = Held()
         held.append(weakref.ref(mine))
         raise InvalidRequestError("request_id", "is wrong")
 
     async with serving() as h:
-        monkeypatch.setattr(h.server.state.front.converter, "check_id", refuse)
+        monkeypatch.setattr(h.server.state.front.converter, "draft", refuse)
         gc.disable()
         try:
             if call == "StreamResult":
