@@ -20,6 +20,7 @@ from engine.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.request import GenerationRequest
 from engine.sampling.random import derived_seed
 from engine.sampling_params import (
+    SCALARS,
     GrammarParams,
     LogprobParams,
     SamplingParams,
@@ -66,10 +67,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 _CONFIG_KEYS = frozenset(
     {
-        "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty",
-        "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "logit_bias", "seed",
-        "suppress_tokens", "bad_words_ids", "num_return_sequences", "min_new_tokens",
-        "stop_strings", "stop_token_ids", "ignore_eos", "logprobs",
+        "do_sample", *SCALARS, "logit_bias", "seed", "suppress_tokens", "bad_words_ids",
+        "num_return_sequences", "min_new_tokens", "stop_strings", "stop_token_ids", "ignore_eos",
+        "logprobs",
     }
 )  # fmt: skip
 """What both a generation config and a single request may set."""
@@ -320,16 +320,19 @@ def _sampling(values: Mapping[str, Any], eos: tuple[TokenId, ...]) -> SamplingPa
     top_k = values["top_k"]
     if top_k is None:
         top_k = DEFAULT_TOP_K if sampled else 0
+    scalars: dict[str, Any] = {
+        name: (
+            _number(name, values[name], neutral)
+            if isinstance(neutral, float)
+            else _integer(name, values[name] or neutral)
+        )
+        for name, neutral in SCALARS.items()
+        if name not in ("temperature", "top_k")
+    }
     return SamplingParams(
         temperature=temperature if sampled else 0.0,
         top_k=_integer("top_k", top_k),
-        top_p=_number("top_p", values["top_p"], 1.0),
-        min_p=_number("min_p", values["min_p"], 0.0),
-        typical_p=_number("typical_p", values["typical_p"], 1.0),
-        repetition_penalty=_number("repetition_penalty", values["repetition_penalty"], 1.0),
-        presence_penalty=_number("presence_penalty", values["presence_penalty"], 0.0),
-        frequency_penalty=_number("frequency_penalty", values["frequency_penalty"], 0.0),
-        no_repeat_ngram_size=_integer("no_repeat_ngram_size", values["no_repeat_ngram_size"] or 0),
+        **scalars,
         logit_bias=TokenBiases.of(
             (
                 (_integer("logit_bias", token), _number(f"logit_bias[{token}]", value, 0.0))

@@ -7,7 +7,8 @@ Nothing here imports torch. `engine.sampling` turns many of these into one batch
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import NamedTuple
 
 from engine.errors import InvalidRequestError
@@ -152,6 +153,19 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+
+SCALARS = MappingProxyType(
+    {
+        field.name: field.default
+        for field in fields(SamplingParams)
+        if isinstance(field.default, (int, float)) and field.name != "seed"
+    }
+)
+"""The fields of SamplingParams that are one number each, with their neutral values. Who reads or
+writes requests goes through these, so that a field is added here alone. (A seed that is not given
+is drawn.)
+"""
 
 
 class SamplingSteps(NamedTuple):

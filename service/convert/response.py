@@ -14,7 +14,7 @@ from headrace.v1 import generation_pb2, generation_service_pb2
 
 from engine.outputs import Finish, FinishReason, TokenLogprobs
 from engine.outputs import Usage as EngineUsage
-from engine.sampling_params import SamplingParams, StopParams
+from engine.sampling_params import SCALARS, SamplingParams, StopParams
 from engine.text import Tokenizer
 from service.convert.values import to_duration
 from service.delivery import events
@@ -39,16 +39,9 @@ def sampling_message(
     params: SamplingParams, *, seed: bool = True
 ) -> generation_pb2.SamplingOptions:
     """The effective parameters, every field set."""
+    scalars: dict[str, Any] = {name: getattr(params, name) for name in SCALARS}
     message = generation_pb2.SamplingOptions(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        typical_p=params.typical_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        no_repeat_ngram_size=params.no_repeat_ngram_size,
+        **scalars,
         logit_bias=dict(params.logit_bias),
         allowed_token_ids=params.allowed_token_ids,
         banned_token_ids=params.banned_token_ids,

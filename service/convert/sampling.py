@@ -15,6 +15,7 @@ from headrace.v1 import generation_pb2
 from engine.client import ModelInfo
 from engine.sampling_params import (
     MAX_LOGIT_BIAS,
+    SCALARS,
     GrammarKind,
     GrammarParams,
     SamplingParams,
@@ -57,11 +58,9 @@ def sampling_params(options: generation_pb2.SamplingOptions, info: ModelInfo) ->
         bias.append((token_id, value))
 
     given: Any = options.HasField  # its stubs want literal names
-
-    def pick(name: str) -> float:
-        source = options if given(name) else default
-        value: float = getattr(source, name)
-        return value
+    scalars: dict[str, Any] = {
+        name: getattr(options if given(name) else default, name) for name in SCALARS
+    }
 
     def ids(name: str) -> TokenIds:
         listed: Sequence[int] = getattr(options, name)
@@ -70,19 +69,7 @@ def sampling_params(options: generation_pb2.SamplingOptions, info: ModelInfo) ->
         return TokenIds.set_of(taken) or inherited
 
     params = SamplingParams(
-        temperature=pick("temperature"),
-        top_k=options.top_k if options.HasField("top_k") else default.top_k,
-        top_p=pick("top_p"),
-        min_p=pick("min_p"),
-        typical_p=pick("typical_p"),
-        repetition_penalty=pick("repetition_penalty"),
-        presence_penalty=pick("presence_penalty"),
-        frequency_penalty=pick("frequency_penalty"),
-        no_repeat_ngram_size=(
-            options.no_repeat_ngram_size
-            if options.HasField("no_repeat_ngram_size")
-            else default.no_repeat_ngram_size
-        ),
+        **scalars,
         logit_bias=TokenBiases.of(bias) or default.logit_bias,
         allowed_token_ids=ids("allowed_token_ids"),
         banned_token_ids=ids("banned_token_ids"),
