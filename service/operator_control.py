@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 from engine.client import EngineClient, EngineVerbs
 from engine.errors import HeadraceError
 from engine.stats import EngineStats
-from service.delivery.registry import Registry
-from service.delivery.stats import RegistryStats
+from service.delivery.registry import Registry, RegistryStats
 from service.state import Drain, Phase, ServerState
 
 logger = logging.getLogger(__name__)

@@ -62,6 +62,8 @@ from service.delivery.result_errors import (
 
 logger = logging.getLogger(__name__)
 
+_Code = grpc.StatusCode
+
 DOMAIN = "headrace"
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
@@ -85,115 +87,40 @@ class _Public:
 def _field(error: NamedError) -> _Public:
     told = field_error(error)
     if isinstance(told, UnsupportedFieldError):
-        code, reason = grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED_FIELD"
+        code, reason = _Code.UNIMPLEMENTED, "UNSUPPORTED_FIELD"
     else:
-        code, reason = grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"
+        code, reason = _Code.INVALID_ARGUMENT, "INVALID_FIELD"
     return _Public(code, reason, str(told), {"field": told.path}, (told.path, told.description))
 
 
-def _malformed(error: MalformedMessageError) -> _Public:
-    return _Public(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", str(error))
+def _as(
+    code: grpc.StatusCode,
+    reason: str = "",
+    tell: Callable[[Any], Mapping[str, str]] = lambda _error: {},
+) -> Callable[[Any], _Public]:
+    """How an error is told whose message says it all. `reason`: empty where the error has its own;
+    `tell`: what else is for machines. When to try again is told where the error knows.
+    """
+
+    def describe(error: Any) -> _Public:
+        return _Public(
+            code,
+            reason or error.reason,
+            str(error),
+            tell(error),
+            retry_after_s=getattr(error, "retry_after_s", None),
+        )
+
+    return describe
 
 
-def _message_timeout(error: MessageTimeoutError) -> _Public:
-    return _Public(grpc.StatusCode.DEADLINE_EXCEEDED, "MESSAGE_TIMEOUT", str(error))
+def _request(error: Any) -> dict[str, str]:
+    return {"request_id": error.request_id}
 
 
-def _message_missing(error: MessageMissingError) -> _Public:
-    return _Public(grpc.StatusCode.INVALID_ARGUMENT, "MESSAGE_MISSING", str(error))
-
-
-def _too_many_calls(error: TooManyCallsError) -> _Public:
-    return _Public(
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        "TOO_MANY_CALLS",
-        str(error),
-        retry_after_s=error.retry_after_s,
-    )
-
-
-def _message_too_large(error: MessageTooLargeError) -> _Public:
-    # Not RESOURCE_EXHAUSTED, as gRPC's own: to try it again is of no use.
-    return _Public(
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "MESSAGE_TOO_LARGE",
-        str(error),
-        _limit("max_receive_bytes", error.limit, error.size),
-    )
-
-
-def _duplicate(error: DuplicateRequestError) -> _Public:
-    return _Public(
-        grpc.StatusCode.ALREADY_EXISTS,
-        "DUPLICATE_REQUEST_ID",
-        str(error),
-        {"request_id": error.request_id},
-    )
-
-
-def _not_found(error: RequestNotFoundError) -> _Public:
-    return _Public(
-        grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND", str(error), {"request_id": error.request_id}
-    )
-
-
-def _gone(error: ResultGoneError) -> _Public:
-    return _Public(
-        grpc.StatusCode.OUT_OF_RANGE,
-        "RESULT_OUT_OF_RANGE",
-        str(error),
-        {
-            "request_id": error.request_id,
-            "earliest_seq": str(error.earliest),
-            "next_seq": str(error.following),
-        },
-    )
-
-
-def _answer_too_large(error: AnswerTooLargeError) -> _Public:
-    # Not RESOURCE_EXHAUSTED, as gRPC's own: clients try that again, and all is generated again.
-    return _Public(
-        grpc.StatusCode.OUT_OF_RANGE,
-        "ANSWER_TOO_LARGE",
-        str(error),
-        _limit("max_send_bytes", error.limit, error.size),
-    )
-
-
-def _moved(error: RequestMovedError) -> _Public:
-    return _Public(
-        grpc.StatusCode.ABORTED, "REQUEST_MOVED", str(error), {"request_id": error.request_id}
-    )
-
-
-def _queue_full(error: QueueFullError) -> _Public:
-    return _Public(
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        "QUEUE_FULL",
-        str(error),
-        _limit("max_queue_size", error.limit, error.present) | _share(error),
-        retry_after_s=error.retry_after_s,
-    )
-
-
-def _compile_queue_full(error: CompileQueueFullError) -> _Public:
-    return _Public(
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        "COMPILE_QUEUE_FULL",
-        str(error),
-        _limit("max_waiting_forms", error.limit, error.present),
-        retry_after_s=error.retry_after_s,
-    )
-
-
-def _limit_reached(error: LimitReachedError) -> _Public:
-    return _Public(
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        error.reason,
-        str(error),
-        _limit(error.option, error.limit, error.present) | _share(error),
-        retry_after_s=error.retry_after_s,
-    )
+def _events(error: ResultGoneError) -> dict[str, str]:
+    there = {"earliest_seq": str(error.earliest), "next_seq": str(error.following)}
+    return _request(error) | there
 
 
 def _limit(option: str, limit: int, present: int) -> dict[str, str]:
@@ -208,40 +135,16 @@ def _share(error: LimitReachedError | QueueFullError) -> dict[str, str]:
     return {"share": str(error.share), "held": str(error.held)}
 
 
-def _unauthenticated(error: UnauthenticatedError) -> _Public:
-    return _Public(grpc.StatusCode.UNAUTHENTICATED, error.reason, str(error))
-
-
-def _denied(error: PermissionDeniedError) -> _Public:
-    return _Public(grpc.StatusCode.PERMISSION_DENIED, error.reason, str(error))
-
-
-def _caller_name(error: CallerNameError) -> _Public:
-    return _Public(grpc.StatusCode.INVALID_ARGUMENT, "CALLER_NAME_INVALID", str(error))
-
-
-def _not_read(error: ResultsNotReadError) -> _Public:
-    return _Public(grpc.StatusCode.RESOURCE_EXHAUSTED, "RESULTS_NOT_READ", str(error))
-
-
-def _output_not_read(error: OutputNotReadError) -> _Public:
+def _unread(error: OutputNotReadError) -> dict[str, str]:
     metadata = {"unread_tokens": str(error.unread_tokens)}
     if error.max_hold_s is not None:
         metadata["max_hold_s"] = f"{error.max_hold_s:g}"
-    return _Public(grpc.StatusCode.RESOURCE_EXHAUSTED, "RESULTS_NOT_READ", str(error), metadata)
+    return metadata
 
 
 def _unavailable(error: EngineUnavailableError) -> _Public:
     reason = error.reason if isinstance(error, NotReadyError) else "ENGINE_STOPPED"
-    return _Public(grpc.StatusCode.UNAVAILABLE, reason, str(error), retry_after_s=_RESTART_DELAY_S)
-
-
-def _no_template(error: ChatTemplateUnavailableError) -> _Public:
-    return _Public(grpc.StatusCode.FAILED_PRECONDITION, "NO_CHAT_TEMPLATE", str(error))
-
-
-def _precondition(error: PreconditionError) -> _Public:
-    return _Public(grpc.StatusCode.FAILED_PRECONDITION, "FAILED_PRECONDITION", str(error))
+    return _Public(_Code.UNAVAILABLE, reason, str(error), retry_after_s=_RESTART_DELAY_S)
 
 
 def _failed(error: RequestFailedError) -> _Public:
@@ -252,7 +155,7 @@ def _of_failure(failure: RequestFailure) -> _Public:
     metadata = {"error_id": failure.error_id}
     if failure.retryable:
         return _Public(
-            grpc.StatusCode.UNAVAILABLE,
+            _Code.UNAVAILABLE,
             "ENGINE_STOPPED",
             failure.message,
             metadata,
@@ -262,48 +165,80 @@ def _of_failure(failure: RequestFailure) -> _Public:
         path = contract_path(failure.field)
         description = failure.message.removeprefix(f"{failure.field}: ")
         return _Public(
-            grpc.StatusCode.INVALID_ARGUMENT,
+            _Code.INVALID_ARGUMENT,
             "INVALID_FIELD",
             f"{path}: {description}",
             {**metadata, "field": path},
             (path, description),
         )
-    return _Public(grpc.StatusCode.INTERNAL, "REQUEST_FAILED", failure.message, metadata)
-
-
-def _config(error: ConfigError) -> _Public:
-    # An option of the engine that a request ran into: the operator's to change.
-    return _Public(grpc.StatusCode.FAILED_PRECONDITION, "SERVER_CONFIGURATION", str(error))
+    return _Public(_Code.INTERNAL, "REQUEST_FAILED", failure.message, metadata)
 
 
 # The table. The first row whose class fits counts: subclasses stand before their bases.
 _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
     (FieldError, _field),
     (InvalidRequestError, _field),
-    (MalformedMessageError, _malformed),
-    (MessageTooLargeError, _message_too_large),
-    (MessageTimeoutError, _message_timeout),
-    (MessageMissingError, _message_missing),
-    (TooManyCallsError, _too_many_calls),
-    (AnswerTooLargeError, _answer_too_large),
     (UnsupportedFeatureError, _field),
-    (DuplicateRequestError, _duplicate),
-    (RequestNotFoundError, _not_found),
-    (ResultGoneError, _gone),
-    (RequestMovedError, _moved),
-    (QueueFullError, _queue_full),
-    (CompileQueueFullError, _compile_queue_full),
-    (LimitReachedError, _limit_reached),
-    (UnauthenticatedError, _unauthenticated),
-    (PermissionDeniedError, _denied),
-    (CallerNameError, _caller_name),
-    (ResultsNotReadError, _not_read),
-    (OutputNotReadError, _output_not_read),
+    (MalformedMessageError, _as(_Code.INVALID_ARGUMENT, "MALFORMED_MESSAGE")),
+    (
+        MessageTooLargeError,
+        # Not RESOURCE_EXHAUSTED, as gRPC's own: to try it again is of no use.
+        _as(
+            _Code.INVALID_ARGUMENT,
+            "MESSAGE_TOO_LARGE",
+            lambda error: _limit("max_receive_bytes", error.limit, error.size),
+        ),
+    ),
+    (MessageTimeoutError, _as(_Code.DEADLINE_EXCEEDED, "MESSAGE_TIMEOUT")),
+    (MessageMissingError, _as(_Code.INVALID_ARGUMENT, "MESSAGE_MISSING")),
+    (TooManyCallsError, _as(_Code.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS")),
+    (
+        AnswerTooLargeError,
+        # Not RESOURCE_EXHAUSTED either: clients try that again, and all is generated again.
+        _as(
+            _Code.OUT_OF_RANGE,
+            "ANSWER_TOO_LARGE",
+            lambda error: _limit("max_send_bytes", error.limit, error.size),
+        ),
+    ),
+    (DuplicateRequestError, _as(_Code.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID", _request)),
+    (RequestNotFoundError, _as(_Code.NOT_FOUND, "REQUEST_NOT_FOUND", _request)),
+    (ResultGoneError, _as(_Code.OUT_OF_RANGE, "RESULT_OUT_OF_RANGE", _events)),
+    (RequestMovedError, _as(_Code.ABORTED, "REQUEST_MOVED", _request)),
+    (
+        QueueFullError,
+        _as(
+            _Code.RESOURCE_EXHAUSTED,
+            "QUEUE_FULL",
+            lambda error: _limit("max_queue_size", error.limit, error.present) | _share(error),
+        ),
+    ),
+    (
+        CompileQueueFullError,
+        _as(
+            _Code.RESOURCE_EXHAUSTED,
+            "COMPILE_QUEUE_FULL",
+            lambda error: _limit("max_waiting_forms", error.limit, error.present),
+        ),
+    ),
+    (
+        LimitReachedError,
+        _as(
+            _Code.RESOURCE_EXHAUSTED,
+            tell=lambda error: _limit(error.option, error.limit, error.present) | _share(error),
+        ),
+    ),
+    (UnauthenticatedError, _as(_Code.UNAUTHENTICATED)),
+    (PermissionDeniedError, _as(_Code.PERMISSION_DENIED)),
+    (CallerNameError, _as(_Code.INVALID_ARGUMENT, "CALLER_NAME_INVALID")),
+    (ResultsNotReadError, _as(_Code.RESOURCE_EXHAUSTED, "RESULTS_NOT_READ")),
+    (OutputNotReadError, _as(_Code.RESOURCE_EXHAUSTED, "RESULTS_NOT_READ", _unread)),
     (EngineUnavailableError, _unavailable),
-    (ChatTemplateUnavailableError, _no_template),
-    (PreconditionError, _precondition),
+    (ChatTemplateUnavailableError, _as(_Code.FAILED_PRECONDITION, "NO_CHAT_TEMPLATE")),
+    (PreconditionError, _as(_Code.FAILED_PRECONDITION, "FAILED_PRECONDITION")),
     (RequestFailedError, _failed),
-    (ConfigError, _config),
+    # An option of the engine that a request ran into: the operator's to change.
+    (ConfigError, _as(_Code.FAILED_PRECONDITION, "SERVER_CONFIGURATION")),
 )
 
 
@@ -327,7 +262,7 @@ def code_of(error: BaseException) -> grpc.StatusCode:
     for kind, describe in _TABLE:
         if isinstance(error, kind):
             return describe(error).code
-    return grpc.StatusCode.INTERNAL
+    return _Code.INTERNAL
 
 
 def trailers(status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
@@ -335,7 +270,7 @@ def trailers(status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
     look for it.
     """
     metadata: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
-    if status.code == _number(grpc.StatusCode.RESOURCE_EXHAUSTED):
+    if status.code == _number(_Code.RESOURCE_EXHAUSTED):
         retry = error_details_pb2.RetryInfo()
         for detail in status.details:
             if detail.Unpack(retry):
@@ -355,7 +290,7 @@ def _public(error: BaseException) -> _Public:
     error_id = secrets.token_hex(8)
     logger.error("unexpected error [error_id=%s]", error_id, exc_info=error)
     return _Public(
-        grpc.StatusCode.INTERNAL,
+        _Code.INTERNAL,
         "INTERNAL",
         f"an unexpected error happened in the server; its log has it under error id {error_id}",
         {"error_id": error_id},

@@ -8,7 +8,7 @@ from scripts.walk import Call, sizes, visits, walk
 
 MOST_CHANGES = 25
 """Lower it when the walk becomes shorter; where it becomes longer, hand over instead of asking."""
-MOST_LINES = 2600
+MOST_LINES = 2500
 """Of a room that the request walks through."""
 
 

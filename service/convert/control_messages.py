@@ -15,8 +15,8 @@ from service.config import DAY_S, LOG_LEVELS
 from service.convert.model import server_version
 from service.convert.response import cancel_result
 from service.convert.values import seconds, to_duration
+from service.delivery.registry import RegistryStats
 from service.delivery.request import ServedRequest
-from service.delivery.stats import RegistryStats
 from service.operator_control import Pause, Snapshot
 from service.state import Drain, Phase
 

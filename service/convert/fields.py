@@ -10,8 +10,7 @@ hands it a part of a message says where that part is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from engine.errors import InvalidRequestError, UnsupportedFeatureError
 from service.call_errors import FieldError, UnsupportedFieldError
@@ -58,15 +57,6 @@ def contract_path(field: str) -> str:
         if known in CONTRACT_FIELDS:
             return CONTRACT_FIELDS[known] + field.removeprefix(known)
     return field
-
-
-@contextmanager
-def part_of_message(path: str) -> Iterator[None]:
-    """Errors that name a field of what is at `path` in a message name it by its whole path."""
-    try:
-        yield
-    except (FieldError, InvalidRequestError, UnsupportedFeatureError) as error:
-        raise field_error(error, f"{path}.") from None
 
 
 def field_error(error: NamedError, prefix: str = "") -> FieldError:

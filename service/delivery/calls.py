@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from typing import Any
 
 from engine.client import EngineClient
 from engine.errors import EngineUnavailableError
@@ -29,7 +30,7 @@ class EngineCalls:
 
     def cancel(self, request_id: RequestId) -> None:
         """End a request with CANCELLED."""
-        self._tell("cancelling", request_id, self._cancel(request_id))
+        self._tell("cancelling", request_id, self._client.cancel(request_id))
 
     def finish(self, request_id: RequestId, num_tokens: int, choice: int) -> None:
         """End a choice as of its first tokens."""
@@ -56,11 +57,11 @@ class EngineCalls:
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _tell(self, what: str, request_id: RequestId, call: Coroutine[None, None, None]) -> None:
+    def _tell(self, what: str, request_id: RequestId, call: Coroutine[Any, Any, object]) -> None:
         self.spawn(self._watch(what, request_id, call))
 
     async def _watch(
-        self, what: str, request_id: RequestId, call: Coroutine[None, None, None]
+        self, what: str, request_id: RequestId, call: Coroutine[Any, Any, object]
     ) -> None:
         try:
             await call
@@ -68,6 +69,3 @@ class EngineCalls:
             logger.info("%s %s in the engine: %s", what, request_id, error)
         except Exception:
             logger.exception("%s %s in the engine failed", what, request_id)
-
-    async def _cancel(self, request_id: RequestId) -> None:
-        await self._client.cancel(request_id)

@@ -7,6 +7,7 @@ both are turned into messages by `service.convert.response`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import msgspec
 
@@ -175,7 +176,12 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of one choice, as it should be. `reason` is never ERROR."""
+    """The end of one choice, as it should be. `reason` is never ERROR. `size`, `held`: as of
+    PromptProcessed.
+    """
+
+    size: ClassVar[int] = EVENT_BYTES
+    held: ClassVar[int] = 2 * HELD_EVENT_BYTES
 
     reason: FinishReason
     stop_string: str | None
@@ -184,35 +190,18 @@ class Finished:
     last_token: float | None
     choice: int = 0
 
-    @property
-    def size(self) -> int:
-        """About how many bytes it takes in a message."""
-        return EVENT_BYTES
-
-    @property
-    def held(self) -> int:
-        """About how much memory it takes."""
-        return 2 * HELD_EVENT_BYTES
-
 
 @dataclass(frozen=True, slots=True)
 class Failed:
     """The end of the whole request by a failure; `finish.failure` says why. `error`: where it was
-    not the engine that failed.
+    not the engine that failed. `size`, `held`: as of PromptProcessed.
     """
+
+    size: ClassVar[int] = EVENT_BYTES
+    held: ClassVar[int] = 2 * HELD_EVENT_BYTES
 
     finish: Finish
     error: HeadraceError | None = None
-
-    @property
-    def size(self) -> int:
-        """About how many bytes it takes in a message."""
-        return EVENT_BYTES
-
-    @property
-    def held(self) -> int:
-        """About how much memory it takes."""
-        return 2 * HELD_EVENT_BYTES
 
 
 Event = Accepted | PromptProcessed | Delta | Finished | Failed

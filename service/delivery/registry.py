@@ -19,6 +19,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from engine.client import EngineClient
 from engine.errors import DuplicateRequestError, RequestNotFoundError
@@ -33,7 +34,6 @@ from service.delivery.kept import KeptResults, Retention
 from service.delivery.request import ServedRequest
 from service.delivery.session import ResultStream
 from service.delivery.states import State
-from service.delivery.stats import RegistryStats
 from service.delivery.submission import Submission
 from service.delivery.timers import Timer
 
@@ -43,6 +43,24 @@ UNREAD_S = 300.0
 """How long a stream whose client reads nothing may hold requests that have ended; twice `max_hold`
 where that is longer, since a stream without credit takes nothing that long.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegistryStats:
+    """How much there is now.
+
+    Attributes:
+        live: requests that have not ended.
+        streams: streams that are open.
+        attached: requests on them, ended and unread ones too.
+        kept, kept_bytes: ended requests whose results are kept, and about how many bytes.
+    """
+
+    live: int
+    streams: int
+    attached: int
+    kept: int
+    kept_bytes: int
 
 
 class Registry:
@@ -94,11 +112,6 @@ class Registry:
         return len(self._live)
 
     @property
-    def attached(self) -> int:
-        """Requests on streams, ended and unread ones too."""
-        return sum(len(stream.requests) for stream in self.streams)
-
-    @property
     def under_way(self) -> int:
         """Calls to the engine that were not answered yet."""
         return self.engine.num_open + len(self._admitting)
@@ -108,7 +121,7 @@ class Registry:
         return RegistryStats(
             live=self.live,
             streams=len(self.streams),
-            attached=self.attached,
+            attached=sum(len(stream.requests) for stream in self.streams),
             kept=self.kept.count,
             kept_bytes=self.kept.size,
         )
