@@ -195,17 +195,18 @@ class Bare(generation_service_pb2_grpc.GenerationServiceServicer):
 
     async def StreamResult(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         """One message a step."""
-        names = [(await anext(request_iterator)).add.spec.request_id for _ in range(self._count)]
+        for _ in range(self._count):
+            await anext(request_iterator)
         clock, numbers = ticks(self._per_second), itertools.count(1)
         for step in range(self._steps):
             await anext(clock)
-            yield rpc.StreamResultResponse(events=self._events(names, step, next(numbers)))
+            yield rpc.StreamResultResponse(events=self._events(step, next(numbers)))
 
-    def _events(self, names: list[str], step: int, number: int) -> Iterator[pb.ResultEvent]:
-        for index, name in enumerate(names):
+    def _events(self, step: int, number: int) -> Iterator[pb.ResultEvent]:
+        for index in range(self._count):
             token, text = self._pieces[(index * _APART + step) % len(self._pieces)]
-            delta = pb.Delta(token_ids=(token,), text=text, token_offset=step)
-            yield pb.ResultEvent(request_id=name, seq=number, delta=delta)
+            delta = pb.Delta(token_ids=(token,), text=text)
+            yield pb.ResultEvent(request_number=index + 1, seq=number, delta=delta)
 
 
 async def serve_bare(address: str, count: int, steps: int, per_second: float) -> None:

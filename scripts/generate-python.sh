@@ -22,7 +22,7 @@ PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -m grpc_tools.protoc \
   --python_out="$out" --grpc_python_out="$out" --mypy_out="$out" --mypy_grpc_out="$out" \
   protos/headrace/v1/*.proto 2>/dev/null
 # A file of messages alone has no services: its empty *_pb2_grpc files say nothing.
-rm -f "$out"/headrace/v1/generation_pb2_grpc.py "$out"/headrace/v1/generation_pb2_grpc.pyi
+rm -f "$out"/headrace/v1/{generation,capability}_pb2_grpc.{py,pyi}
 
 if [ "$out" != "$target" ]; then
   if ! diff -r -x __init__.py -x __pycache__ "$out/headrace/v1" "$target/headrace/v1"; then

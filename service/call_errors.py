@@ -4,6 +4,8 @@ classes to gRPC codes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from engine.errors import EngineUnavailableError, HeadraceError
 
 
@@ -31,6 +33,35 @@ class FieldError(HeadraceError):
 
 class UnsupportedFieldError(FieldError):
     """A field of a message asks for something that this server does not do."""
+
+
+class CapabilityMissingError(HeadraceError):
+    """A message requires a capability that this server does not have. `available`: those it has."""
+
+    def __init__(self, capability: str, available: Iterable[str]) -> None:
+        super().__init__(
+            f"required_capabilities: this server does not have {capability!r}, which the message "
+            f"requires; it has {', '.join(sorted(available)) or 'none yet'}: leave out what needs "
+            "it, or use another server"
+        )
+        self.capability = capability
+
+
+class WrongInstanceError(HeadraceError):
+    """A call names another server process as the one that has the request.
+
+    Attributes:
+        owner: the one that it names.
+        answering: this one.
+    """
+
+    def __init__(self, owner: str, answering: str) -> None:
+        super().__init__(
+            f"instance_id: {owner[:64]!r} has the request, and this is {answering!r}: send the "
+            "call to that one (or leave instance_id out, to ask this one all the same)"
+        )
+        self.owner = owner
+        self.answering = answering
 
 
 class AnswerTooLargeError(HeadraceError):

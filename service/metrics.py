@@ -188,7 +188,9 @@ class _Figures:
 class Metrics:
     """All instruments. Its methods run on the event loop; exporters read from a thread."""
 
-    def __init__(self, meter: Meter, live_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self, meter: Meter, live_bytes: Callable[[], int], unknown_fields: Callable[[], int]
+    ) -> None:
         """Make the instruments.
 
         Args:
@@ -244,6 +246,12 @@ class Metrics:
             [lambda _options: (Observation(live_bytes()),)],
             "By",
             "About how many bytes live requests hold, in both processes.",
+        )
+        meter.create_observable_counter(
+            "headrace.messages.unknown_fields",
+            [lambda _options: (Observation(unknown_fields()),)],
+            "{message}",
+            "Messages of clients with fields that this server does not know, and ignored.",
         )
         for name, unit, text, _ in _COUNTERS:
             meter.create_observable_counter(name, [self._counter(name)], unit, text)

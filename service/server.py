@@ -246,7 +246,11 @@ class HeadraceServer:
             self._config.auth_file, client_certificates=self._config.tls_client_ca is not None
         )
         self._tls = Tls(self._config)
-        self._telemetry = telemetry.set_up(os.environ, lambda: self._admission.live_bytes)
+        self._telemetry = telemetry.set_up(
+            os.environ,
+            live_bytes=lambda: self._admission.live_bytes,
+            unknown_fields=lambda: self.state.incoming.unknown,
+        )
         if self._config.health_listen is not None:
             self._health_server = make_health_server(self.health)
         self.bound, self.health_bound = bind(
@@ -278,12 +282,14 @@ class HeadraceServer:
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(self.state, self.sessions), server
         )
-        model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(), server)
+        model_service_pb2_grpc.add_ModelServiceServicer_to_server(
+            ModelServicer(self.state.incoming), server
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         names = [*SERVICES, _HEALTH]
         if has_control:
             control_service_pb2_grpc.add_ControlServiceServicer_to_server(
-                ControlServicer(self.control, self.watches), server
+                ControlServicer(self.control, self.watches, self.state.incoming), server
             )
             names.insert(0, CONTROL)
         add_reflection(server, names)

@@ -12,7 +12,8 @@ from headrace.v1 import model_service_pb2
 
 from engine.client import ModelInfo
 from engine.text import Tokenizer
-from service.call_errors import NotReadyError
+from service.call_errors import NotReadyError, WrongInstanceError
+from service.convert.incoming import IncomingCheck
 from service.convert.inputs import InputEncoder
 from service.convert.request import Converter
 from service.convert.response import Responder
@@ -84,6 +85,7 @@ class ServerState:
 
     def __init__(self, instance_id: str) -> None:
         self.instance_id = instance_id
+        self.incoming = IncomingCheck()
         self.phase = Phase.LOADING
         self.drain: Drain | None = None
         self._front: FrontEnd | None = None
@@ -91,6 +93,7 @@ class ServerState:
     def loaded(self, front: FrontEnd) -> None:
         """The model is there, for the first time or again."""
         self._front = front
+        self.incoming.capabilities = frozenset(front.card.capabilities.names)
         if self.phase in (Phase.LOADING, Phase.RESTARTING):
             self.phase = Phase.READY
 
@@ -109,6 +112,15 @@ class ServerState:
     def model_name(self) -> str:
         """The model's name; empty while it loads."""
         return "" if self._front is None else self._front.card.name
+
+    def check_instance(self, instance_id: str) -> None:
+        """Refuse what names another process; an empty name is of none.
+
+        Raises:
+            WrongInstanceError: it does.
+        """
+        if instance_id and instance_id != self.instance_id:
+            raise WrongInstanceError(instance_id, self.instance_id)
 
     def check(self, *, new_work: bool) -> FrontEnd:
         """The front end, for an RPC that this phase serves. `new_work`: it may start requests.

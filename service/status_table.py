@@ -41,6 +41,7 @@ from service.auth import PermissionDeniedError, UnauthenticatedError
 from service.bounds import LimitReachedError
 from service.call_errors import (
     AnswerTooLargeError,
+    CapabilityMissingError,
     FieldError,
     MalformedMessageError,
     MessageMissingError,
@@ -50,6 +51,7 @@ from service.call_errors import (
     PreconditionError,
     TooManyCallsError,
     UnsupportedFieldError,
+    WrongInstanceError,
 )
 from service.convert.fields import NamedError, contract_path, field_error
 from service.delivery.result_errors import (
@@ -64,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 _Code = grpc.StatusCode
 
-DOMAIN = "headrace"
+DOMAIN = "headrace.dev"
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 _MAX_MESSAGE_BYTES = 600
@@ -91,6 +93,16 @@ def _field(error: NamedError) -> _Public:
     else:
         code, reason = _Code.INVALID_ARGUMENT, "INVALID_FIELD"
     return _Public(code, reason, str(told), {"field": told.path}, (told.path, told.description))
+
+
+def _capability(error: CapabilityMissingError) -> _Public:
+    return _Public(
+        _Code.UNIMPLEMENTED,
+        "CAPABILITY_MISSING",
+        str(error),
+        {"capability": error.capability},
+        ("required_capabilities", str(error)),
+    )
 
 
 def _as(
@@ -199,6 +211,15 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
             _Code.OUT_OF_RANGE,
             "ANSWER_TOO_LARGE",
             lambda error: _limit("max_send_bytes", error.limit, error.size),
+        ),
+    ),
+    (CapabilityMissingError, _capability),
+    (
+        WrongInstanceError,
+        _as(
+            _Code.NOT_FOUND,
+            "WRONG_INSTANCE",
+            lambda error: {"owner_instance_id": error.owner, "instance_id": error.answering},
         ),
     ),
     (DuplicateRequestError, _as(_Code.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID", _request)),

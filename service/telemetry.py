@@ -101,14 +101,16 @@ def is_wanted(environ: Mapping[str, str], signal: str = "TRACES") -> bool:
     )
 
 
-def set_up(environ: Mapping[str, str], live_bytes: Callable[[], int]) -> Telemetry:
-    """Set up what the environment asks for. `live_bytes`: see `Metrics`."""
+def set_up(
+    environ: Mapping[str, str], *, live_bytes: Callable[[], int], unknown_fields: Callable[[], int]
+) -> Telemetry:
+    """Set up what the environment asks for. `live_bytes`, `unknown_fields`: see `Metrics`."""
     provider = _tracer_provider(environ) if is_wanted(environ, "TRACES") else None
     meter_provider = _meter_provider(environ) if is_wanted(environ, "METRICS") else None
     return Telemetry(
         interceptors=interceptors(provider) if provider is not None else (),
         metrics=(
-            Metrics(meter_provider.get_meter("headrace"), live_bytes)
+            Metrics(meter_provider.get_meter("headrace"), live_bytes, unknown_fields)
             if meter_provider is not None
             else None
         ),

@@ -208,7 +208,6 @@ class Observer:
                 self._wrong += sum(
                     index >= len(right) or right[index] != token for index, token in enumerate(new)
                 )
-                self._wrong += event.delta.token_offset != received
                 self._tokens += len(new)
                 received += len(new)
         except grpc.aio.AioRpcError as error:

@@ -9,6 +9,7 @@ Importing this package costs `tokenizers` and `jinja2`, less than 0.1 s.
 from __future__ import annotations
 
 from engine.text.chat_template import ChatTemplate, ChatTemplates
+from engine.text.conversation import JsonObject
 from engine.text.detokenizer import IncrementalDetokenizer, incremental_detokenizer
 from engine.text.stop_strings import StopMatch, StopMatcher, StopStrings
 from engine.text.stream import TextStream
@@ -21,6 +22,7 @@ __all__ = [
     "ChatTemplateUnavailableError",
     "ChatTemplates",
     "IncrementalDetokenizer",
+    "JsonObject",
     "StopMatch",
     "StopMatcher",
     "StopStrings",

@@ -16,14 +16,16 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from jinja2 import Template, TemplateSyntaxError, UndefinedError
 from jinja2.exceptions import SecurityError
 
 from engine.errors import InvalidRequestError
-from engine.text.conversation import cut, leave_open, message_for_template, plain
+from engine.text.conversation import JsonObject, cut, leave_open, message_for_template, plain
 from engine.text.sandbox import ChatEnvironment, RaisedByTemplateError
 from engine.text.text_errors import ChatTemplateError, ChatTemplateUnavailableError
 
@@ -36,6 +38,8 @@ MAX_SECONDS = 10.0
 _MAX_REASON = 500
 """The longest message of raise_exception that is passed on, in characters."""
 
+_TESTS_NONE = re.compile(r"\bis\s+(?:not\s+)?none\b|[!=]=\s*none\b", re.IGNORECASE)
+_PROBE = "headrace_probe"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z")
 _SET_BY_SERVER = frozenset(
     {
@@ -55,10 +59,16 @@ class ChatTemplate:
     """One template; safe to use from several threads. It is compiled when it is first used."""
 
     def __init__(
-        self, source: str, *, max_characters: int = MAX_CHARACTERS, max_seconds: float = MAX_SECONDS
+        self,
+        source: str,
+        *,
+        max_characters: int = MAX_CHARACTERS,
+        max_seconds: float = MAX_SECONDS,
+        clock: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Keep a Jinja source, and the bounds of what it may make."""
+        """Keep a Jinja source, the bounds of what it may make, and the clock that it may read."""
         self._source = source
+        self._clock = clock
         self._max_characters = max_characters
         self._max_seconds = max_seconds
         self._lock = threading.Lock()
@@ -78,7 +88,7 @@ class ChatTemplate:
         with self._lock:
             if self._template is None:
                 try:
-                    self._template = ChatEnvironment().from_string(self._source)
+                    self._template = ChatEnvironment(self._clock).from_string(self._source)
                 except TemplateSyntaxError as error:
                     raise ChatTemplateUnavailableError(
                         f"the model's chat template has a syntax error in line {error.lineno}; "
@@ -90,6 +100,34 @@ class ChatTemplate:
                         "the model's chat template cannot be compiled; send text or token ids"
                     ) from error
             return self._template
+
+    @property
+    def tests_none(self) -> bool:
+        """Whether it tests something for None: the content of messages with tool calls, mostly."""
+        return _TESTS_NONE.search(self._source) is not None
+
+    @cached_property
+    def takes_arguments_as_text(self) -> bool:
+        """Whether it prints the arguments of a tool call as they are, so that they must be JSON
+        text; most templates read a mapping. Found out with a call of each kind.
+        """
+        text = f'{{"{_PROBE}": "x"}}'
+        return not self._prints(JsonObject({_PROBE: "x"}, text)) and self._prints(text)
+
+    def _prints(self, arguments: object) -> bool:
+        function = {"name": "probe", "arguments": arguments}
+        call = {"id": "probe0000", "type": "function", "function": function}
+        messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "probe0000", "name": "probe", "content": "x"},
+        ]
+        values = {"messages": messages, "tools": None, "add_generation_prompt": False}
+        try:
+            made = self._collect(self.compile().generate(values))
+        except Exception:  # a stranger's code: anything may come out of it
+            return False
+        return _PROBE in made and f"'{_PROBE}'" not in made
 
     def render(self, values: Mapping[str, Any]) -> str:
         """The text for these values.
@@ -134,9 +172,19 @@ class ChatTemplate:
 class ChatTemplates:
     """A model's templates, by name, with its special tokens."""
 
-    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """Keep the Jinja sources ("default", perhaps "tool_use") and the named special tokens."""
-        self._templates = {name: ChatTemplate(source) for name, source in sources.items()}
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        *,
+        clock: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """Keep the Jinja sources ("default", perhaps "tool_use"), the named special tokens, and the
+        clock of templates that print the date.
+        """
+        self._templates = {
+            name: ChatTemplate(source, clock=clock) for name, source in sources.items()
+        }
         self._special_tokens = dict(special_tokens)
         self._reserved = _SET_BY_SERVER | set(special_tokens) | set(ChatEnvironment().globals)
 
@@ -158,7 +206,9 @@ class ChatTemplates:
 
         Args:
             messages: {"role": ..., "content": ...} and whatever else the template reads; members
-                that are None are left out. At least one. Nothing given here is changed.
+                that are None are left out, but for the content. At least one. Nothing given here is
+                changed. Arguments of tool calls that are a JsonObject are shown as the template
+                takes them; others as they are.
             tools: as templates expect them: {"type": "function", "function": {"name",
                 "description", "parameters"}}. With tools, a template named "tool_use" is used where
                 there is one.
@@ -183,8 +233,15 @@ class ChatTemplates:
             )
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
+        as_text = _have_calls(messages) and template.takes_arguments_as_text
+        tests_none = template.tests_none
         chat = [
-            message_for_template(message, f"messages[{index}]")
+            message_for_template(
+                message,
+                f"messages[{index}]",
+                arguments_as_text=as_text,
+                tests_none=tests_none,
+            )
             for index, message in enumerate(messages)
         ]
         values = {
@@ -225,6 +282,10 @@ class ChatTemplates:
         return {
             name: plain(value, f"template_arguments.{name}") for name, value in arguments.items()
         }
+
+
+def _have_calls(messages: Iterable[object]) -> bool:
+    return any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages)
 
 
 def _describe(error: Exception) -> str:

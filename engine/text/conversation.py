@@ -2,6 +2,10 @@
 
 Values that come in are copied into plain JSON types, so that a template meets no object with
 methods of its own and cannot change what the caller has.
+
+Templates differ in two things that a caller cannot know. Some read the arguments of a tool call as
+a mapping, others as the JSON text; some test a message without content for null, others would print
+it. Where a caller left that open (`JsonObject`, content of None), the template decides.
 """
 
 from __future__ import annotations
@@ -18,11 +22,27 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which templates read the assistant's reasoning; the first is the usual one."""
 
 
-def plain(value: object, field: str, depth: int = 0) -> Any:
-    """A copy in plain types; InvalidRequestError for `field` where JSON has no such value."""
+class JsonObject(dict[str, object]):
+    """A JSON object that came as text, which it keeps for templates that print text."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, members: Mapping[str, object], text: str) -> None:
+        super().__init__(members)
+        self.text = text
+
+
+def plain(value: object, field: str, depth: int = 0, *, as_text: bool = False) -> Any:
+    """A copy in plain types. `as_text`: a JsonObject as its text.
+
+    Raises:
+        InvalidRequestError: `field` has a value that JSON has not, or is nested too deeply.
+    """
     if depth > MAX_DEPTH:
         raise InvalidRequestError(field, f"is nested deeper than {MAX_DEPTH} levels")
     match value:
+        case JsonObject() if as_text:
+            return value.text
         case None | bool():
             return value
         case str():
@@ -32,18 +52,36 @@ def plain(value: object, field: str, depth: int = 0) -> Any:
         case float():
             return float.__float__(value)
         case Mapping() if all(isinstance(key, str) for key in value):
-            return {str(key): plain(item, field, depth + 1) for key, item in value.items()}
+            return {
+                str(key): plain(item, field, depth + 1, as_text=as_text)
+                for key, item in value.items()
+            }
         case list() | tuple():
-            return [plain(item, field, depth + 1) for item in value]
+            return [plain(item, field, depth + 1, as_text=as_text) for item in value]
         case _:
             raise InvalidRequestError(field, "has a value that JSON does not know")
 
 
-def message_for_template(message: Mapping[str, object], field: str) -> dict[str, Any]:
-    """A copy of a message without members that are None, its reasoning under all names."""
+def message_for_template(
+    message: Mapping[str, object], field: str, *, arguments_as_text: bool, tests_none: bool
+) -> dict[str, Any]:
+    """A copy of a message without members that are None, its reasoning under all names.
+
+    Args:
+        message: as the caller gave it.
+        field: what to call it.
+        arguments_as_text: whether the template prints the arguments of a tool call as they are.
+        tests_none: whether it tests content for None; else None becomes an empty string.
+    """
     if not isinstance(message, Mapping):
         raise InvalidRequestError(field, "is not a mapping with role and content")
-    kept = {name: value for name, value in plain(message, field).items() if value is not None}
+    copied = plain(message, field, as_text=arguments_as_text)
+    kept = {name: value for name, value in copied.items() if value is not None}
+    if "content" in copied and "content" not in kept:
+        content = None if tests_none else ""
+        kept = {
+            name: kept.get(name, content) for name in copied if name in kept or name == "content"
+        }
     return _with_reasoning(kept)
 
 

@@ -10,6 +10,7 @@ escape HTML), `break` and `continue`, and `{% generation %}` blocks.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -82,14 +83,15 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "**"})
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], datetime] = datetime.now) -> None:
+        """An environment; `clock` says what time it is to templates that print it."""
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
         self.filters["tojson"] = _to_json
         self.globals |= {
             "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
+            "strftime_now": lambda layout: clock().strftime(layout),
             "dict": _DictMaker(),
             "namespace": _PlainNamespace,
         }
@@ -123,7 +125,3 @@ def _to_json(
 
 def _raise_exception(message: object) -> NoReturn:
     raise RaisedByTemplateError(str(message))
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)

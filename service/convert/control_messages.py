@@ -151,8 +151,8 @@ def statistics_message(snapshot: Snapshot, before: Snapshot | None = None) -> pb
         instance_id=snapshot.instance_id,
         server_version=server_version(),
         model=snapshot.model,
-        time=to_timestamp(snapshot.taken_at),
-        uptime=to_duration(snapshot.uptime_s),
+        sample_time=to_timestamp(snapshot.taken_at),
+        uptime_duration=to_duration(snapshot.uptime_s),
         phase=_PHASES[snapshot.phase],
         log_level=level_number(snapshot.log_level),
         engine_restarts=snapshot.engine_restarts,
@@ -184,7 +184,7 @@ def _engine(stats: EngineStats) -> pb.EngineStatistics:
     last_step_s = values.pop("last_step_s")
     other = values.pop("other_callers")
     return pb.EngineStatistics(
-        last_step=to_duration(last_step_s),
+        last_step_duration=to_duration(last_step_s),
         steps_with_decodes=values.pop("num_decode_steps"),
         steps_over_target=values.pop("num_steps_over_target"),
         callers=[pb.CallerStatistics(**caller) for caller in values.pop("callers")],
@@ -229,7 +229,7 @@ def live_request(request: ServedRequest, now: float) -> pb.LiveRequest:
         identity=request.identity,
         request_id=request.request_id,
         state=state,
-        age=to_duration(now - log.arrival),
+        age_duration=to_duration(now - log.arrival),
         prompt_tokens=log.prompt_tokens,
         output_tokens=output_tokens,
         n=log.n,
@@ -249,14 +249,14 @@ def cancellation(name: pb.RequestName, status: str) -> pb.RequestCancellation:
 
 def pause_message(pause: Pause) -> pb.PauseState:
     """A pause."""
-    return pb.PauseState(reason=pause.reason, since=to_timestamp(pause.since))
+    return pb.PauseState(reason=pause.reason, start_time=to_timestamp(pause.since))
 
 
 def drain_message(drain: Drain) -> pb.DrainState:
     """A drain."""
     return pb.DrainState(
         reason=drain.reason,
-        since=to_timestamp(drain.since),
+        start_time=to_timestamp(drain.since),
         timeout=to_duration(drain.timeout_s),
     )
 

@@ -36,7 +36,7 @@ CONTRACT_FIELDS: Mapping[str, str] = {
     "conversation": "chat",
     "messages": "chat.messages",
     "tools": "chat.tools",
-    "template_arguments": "chat.template_arguments",
+    "template_arguments": "chat.template_arguments_json",
     "continue_final_message": "chat.continue_final_message",
 }
 """The beginnings of the engine's field paths, and what stands for each in the contract's. What

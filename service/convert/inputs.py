@@ -21,8 +21,9 @@ from headrace.v1 import generation_pb2
 
 from engine.text import Tokenizer
 from service.accounts import Account
-from service.call_errors import FieldError
-from service.convert.values import check_enum, from_struct
+from service.call_errors import FieldError, UnsupportedFieldError
+from service.convert.json_text import json_object
+from service.convert.values import check_enum
 from service.text_pool import SHORT_BYTES, TextPool
 
 INLINE_CHARACTERS = 1024
@@ -32,6 +33,7 @@ INLINE_IDS = 1024
 BYTES_OF_ID = 8
 """What an id counts for in the pool."""
 MAX_MESSAGES = 4096
+MAX_CONTENT_PARTS = 4096
 MIN_MOST_TEXT_BYTES = 128 << 10
 """A text may have so many bytes of UTF-8, or TEXT_BYTES_OF_TOKEN for each token of the model's
 context if that is more.
@@ -128,7 +130,9 @@ class InputEncoder:
                     chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
                 ),
                 continue_final_message=chat.continue_final_message,
-                template_arguments=from_struct(chat.template_arguments, "chat.template_arguments"),
+                template_arguments=json_object(
+                    chat.template_arguments_json, "chat.template_arguments_json"
+                ),
             )
             size = self._check_length("chat.messages", text, fits=fits)
             return text, size, encode(text, size) if size <= SHORT_BYTES else None
@@ -241,7 +245,7 @@ def _message(message: generation_pb2.ChatMessage, field: str) -> dict[str, objec
     role = _ROLES.get(message.role)
     if role is None:
         raise FieldError(f"{field}.role", "is not set, or not a role; say who speaks")
-    converted: dict[str, object] = {"role": role, "content": message.content}
+    converted: dict[str, object] = {"role": role, "content": _content(message, field)}
     if message.name:
         converted["name"] = message.name
     if message.tool_calls:
@@ -260,22 +264,58 @@ def _message(message: generation_pb2.ChatMessage, field: str) -> dict[str, objec
     return converted
 
 
+def _content(message: generation_pb2.ChatMessage, field: str) -> object:
+    """What is said: text, a list of parts, or nothing beside tool calls."""
+    kind = message.WhichOneof("content_kind")
+    if kind is None:
+        return None if message.tool_calls else ""
+    if kind == "content":
+        return message.content
+    parts = message.content_parts.parts
+    if not 1 <= len(parts) <= MAX_CONTENT_PARTS:
+        raise FieldError(
+            f"{field}.content_parts.parts",
+            f"has {len(parts)} parts; give between 1 and {MAX_CONTENT_PARTS}",
+        )
+    return [_part(part, f"{field}.content_parts.parts[{i}]") for i, part in enumerate(parts)]
+
+
+def _part(part: generation_pb2.ContentPart, field: str) -> dict[str, str]:
+    match part.WhichOneof("part"):
+        case "text":
+            return {"type": "text", "text": part.text}
+        case None:
+            raise FieldError(field, "is empty; set its text")
+        case kind:
+            raise UnsupportedFieldError(
+                f"{field}.{kind}", "is of a kind that the served model does not read; send text"
+            )
+
+
 def _tool_call(call: generation_pb2.ToolCall, field: str) -> dict[str, object]:
     if not call.name:
         raise FieldError(f"{field}.name", "is empty; name the tool")
-    function = {"name": call.name, "arguments": from_struct(call.arguments, f"{field}.arguments")}
-    return {"id": call.id, "type": "function", "function": function}
+    arguments = json_object(call.arguments_json, f"{field}.arguments_json")
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }
 
 
 def _tool(tool: generation_pb2.Tool, index: int) -> dict[str, object]:
     field = f"chat.tools[{index}]"
+    if tool.definition_json:
+        if tool.name or tool.HasField("description") or tool.parameters_json:
+            raise FieldError(
+                f"{field}.definition_json", "is the whole tool: leave its other fields out"
+            )
+        return json_object(tool.definition_json, f"{field}.definition_json")
     if not tool.name:
         raise FieldError(f"{field}.name", "is empty; name the tool")
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": from_struct(tool.parameters, f"{field}.parameters"),
-        },
-    }
+    function: dict[str, object] = {"name": tool.name}
+    if tool.HasField("description"):
+        function["description"] = tool.description
+    if tool.parameters_json:
+        function["parameters"] = json_object(tool.parameters_json, f"{field}.parameters_json")
+    return {"type": "function", "function": function}

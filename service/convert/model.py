@@ -19,24 +19,12 @@ from service.config import ServiceConfig
 from service.convert.response import sampling_message
 from service.convert.values import to_duration
 
-CONTRACT_REVISION = 5
+SCHEMA_REVISION = 6
 """Grows with every change to the contract."""
-_FEATURES = (
-    "sessions",
-    "attach",
-    "lease",
-    "choices",
-    "credits",
-    "logprobs",
-    "prompt_logprobs",
-    "echo",
-    "stop_strings",
-    "structured_output",
-    "token_details",
-    "timestamps",
-    "truncation",
-    "time_limit",
-)
+MINIMUM_CLIENT_REVISION = 6
+"""The oldest revision whose clients are served as they expect."""
+FORMS = ("json_schema", "json_object", "regex", "grammar", "choice")
+"""The forms that an output may be held to, by their names in StructuredOutput."""
 
 
 def server_version() -> str:
@@ -51,12 +39,6 @@ def model_card(
     info: ModelInfo, tokenizer: Tokenizer, config: ServiceConfig, instance_id: str
 ) -> model_service_pb2.ModelCard:
     """Describe the model and the server's limits."""
-    features = [
-        *_FEATURES,
-        *(["chat"] if tokenizer.has_chat_template else []),
-        *(["priorities"] if info.heeds_priorities else []),
-        *(["prefix_cache"] if config.prefix_cache else []),
-    ]
     return model_service_pb2.ModelCard(
         name=config.served_name or info.name,
         architecture=info.architecture,
@@ -66,7 +48,6 @@ def model_card(
         device=info.device,
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,
-        has_chat_template=tokenizer.has_chat_template,
         # Without a seed: an absent one is drawn for each request.
         default_sampling=sampling_message(info.default_sampling, seed=False),
         limits=model_service_pb2.Limits(
@@ -85,10 +66,43 @@ def model_card(
             max_lease=to_duration(config.max_lease_s),
             result_retention=to_duration(config.result_retention_s),
             max_unread_tokens=config.max_unread_tokens,
-            max_pause=(to_duration(config.max_hold_s) if config.slow_reader == "hold" else None),
+            max_hold=(to_duration(config.max_hold_s) if config.slow_reader == "hold" else None),
         ),
-        features=sorted(features),
+        capabilities=_capabilities(info, tokenizer, config),
         instance_id=instance_id,
         server_version=server_version(),
-        contract_revision=CONTRACT_REVISION,
+        schema_revision=SCHEMA_REVISION,
+        minimum_client_revision=MINIMUM_CLIENT_REVISION,
+    )
+
+
+def _capabilities(
+    info: ModelInfo, tokenizer: Tokenizer, config: ServiceConfig
+) -> model_service_pb2.Capabilities:
+    """What this server can do with its model. The names are those that fields of the contract are
+    marked with (capability.proto).
+    """
+    chat = tokenizer.has_chat_template
+    return model_service_pb2.Capabilities(
+        names=sorted(
+            {
+                "structured_output",
+                *(("chat", "tools", "content_parts") if chat else ()),
+                *(("priorities",) if info.heeds_priorities else ()),
+            }
+        ),
+        input=model_service_pb2.InputCapabilities(
+            text=True,
+            token_ids=True,
+            chat=chat,
+            tools=chat,
+            content_parts=["text"] if chat else [],
+        ),
+        output=model_service_pb2.OutputCapabilities(
+            logprobs=True, prompt_logprobs=True, structured_output=FORMS
+        ),
+        scheduling=model_service_pb2.SchedulingCapabilities(
+            priorities=info.heeds_priorities,
+            prefix_cache=config.prefix_cache,
+        ),
     )

@@ -89,10 +89,10 @@ def _timings(finish: Finish, last_token: float | None) -> generation_pb2.Timings
         return None if moment is None else to_duration(moment - timings.arrival)
 
     return generation_pb2.Timings(
-        first_scheduled=since(timings.first_scheduled),
-        first_token=since(timings.first_token),
-        last_token=since(last_token),
-        finished=since(timings.finished),
+        first_scheduled_duration=since(timings.first_scheduled),
+        first_token_duration=since(timings.first_token),
+        last_token_duration=since(last_token),
+        finished_duration=since(timings.finished),
         preemptions=timings.preemptions,
     )
 
@@ -104,28 +104,32 @@ class Responder:
         self._tokenizer = tokenizer
         self._instance_id = instance_id
 
-    def batch(self, batch: Batch) -> generation_service_pb2.StreamResultResponse:
-        """Everything that a session took, as one message."""
-        message = generation_service_pb2.StreamResultResponse()
+    def batch(
+        self, batch: Batch, instance_id: str = ""
+    ) -> generation_service_pb2.StreamResultResponse:
+        """Everything that a session took, as one message; the first one says which process has
+        the session.
+        """
+        message = generation_service_pb2.StreamResultResponse(instance_id=instance_id)
         self.add_events(message.events, batch.events)
         for reply in batch.replies:
             self._reply(message, reply)
         return message
 
     def add_events(
-        self, target: Any, taken: Iterable[tuple[str, list[events.NumberedEvent]]]
+        self, target: Any, taken: Iterable[tuple[int, list[events.NumberedEvent]]]
     ) -> None:
-        """Add the events of several requests (by name) to `target`, a message's repeated
+        """Add the events of several requests (by number) to `target`, a message's repeated
         ResultEvent.
 
         They are filled where they stand: a message that is made first and then copied into another
         costs three times as much.
         """
         add, is_delta = target.add, events.Delta
-        for request_id, run in taken:
+        for number, run in taken:
             for numbered in run:
                 message = add()
-                message.request_id = request_id
+                message.request_number = number
                 message.seq = numbered.seq
                 event = numbered.event
                 if not isinstance(event, is_delta):
@@ -134,7 +138,6 @@ class Responder:
                 # New output. The path of every token: kept short.
                 delta = message.delta
                 delta.text = event.text
-                delta.token_offset = event.token_offset
                 if event.choice:
                     message.choice_index = event.choice
                 if event.detailed:
@@ -163,13 +166,13 @@ class Responder:
         at = timestamp_pb2.Timestamp()
         at.FromNanoseconds(int(event.accepted_at * 1e9))
         return generation_pb2.Accepted(
-            instance_id=self._instance_id,
+            request_id=event.request_id,
             sampling=sampling_message(event.sampling),
             stop=_stop_message(event.stop, event.stop_strings, event.include_stop),
             prompt_tokens=event.prompt_tokens,
             queue_position=event.queue_position,
             command_id=event.command_id,
-            accepted_at=at,
+            accept_time=at,
             n=event.n,
         )
 
@@ -189,7 +192,7 @@ class Responder:
         for info, logprobs in zip(infos, event.logprobs or (), strict=False):
             self._add_logprobs(info, logprobs)
         for info, moment in zip(infos, event.times or (), strict=False):
-            info.time.CopyFrom(to_duration(moment))
+            info.elapsed_duration.CopyFrom(to_duration(moment))
         return infos
 
     def token(self, token_id: int) -> generation_pb2.TokenInfo:
@@ -238,7 +241,9 @@ class Responder:
         self, request_id: str, n: int, run: Iterable[events.NumberedEvent]
     ) -> generation_service_pb2.GenerateResponse:
         """All events of a finished request with n choices, folded into one result."""
-        message = generation_service_pb2.GenerateResponse(request_id=request_id)
+        message = generation_service_pb2.GenerateResponse(
+            request_id=request_id, instance_id=self._instance_id
+        )
         choices = [message.choices.add(index=index) for index in range(n)]
         texts: list[list[str]] = [[] for _ in range(n)]
         for numbered in run:
@@ -274,16 +279,16 @@ class Responder:
                 )
             case events.Opened():
                 message.opened.command_id = reply.command_id
-                message.opened.instance_id = self._instance_id
                 message.opened.lease.CopyFrom(to_duration(reply.lease_s))
             case events.Attached():
                 message.attached.add(
                     command_id=reply.command_id,
                     request_id=reply.request_id,
                     from_seq=reply.from_seq,
+                    request_number=reply.number,
                 )
             case events.Detached():
-                message.detached.add(request_id=reply.request_id)
+                message.detached.add(request_id=reply.request_id, request_number=reply.number)
             case events.CancelAnswered():
                 message.cancelled.append(
                     cancel_result(reply.request_id, reply.outcome, reply.command_id)

@@ -73,7 +73,7 @@ def sampling_params(options: generation_pb2.SamplingOptions, info: ModelInfo) ->
         logit_bias=TokenBiases.of(bias) or default.logit_bias,
         allowed_token_ids=ids("allowed_token_ids"),
         banned_token_ids=ids("banned_token_ids"),
-        seed=options.seed if options.HasField("seed") else secrets.randbits(64),
+        seed=options.seed if options.HasField("seed") else secrets.randbits(63),
     )
     _check_something_is_left(params, info.vocab_size)
     return params
@@ -125,11 +125,6 @@ def grammar_params(output: generation_pb2.StructuredOutput) -> GrammarParams:
         case "json_schema" | "regex" | "grammar":
             return GrammarParams(kind=_TEXT_FORMATS[kind], text=getattr(output, kind))
         case "json_object":
-            if not output.json_object:
-                raise FieldError(
-                    "structured_output.json_object",
-                    "is false, which is no form; set it to true, or leave structured_output out",
-                )
             return GrammarParams(kind=GrammarKind.JSON_OBJECT)
         case "choice":
             choices = output.choice.choices

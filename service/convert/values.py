@@ -1,14 +1,13 @@
-"""Small values: durations, enums, Struct."""
+"""Small values: durations, enums, token ids."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf import duration_pb2, struct_pb2
+from google.protobuf import duration_pb2
 
 from engine.token_ids import TokenIds
 from service.call_errors import FieldError
@@ -80,30 +79,3 @@ def check_ids(
             f"is {taken[index]}; token ids are below {vocab_size} (ModelCard.vocab_size)",
         )
     return TokenIds(taken.astype(np.int32).tobytes())
-
-
-def from_struct(struct: struct_pb2.Struct, field: str) -> dict[str, object]:
-    """A Struct as plain values; whole numbers become integers again."""
-    return {
-        name: _from_value(value, f"{field}.{name[:40]}") for name, value in struct.fields.items()
-    }
-
-
-def _from_value(value: struct_pb2.Value, field: str) -> object:
-    match value.WhichOneof("kind"):
-        case "bool_value":
-            return value.bool_value
-        case "string_value":
-            return value.string_value
-        case "number_value":
-            number = value.number_value
-            if not math.isfinite(number):
-                raise FieldError(field, "is not a finite number")
-            whole = abs(number) < 2**53 and number == int(number)
-            return int(number) if whole else number
-        case "struct_value":
-            return from_struct(value.struct_value, field)
-        case "list_value":
-            return [_from_value(entry, field) for entry in value.list_value.values]
-        case _:
-            return None

@@ -18,9 +18,13 @@ _LISTED_ID = 14
 _ID_ON_THE_WIRE = 3
 _MESSAGE = 115
 """Of a chat's message, and of a bias."""
+_CALL = 600
+"""Of a tool, and of a tool call."""
 _CHOICE = 45
-_JSON = 10
+_JSON = 3
 """For each byte of JSON: of tools, tool calls and template arguments."""
+_JSON_VALUE = 250
+"""For each value there, which is made twice: as it is parsed, and as the template sees it."""
 
 
 def message_footprint(spec: generation_pb2.GenerationSpec) -> Footprint:
@@ -29,8 +33,11 @@ def message_footprint(spec: generation_pb2.GenerationSpec) -> Footprint:
     sampling, chat = spec.sampling, spec.chat
     ids = len(spec.tokens.ids)
     listed = len(sampling.allowed_token_ids) + len(sampling.banned_token_ids)
-    json = chat.template_arguments.ByteSize() + sum(tool.ByteSize() for tool in chat.tools)
-    json += sum(message.ByteSize() for message in chat.messages if message.tool_calls)
+    texts = [chat.template_arguments_json]
+    texts += [text for tool in chat.tools for text in (tool.parameters_json, tool.definition_json)]
+    calls = [call for message in chat.messages for call in message.tool_calls]
+    texts += [call.arguments_json for call in calls]
+    values = sum(text.count(mark) for text in texts for mark in ",[{")
     return Footprint(
         size
         + max(size - _ID_ON_THE_WIRE * (ids + listed), 0)
@@ -38,7 +45,9 @@ def message_footprint(spec: generation_pb2.GenerationSpec) -> Footprint:
         + _LISTED_ID * listed
         + _MESSAGE * (len(chat.messages) + len(sampling.logit_bias))
         + _CHOICE * len(spec.structured_output.choice.choices)
-        + _JSON * json,
+        + _CALL * (len(calls) + len(chat.tools))
+        + _JSON * sum(map(len, texts))
+        + _JSON_VALUE * values,
         input_field(spec),
     )
 

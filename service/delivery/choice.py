@@ -233,7 +233,6 @@ class ChoiceLog:
         delta = Delta(
             ids,
             text,
-            self._offset,
             self._options.token_details,
             tuple(self._logprobs[:count]) if self._logprobs else None,
             times,

@@ -91,6 +91,7 @@ class Accepted:
     seconds, n the number of choices.
     """
 
+    request_id: str
     sampling: SamplingParams
     stop: StopParams
     stop_strings: tuple[str, ...]
@@ -155,7 +156,6 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         token_ids, text: the new tokens, and the new text (which may belong to earlier tokens).
-        token_offset: how many tokens came before.
         detailed: whether the tokens are described one by one.
         logprobs: one entry a token, where asked for.
         times: seconds since the request was accepted, one a token, where asked for.
@@ -165,7 +165,6 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
     token_ids: tuple[TokenId, ...]
     text: str
-    token_offset: int
     detailed: bool
     logprobs: tuple[TokenLogprobs, ...] | None
     times: tuple[float, ...] | None
@@ -273,6 +272,7 @@ class Attached:
     command_id: int
     request_id: str
     from_seq: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +289,7 @@ class Detached:
     """Another stream has a request's results now."""
 
     request_id: str
+    number: int
 
 
 CANCELLED = "cancelled"

@@ -229,6 +229,7 @@ class Registry:
             request.forget()
             raise
         accepted = Accepted(
+            request_id=request.request_id,
             sampling=asked.sampling,
             stop=asked.stop,
             stop_strings=submission.stop_strings,

@@ -218,8 +218,9 @@ class ServedRequest:
 
     # Streams
 
-    def attach(self, stream: ResultStream, from_seq: int) -> None:
-        """Make the events from `from_seq` on go to a stream, away from where they went.
+    def attach(self, stream: ResultStream, from_seq: int) -> int:
+        """Make the events from `from_seq` on go to a stream, away from where they went; returns the
+        number that it has there.
 
         Raises:
             ResultGoneError: they are not all there.
@@ -229,12 +230,13 @@ class ServedRequest:
         before = self.stream
         if before is not stream:
             if before is not None:
-                self._leave()
                 before.moved_away(self)
+                self._leave()
             self.stream = stream
-            stream.requests.add(self)
+            stream.add(self)
             if not self.state.is_live:
                 self.holding.take_place()
+        number = stream.requests[self]
         log.move_to(from_seq, stream.initial_credit)
         if self.state.is_live:
             if self.state is not State.LIVE:
@@ -250,6 +252,7 @@ class ServedRequest:
                 self.lost(stream.lease_s)
             elif log.ended:
                 self._registry.expect_reader(stream, self)
+        return number
 
     def take(self, limit: int) -> list[NumberedEvent]:
         """Its stream takes about so many bytes of what is pending, at most."""

@@ -45,12 +45,12 @@ MAX_REPLIES = 512
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What goes into one message. `events`: with their requests' names; `size`: about how many
-    bytes they take.
+    """What goes into one message. `events`: with their requests' numbers on the session; `size`:
+    about how many bytes they take.
     """
 
     replies: list[Reply]
-    events: list[tuple[str, list[NumberedEvent]]]
+    events: list[tuple[int, list[NumberedEvent]]]
     size: int
 
 
@@ -61,7 +61,8 @@ class ResultStream:
         lease_s: how long its requests go on after it was lost.
         closing: nothing more is to come from the client, or from the server because it drains.
         busy: commands that are being carried out; the stream is not finished before they are.
-        requests: those that are attached and not fully delivered.
+        requests: those that are attached and not fully delivered, with their numbers: 1, 2, 3 and
+            so on in a session, 0 in other streams.
         ended_at: when which of them have ended; monotonic seconds.
         last_taken: when something was taken last.
         moved: the last request that another stream took over.
@@ -89,7 +90,8 @@ class ResultStream:
         self.is_over = False
         self.last_taken = 0.0
         self.ended_at: dict[ServedRequest, float] = {}
-        self.requests: set[ServedRequest] = set()
+        self.requests: dict[ServedRequest, int] = {}
+        self._numbers = 0
         self.moved: ServedRequest | None = None
         self.given_up = False
         self.lease_s = 0.0
@@ -106,9 +108,15 @@ class ResultStream:
             self._wake.set()
         self._dirty[request] = None
 
+    def add(self, request: ServedRequest) -> None:
+        """It has one more request, which gets a number."""
+        if self.is_session:
+            self._numbers += 1
+        self.requests[request] = self._numbers
+
     def remove(self, request: ServedRequest) -> None:
         """It does not have a request any more."""
-        self.requests.discard(request)
+        self.requests.pop(request, None)
         self.ended_at.pop(request, None)
         self._dirty.pop(request, None)
 
@@ -116,7 +124,7 @@ class ResultStream:
         """A request that it had goes to another stream from now on."""
         self.moved = request
         if self.is_session:
-            self.reply(Detached(request.request_id))
+            self.reply(Detached(request.request_id, self.requests[request]))
         self._wake.set()
 
     def reply(self, reply: Reply) -> None:
@@ -167,9 +175,10 @@ class ResultStream:
         while self._dirty and size < MAX_BATCH_BYTES:
             request = next(iter(self._dirty))
             del self._dirty[request]
+            number = self.requests[request]  # its last event makes it leave
             taken = request.take(MAX_BATCH_BYTES - size)
             if taken:
-                events.append((request.request_id, taken))
+                events.append((number, taken))
                 for numbered in taken:
                     size += numbered.event.size
                     held += numbered.event.held

@@ -23,9 +23,8 @@ from typing import Any
 from headrace.v1 import generation_service_pb2
 
 from service.auth import PermissionDeniedError, Permit, UnauthenticatedError
-from service.call_errors import FieldError, PreconditionError
+from service.call_errors import FieldError, PreconditionError, UnsupportedFieldError
 from service.convert.request import Draft, check_request_id
-from service.convert.unknown import refuse_unknown
 from service.convert.values import seconds
 from service.delivery.events import Attached, CancelAnswered, Opened, Rejected
 from service.delivery.session import ResultStream
@@ -78,7 +77,7 @@ class CommandReader:
                 command, draft = await parsed(received), None
                 try:
                     self._permit.check()
-                    refuse_unknown(command)  # what waits is bounded in its parts too
+                    self._state.incoming.check(command)  # what waits is bounded in its parts too
                     if command.HasField("add"):
                         draft = self._front.converter.draft(command.add, "add.spec")
                 except (UnauthenticatedError, PermissionDeniedError) as error:
@@ -160,6 +159,10 @@ class CommandReader:
     def _open(self, command: Command) -> None:
         if not self._first:
             raise PreconditionError("open: must be the session's first command")
+        if command.open.HasField("load_interval"):
+            raise UnsupportedFieldError(
+                "open.load_interval", "is not supported by this server yet; leave it out"
+            )
         lease_s = seconds(command.open.lease, "open.lease")
         self._stream.lease_s = min(lease_s, self._front.max_lease_s)
         self._stream.initial_credit = command.open.initial_credit or None
@@ -171,15 +174,17 @@ class CommandReader:
         await start_request(self._front, self._permit, draft, self._stream, command_id=command_id)
 
     async def _attach(self, command: Command) -> None:
+        self._state.check_instance(command.attach.instance_id)
         request_id = command.attach.request_id
         check_request_id(request_id, "attach.request_id")
         registry = self._front.registry
         await registry.settled(self._identity, request_id)
         from_seq = command.attach.from_seq or 1
-        registry.find(self._identity, request_id).attach(self._stream, from_seq)
-        self._stream.reply(Attached(command.command_id, request_id, from_seq))
+        number = registry.find(self._identity, request_id).attach(self._stream, from_seq)
+        self._stream.reply(Attached(command.command_id, request_id, from_seq, number))
 
     def _cancel(self, command: Command) -> None:
+        self._state.check_instance(command.cancel.instance_id)
         request_id = command.cancel.request_id
         outcome = self._front.registry.cancel(self._identity, request_id)
         self._stream.reply(CancelAnswered(command.command_id, request_id, outcome))

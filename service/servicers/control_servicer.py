@@ -17,7 +17,7 @@ from headrace.v1 import control_service_pb2_grpc
 
 from service.auth import current_permit
 from service.convert import control_messages as convert
-from service.convert.unknown import refuse_unknown
+from service.convert.incoming import IncomingCheck
 from service.operator_control import Control
 from service.places import Places
 
@@ -27,9 +27,10 @@ logger = logging.getLogger(__name__)
 class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
     """Answers ControlService."""
 
-    def __init__(self, control: Control, watches: Places) -> None:
-        """`watches`: the places that open WatchStatistics take."""
+    def __init__(self, control: Control, watches: Places, incoming: IncomingCheck) -> None:
+        """`watches`: the places that open WatchStatistics take; `incoming`: looks at messages."""
         self._control = control
+        self._check = incoming.check
         self._watches = watches
 
     # Looking
@@ -38,7 +39,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         self, request: pb.GetStatisticsRequest, context: Any
     ) -> pb.GetStatisticsResponse:
         """The figures now."""
-        refuse_unknown(request)
+        self._check(request)
         return pb.GetStatisticsResponse(
             statistics=convert.statistics_message(await self._control.snapshot())
         )
@@ -50,7 +51,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         more.
         """
         permit = current_permit.get()
-        refuse_unknown(request)
+        self._check(request)
         interval_s = convert.interval_of(request)
         self._watches.take(context, permit.account)
         ending = self._control.ending
@@ -73,7 +74,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         self, request: pb.ListRequestsRequest, context: Any
     ) -> pb.ListRequestsResponse:
         """Live requests, in pages."""
-        refuse_unknown(request)
+        self._check(request)
         size, behind = convert.page_of(request)
         live = self._control.registry.live_requests(request.identity or None)
         later = (one for one in live if one.serial > behind)
@@ -83,7 +84,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         return pb.ListRequestsResponse(
             requests=[convert.live_request(one, now) for one in page],
             next_page_token=str(page[-1].serial) if is_more else "",
-            total=len(live),
+            total_size=len(live),
         )
 
     # Steering
@@ -92,7 +93,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         self, request: pb.CancelRequestsRequest, context: Any
     ) -> pb.CancelRequestsResponse:
         """End requests of any identity. All of them are ended before anything is awaited."""
-        refuse_unknown(request)
+        self._check(request)
         convert.check_names(request.requests)
         cancel = self._control.registry.cancel
         return pb.CancelRequestsResponse(
@@ -104,18 +105,18 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
 
     async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
         """Stop the engine between two steps."""
-        refuse_unknown(request)
+        self._check(request)
         pause, was_paused = await self._control.pause(convert.check_reason(request.reason))
         return pb.PauseResponse(pause=convert.pause_message(pause), was_paused=was_paused)
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
         """End the pause."""
-        refuse_unknown(request)
+        self._check(request)
         return pb.ResumeResponse(was_paused=await self._control.resume())
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         """Begin to end the process."""
-        refuse_unknown(request)
+        self._check(request)
         timeout_s = convert.drain_timeout_of(request)
         drain, was_draining = self._control.drain(timeout_s, convert.check_reason(request.reason))
         return pb.DrainResponse(
@@ -128,7 +129,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         self, request: pb.ResetPrefixCacheRequest, context: Any
     ) -> pb.ResetPrefixCacheResponse:
         """Forget all cached prefixes."""
-        refuse_unknown(request)
+        self._check(request)
         await self._control.engine().reset_prefix_cache()
         logger.warning("the prefix cache was reset")
         return pb.ResetPrefixCacheResponse()
@@ -137,6 +138,6 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         self, request: pb.SetLogLevelRequest, context: Any
     ) -> pb.SetLogLevelResponse:
         """Set how much is logged."""
-        refuse_unknown(request)
+        self._check(request)
         previous = await self._control.set_log_level(convert.level_of(request.level))
         return pb.SetLogLevelResponse(previous_level=convert.level_number(previous))

@@ -23,7 +23,6 @@ from service.auth import current_permit
 from service.call_errors import AnswerTooLargeError, FieldError
 from service.convert.request import check_request_id
 from service.convert.response import cancel_result
-from service.convert.unknown import refuse_unknown
 from service.convert.values import seconds
 from service.delivery.session import Batch, ResultStream
 from service.places import Places
@@ -52,11 +51,13 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> generation_service_pb2.AddRequestResponse:
         """Start a request and keep its results."""
         front, permit = current_front.get(), current_permit.get()
-        refuse_unknown(request)
+        self._state.incoming.check(request)
         started = await start_request(
             front, permit, front.converter.draft(request), None, durable=True
         )
-        response = generation_service_pb2.AddRequestResponse(request_id=started.request_id)
+        response = generation_service_pb2.AddRequestResponse(
+            request_id=started.request_id, instance_id=self._state.instance_id
+        )
         if started.log.accepted is not None:
             response.accepted.CopyFrom(front.responder.accepted(started.log.accepted))
         return response
@@ -66,7 +67,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> generation_service_pb2.GenerateResponse:
         """Run one request and return its whole result."""
         front, permit = current_front.get(), current_permit.get()
-        refuse_unknown(request)
+        self._state.incoming.check(request)
         registry = front.registry
         stream = registry.open_stream()
         try:
@@ -92,16 +93,18 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[generation_service_pb2.GenerateStreamResponse]:
         """Run one request and stream its events."""
         front, permit = current_front.get(), current_permit.get()
-        refuse_unknown(request)
+        self._state.incoming.check(request)
         registry = front.registry
         stream = registry.open_stream()
         context.add_done_callback(lambda _: registry.lost(stream))
         try:
             started = await start_request(front, permit, front.converter.draft(request), stream)
+            instance_id = self._state.instance_id  # said once
             while (batch := await stream.receive()) is not None:
                 yield await front.text_pool.answer(
-                    permit.account, batch.size, partial(_streamed, front, batch)
+                    permit.account, batch.size, partial(_streamed, front, batch, instance_id)
                 )
+                instance_id = ""
                 del batch  # its texts are not held while the next one is awaited
             registry.complete(stream)
             stream.check_end(started)
@@ -120,10 +123,12 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         reader = asyncio.create_task(read_commands(request_iterator, self._state, permit, stream))
         reader.add_done_callback(partial(_reader_ended, stream))
         try:
+            instance_id = self._state.instance_id
             while (batch := await stream.receive()) is not None:
                 yield await front.text_pool.answer(
-                    permit.account, batch.size, partial(front.responder.batch, batch)
+                    permit.account, batch.size, partial(front.responder.batch, batch, instance_id)
                 )
+                instance_id = ""
                 del batch  # nor its texts, nor the frames of a refusal
             registry.complete(stream)
         finally:
@@ -137,17 +142,19 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> generation_service_pb2.CancelResponse:
         """End requests by their ids. All of them are ended before anything is awaited."""
         registry, identity = current_front.get().registry, current_permit.get().caller.identity
-        refuse_unknown(request)
+        self._state.incoming.check(request)
+        self._state.check_instance(request.instance_id)
         ids = request.request_ids
         if not 1 <= len(ids) <= MAX_CANCEL_IDS:
             raise FieldError(
                 "request_ids", f"has {len(ids)} entries; give between 1 and {MAX_CANCEL_IDS}"
             )
         return generation_service_pb2.CancelResponse(
+            instance_id=self._state.instance_id,
             results=[
                 cancel_result(request_id, registry.cancel(identity, request_id))
                 for request_id in ids
-            ]
+            ],
         )
 
     async def GetResult(
@@ -155,7 +162,8 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> generation_service_pb2.GetResultResponse:
         """Read a request's events from a number on."""
         front, account = current_front.get(), current_permit.get().account
-        refuse_unknown(request)
+        self._state.incoming.check(request)
+        self._state.check_instance(request.instance_id)
         wait_s = _check_read(request)
         read = await front.registry.read(
             account.identity,
@@ -164,10 +172,12 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             until_done=request.until_done,
             wait_s=wait_s,
         )
-        response = generation_service_pb2.GetResultResponse(next_seq=read.next_seq, done=read.done)
+        response = generation_service_pb2.GetResultResponse(
+            next_seq=read.next_seq, done=read.done, instance_id=self._state.instance_id
+        )
 
         def fill() -> generation_service_pb2.GetResultResponse:
-            front.responder.add_events(response.events, [(request.request_id, read.events)])
+            front.responder.add_events(response.events, [(0, read.events)])
             return response
 
         size = sum(numbered.event.size for numbered in read.events)
@@ -183,8 +193,10 @@ def _check_read(request: generation_service_pb2.GetResultRequest) -> float:
     return wait_s
 
 
-def _streamed(front: FrontEnd, batch: Batch) -> generation_service_pb2.GenerateStreamResponse:
-    message = generation_service_pb2.GenerateStreamResponse()
+def _streamed(
+    front: FrontEnd, batch: Batch, instance_id: str
+) -> generation_service_pb2.GenerateStreamResponse:
+    message = generation_service_pb2.GenerateStreamResponse(instance_id=instance_id)
     front.responder.add_events(message.events, batch.events)
     return message
 

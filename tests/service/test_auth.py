@@ -207,7 +207,7 @@ async def test_spans_of_refused_calls(callers: Path, monkeypatch: pytest.MonkeyP
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     made = telemetry.Telemetry(telemetry.interceptors(provider))
-    monkeypatch.setattr(telemetry, "set_up", lambda _environ, _live_bytes: made)
+    monkeypatch.setattr(telemetry, "set_up", lambda _environ, **_figures: made)
     async with guarded(callers, FakeEngine(script=says("x"))) as h:
         await generate_with(h)
         await generate_with(h, *bearer("probe"))

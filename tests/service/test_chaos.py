@@ -42,7 +42,16 @@ from engine.process.client import ProcessEngineClient
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from tests.service.fault_proxy import OWN_CONNECTION, fault_proxy
-from tests.service.helpers import Harness, Session, check_course, details, refused, spec, until
+from tests.service.helpers import (
+    Harness,
+    Names,
+    Session,
+    check_course,
+    details,
+    refused,
+    spec,
+    until,
+)
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 GENERATION = "headrace.v1.GenerationService"
@@ -110,6 +119,7 @@ class Line:
         self.ends: dict[str, asyncio.Future[End]] = {}
         self.events: dict[str, list[pb.ResultEvent]] = {}
         self.accepted: set[str] = set()
+        self._names = Names()
         self._lease_s = lease_s
         self._reading: asyncio.Task[None] | None = None
 
@@ -133,11 +143,10 @@ class Line:
             for rejection in message.rejections:
                 assert not self.events[rejection.request_id]
                 self._end(rejection.request_id, now, rejection.status)
-            for event in message.events:
-                self._take(event, now)
+            for name, event in self._names.take(message):
+                self._take(name, event, now)
 
-    def _take(self, event: pb.ResultEvent, now: float) -> None:
-        name = event.request_id
+    def _take(self, name: str, event: pb.ResultEvent, now: float) -> None:
         self.events[name].append(event)
         self.tokens[name] += len(event.delta.token_ids)
         match event.WhichOneof("event"):

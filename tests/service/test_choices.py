@@ -185,8 +185,11 @@ async def test_usage_is_what_was_delivered_when_the_engine_dies() -> None:
     assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (2, 2)
     # Of the choices that say nothing more of themselves.
     assert (failed.usage.prompt_tokens, failed.usage.completion_tokens) == (2, 8)
-    assert failed.timings.first_token.ToNanoseconds() <= failed.timings.last_token.ToNanoseconds()
-    assert failed.timings.HasField("first_token")
+    assert (
+        failed.timings.first_token_duration.ToNanoseconds()
+        <= failed.timings.last_token_duration.ToNanoseconds()
+    )
+    assert failed.timings.HasField("first_token_duration")
 
 
 async def test_usage_of_choices_that_found_their_stop_strings_before_the_engine_died() -> None:
@@ -198,7 +201,7 @@ async def test_usage_of_choices_that_found_their_stop_strings_before_the_engine_
         h.engine.die(RuntimeError("gone"))
         result = await call
     assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (2, 4)
-    assert all(choice.finished.timings.HasField("last_token") for choice in result.choices)
+    assert all(choice.finished.timings.HasField("last_token_duration") for choice in result.choices)
 
 
 async def test_an_engine_that_forgets_a_choice_fails_the_request() -> None:

@@ -28,6 +28,7 @@ from tests.service.fake_engine import EOS, FakeEngine, default_script, model_inf
 from tests.service.fault_proxy import OWN_CONNECTION, SeededSchedule, fault_proxy
 from tests.service.helpers import (
     DEADLINE_S,
+    Names,
     Session,
     check_course,
     finished_of,
@@ -185,7 +186,7 @@ class Client:
 
     async def attend(self, stub: Any) -> None:
         """One session: start or attach, and read until all is there, or the connection is lost."""
-        session = Session(stub.StreamResult())
+        session, names = Session(stub.StreamResult()), Names()
         if self.kind != "bare":
             await session.send(open=rpc.OpenCommand(lease=LEASE))
         for number, name in enumerate(self.left, 1):
@@ -208,7 +209,8 @@ class Client:
                 self.known.add(rejection.request_id)
                 attach = rpc.AttachCommand(request_id=rejection.request_id, from_seq=1)
                 await session.send(attach=attach)
-            self.collect(message.events)
+            for name, event in names.take(message):
+                self.collect(name, event)
         await session.call.done_writing()
         assert await session.call.read() is grpc.aio.EOF
 
@@ -225,17 +227,17 @@ class Client:
                         wait={"seconds": 30},
                     )
                 )
-                self.collect(answer.events)
+                for event in answer.events:
+                    self.collect(name, event)
                 assert answer.next_seq == len(self.events[name]) + 1
                 done = answer.done
 
-    def collect(self, events: Sequence[pb.ResultEvent]) -> None:
-        """Append events, which must follow on what is there."""
-        for event in events:
-            run = self.events[event.request_id]
-            assert event.seq == len(run) + 1
-            run.append(event)
-            self.known.add(event.request_id)
+    def collect(self, name: str, event: pb.ResultEvent) -> None:
+        """Append an event, which must follow on what is there."""
+        run = self.events[name]
+        assert event.seq == len(run) + 1
+        run.append(event)
+        self.known.add(name)
 
     def check(self) -> None:
         for name, run in self.events.items():
@@ -462,10 +464,10 @@ async def read_all(session: Session) -> None:
         pass
 
 
-def tokens_by_request(message: rpc.StreamResultResponse) -> dict[str, int]:
+def tokens_by_request(message: rpc.StreamResultResponse) -> dict[int, int]:
     """How many tokens of each request a message has."""
     deltas = [event for event in message.events if event.HasField("delta")]
-    return {event.request_id: len(event.delta.tokens) for event in deltas}
+    return {event.request_number: len(event.delta.tokens) for event in deltas}
 
 
 async def test_20_sessions_that_stop_reading_hold_up_nobody() -> None:

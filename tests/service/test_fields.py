@@ -12,7 +12,7 @@ from engine.sampling_params import GrammarKind, GrammarParams, LogprobParams, Sa
 from engine.types import TokenId
 from service.convert.request import cache_salt
 from tests.service.fake_engine import FakeEngine, model_info, says, token_logprobs
-from tests.service.helpers import refused, serving, spec
+from tests.service.helpers import Names, refused, serving, spec
 
 ONE = {"max_tokens": 1}
 
@@ -50,16 +50,15 @@ async def test_sampling_fields_act_and_are_echoed() -> None:
     assert list(absent.accepted.sampling.banned_token_ids) == [9]
     assert card.default_sampling.typical_p == pytest.approx(0.9)
     assert card.limits.max_choices == 16
-    assert {"choices", "structured_output", "prompt_logprobs", "priorities", "prefix_cache"} <= set(
-        card.features
-    )
+    assert {"structured_output", "priorities"} <= set(card.capabilities.names)
+    assert card.capabilities.scheduling.prefix_cache
 
 
 @pytest.mark.parametrize(
     ("output", "grammar"),
     [
         ({"json_schema": "{}"}, GrammarParams(kind=GrammarKind.JSON_SCHEMA, text="{}")),
-        ({"json_object": True}, GrammarParams(kind=GrammarKind.JSON_OBJECT)),
+        ({"json_object": {}}, GrammarParams(kind=GrammarKind.JSON_OBJECT)),
         ({"regex": "a+"}, GrammarParams(kind=GrammarKind.REGEX, text="a+")),
         ({"grammar": "start: x"}, GrammarParams(kind=GrammarKind.LARK, text="start: x")),
         (
@@ -93,7 +92,9 @@ async def test_priorities_run_first() -> None:
         await session.read_until(lambda _: len(session.events()) == 4)
         engine.run()
         messages = await session.end()
-    order = [e.request_id for m in messages for e in m.events if e.HasField("finished")]
+    names = Names()
+    events = [named for message in messages for named in names.take(message)]
+    order = [name for name, event in events if event.HasField("finished")]
     assert order == ["a", "high", "b", "low"]
     assert [request.priority for request in engine.submitted] == [0, -100, 100, 0]
 
@@ -173,5 +174,5 @@ async def test_several_choices_with_details_and_times() -> None:
     for choice in result.choices:
         for position, token in enumerate(choice.tokens):
             assert token.logprob == token_logprobs(position, token.id, 1).logprob
-            assert token.HasField("time")
+            assert token.HasField("elapsed_duration")
     assert result.choices[1].finished.reason == pb.FINISH_REASON_STOP

@@ -125,9 +125,9 @@ async def test_a_request_that_is_not_read_in_time_ends_with_the_reason() -> None
         assert tokens == oracle(h, "a", len(tokens))
         assert 20 <= len(tokens) <= 30  # what there was comes with the end
         assert failed.usage.completion_tokens == len(tokens)
-        assert failed.timings.first_token.ToNanoseconds() > 0
-        assert failed.timings.last_token.ToNanoseconds() > 0
-        assert failed.timings.finished.ToNanoseconds() >= 0.2e9
+        assert failed.timings.first_token_duration.ToNanoseconds() > 0
+        assert failed.timings.last_token_duration.ToNanoseconds() > 0
+        assert failed.timings.finished_duration.ToNanoseconds() >= 0.2e9
         info = details(failed.status)["ErrorInfo"]
         assert (failed.status.code, info.reason) == (8, "RESULTS_NOT_READ")
         assert info.metadata["max_hold_s"] == "0.2"
@@ -155,7 +155,7 @@ async def test_where_the_policy_is_to_end_it_ends_at_the_bound() -> None:
         assert ids_of(events) == oracle(h, "a", len(ids_of(events)))
         assert len(ids_of(events)) >= 20
         card = await h.models.GetModel(model_service_pb2.GetModelRequest())
-        assert not card.model.limits.HasField("max_pause")
+        assert not card.model.limits.HasField("max_hold")
 
 
 async def test_generatestream_ends_with_the_status_too() -> None:

@@ -447,4 +447,5 @@ ACCEPTED = Accepted(
     queue_position=0,
     command_id=0,
     accepted_at=0.0,
+    request_id="a",
 )

@@ -43,10 +43,10 @@ async def test_generate_returns_the_whole_result() -> None:
     assert result.accepted.sampling.typical_p == 1
     assert result.accepted.stop.max_tokens == 256
     assert list(result.accepted.stop.eos_token_ids) == [EOS]
-    assert result.accepted.instance_id == h.server.instance_id
-    assert result.accepted.accepted_at.seconds > 1_700_000_000
+    assert result.accepted.request_id == "mine"
+    assert result.accepted.accept_time.seconds > 1_700_000_000
     assert result.prompt.prompt_tokens == 2
-    assert choice.finished.timings.HasField("first_token")
+    assert choice.finished.timings.HasField("first_token_duration")
 
 
 async def test_generate_stream_sends_one_message_a_step() -> None:
@@ -180,10 +180,10 @@ async def test_logprobs_and_details() -> None:
         (97, "a", -1.0),
         (98, "b", -2.0),
     ]
-    assert all(t.HasField("time") for t in tokens)
+    assert all(t.HasField("elapsed_duration") for t in tokens)
     assert list(result.choices[0].token_ids) == [97, 98, EOS]
     token = plain.choices[0].tokens[0]
-    assert not any(token.HasField(name) for name in ("logprob", "rank", "time"))
+    assert not any(token.HasField(name) for name in ("logprob", "rank", "elapsed_duration"))
     assert own.choices[0].tokens[0].logprob == -0.5
     assert not own.choices[0].tokens[0].candidates
 

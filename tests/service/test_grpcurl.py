@@ -90,7 +90,13 @@ def test_generate(demo: RealServer) -> None:
 def test_two_requests_from_stdin_on_one_session(demo: RealServer) -> None:
     printed = grpcurl(demo, "headrace.v1.GenerationService/StreamResult", data=SESSION)
     for name, command_id in (("a", "1"), ("b", "2")):
-        own = [event for event in events(printed) if event["request_id"] == name]
+        found = events(printed)
+        [number] = [
+            event["request_number"]
+            for event in found
+            if event.get("accepted", {}).get("request_id") == name
+        ]
+        own = [event for event in found if event["request_number"] == number]
         assert [int(event["seq"]) for event in own] == list(range(1, len(own) + 1))
         assert own[0]["accepted"]["command_id"] == command_id
         assert own[-1]["finished"]["reason"] == "FINISH_REASON_LENGTH"
@@ -164,8 +170,8 @@ def test_the_readmes_lines(demo: RealServer, line: str) -> None:
         [answer] = messages(done.stdout)
         assert [choice["text"] in ("yes", "no") for choice in answer["choices"]] == [True, True]
     if "/StreamResult" in line:
-        ended = {event["request_id"] for event in events(done.stdout) if "finished" in event}
-        assert ended == {"a", "b"}
+        ended = {event["request_number"] for event in events(done.stdout) if "finished" in event}
+        assert ended == {1, 2}
 
 
 def test_the_lines_of_the_welcome(demo: RealServer) -> None:

@@ -255,7 +255,7 @@ async def test_spans_tell_what_happened(monkeypatch: pytest.MonkeyPatch) -> None
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     made = telemetry.Telemetry(telemetry.interceptors(provider))
-    monkeypatch.setattr(telemetry, "set_up", lambda _environ, _live_bytes: made)
+    monkeypatch.setattr(telemetry, "set_up", lambda _environ, **_figures: made)
     engine = FakeEngine(script=says("x"))
     async with serving(engine) as h:
         await h.generate(spec())

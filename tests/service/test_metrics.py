@@ -40,7 +40,7 @@ class Book:
     def __init__(self) -> None:
         self._reader = InMemoryMetricReader()
         self.provider = MeterProvider([self._reader], shutdown_on_exit=False)
-        self.metrics = Metrics(self.provider.get_meter("test"), lambda: 12345)
+        self.metrics = Metrics(self.provider.get_meter("test"), lambda: 12345, lambda: 3)
 
     def points(self, name: str) -> list[Any]:
         """The data points of a metric now."""
@@ -108,7 +108,7 @@ async def test_a_server_records_its_requests_and_the_engine_s_figures(
 ) -> None:
     book = Book()
     made = telemetry.Telemetry(metrics=book.metrics, meter_provider=book.provider)
-    monkeypatch.setattr(telemetry, "set_up", lambda _environ, _live_bytes: made)
+    monkeypatch.setattr(telemetry, "set_up", lambda _environ, **_figures: made)
     figures = EngineStats(
         running=1, waiting=2, blocks_total=3, blocks_used=4, steps=5, prompt_tokens=6,
         generated_tokens=7, requests_accepted=8, requests_finished=9, preemptions=10,
@@ -152,7 +152,7 @@ async def test_counters_go_on_and_gauges_say_nothing_when_the_engine_has_died(
 ) -> None:
     book = Book()
     made = telemetry.Telemetry(metrics=book.metrics, meter_provider=book.provider)
-    monkeypatch.setattr(telemetry, "set_up", lambda _environ, _live_bytes: made)
+    monkeypatch.setattr(telemetry, "set_up", lambda _environ, **_figures: made)
     monkeypatch.setattr(metrics, "POLL_S", 0.01)
     figures = EngineStats(
         running=7, waiting=0, blocks_total=9, blocks_used=3, steps=100, prompt_tokens=50,
@@ -256,7 +256,7 @@ async def test_the_last_figures_reach_a_collector(monkeypatch: pytest.MonkeyPatc
     }
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    made = telemetry.set_up(environment, lambda: 12345)
+    made = telemetry.set_up(environment, live_bytes=lambda: 12345, unknown_fields=lambda: 3)
     assert made.metrics is not None
     assert not made.interceptors
     made.metrics.on_step(StepOutputs(1.0, (), StepRecord(0.25, 2, 40, 7)))
@@ -267,6 +267,7 @@ async def test_the_last_figures_reach_a_collector(monkeypatch: pytest.MonkeyPatc
     assert attributes["service.name"] == "headrace"
     names = {metric.name for scope in resource.scope_metrics for metric in scope.metrics}
     assert names == {
+        "headrace.messages.unknown_fields",
         "headrace.requests.bytes",
         "headrace.step.duration",
         "headrace.step.requests",
@@ -283,7 +284,7 @@ def test_the_documentation_lists_them_all() -> None:
         def __getattr__(self, _create: str) -> Any:
             return lambda name, *_arguments, **_options: names.add(name)
 
-    Metrics(cast(Meter, Names()), int)
+    Metrics(cast(Meter, Names()), int, int)
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`[^|]*`) \| (?:histogram|gauge|counter) \|", text, re.M)
     listed = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -34,12 +35,12 @@ INVALID = [
     ("chat.messages[0].tool_call_id", {"chat": {"messages": [{**USER, "tool_call_id": "x"}]}}),
     ("chat.tools[0].name", {"chat": {"messages": [USER], "tools": [{}]}}),
     (
-        "chat.template_arguments.messages",
-        {"chat": {"messages": [USER], "template_arguments": {"messages": "x"}}},
+        "chat.template_arguments_json.messages",
+        {"chat": {"messages": [USER], "template_arguments_json": '{"messages": "x"}'}},
     ),
     (
-        "chat.template_arguments.x",
-        {"chat": {"messages": [USER], "template_arguments": {"x": math.inf}}},
+        "chat.template_arguments_json",
+        {"chat": {"messages": [USER], "template_arguments_json": '{"x": Infinity}'}},
     ),
     (
         "chat.continue_final_message",
@@ -82,7 +83,6 @@ INVALID = [
     ("n", {"n": 0}),
     ("n", {"n": 17}),
     ("structured_output", {"structured_output": {}}),
-    ("structured_output.json_object", {"structured_output": {"json_object": False}}),
     ("structured_output.json_schema", {"structured_output": {"json_schema": ""}}),
     ("structured_output.json_schema", {"structured_output": {"json_schema": "{"}}),
     ("structured_output.regex", {"structured_output": {"regex": ""}}),
@@ -120,15 +120,7 @@ INVALID = [
 def make(fields: dict[str, object]) -> pb.GenerationSpec:
     fields = dict(fields)
     text = fields.pop("text", "hi")
-    arguments = None
-    chat = fields.get("chat")
-    if isinstance(chat, dict) and "template_arguments" in chat:
-        arguments = chat["template_arguments"]
-        fields["chat"] = {k: v for k, v in chat.items() if k != "template_arguments"}
-    message = spec(str(text), **fields)
-    if arguments is not None:
-        message.chat.template_arguments.update(arguments)
-    return message
+    return spec(str(text), **fields)
 
 
 async def check_everywhere(h: Harness, message: pb.GenerationSpec, path: str) -> None:
@@ -174,7 +166,7 @@ async def test_a_priority_that_no_scheduler_heeds_is_refused() -> None:
         card = (await h.models.GetModel(model.GetModelRequest())).model
         await h.generate(spec(scheduling={"priority": 0}, stop={"max_tokens": 1}))
     assert (error.code, error.field) == (grpc.StatusCode.UNIMPLEMENTED, "spec.scheduling.priority")
-    assert "priorities" not in card.features
+    assert "priorities" not in card.capabilities.names
 
 
 async def test_prompt_logprobs_that_fit_no_message_are_refused() -> None:
@@ -279,37 +271,63 @@ async def test_missing_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "place"),
+    "place",
     [
-        ("spec.", lambda s: s),
-        ("spec.sampling.", lambda s: s.sampling),
-        ("spec.scheduling.time_limit.", lambda s: s.scheduling.time_limit),
-        ("spec.chat.messages[1].", lambda s: s.chat.messages[1]),
-        (
-            "spec.chat.template_arguments.fields[a].",
-            lambda s: s.chat.template_arguments.fields["a"],
-        ),
+        lambda s: s,
+        lambda s: s.sampling,
+        lambda s: s.scheduling.time_limit,
+        lambda s: s.chat.messages[1],
     ],
 )
-async def test_unknown_fields_are_refused_at_any_depth(
-    path: str, place: Callable[[pb.GenerationSpec], Any]
+async def test_unknown_fields_are_ignored_and_counted_at_any_depth(
+    place: Callable[[pb.GenerationSpec], Any],
 ) -> None:
     message = spec(chat={"messages": [USER, USER]})
     message.sampling.top_k = 1
     message.scheduling.time_limit.seconds = 1
-    message.chat.template_arguments.update({"a": {"b": 1}})
     place(message).MergeFromString(b"\xf8\x07\x01")  # field 127, a varint
     async with serving() as h:
-        error = await refused(h.generate(message))
-    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert error.field == f"{path}127"
+        await h.generate(message)
+        assert h.server.state.incoming.unknown == 1
+        await h.generate(spec())
+        assert h.server.state.incoming.unknown == 1
+
+
+async def test_a_capability_that_is_missing_is_refused_by_name_everywhere() -> None:
+    async with serving() as h:
+        assert "chat" in h.server.state.front.card.capabilities.names
+        request = rpc.GenerateRequest(spec=spec(), required_capabilities=["chat", "time_travel"])
+        error = await refused(h.generation.Generate(request))
+        read = rpc.GetResultRequest(request_id="a", required_capabilities=["time_travel"])
+        others = [
+            await refused(h.generation.GetResult(read)),
+            await refused(h.models.GetModel(model.GetModelRequest(required_capabilities=["x"]))),
+        ]
+        too_many = rpc.CancelRequest(request_ids=["a"], required_capabilities=["chat"] * 65)
+        bounded = await refused(h.generation.Cancel(too_many))
+        session = h.session()
+        command = rpc.StreamResultRequest(
+            command_id=7, add=rpc.AddCommand(spec=spec()), required_capabilities=["time_travel"]
+        )
+        await session.call.write(command)
+        [rejection] = (await session.read()).rejections
+        await h.generation.Generate(
+            rpc.GenerateRequest(spec=spec(), required_capabilities=["chat", "structured_output"])
+        )
+    for one in (error, *others):
+        assert (one.code, one.reason) == (grpc.StatusCode.UNIMPLEMENTED, "CAPABILITY_MISSING")
+        assert one.field == "required_capabilities"
+    assert error.details["ErrorInfo"].metadata["capability"] == "time_travel"
+    assert "'time_travel'" in error.message
+    assert "structured_output" in error.message  # those that it has
+    assert bounded.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert (rejection.command_id, rejection.status.code) == (7, 12)
 
 
 async def test_long_texts_in_errors_are_cut() -> None:
     async with serving() as h:
-        chat = {"messages": [USER]}
-        message = spec(chat=chat)
-        message.chat.template_arguments.update({"ä" * 5000: 1})
+        arguments = json.dumps({"ä" * 5000: 1})
+        message = spec(chat={"messages": [USER], "template_arguments_json": arguments})
         error = await refused(h.generate(message))
         assert error.code is grpc.StatusCode.INVALID_ARGUMENT
         assert error.status.ByteSize() < 2500
@@ -379,13 +397,14 @@ async def test_model_service() -> None:
             await refused(h.models.Tokenize(model.TokenizeRequest(chat={}))),
             await refused(h.models.Detokenize(model.DetokenizeRequest(token_ids=[1, 999]))),
         ]
-    assert (card.name, card.vocab_size, card.has_chat_template) == ("mine", 258, True)
+    assert (card.name, card.vocab_size, card.capabilities.input.chat) == ("mine", 258, True)
     assert card.limits.max_context_tokens == 2048
     assert card.limits.max_prompt_tokens == 2047
     assert card.limits.max_queue_size == 1024
     assert card.default_sampling.temperature == pytest.approx(0.7)
     assert not card.default_sampling.HasField("seed")
-    assert {"chat", "logprobs", "stop_strings"} <= set(card.features)
+    assert {"chat", "tools", "content_parts"} <= set(card.capabilities.names)
+    assert card.capabilities.output.logprobs
     assert list(tokens.token_ids) == [97, 0xC3, 0xA9]
     assert tokens.tokens[1].bytes == b"\xc3"
     assert bytes(chat.token_ids) == b"[user]hi[assistant]"

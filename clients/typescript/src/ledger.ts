@@ -27,6 +27,8 @@ interface Request {
 export class Ledger {
   readonly #requests: Request[] = [];
   readonly #byId = new Map<string, Request>();
+  /** By the number that the server gave it. */
+  readonly #byNumber = new Map<number, Request>();
   /** What was refused, failed or broke the contract. */
   #faults = 0;
 
@@ -81,10 +83,17 @@ export class Ledger {
     this.#fault(`[${request.number}] refused: ${describeStatus(rejection.status)}`);
   }
 
-  #takeEvent({ requestId, seq, choiceIndex, event }: ResultEvent): void {
-    const request = this.#byId.get(requestId);
+  #takeEvent({ requestNumber, seq, choiceIndex, event }: ResultEvent): void {
+    if (event.case === "accepted") {
+      // The id is said once; the number stands in every event.
+      const accepted = this.#byId.get(event.value.requestId);
+      if (accepted !== undefined) {
+        this.#byNumber.set(requestNumber, accepted);
+      }
+    }
+    const request = this.#byNumber.get(requestNumber);
     if (request === undefined) {
-      this.#fault(`an event of ${JSON.stringify(requestId)}, which is no request of this session`);
+      this.#fault(`an event of number ${requestNumber}, which is no request of this session`);
       return;
     }
     const { number, lastSeq } = request;
@@ -108,10 +117,7 @@ export class Ledger {
 
     switch (event.case) {
       case "delta": {
-        const { tokenIds, tokenOffset, text } = event.value;
-        if (tokenOffset !== request.tokenIds.length) {
-          this.#fault(`[${number}] tokens from ${tokenOffset} on, ${request.tokenIds.length} were due`);
-        }
+        const { tokenIds, text } = event.value;
         for (const id of tokenIds) {
           request.tokenIds.push(id);
         }

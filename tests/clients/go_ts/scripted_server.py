@@ -26,7 +26,6 @@ from headrace.v1 import generation_service_pb2_grpc as service_grpc
 
 STEP_SECONDS = 0.002
 DEFAULT_MAX_TOKENS = 16
-INSTANCE_ID = "scripted"
 
 # Prompts with a part to play.
 LEAVES_A_NUMBER_OUT = "!gap"
@@ -59,13 +58,14 @@ def make_status(code: int, message: str, reason: str, *details: Message) -> stat
 class Request:
     """One request: a script of tokens, of which `advance` makes events."""
 
-    def __init__(self, spec: pb.GenerationSpec, command_id: int) -> None:
+    def __init__(self, spec: pb.GenerationSpec, command_id: int, number: int) -> None:
         self.id = spec.request_id
         self.prompt = spec.text.text
         self.cancelled = False
         self.ended = False
         self._spec = spec
         self._command_id = command_id
+        self._number = number
         self._seq = 0
         self._events = self._script()
 
@@ -86,13 +86,13 @@ class Request:
         self._seq += 1
         if self.prompt == LEAVES_A_NUMBER_OUT and self._seq == 4:
             self._seq += 1
-        return pb.ResultEvent(request_id=self.id, seq=self._seq, **kind)  # type: ignore[arg-type]
+        return pb.ResultEvent(request_number=self._number, seq=self._seq, **kind)  # type: ignore[arg-type]
 
     def _script(self) -> Iterator[list[pb.ResultEvent]]:
         prompt = self.prompt.encode()
         stop = self._spec.stop
         max_tokens = stop.max_tokens if stop.HasField("max_tokens") else DEFAULT_MAX_TOKENS
-        accepted = pb.Accepted(instance_id=INSTANCE_ID, command_id=self._command_id)
+        accepted = pb.Accepted(request_id=self.id, command_id=self._command_id)
         yield [self._event(accepted=accepted)]
         yield [self._event(prompt=pb.PromptProcessed(prompt_tokens=len(prompt)))]
 
@@ -112,15 +112,13 @@ class Request:
             if done == MISHAP_AFTER_TOKENS and self.prompt == ENDS_THE_STREAM_WITHOUT_AN_ERROR:
                 raise _Stop(status_pb2.Status())
             token = prompt[(done + 1) % len(prompt)]
-            delta = pb.Delta(
-                token_ids=[token], text=decoder.decode(bytes([token])), token_offset=done
-            )
+            delta = pb.Delta(token_ids=[token], text=decoder.decode(bytes([token])))
             done += 1
             yield [self._event(delta=delta)]
         rest = decoder.decode(b"", final=True)
         reason = pb.FINISH_REASON_CANCELLED if self.cancelled else pb.FINISH_REASON_LENGTH
         self.ended = True
-        last = [self._event(delta=pb.Delta(text=rest, token_offset=done))] if rest else []
+        last = [self._event(delta=pb.Delta(text=rest))] if rest else []
         yield [*last, self._event(finished=pb.Finished(reason=reason, usage=self._usage(done)))]
 
     def _usage(self, done: int) -> pb.Usage:
@@ -147,7 +145,7 @@ class ScriptedService(service_grpc.GenerationServiceServicer):
 
         async def read() -> None:
             async for command in request_iterator:
-                answer, request = self._answer(command)
+                answer, request = self._answer(command, len(mine) + 1)
                 answers.append(answer)
                 if request is not None:
                     self._requests[request.id] = request
@@ -186,7 +184,7 @@ class ScriptedService(service_grpc.GenerationServiceServicer):
         return service_pb.CancelResponse(results=[self._cancel(id_) for id_ in request.request_ids])
 
     def _answer(
-        self, command: service_pb.StreamResultRequest
+        self, command: service_pb.StreamResultRequest, number: int
     ) -> tuple[service_pb.StreamResultResponse, Request | None]:
         answer = service_pb.StreamResultResponse()
         if command.WhichOneof("command") == "cancel":
@@ -194,7 +192,7 @@ class ScriptedService(service_grpc.GenerationServiceServicer):
             return answer, None
         refusal = self._refusal(command)
         if refusal is None:
-            return answer, Request(command.add.spec, command.command_id)
+            return answer, Request(command.add.spec, command.command_id, number)
         answer.rejections.add(
             command_id=command.command_id,
             request_id=command.add.spec.request_id,

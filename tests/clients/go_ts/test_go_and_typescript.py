@@ -165,12 +165,15 @@ def python_outputs(address: str, prompts: Sequence[str], max_tokens: int) -> lis
         for number, prompt in enumerate(prompts)
     ]
     outputs = {command.add.spec.request_id: Output() for command in commands}
+    names: dict[int, str] = {}
     with grpc.insecure_channel(address) as channel:
         stub = service_grpc.GenerationServiceStub(channel)
         for response in stub.StreamResult(iter(commands), timeout=RUN_SECONDS):
             assert not response.rejections
             for event in response.events:
-                _take(event, outputs[event.request_id])
+                if event.HasField("accepted"):
+                    names[event.request_number] = event.accepted.request_id
+                _take(event, outputs[names[event.request_number]])
     assert all(output.finish_reason for output in outputs.values())
     return list(outputs.values())
 

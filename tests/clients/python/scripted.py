@@ -66,15 +66,22 @@ class Live:
     def __init__(self, spec: g.GenerationSpec, sink: Callable[[list[g.ResultEvent]], None]) -> None:
         self.spec = spec
         self.sink = sink
+        self.number = 0  # on the session that it is on
         self.seq = 0
         self.sent: list[g.ResultEvent] = []
         self.by_itself = False
 
     def send(self, **event: Any) -> None:
         self.seq += 1
-        one = g.ResultEvent(request_id=self.spec.request_id, seq=self.seq, **event)
+        one = g.ResultEvent(seq=self.seq, **event)
         self.sent.append(one)
-        self.sink([one])
+        self.sink([self.numbered(one)])
+
+    def numbered(self, event: g.ResultEvent) -> g.ResultEvent:
+        """An event as the session has it."""
+        one = g.ResultEvent(request_number=self.number)
+        one.MergeFrom(event)
+        return one
 
     @property
     def done(self) -> bool:
@@ -130,7 +137,11 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
     # ---- the engine ----
 
     def start(
-        self, spec: g.GenerationSpec, sink: Callable[[list[g.ResultEvent]], None], command: int = 0
+        self,
+        spec: g.GenerationSpec,
+        sink: Callable[[list[g.ResultEvent]], None],
+        command: int = 0,
+        number: int = 0,
     ) -> Live:
         with self.changed:
             self.specs.append(spec)
@@ -142,9 +153,12 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
             words = self._words(spec)
             self._check(words[0] if words else "")
             live = Live(spec, sink)
+            live.number = number
             self.live[spec.request_id] = self.kept[spec.request_id] = live
             self.peak = max(self.peak, len(self.live))
-            accepted = g.Accepted(instance_id="one", prompt_tokens=len(words), n=spec.n or 1)
+            accepted = g.Accepted(
+                request_id=spec.request_id, prompt_tokens=len(words), n=spec.n or 1
+            )
             accepted.command_id = command
             accepted.sampling.seed = spec.sampling.seed or 7
             live.send(accepted=accepted)
@@ -211,7 +225,7 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
             return
         limit = live.spec.stop.max_tokens if live.spec.stop.HasField("max_tokens") else len(words)
         for place, word in enumerate(words[:limit]):
-            delta = g.Delta(text=(" " if place else "") + word, token_offset=place)
+            delta = g.Delta(text=(" " if place else "") + word)
             if live.spec.output.HasField("logprobs"):
                 delta.tokens.add(id=len(word), text=word, bytes=word.encode(), logprob=-0.5)
             else:
@@ -235,7 +249,7 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
         usage = g.Usage(prompt_tokens=2, completion_tokens=tokens)
         for index in range(live.spec.n or 1):
             finished = g.Finished(reason=reason, usage=usage)
-            finished.timings.first_token.FromMilliseconds(250)
+            finished.timings.first_token_duration.FromMilliseconds(250)
             if live.spec.stop.stop_strings and reason == g.FINISH_REASON_STOP:
                 finished.stop_string = live.spec.stop.stop_strings[0]
             live.send(finished=finished, choice_index=index)
@@ -381,7 +395,7 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
             self.commands.append(command)
         kind, id_ = command.WhichOneof("command"), command.command_id
         if kind == "open":
-            opened = s.SessionOpened(command_id=id_, instance_id="one", lease=command.open.lease)
+            opened = s.SessionOpened(command_id=id_, lease=command.open.lease)
             out.put(s.StreamResultResponse(opened=opened))
         elif kind == "add":
             spec = command.add.spec
@@ -389,7 +403,7 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
                 raise Refusal(make_status(code_pb2.UNAVAILABLE, "DRAINING", "going away"))
             mine.add(spec.request_id)
             try:
-                self.start(spec, sink, id_)
+                self.start(spec, sink, id_, len(mine))
             except Refusal as refusal:
                 rejection = s.CommandRejection(
                     command_id=id_, request_id=spec.request_id, status=refusal.status
@@ -404,22 +418,28 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
             attached = s.SessionAttached(
                 command_id=id_, request_id=live.spec.request_id, from_seq=command.attach.from_seq
             )
+            mine.add(live.spec.request_id)
             with self.changed:
-                events = [event for event in live.sent if event.seq >= command.attach.from_seq]
+                attached.request_number = live.number = len(mine)
+                events = [
+                    live.numbered(event)
+                    for event in live.sent
+                    if event.seq >= command.attach.from_seq
+                ]
                 out.put(s.StreamResultResponse(attached=[attached], events=events))
                 live.sink = sink
-            mine.add(live.spec.request_id)
         with self.changed:
             self.changed.notify_all()
 
     # ---- ModelService ----
 
     def GetModel(self, request: Any, context: Any) -> Any:
-        card = m.ModelCard(name="scripted", vocab_size=100, has_chat_template=True)
+        card = m.ModelCard(name="scripted", vocab_size=100)
         card.limits.max_context_tokens = 64
         card.limits.max_lease.FromSeconds(90)
-        card.limits.max_pause.FromMilliseconds(1500)
-        card.features.append("chat")
+        card.limits.max_hold.FromMilliseconds(1500)
+        card.capabilities.names.append("chat")
+        card.capabilities.input.chat = True
         return m.GetModelResponse(model=card)
 
     def Tokenize(self, request: Any, context: Any) -> Any:

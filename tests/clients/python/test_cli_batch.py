@@ -233,7 +233,7 @@ def test_a_bad_line_is_its_own_error(run: Run, tmp_path: Path, piped: bool) -> N
     assert told.pop("deep")  # how deep a value may be is Python's to say
     assert told == {
         "a": "one", 2: "line", 3: "line", 4: "line", 5: "line", 6: "line", 7: "line", 8: "line",
-        "f": "messages", "g": "token_ids", "h": "token_ids", "i": "😀", "n": "request", "z": "last",
+        "f": "messages", "g": "token_ids", "h": "token_ids", "i": "😀", "n": "x", "z": "last",
     }  # fmt: skip
 
 

@@ -166,7 +166,7 @@ def test_a_request_that_runs_is_not_waited_for_beyond_the_timeout(
     client: Client, server: ScriptedServer
 ) -> None:
     client.add_request("hold on", request_id="a")
-    server.on_poll = lambda: server.live["a"].send(delta={"text": " on", "token_offset": 1})
+    server.on_poll = lambda: server.live["a"].send(delta={"text": " on"})
     with pytest.raises(headrace.DeadlineExceededError) as caught:
         client.get_result("a", timeout=0)
     assert caught.value.partial
@@ -190,12 +190,12 @@ def test_cancel(client: Client, server: ScriptedServer) -> None:
 
 def test_the_model_and_the_server(client: Client, server: ScriptedServer) -> None:
     card = client.model()
-    assert (card.name, card.limits.max_lease, card.features) == (
+    assert (card.name, card.limits.max_lease, list(card.capabilities.names)) == (
         "scripted",
         90.0,
-        frozenset({"chat"}),
+        ["chat"],
     )
-    assert (card.quantization, card.limits.max_pause) == ("", 1.5)
+    assert (card.quantization, card.limits.max_hold) == ("", 1.5)
     assert client.tokenize("a bcd").token_ids == (1, 3)
     assert client.tokenize([Message.user("ab")], add_generation_prompt=False).token_ids == (2,)
     assert client.detokenize([1, 2]) == "x xx"

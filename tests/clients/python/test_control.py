@@ -215,8 +215,8 @@ def test_the_picture_shows_all_there_is() -> None:
     found = pb.Statistics(
         instance_id="hr-1",
         phase=pb.SERVER_PHASE_DRAINING,
-        pause={"reason": "[red]see[/red]", "since": {"seconds": 0}},
-        drain={"reason": "", "since": {"seconds": 1}},
+        pause={"reason": "[red]see[/red]", "start_time": {"seconds": 0}},
+        drain={"reason": "", "start_time": {"seconds": 1}},
         front_end={"live_requests": 3, "kept_result_bytes": 3 << 19},
     )
     console = Console(width=120, color_system=None)

@@ -16,7 +16,7 @@ EXAMPLES: dict[str, Any] = {
     "request_id": "a", "n": 2, "adapter": "x", "temperature": 0.5, "top_k": 3, "top_p": 0.5,
     "min_p": 0.25, "typical_p": 0.5, "repetition_penalty": 1.5, "presence_penalty": -1.0,
     "frequency_penalty": 1.0, "no_repeat_ngram_size": 2, "logit_bias": {3: -1.5},
-    "allowed_token_ids": [1], "banned_token_ids": [2], "seed": 2**64 - 1, "max_tokens": 0,
+    "allowed_token_ids": [1], "banned_token_ids": [2], "seed": 2**63 - 1, "max_tokens": 0,
     "min_tokens": 1, "stop": ["a", "b"], "stop_token_ids": [1], "eos_token_ids": [2],
     "ignore_eos": True, "include_stop": True, "delivery": "final", "min_tokens_per_delta": 4,
     "logprobs": 0, "prompt_logprobs": 1, "logprob_token_ids": [5], "echo": True,
@@ -26,6 +26,7 @@ EXAMPLES: dict[str, Any] = {
     "time_limit": 1.5, "cache_salt": "s", "bypass_prefix_cache": True, "truncate_prompt_to": 9,
     "truncation_side": "right", "add_special_tokens": False, "tools": [{"name": "f"}],
     "add_generation_prompt": True, "continue_final_message": True, "template_arguments": {"a": 1},
+    "model": "demo", "labels": {"team": "search"},
 }  # fmt: skip
 CHAT_ONLY = {"tools", "add_generation_prompt", "continue_final_message", "template_arguments"}
 
@@ -83,7 +84,7 @@ def test_options_are_set_on_a_copy_of_a_raw_spec() -> None:
     ("options", "field"),
     [
         ({"top_k": -1}, "top_k"),
-        ({"seed": 2**64}, "seed"),
+        ({"seed": 2**63}, "seed"),
         ({"temperature": "hot"}, "temperature"),
         ({"delivery": "soon"}, "delivery"),
         ({"time_limit": float("nan")}, "time_limit"),
@@ -117,7 +118,7 @@ def test_messages_from_dictionaries() -> None:
     call: Any = {"id": "1", "name": "f", "arguments": {"x": 1}}
     messages: Any = [{"role": "assistant", "tool_calls": [call]}]
     spec = build_spec(messages)
-    assert spec.chat.messages[0].tool_calls[0].arguments["x"] == 1
+    assert spec.chat.messages[0].tool_calls[0].arguments_json == '{"x": 1}'
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ type ledger struct {
 	mu       sync.Mutex
 	requests []*request // in the order of sending; the command_id of a request's add is its index + 1
 	byID     map[string]*request
-	faults   int // what was refused, failed or broke the contract
+	byNumber map[uint32]*request // by the number that the server gave it
+	faults   int                 // what was refused, failed or broke the contract
 }
 
 // A request is what has been told about one request.
@@ -40,7 +41,8 @@ type request struct {
 }
 
 func newLedger(idPrefix string, json bool, out, err io.Writer) *ledger {
-	return &ledger{idPrefix: idPrefix, json: json, out: out, err: err, byID: make(map[string]*request)}
+	return &ledger{idPrefix: idPrefix, json: json, out: out, err: err, byID: make(map[string]*request),
+		byNumber: make(map[uint32]*request)}
 }
 
 // add makes a new request and returns the command_id of its add, and its id.
@@ -96,9 +98,15 @@ func (l *ledger) takeRejection(rejection *headracev1.CommandRejection) {
 }
 
 func (l *ledger) takeEvent(event *headracev1.ResultEvent) {
-	r, known := l.byID[event.GetRequestId()]
+	if accepted := event.GetAccepted(); accepted != nil {
+		// The id is said once; the number stands in every event.
+		if r, known := l.byID[accepted.GetRequestId()]; known {
+			l.byNumber[event.GetRequestNumber()] = r
+		}
+	}
+	r, known := l.byNumber[event.GetRequestNumber()]
 	if !known {
-		l.fault("an event of %q, which is no request of this session", event.GetRequestId())
+		l.fault("an event of number %d, which is no request of this session", event.GetRequestNumber())
 		return
 	}
 	switch seq := event.GetSeq(); {
@@ -121,9 +129,6 @@ func (l *ledger) takeEvent(event *headracev1.ResultEvent) {
 	switch kind := event.GetEvent().(type) {
 	case *headracev1.ResultEvent_Delta:
 		delta := kind.Delta
-		if offset := int(delta.GetTokenOffset()); offset != len(r.tokenIDs) {
-			l.fault("[%d] tokens from %d on, %d were due", r.number, offset, len(r.tokenIDs))
-		}
 		r.tokenIDs = append(r.tokenIDs, delta.GetTokenIds()...)
 		r.text.WriteString(delta.GetText())
 		if delta.GetText() != "" {

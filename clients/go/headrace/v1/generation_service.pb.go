@@ -1,8 +1,9 @@
 // The RPCs of text generation, for the programs that use the model.
 //
-// Errors of RPCs are google.rpc.Status with ErrorInfo (domain "headrace"), and BadRequest, RetryInfo where they apply.
-// The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field that this server does not
-// support yet), ALREADY_EXISTS (a request with that id is live or its results are kept), NOT_FOUND, OUT_OF_RANGE (a seq
+// Errors of RPCs are google.rpc.Status with ErrorInfo (domain "headrace.dev"), and BadRequest, RetryInfo where they apply.
+// The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field or a capability that this
+// server does not have), ALREADY_EXISTS (another request with that id is live or its results are kept), NOT_FOUND (no
+// such request or model; or WRONG_INSTANCE: another server process has it, and ErrorInfo names it), OUT_OF_RANGE (a seq
 // that is no longer kept; or ANSWER_TOO_LARGE, for an answer that does not fit in one message: streaming RPCs and
 // GetResult send it in parts), FAILED_PRECONDITION, RESOURCE_EXHAUSTED (a queue or limit is full, with RetryInfo; or
 // RESULTS_NOT_READ), UNAVAILABLE (loading, draining or restarting), ABORTED (attach moved the request's results to
@@ -17,6 +18,7 @@
 package headracev1
 
 import (
+	_ "google.golang.org/genproto/googleapis/api/annotations"
 	status "google.golang.org/genproto/googleapis/rpc/status"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
@@ -93,7 +95,7 @@ func (CancelStatus) EnumDescriptor() ([]byte, []int) {
 // One command of a session.
 type StreamResultRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// A number of the client's choice, repeated in the answers to this command: Accepted, CommandRejection,
+	// A number of the client's choice, said again in the answers to this command: Accepted, CommandRejection,
 	// SessionOpened, SessionAttached, CancelResult. 0: none.
 	CommandId uint64 `protobuf:"varint,1,opt,name=command_id,json=commandId,proto3" json:"command_id,omitempty"`
 	// The command. Required.
@@ -105,9 +107,12 @@ type StreamResultRequest struct {
 	//	*StreamResultRequest_Attach
 	//	*StreamResultRequest_Cancel
 	//	*StreamResultRequest_Credit
-	Command       isStreamResultRequest_Command `protobuf_oneof:"command"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Command isStreamResultRequest_Command `protobuf_oneof:"command"`
+	// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+	// and its name. At most 64.
+	RequiredCapabilities []string `protobuf:"bytes,15,rep,name=required_capabilities,json=requiredCapabilities,proto3" json:"required_capabilities,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *StreamResultRequest) Reset() {
@@ -199,6 +204,13 @@ func (x *StreamResultRequest) GetCredit() *CreditCommand {
 	return nil
 }
 
+func (x *StreamResultRequest) GetRequiredCapabilities() []string {
+	if x != nil {
+		return x.RequiredCapabilities
+	}
+	return nil
+}
+
 type isStreamResultRequest_Command interface {
 	isStreamResultRequest_Command()
 }
@@ -255,8 +267,11 @@ type OpenCommand struct {
 	// tokens (Accepted, PromptProcessed, Finished, Failed) need no credit; an end comes after its last token.
 	//
 	// A request without credit is treated as unread: see StreamResult. If it has ended and gets no credit for
-	// Limits.max_pause, its remaining events are sent without credit.
+	// Limits.max_hold, its remaining events are sent without credit.
 	InitialCredit uint32 `protobuf:"varint,2,opt,name=initial_credit,json=initialCredit,proto3" json:"initial_credit,omitempty"`
+	// How often the server's load is told: at most once in this time, in a message that has events or answers too. Absent:
+	// never. From 0.1 seconds to 1 hour; other values are refused with INVALID_ARGUMENT.
+	LoadInterval  *durationpb.Duration `protobuf:"bytes,3,opt,name=load_interval,json=loadInterval,proto3" json:"load_interval,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -303,6 +318,13 @@ func (x *OpenCommand) GetInitialCredit() uint32 {
 		return x.InitialCredit
 	}
 	return 0
+}
+
+func (x *OpenCommand) GetLoadInterval() *durationpb.Duration {
+	if x != nil {
+		return x.LoadInterval
+	}
+	return nil
 }
 
 // Starts a request.
@@ -358,7 +380,10 @@ type AttachCommand struct {
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// The first event wanted: the last seq received, plus one. 0 is taken as 1, the first. If that event is no longer
 	// kept, refused with OUT_OF_RANGE and the earliest number that is.
-	FromSeq       uint64 `protobuf:"varint,2,opt,name=from_seq,json=fromSeq,proto3" json:"from_seq,omitempty"`
+	FromSeq uint64 `protobuf:"varint,2,opt,name=from_seq,json=fromSeq,proto3" json:"from_seq,omitempty"`
+	// The server process that has the request. If it is not this one, refused with NOT_FOUND, WRONG_INSTANCE. Empty: not
+	// said.
+	InstanceId    string `protobuf:"bytes,3,opt,name=instance_id,json=instanceId,proto3" json:"instance_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -407,11 +432,21 @@ func (x *AttachCommand) GetFromSeq() uint64 {
 	return 0
 }
 
+func (x *AttachCommand) GetInstanceId() string {
+	if x != nil {
+		return x.InstanceId
+	}
+	return ""
+}
+
 // Ends a request. The answer is a CancelResult; the request's stream then receives Finished with CANCELLED.
 type CancelCommand struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The request.
-	RequestId     string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// The server process that has the request. If it is not this one, refused with NOT_FOUND, WRONG_INSTANCE. Empty: not
+	// said.
+	InstanceId    string `protobuf:"bytes,2,opt,name=instance_id,json=instanceId,proto3" json:"instance_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -449,6 +484,13 @@ func (*CancelCommand) Descriptor() ([]byte, []int) {
 func (x *CancelCommand) GetRequestId() string {
 	if x != nil {
 		return x.RequestId
+	}
+	return ""
+}
+
+func (x *CancelCommand) GetInstanceId() string {
+	if x != nil {
+		return x.InstanceId
 	}
 	return ""
 }
@@ -524,7 +566,11 @@ type StreamResultResponse struct {
 	// The answers to `cancel`.
 	Cancelled []*CancelResult `protobuf:"bytes,5,rep,name=cancelled,proto3" json:"cancelled,omitempty"`
 	// Requests that another stream took over by `attach`: no more of their events follow here.
-	Detached      []*SessionDetached `protobuf:"bytes,6,rep,name=detached,proto3" json:"detached,omitempty"`
+	Detached []*SessionDetached `protobuf:"bytes,6,rep,name=detached,proto3" json:"detached,omitempty"`
+	// The server process that has the session; in the stream's first message.
+	InstanceId string `protobuf:"bytes,7,opt,name=instance_id,json=instanceId,proto3" json:"instance_id,omitempty"`
+	// The server's load, if `open` asked for it.
+	Load          *ServerLoad `protobuf:"bytes,8,opt,name=load,proto3" json:"load,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -601,6 +647,84 @@ func (x *StreamResultResponse) GetDetached() []*SessionDetached {
 	return nil
 }
 
+func (x *StreamResultResponse) GetInstanceId() string {
+	if x != nil {
+		return x.InstanceId
+	}
+	return ""
+}
+
+func (x *StreamResultResponse) GetLoad() *ServerLoad {
+	if x != nil {
+		return x.Load
+	}
+	return nil
+}
+
+// How much a server has to do at a moment, for clients that choose among several.
+type ServerLoad struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Choices in the batch.
+	Running uint32 `protobuf:"varint,1,opt,name=running,proto3" json:"running,omitempty"`
+	// Requests that wait.
+	Waiting uint32 `protobuf:"varint,2,opt,name=waiting,proto3" json:"waiting,omitempty"`
+	// How much of the KV cache requests hold, from 0 to 1.
+	KvCacheUsage  float32 `protobuf:"fixed32,3,opt,name=kv_cache_usage,json=kvCacheUsage,proto3" json:"kv_cache_usage,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ServerLoad) Reset() {
+	*x = ServerLoad{}
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ServerLoad) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ServerLoad) ProtoMessage() {}
+
+func (x *ServerLoad) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ServerLoad.ProtoReflect.Descriptor instead.
+func (*ServerLoad) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *ServerLoad) GetRunning() uint32 {
+	if x != nil {
+		return x.Running
+	}
+	return 0
+}
+
+func (x *ServerLoad) GetWaiting() uint32 {
+	if x != nil {
+		return x.Waiting
+	}
+	return 0
+}
+
+func (x *ServerLoad) GetKvCacheUsage() float32 {
+	if x != nil {
+		return x.KvCacheUsage
+	}
+	return 0
+}
+
 // A command was refused; nothing else is affected. A request whose `add` is refused has no events. To identify the
 // `add`, the client sets command_id, request_id, or both.
 type CommandRejection struct {
@@ -617,7 +741,7 @@ type CommandRejection struct {
 
 func (x *CommandRejection) Reset() {
 	*x = CommandRejection{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[7]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -629,7 +753,7 @@ func (x *CommandRejection) String() string {
 func (*CommandRejection) ProtoMessage() {}
 
 func (x *CommandRejection) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[7]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -642,7 +766,7 @@ func (x *CommandRejection) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommandRejection.ProtoReflect.Descriptor instead.
 func (*CommandRejection) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{7}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *CommandRejection) GetCommandId() uint64 {
@@ -671,17 +795,15 @@ type SessionOpened struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The command's command_id.
 	CommandId uint64 `protobuf:"varint,1,opt,name=command_id,json=commandId,proto3" json:"command_id,omitempty"`
-	// The server process that has the session.
-	InstanceId string `protobuf:"bytes,2,opt,name=instance_id,json=instanceId,proto3" json:"instance_id,omitempty"`
 	// The lease that was granted.
-	Lease         *durationpb.Duration `protobuf:"bytes,3,opt,name=lease,proto3" json:"lease,omitempty"`
+	Lease         *durationpb.Duration `protobuf:"bytes,2,opt,name=lease,proto3" json:"lease,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SessionOpened) Reset() {
 	*x = SessionOpened{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[8]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -693,7 +815,7 @@ func (x *SessionOpened) String() string {
 func (*SessionOpened) ProtoMessage() {}
 
 func (x *SessionOpened) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[8]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -706,7 +828,7 @@ func (x *SessionOpened) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionOpened.ProtoReflect.Descriptor instead.
 func (*SessionOpened) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{8}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *SessionOpened) GetCommandId() uint64 {
@@ -714,13 +836,6 @@ func (x *SessionOpened) GetCommandId() uint64 {
 		return x.CommandId
 	}
 	return 0
-}
-
-func (x *SessionOpened) GetInstanceId() string {
-	if x != nil {
-		return x.InstanceId
-	}
-	return ""
 }
 
 func (x *SessionOpened) GetLease() *durationpb.Duration {
@@ -738,14 +853,16 @@ type SessionAttached struct {
 	// The request.
 	RequestId string `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// The number of the first event that will follow.
-	FromSeq       uint64 `protobuf:"varint,3,opt,name=from_seq,json=fromSeq,proto3" json:"from_seq,omitempty"`
+	FromSeq uint64 `protobuf:"varint,3,opt,name=from_seq,json=fromSeq,proto3" json:"from_seq,omitempty"`
+	// The request's number on this session, for its events.
+	RequestNumber uint32 `protobuf:"varint,4,opt,name=request_number,json=requestNumber,proto3" json:"request_number,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SessionAttached) Reset() {
 	*x = SessionAttached{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[9]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -757,7 +874,7 @@ func (x *SessionAttached) String() string {
 func (*SessionAttached) ProtoMessage() {}
 
 func (x *SessionAttached) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[9]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -770,7 +887,7 @@ func (x *SessionAttached) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionAttached.ProtoReflect.Descriptor instead.
 func (*SessionAttached) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{9}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *SessionAttached) GetCommandId() uint64 {
@@ -794,18 +911,27 @@ func (x *SessionAttached) GetFromSeq() uint64 {
 	return 0
 }
 
+func (x *SessionAttached) GetRequestNumber() uint32 {
+	if x != nil {
+		return x.RequestNumber
+	}
+	return 0
+}
+
 // A request has left the session.
 type SessionDetached struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The request.
-	RequestId     string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// The number that it had on this session; not used again.
+	RequestNumber uint32 `protobuf:"varint,2,opt,name=request_number,json=requestNumber,proto3" json:"request_number,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SessionDetached) Reset() {
 	*x = SessionDetached{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[10]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -817,7 +943,7 @@ func (x *SessionDetached) String() string {
 func (*SessionDetached) ProtoMessage() {}
 
 func (x *SessionDetached) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[10]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -830,7 +956,7 @@ func (x *SessionDetached) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionDetached.ProtoReflect.Descriptor instead.
 func (*SessionDetached) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{10}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *SessionDetached) GetRequestId() string {
@@ -840,18 +966,28 @@ func (x *SessionDetached) GetRequestId() string {
 	return ""
 }
 
+func (x *SessionDetached) GetRequestNumber() uint32 {
+	if x != nil {
+		return x.RequestNumber
+	}
+	return 0
+}
+
 // The request of AddRequest.
 type AddRequestRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The request to start.
-	Spec          *GenerationSpec `protobuf:"bytes,1,opt,name=spec,proto3" json:"spec,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Spec *GenerationSpec `protobuf:"bytes,1,opt,name=spec,proto3" json:"spec,omitempty"`
+	// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+	// and its name. At most 64.
+	RequiredCapabilities []string `protobuf:"bytes,15,rep,name=required_capabilities,json=requiredCapabilities,proto3" json:"required_capabilities,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *AddRequestRequest) Reset() {
 	*x = AddRequestRequest{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[11]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -863,7 +999,7 @@ func (x *AddRequestRequest) String() string {
 func (*AddRequestRequest) ProtoMessage() {}
 
 func (x *AddRequestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[11]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -876,12 +1012,19 @@ func (x *AddRequestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddRequestRequest.ProtoReflect.Descriptor instead.
 func (*AddRequestRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{11}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *AddRequestRequest) GetSpec() *GenerationSpec {
 	if x != nil {
 		return x.Spec
+	}
+	return nil
+}
+
+func (x *AddRequestRequest) GetRequiredCapabilities() []string {
+	if x != nil {
+		return x.RequiredCapabilities
 	}
 	return nil
 }
@@ -892,14 +1035,16 @@ type AddRequestResponse struct {
 	// Its id, set by the caller or made by the server.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// Its first event, number 1, as GetResult would return it.
-	Accepted      *Accepted `protobuf:"bytes,2,opt,name=accepted,proto3" json:"accepted,omitempty"`
+	Accepted *Accepted `protobuf:"bytes,2,opt,name=accepted,proto3" json:"accepted,omitempty"`
+	// The server process that has the request. Cancel, GetResult and attach must reach the same one.
+	InstanceId    string `protobuf:"bytes,3,opt,name=instance_id,json=instanceId,proto3" json:"instance_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *AddRequestResponse) Reset() {
 	*x = AddRequestResponse{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[12]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -911,7 +1056,7 @@ func (x *AddRequestResponse) String() string {
 func (*AddRequestResponse) ProtoMessage() {}
 
 func (x *AddRequestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[12]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -924,7 +1069,7 @@ func (x *AddRequestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddRequestResponse.ProtoReflect.Descriptor instead.
 func (*AddRequestResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{12}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *AddRequestResponse) GetRequestId() string {
@@ -941,18 +1086,31 @@ func (x *AddRequestResponse) GetAccepted() *Accepted {
 	return nil
 }
 
+func (x *AddRequestResponse) GetInstanceId() string {
+	if x != nil {
+		return x.InstanceId
+	}
+	return ""
+}
+
 // The request of Cancel.
 type CancelRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The requests to end; at least one, at most 1,024.
-	RequestIds    []string `protobuf:"bytes,1,rep,name=request_ids,json=requestIds,proto3" json:"request_ids,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	RequestIds []string `protobuf:"bytes,1,rep,name=request_ids,json=requestIds,proto3" json:"request_ids,omitempty"`
+	// The server process that has the requests. If it is not this one, refused with NOT_FOUND, WRONG_INSTANCE. Empty: not
+	// said; requests that are elsewhere are told as CANCEL_STATUS_NOT_FOUND.
+	InstanceId string `protobuf:"bytes,2,opt,name=instance_id,json=instanceId,proto3" json:"instance_id,omitempty"`
+	// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+	// and its name. At most 64.
+	RequiredCapabilities []string `protobuf:"bytes,15,rep,name=required_capabilities,json=requiredCapabilities,proto3" json:"required_capabilities,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *CancelRequest) Reset() {
 	*x = CancelRequest{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[13]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -964,7 +1122,7 @@ func (x *CancelRequest) String() string {
 func (*CancelRequest) ProtoMessage() {}
 
 func (x *CancelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[13]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -977,7 +1135,7 @@ func (x *CancelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRequest.ProtoReflect.Descriptor instead.
 func (*CancelRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{13}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *CancelRequest) GetRequestIds() []string {
@@ -987,18 +1145,34 @@ func (x *CancelRequest) GetRequestIds() []string {
 	return nil
 }
 
+func (x *CancelRequest) GetInstanceId() string {
+	if x != nil {
+		return x.InstanceId
+	}
+	return ""
+}
+
+func (x *CancelRequest) GetRequiredCapabilities() []string {
+	if x != nil {
+		return x.RequiredCapabilities
+	}
+	return nil
+}
+
 // The answers of Cancel.
 type CancelResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// One for each id, in the order of the call.
-	Results       []*CancelResult `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
+	Results []*CancelResult `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
+	// The server process that answers.
+	InstanceId    string `protobuf:"bytes,2,opt,name=instance_id,json=instanceId,proto3" json:"instance_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CancelResponse) Reset() {
 	*x = CancelResponse{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[14]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1010,7 +1184,7 @@ func (x *CancelResponse) String() string {
 func (*CancelResponse) ProtoMessage() {}
 
 func (x *CancelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[14]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1023,7 +1197,7 @@ func (x *CancelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelResponse.ProtoReflect.Descriptor instead.
 func (*CancelResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{14}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *CancelResponse) GetResults() []*CancelResult {
@@ -1031,6 +1205,13 @@ func (x *CancelResponse) GetResults() []*CancelResult {
 		return x.Results
 	}
 	return nil
+}
+
+func (x *CancelResponse) GetInstanceId() string {
+	if x != nil {
+		return x.InstanceId
+	}
+	return ""
 }
 
 // The result of a cancel.
@@ -1048,7 +1229,7 @@ type CancelResult struct {
 
 func (x *CancelResult) Reset() {
 	*x = CancelResult{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[15]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1060,7 +1241,7 @@ func (x *CancelResult) String() string {
 func (*CancelResult) ProtoMessage() {}
 
 func (x *CancelResult) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[15]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1073,7 +1254,7 @@ func (x *CancelResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelResult.ProtoReflect.Descriptor instead.
 func (*CancelResult) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{15}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *CancelResult) GetRequestId() string {
@@ -1101,14 +1282,17 @@ func (x *CancelResult) GetCommandId() uint64 {
 type GenerateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The request to run.
-	Spec          *GenerationSpec `protobuf:"bytes,1,opt,name=spec,proto3" json:"spec,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Spec *GenerationSpec `protobuf:"bytes,1,opt,name=spec,proto3" json:"spec,omitempty"`
+	// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+	// and its name. At most 64.
+	RequiredCapabilities []string `protobuf:"bytes,15,rep,name=required_capabilities,json=requiredCapabilities,proto3" json:"required_capabilities,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *GenerateRequest) Reset() {
 	*x = GenerateRequest{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[16]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1120,7 +1304,7 @@ func (x *GenerateRequest) String() string {
 func (*GenerateRequest) ProtoMessage() {}
 
 func (x *GenerateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[16]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1133,12 +1317,19 @@ func (x *GenerateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateRequest.ProtoReflect.Descriptor instead.
 func (*GenerateRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{16}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *GenerateRequest) GetSpec() *GenerationSpec {
 	if x != nil {
 		return x.Spec
+	}
+	return nil
+}
+
+func (x *GenerateRequest) GetRequiredCapabilities() []string {
+	if x != nil {
+		return x.RequiredCapabilities
 	}
 	return nil
 }
@@ -1155,14 +1346,16 @@ type GenerateResponse struct {
 	// The output, one for each of the n choices, by index.
 	Choices []*GeneratedChoice `protobuf:"bytes,4,rep,name=choices,proto3" json:"choices,omitempty"`
 	// Its cost in tokens, all choices together.
-	Usage         *Usage `protobuf:"bytes,5,opt,name=usage,proto3" json:"usage,omitempty"`
+	Usage *Usage `protobuf:"bytes,5,opt,name=usage,proto3" json:"usage,omitempty"`
+	// The server process that ran the request.
+	InstanceId    string `protobuf:"bytes,6,opt,name=instance_id,json=instanceId,proto3" json:"instance_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GenerateResponse) Reset() {
 	*x = GenerateResponse{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[17]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1174,7 +1367,7 @@ func (x *GenerateResponse) String() string {
 func (*GenerateResponse) ProtoMessage() {}
 
 func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[17]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1187,7 +1380,7 @@ func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateResponse.ProtoReflect.Descriptor instead.
 func (*GenerateResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{17}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *GenerateResponse) GetRequestId() string {
@@ -1225,6 +1418,13 @@ func (x *GenerateResponse) GetUsage() *Usage {
 	return nil
 }
 
+func (x *GenerateResponse) GetInstanceId() string {
+	if x != nil {
+		return x.InstanceId
+	}
+	return ""
+}
+
 // One whole output.
 type GeneratedChoice struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1244,7 +1444,7 @@ type GeneratedChoice struct {
 
 func (x *GeneratedChoice) Reset() {
 	*x = GeneratedChoice{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[18]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1256,7 +1456,7 @@ func (x *GeneratedChoice) String() string {
 func (*GeneratedChoice) ProtoMessage() {}
 
 func (x *GeneratedChoice) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[18]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1269,7 +1469,7 @@ func (x *GeneratedChoice) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GeneratedChoice.ProtoReflect.Descriptor instead.
 func (*GeneratedChoice) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{18}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *GeneratedChoice) GetIndex() uint32 {
@@ -1311,14 +1511,17 @@ func (x *GeneratedChoice) GetFinished() *Finished {
 type GenerateStreamRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The request to run.
-	Spec          *GenerationSpec `protobuf:"bytes,1,opt,name=spec,proto3" json:"spec,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Spec *GenerationSpec `protobuf:"bytes,1,opt,name=spec,proto3" json:"spec,omitempty"`
+	// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+	// and its name. At most 64.
+	RequiredCapabilities []string `protobuf:"bytes,15,rep,name=required_capabilities,json=requiredCapabilities,proto3" json:"required_capabilities,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *GenerateStreamRequest) Reset() {
 	*x = GenerateStreamRequest{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[19]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1330,7 +1533,7 @@ func (x *GenerateStreamRequest) String() string {
 func (*GenerateStreamRequest) ProtoMessage() {}
 
 func (x *GenerateStreamRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[19]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1343,7 +1546,7 @@ func (x *GenerateStreamRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateStreamRequest.ProtoReflect.Descriptor instead.
 func (*GenerateStreamRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{19}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *GenerateStreamRequest) GetSpec() *GenerationSpec {
@@ -1353,18 +1556,27 @@ func (x *GenerateStreamRequest) GetSpec() *GenerationSpec {
 	return nil
 }
 
+func (x *GenerateStreamRequest) GetRequiredCapabilities() []string {
+	if x != nil {
+		return x.RequiredCapabilities
+	}
+	return nil
+}
+
 // News since the last message.
 type GenerateStreamResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Events, in order; usually one engine step's.
-	Events        []*ResultEvent `protobuf:"bytes,1,rep,name=events,proto3" json:"events,omitempty"`
+	Events []*ResultEvent `protobuf:"bytes,1,rep,name=events,proto3" json:"events,omitempty"`
+	// The server process that runs the request; in the stream's first message.
+	InstanceId    string `protobuf:"bytes,2,opt,name=instance_id,json=instanceId,proto3" json:"instance_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GenerateStreamResponse) Reset() {
 	*x = GenerateStreamResponse{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[20]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1376,7 +1588,7 @@ func (x *GenerateStreamResponse) String() string {
 func (*GenerateStreamResponse) ProtoMessage() {}
 
 func (x *GenerateStreamResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[20]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1389,7 +1601,7 @@ func (x *GenerateStreamResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateStreamResponse.ProtoReflect.Descriptor instead.
 func (*GenerateStreamResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{20}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *GenerateStreamResponse) GetEvents() []*ResultEvent {
@@ -1397,6 +1609,13 @@ func (x *GenerateStreamResponse) GetEvents() []*ResultEvent {
 		return x.Events
 	}
 	return nil
+}
+
+func (x *GenerateStreamResponse) GetInstanceId() string {
+	if x != nil {
+		return x.InstanceId
+	}
+	return ""
 }
 
 // The request of GetResult.
@@ -1409,14 +1628,20 @@ type GetResultRequest struct {
 	// How long to wait if there is no such event yet. Absent or zero: do not wait. At most 60 seconds.
 	Wait *durationpb.Duration `protobuf:"bytes,3,opt,name=wait,proto3" json:"wait,omitempty"`
 	// Whether to wait until the request has ended (at most for `wait`) and return everything at once.
-	UntilDone     bool `protobuf:"varint,4,opt,name=until_done,json=untilDone,proto3" json:"until_done,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	UntilDone bool `protobuf:"varint,4,opt,name=until_done,json=untilDone,proto3" json:"until_done,omitempty"`
+	// The server process that has the request. If it is not this one, refused with NOT_FOUND, WRONG_INSTANCE. Empty: not
+	// said.
+	InstanceId string `protobuf:"bytes,5,opt,name=instance_id,json=instanceId,proto3" json:"instance_id,omitempty"`
+	// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+	// and its name. At most 64.
+	RequiredCapabilities []string `protobuf:"bytes,15,rep,name=required_capabilities,json=requiredCapabilities,proto3" json:"required_capabilities,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *GetResultRequest) Reset() {
 	*x = GetResultRequest{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[21]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1428,7 +1653,7 @@ func (x *GetResultRequest) String() string {
 func (*GetResultRequest) ProtoMessage() {}
 
 func (x *GetResultRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[21]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1441,7 +1666,7 @@ func (x *GetResultRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetResultRequest.ProtoReflect.Descriptor instead.
 func (*GetResultRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{21}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *GetResultRequest) GetRequestId() string {
@@ -1472,6 +1697,20 @@ func (x *GetResultRequest) GetUntilDone() bool {
 	return false
 }
 
+func (x *GetResultRequest) GetInstanceId() string {
+	if x != nil {
+		return x.InstanceId
+	}
+	return ""
+}
+
+func (x *GetResultRequest) GetRequiredCapabilities() []string {
+	if x != nil {
+		return x.RequiredCapabilities
+	}
+	return nil
+}
+
 // Results of a request.
 type GetResultResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1480,14 +1719,16 @@ type GetResultResponse struct {
 	// The number to ask for next.
 	NextSeq uint64 `protobuf:"varint,2,opt,name=next_seq,json=nextSeq,proto3" json:"next_seq,omitempty"`
 	// Whether the request has ended, and the last of its events is among these or before them.
-	Done          bool `protobuf:"varint,3,opt,name=done,proto3" json:"done,omitempty"`
+	Done bool `protobuf:"varint,3,opt,name=done,proto3" json:"done,omitempty"`
+	// The server process that answers.
+	InstanceId    string `protobuf:"bytes,4,opt,name=instance_id,json=instanceId,proto3" json:"instance_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GetResultResponse) Reset() {
 	*x = GetResultResponse{}
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[22]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1499,7 +1740,7 @@ func (x *GetResultResponse) String() string {
 func (*GetResultResponse) ProtoMessage() {}
 
 func (x *GetResultResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_service_proto_msgTypes[22]
+	mi := &file_headrace_v1_generation_service_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1512,7 +1753,7 @@ func (x *GetResultResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetResultResponse.ProtoReflect.Descriptor instead.
 func (*GetResultResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{22}
+	return file_headrace_v1_generation_service_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *GetResultResponse) GetEvents() []*ResultEvent {
@@ -1536,11 +1777,18 @@ func (x *GetResultResponse) GetDone() bool {
 	return false
 }
 
+func (x *GetResultResponse) GetInstanceId() string {
+	if x != nil {
+		return x.InstanceId
+	}
+	return ""
+}
+
 var File_headrace_v1_generation_service_proto protoreflect.FileDescriptor
 
 const file_headrace_v1_generation_service_proto_rawDesc = "" +
 	"\n" +
-	"$headrace/v1/generation_service.proto\x12\vheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x1cheadrace/v1/generation.proto\"\xbe\x02\n" +
+	"$headrace/v1/generation_service.proto\x12\vheadrace.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x1cheadrace/v1/generation.proto\"\xf3\x02\n" +
 	"\x13StreamResultRequest\x12\x1d\n" +
 	"\n" +
 	"command_id\x18\x01 \x01(\x04R\tcommandId\x12.\n" +
@@ -1548,25 +1796,31 @@ const file_headrace_v1_generation_service_proto_rawDesc = "" +
 	"\x03add\x18\x03 \x01(\v2\x17.headrace.v1.AddCommandH\x00R\x03add\x124\n" +
 	"\x06attach\x18\x04 \x01(\v2\x1a.headrace.v1.AttachCommandH\x00R\x06attach\x124\n" +
 	"\x06cancel\x18\x05 \x01(\v2\x1a.headrace.v1.CancelCommandH\x00R\x06cancel\x124\n" +
-	"\x06credit\x18\x06 \x01(\v2\x1a.headrace.v1.CreditCommandH\x00R\x06creditB\t\n" +
-	"\acommand\"e\n" +
+	"\x06credit\x18\x06 \x01(\v2\x1a.headrace.v1.CreditCommandH\x00R\x06credit\x123\n" +
+	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilitiesB\t\n" +
+	"\acommand\"\xa5\x01\n" +
 	"\vOpenCommand\x12/\n" +
 	"\x05lease\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x05lease\x12%\n" +
-	"\x0einitial_credit\x18\x02 \x01(\rR\rinitialCredit\"=\n" +
+	"\x0einitial_credit\x18\x02 \x01(\rR\rinitialCredit\x12>\n" +
+	"\rload_interval\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\floadInterval\"C\n" +
 	"\n" +
-	"AddCommand\x12/\n" +
-	"\x04spec\x18\x01 \x01(\v2\x1b.headrace.v1.GenerationSpecR\x04spec\"I\n" +
-	"\rAttachCommand\x12\x1d\n" +
+	"AddCommand\x125\n" +
+	"\x04spec\x18\x01 \x01(\v2\x1b.headrace.v1.GenerationSpecB\x04\xe2A\x01\x02R\x04spec\"p\n" +
+	"\rAttachCommand\x12#\n" +
 	"\n" +
-	"request_id\x18\x01 \x01(\tR\trequestId\x12\x19\n" +
-	"\bfrom_seq\x18\x02 \x01(\x04R\afromSeq\".\n" +
-	"\rCancelCommand\x12\x1d\n" +
+	"request_id\x18\x01 \x01(\tB\x04\xe2A\x01\x02R\trequestId\x12\x19\n" +
+	"\bfrom_seq\x18\x02 \x01(\x04R\afromSeq\x12\x1f\n" +
+	"\vinstance_id\x18\x03 \x01(\tR\n" +
+	"instanceId\"U\n" +
+	"\rCancelCommand\x12#\n" +
 	"\n" +
-	"request_id\x18\x01 \x01(\tR\trequestId\"F\n" +
-	"\rCreditCommand\x12\x1d\n" +
+	"request_id\x18\x01 \x01(\tB\x04\xe2A\x01\x02R\trequestId\x12\x1f\n" +
+	"\vinstance_id\x18\x02 \x01(\tR\n" +
+	"instanceId\"R\n" +
+	"\rCreditCommand\x12#\n" +
 	"\n" +
-	"request_id\x18\x01 \x01(\tR\trequestId\x12\x16\n" +
-	"\x06tokens\x18\x02 \x01(\rR\x06tokens\"\xe8\x02\n" +
+	"request_id\x18\x01 \x01(\tB\x04\xe2A\x01\x02R\trequestId\x12\x1c\n" +
+	"\x06tokens\x18\x02 \x01(\rB\x04\xe2A\x01\x02R\x06tokens\"\xb6\x03\n" +
 	"\x14StreamResultResponse\x120\n" +
 	"\x06events\x18\x01 \x03(\v2\x18.headrace.v1.ResultEventR\x06events\x12=\n" +
 	"\n" +
@@ -1575,88 +1829,115 @@ const file_headrace_v1_generation_service_proto_rawDesc = "" +
 	"\x06opened\x18\x03 \x01(\v2\x1a.headrace.v1.SessionOpenedR\x06opened\x128\n" +
 	"\battached\x18\x04 \x03(\v2\x1c.headrace.v1.SessionAttachedR\battached\x127\n" +
 	"\tcancelled\x18\x05 \x03(\v2\x19.headrace.v1.CancelResultR\tcancelled\x128\n" +
-	"\bdetached\x18\x06 \x03(\v2\x1c.headrace.v1.SessionDetachedR\bdetached\"|\n" +
+	"\bdetached\x18\x06 \x03(\v2\x1c.headrace.v1.SessionDetachedR\bdetached\x12\x1f\n" +
+	"\vinstance_id\x18\a \x01(\tR\n" +
+	"instanceId\x12+\n" +
+	"\x04load\x18\b \x01(\v2\x17.headrace.v1.ServerLoadR\x04load\"f\n" +
+	"\n" +
+	"ServerLoad\x12\x18\n" +
+	"\arunning\x18\x01 \x01(\rR\arunning\x12\x18\n" +
+	"\awaiting\x18\x02 \x01(\rR\awaiting\x12$\n" +
+	"\x0ekv_cache_usage\x18\x03 \x01(\x02R\fkvCacheUsage\"|\n" +
 	"\x10CommandRejection\x12\x1d\n" +
 	"\n" +
 	"command_id\x18\x01 \x01(\x04R\tcommandId\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x02 \x01(\tR\trequestId\x12*\n" +
-	"\x06status\x18\x03 \x01(\v2\x12.google.rpc.StatusR\x06status\"\x80\x01\n" +
+	"\x06status\x18\x03 \x01(\v2\x12.google.rpc.StatusR\x06status\"_\n" +
 	"\rSessionOpened\x12\x1d\n" +
 	"\n" +
-	"command_id\x18\x01 \x01(\x04R\tcommandId\x12\x1f\n" +
-	"\vinstance_id\x18\x02 \x01(\tR\n" +
-	"instanceId\x12/\n" +
-	"\x05lease\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\x05lease\"j\n" +
+	"command_id\x18\x01 \x01(\x04R\tcommandId\x12/\n" +
+	"\x05lease\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x05lease\"\x91\x01\n" +
 	"\x0fSessionAttached\x12\x1d\n" +
 	"\n" +
 	"command_id\x18\x01 \x01(\x04R\tcommandId\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x02 \x01(\tR\trequestId\x12\x19\n" +
-	"\bfrom_seq\x18\x03 \x01(\x04R\afromSeq\"0\n" +
+	"\bfrom_seq\x18\x03 \x01(\x04R\afromSeq\x12%\n" +
+	"\x0erequest_number\x18\x04 \x01(\rR\rrequestNumber\"W\n" +
 	"\x0fSessionDetached\x12\x1d\n" +
 	"\n" +
-	"request_id\x18\x01 \x01(\tR\trequestId\"D\n" +
-	"\x11AddRequestRequest\x12/\n" +
-	"\x04spec\x18\x01 \x01(\v2\x1b.headrace.v1.GenerationSpecR\x04spec\"f\n" +
+	"request_id\x18\x01 \x01(\tR\trequestId\x12%\n" +
+	"\x0erequest_number\x18\x02 \x01(\rR\rrequestNumber\"\x7f\n" +
+	"\x11AddRequestRequest\x125\n" +
+	"\x04spec\x18\x01 \x01(\v2\x1b.headrace.v1.GenerationSpecB\x04\xe2A\x01\x02R\x04spec\x123\n" +
+	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilities\"\x87\x01\n" +
 	"\x12AddRequestResponse\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x121\n" +
-	"\baccepted\x18\x02 \x01(\v2\x15.headrace.v1.AcceptedR\baccepted\"0\n" +
-	"\rCancelRequest\x12\x1f\n" +
-	"\vrequest_ids\x18\x01 \x03(\tR\n" +
-	"requestIds\"E\n" +
+	"\baccepted\x18\x02 \x01(\v2\x15.headrace.v1.AcceptedR\baccepted\x12\x1f\n" +
+	"\vinstance_id\x18\x03 \x01(\tR\n" +
+	"instanceId\"\x8c\x01\n" +
+	"\rCancelRequest\x12%\n" +
+	"\vrequest_ids\x18\x01 \x03(\tB\x04\xe2A\x01\x02R\n" +
+	"requestIds\x12\x1f\n" +
+	"\vinstance_id\x18\x02 \x01(\tR\n" +
+	"instanceId\x123\n" +
+	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilities\"f\n" +
 	"\x0eCancelResponse\x123\n" +
-	"\aresults\x18\x01 \x03(\v2\x19.headrace.v1.CancelResultR\aresults\"\x7f\n" +
+	"\aresults\x18\x01 \x03(\v2\x19.headrace.v1.CancelResultR\aresults\x12\x1f\n" +
+	"\vinstance_id\x18\x02 \x01(\tR\n" +
+	"instanceId\"\x7f\n" +
 	"\fCancelResult\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x121\n" +
 	"\x06status\x18\x02 \x01(\x0e2\x19.headrace.v1.CancelStatusR\x06status\x12\x1d\n" +
 	"\n" +
-	"command_id\x18\x03 \x01(\x04R\tcommandId\"B\n" +
-	"\x0fGenerateRequest\x12/\n" +
-	"\x04spec\x18\x01 \x01(\v2\x1b.headrace.v1.GenerationSpecR\x04spec\"\xfc\x01\n" +
+	"command_id\x18\x03 \x01(\x04R\tcommandId\"}\n" +
+	"\x0fGenerateRequest\x125\n" +
+	"\x04spec\x18\x01 \x01(\v2\x1b.headrace.v1.GenerationSpecB\x04\xe2A\x01\x02R\x04spec\x123\n" +
+	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilities\"\x9d\x02\n" +
 	"\x10GenerateResponse\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x121\n" +
 	"\baccepted\x18\x02 \x01(\v2\x15.headrace.v1.AcceptedR\baccepted\x124\n" +
 	"\x06prompt\x18\x03 \x01(\v2\x1c.headrace.v1.PromptProcessedR\x06prompt\x126\n" +
 	"\achoices\x18\x04 \x03(\v2\x1c.headrace.v1.GeneratedChoiceR\achoices\x12(\n" +
-	"\x05usage\x18\x05 \x01(\v2\x12.headrace.v1.UsageR\x05usage\"\xbb\x01\n" +
+	"\x05usage\x18\x05 \x01(\v2\x12.headrace.v1.UsageR\x05usage\x12\x1f\n" +
+	"\vinstance_id\x18\x06 \x01(\tR\n" +
+	"instanceId\"\xbb\x01\n" +
 	"\x0fGeneratedChoice\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\rR\x05index\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x1b\n" +
 	"\ttoken_ids\x18\x03 \x03(\rR\btokenIds\x12.\n" +
 	"\x06tokens\x18\x04 \x03(\v2\x16.headrace.v1.TokenInfoR\x06tokens\x121\n" +
-	"\bfinished\x18\x05 \x01(\v2\x15.headrace.v1.FinishedR\bfinished\"H\n" +
-	"\x15GenerateStreamRequest\x12/\n" +
-	"\x04spec\x18\x01 \x01(\v2\x1b.headrace.v1.GenerationSpecR\x04spec\"J\n" +
+	"\bfinished\x18\x05 \x01(\v2\x15.headrace.v1.FinishedR\bfinished\"\x83\x01\n" +
+	"\x15GenerateStreamRequest\x125\n" +
+	"\x04spec\x18\x01 \x01(\v2\x1b.headrace.v1.GenerationSpecB\x04\xe2A\x01\x02R\x04spec\x123\n" +
+	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilities\"k\n" +
 	"\x16GenerateStreamResponse\x120\n" +
-	"\x06events\x18\x01 \x03(\v2\x18.headrace.v1.ResultEventR\x06events\"\x9a\x01\n" +
-	"\x10GetResultRequest\x12\x1d\n" +
+	"\x06events\x18\x01 \x03(\v2\x18.headrace.v1.ResultEventR\x06events\x12\x1f\n" +
+	"\vinstance_id\x18\x02 \x01(\tR\n" +
+	"instanceId\"\xf6\x01\n" +
+	"\x10GetResultRequest\x12#\n" +
 	"\n" +
-	"request_id\x18\x01 \x01(\tR\trequestId\x12\x19\n" +
+	"request_id\x18\x01 \x01(\tB\x04\xe2A\x01\x02R\trequestId\x12\x19\n" +
 	"\bfrom_seq\x18\x02 \x01(\x04R\afromSeq\x12-\n" +
 	"\x04wait\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\x04wait\x12\x1d\n" +
 	"\n" +
-	"until_done\x18\x04 \x01(\bR\tuntilDone\"t\n" +
+	"until_done\x18\x04 \x01(\bR\tuntilDone\x12\x1f\n" +
+	"\vinstance_id\x18\x05 \x01(\tR\n" +
+	"instanceId\x123\n" +
+	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilities\"\x95\x01\n" +
 	"\x11GetResultResponse\x120\n" +
 	"\x06events\x18\x01 \x03(\v2\x18.headrace.v1.ResultEventR\x06events\x12\x19\n" +
 	"\bnext_seq\x18\x02 \x01(\x04R\anextSeq\x12\x12\n" +
-	"\x04done\x18\x03 \x01(\bR\x04done*\x8b\x01\n" +
+	"\x04done\x18\x03 \x01(\bR\x04done\x12\x1f\n" +
+	"\vinstance_id\x18\x04 \x01(\tR\n" +
+	"instanceId*\x8b\x01\n" +
 	"\fCancelStatus\x12\x1d\n" +
 	"\x19CANCEL_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17CANCEL_STATUS_CANCELLED\x10\x01\x12\"\n" +
 	"\x1eCANCEL_STATUS_ALREADY_FINISHED\x10\x02\x12\x1b\n" +
-	"\x17CANCEL_STATUS_NOT_FOUND\x10\x032\xf0\x03\n" +
+	"\x17CANCEL_STATUS_NOT_FOUND\x10\x032\x88\x05\n" +
 	"\x11GenerationService\x12W\n" +
-	"\fStreamResult\x12 .headrace.v1.StreamResultRequest\x1a!.headrace.v1.StreamResultResponse(\x010\x01\x12M\n" +
+	"\fStreamResult\x12 .headrace.v1.StreamResultRequest\x1a!.headrace.v1.StreamResultResponse(\x010\x01\x12f\n" +
 	"\n" +
-	"AddRequest\x12\x1e.headrace.v1.AddRequestRequest\x1a\x1f.headrace.v1.AddRequestResponse\x12A\n" +
-	"\x06Cancel\x12\x1a.headrace.v1.CancelRequest\x1a\x1b.headrace.v1.CancelResponse\x12G\n" +
-	"\bGenerate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse\x12[\n" +
-	"\x0eGenerateStream\x12\".headrace.v1.GenerateStreamRequest\x1a#.headrace.v1.GenerateStreamResponse0\x01\x12J\n" +
-	"\tGetResult\x12\x1d.headrace.v1.GetResultRequest\x1a\x1e.headrace.v1.GetResultResponseBS\n" +
+	"AddRequest\x12\x1e.headrace.v1.AddRequestRequest\x1a\x1f.headrace.v1.AddRequestResponse\"\x17\x82\xd3\xe4\x93\x02\x11:\x01*\"\f/v1/requests\x12a\n" +
+	"\x06Cancel\x12\x1a.headrace.v1.CancelRequest\x1a\x1b.headrace.v1.CancelResponse\"\x1e\x82\xd3\xe4\x93\x02\x18:\x01*\"\x13/v1/requests:cancel\x12`\n" +
+	"\bGenerate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse\"\x17\x82\xd3\xe4\x93\x02\x11:\x01*\"\f/v1/generate\x12{\n" +
+	"\x0eGenerateStream\x12\".headrace.v1.GenerateStreamRequest\x1a#.headrace.v1.GenerateStreamResponse\"\x1e\x82\xd3\xe4\x93\x02\x18:\x01*\"\x13/v1/generate:stream0\x01\x12p\n" +
+	"\tGetResult\x12\x1d.headrace.v1.GetResultRequest\x1a\x1e.headrace.v1.GetResultResponse\"$\x82\xd3\xe4\x93\x02\x1e\x12\x1c/v1/requests/{request_id=**}BS\n" +
 	"\x0fdev.headrace.v1B\x16GenerationServiceProtoP\x01Z&headrace.dev/go/headrace/v1;headracev1b\x06proto3"
 
 var (
@@ -1672,7 +1953,7 @@ func file_headrace_v1_generation_service_proto_rawDescGZIP() []byte {
 }
 
 var file_headrace_v1_generation_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_headrace_v1_generation_service_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
+var file_headrace_v1_generation_service_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_headrace_v1_generation_service_proto_goTypes = []any{
 	(CancelStatus)(0),              // 0: headrace.v1.CancelStatus
 	(*StreamResultRequest)(nil),    // 1: headrace.v1.StreamResultRequest
@@ -1682,31 +1963,32 @@ var file_headrace_v1_generation_service_proto_goTypes = []any{
 	(*CancelCommand)(nil),          // 5: headrace.v1.CancelCommand
 	(*CreditCommand)(nil),          // 6: headrace.v1.CreditCommand
 	(*StreamResultResponse)(nil),   // 7: headrace.v1.StreamResultResponse
-	(*CommandRejection)(nil),       // 8: headrace.v1.CommandRejection
-	(*SessionOpened)(nil),          // 9: headrace.v1.SessionOpened
-	(*SessionAttached)(nil),        // 10: headrace.v1.SessionAttached
-	(*SessionDetached)(nil),        // 11: headrace.v1.SessionDetached
-	(*AddRequestRequest)(nil),      // 12: headrace.v1.AddRequestRequest
-	(*AddRequestResponse)(nil),     // 13: headrace.v1.AddRequestResponse
-	(*CancelRequest)(nil),          // 14: headrace.v1.CancelRequest
-	(*CancelResponse)(nil),         // 15: headrace.v1.CancelResponse
-	(*CancelResult)(nil),           // 16: headrace.v1.CancelResult
-	(*GenerateRequest)(nil),        // 17: headrace.v1.GenerateRequest
-	(*GenerateResponse)(nil),       // 18: headrace.v1.GenerateResponse
-	(*GeneratedChoice)(nil),        // 19: headrace.v1.GeneratedChoice
-	(*GenerateStreamRequest)(nil),  // 20: headrace.v1.GenerateStreamRequest
-	(*GenerateStreamResponse)(nil), // 21: headrace.v1.GenerateStreamResponse
-	(*GetResultRequest)(nil),       // 22: headrace.v1.GetResultRequest
-	(*GetResultResponse)(nil),      // 23: headrace.v1.GetResultResponse
-	(*durationpb.Duration)(nil),    // 24: google.protobuf.Duration
-	(*GenerationSpec)(nil),         // 25: headrace.v1.GenerationSpec
-	(*ResultEvent)(nil),            // 26: headrace.v1.ResultEvent
-	(*status.Status)(nil),          // 27: google.rpc.Status
-	(*Accepted)(nil),               // 28: headrace.v1.Accepted
-	(*PromptProcessed)(nil),        // 29: headrace.v1.PromptProcessed
-	(*Usage)(nil),                  // 30: headrace.v1.Usage
-	(*TokenInfo)(nil),              // 31: headrace.v1.TokenInfo
-	(*Finished)(nil),               // 32: headrace.v1.Finished
+	(*ServerLoad)(nil),             // 8: headrace.v1.ServerLoad
+	(*CommandRejection)(nil),       // 9: headrace.v1.CommandRejection
+	(*SessionOpened)(nil),          // 10: headrace.v1.SessionOpened
+	(*SessionAttached)(nil),        // 11: headrace.v1.SessionAttached
+	(*SessionDetached)(nil),        // 12: headrace.v1.SessionDetached
+	(*AddRequestRequest)(nil),      // 13: headrace.v1.AddRequestRequest
+	(*AddRequestResponse)(nil),     // 14: headrace.v1.AddRequestResponse
+	(*CancelRequest)(nil),          // 15: headrace.v1.CancelRequest
+	(*CancelResponse)(nil),         // 16: headrace.v1.CancelResponse
+	(*CancelResult)(nil),           // 17: headrace.v1.CancelResult
+	(*GenerateRequest)(nil),        // 18: headrace.v1.GenerateRequest
+	(*GenerateResponse)(nil),       // 19: headrace.v1.GenerateResponse
+	(*GeneratedChoice)(nil),        // 20: headrace.v1.GeneratedChoice
+	(*GenerateStreamRequest)(nil),  // 21: headrace.v1.GenerateStreamRequest
+	(*GenerateStreamResponse)(nil), // 22: headrace.v1.GenerateStreamResponse
+	(*GetResultRequest)(nil),       // 23: headrace.v1.GetResultRequest
+	(*GetResultResponse)(nil),      // 24: headrace.v1.GetResultResponse
+	(*durationpb.Duration)(nil),    // 25: google.protobuf.Duration
+	(*GenerationSpec)(nil),         // 26: headrace.v1.GenerationSpec
+	(*ResultEvent)(nil),            // 27: headrace.v1.ResultEvent
+	(*status.Status)(nil),          // 28: google.rpc.Status
+	(*Accepted)(nil),               // 29: headrace.v1.Accepted
+	(*PromptProcessed)(nil),        // 30: headrace.v1.PromptProcessed
+	(*Usage)(nil),                  // 31: headrace.v1.Usage
+	(*TokenInfo)(nil),              // 32: headrace.v1.TokenInfo
+	(*Finished)(nil),               // 33: headrace.v1.Finished
 }
 var file_headrace_v1_generation_service_proto_depIdxs = []int32{
 	2,  // 0: headrace.v1.StreamResultRequest.open:type_name -> headrace.v1.OpenCommand
@@ -1714,48 +1996,50 @@ var file_headrace_v1_generation_service_proto_depIdxs = []int32{
 	4,  // 2: headrace.v1.StreamResultRequest.attach:type_name -> headrace.v1.AttachCommand
 	5,  // 3: headrace.v1.StreamResultRequest.cancel:type_name -> headrace.v1.CancelCommand
 	6,  // 4: headrace.v1.StreamResultRequest.credit:type_name -> headrace.v1.CreditCommand
-	24, // 5: headrace.v1.OpenCommand.lease:type_name -> google.protobuf.Duration
-	25, // 6: headrace.v1.AddCommand.spec:type_name -> headrace.v1.GenerationSpec
-	26, // 7: headrace.v1.StreamResultResponse.events:type_name -> headrace.v1.ResultEvent
-	8,  // 8: headrace.v1.StreamResultResponse.rejections:type_name -> headrace.v1.CommandRejection
-	9,  // 9: headrace.v1.StreamResultResponse.opened:type_name -> headrace.v1.SessionOpened
-	10, // 10: headrace.v1.StreamResultResponse.attached:type_name -> headrace.v1.SessionAttached
-	16, // 11: headrace.v1.StreamResultResponse.cancelled:type_name -> headrace.v1.CancelResult
-	11, // 12: headrace.v1.StreamResultResponse.detached:type_name -> headrace.v1.SessionDetached
-	27, // 13: headrace.v1.CommandRejection.status:type_name -> google.rpc.Status
-	24, // 14: headrace.v1.SessionOpened.lease:type_name -> google.protobuf.Duration
-	25, // 15: headrace.v1.AddRequestRequest.spec:type_name -> headrace.v1.GenerationSpec
-	28, // 16: headrace.v1.AddRequestResponse.accepted:type_name -> headrace.v1.Accepted
-	16, // 17: headrace.v1.CancelResponse.results:type_name -> headrace.v1.CancelResult
-	0,  // 18: headrace.v1.CancelResult.status:type_name -> headrace.v1.CancelStatus
-	25, // 19: headrace.v1.GenerateRequest.spec:type_name -> headrace.v1.GenerationSpec
-	28, // 20: headrace.v1.GenerateResponse.accepted:type_name -> headrace.v1.Accepted
-	29, // 21: headrace.v1.GenerateResponse.prompt:type_name -> headrace.v1.PromptProcessed
-	19, // 22: headrace.v1.GenerateResponse.choices:type_name -> headrace.v1.GeneratedChoice
-	30, // 23: headrace.v1.GenerateResponse.usage:type_name -> headrace.v1.Usage
-	31, // 24: headrace.v1.GeneratedChoice.tokens:type_name -> headrace.v1.TokenInfo
-	32, // 25: headrace.v1.GeneratedChoice.finished:type_name -> headrace.v1.Finished
-	25, // 26: headrace.v1.GenerateStreamRequest.spec:type_name -> headrace.v1.GenerationSpec
-	26, // 27: headrace.v1.GenerateStreamResponse.events:type_name -> headrace.v1.ResultEvent
-	24, // 28: headrace.v1.GetResultRequest.wait:type_name -> google.protobuf.Duration
-	26, // 29: headrace.v1.GetResultResponse.events:type_name -> headrace.v1.ResultEvent
-	1,  // 30: headrace.v1.GenerationService.StreamResult:input_type -> headrace.v1.StreamResultRequest
-	12, // 31: headrace.v1.GenerationService.AddRequest:input_type -> headrace.v1.AddRequestRequest
-	14, // 32: headrace.v1.GenerationService.Cancel:input_type -> headrace.v1.CancelRequest
-	17, // 33: headrace.v1.GenerationService.Generate:input_type -> headrace.v1.GenerateRequest
-	20, // 34: headrace.v1.GenerationService.GenerateStream:input_type -> headrace.v1.GenerateStreamRequest
-	22, // 35: headrace.v1.GenerationService.GetResult:input_type -> headrace.v1.GetResultRequest
-	7,  // 36: headrace.v1.GenerationService.StreamResult:output_type -> headrace.v1.StreamResultResponse
-	13, // 37: headrace.v1.GenerationService.AddRequest:output_type -> headrace.v1.AddRequestResponse
-	15, // 38: headrace.v1.GenerationService.Cancel:output_type -> headrace.v1.CancelResponse
-	18, // 39: headrace.v1.GenerationService.Generate:output_type -> headrace.v1.GenerateResponse
-	21, // 40: headrace.v1.GenerationService.GenerateStream:output_type -> headrace.v1.GenerateStreamResponse
-	23, // 41: headrace.v1.GenerationService.GetResult:output_type -> headrace.v1.GetResultResponse
-	36, // [36:42] is the sub-list for method output_type
-	30, // [30:36] is the sub-list for method input_type
-	30, // [30:30] is the sub-list for extension type_name
-	30, // [30:30] is the sub-list for extension extendee
-	0,  // [0:30] is the sub-list for field type_name
+	25, // 5: headrace.v1.OpenCommand.lease:type_name -> google.protobuf.Duration
+	25, // 6: headrace.v1.OpenCommand.load_interval:type_name -> google.protobuf.Duration
+	26, // 7: headrace.v1.AddCommand.spec:type_name -> headrace.v1.GenerationSpec
+	27, // 8: headrace.v1.StreamResultResponse.events:type_name -> headrace.v1.ResultEvent
+	9,  // 9: headrace.v1.StreamResultResponse.rejections:type_name -> headrace.v1.CommandRejection
+	10, // 10: headrace.v1.StreamResultResponse.opened:type_name -> headrace.v1.SessionOpened
+	11, // 11: headrace.v1.StreamResultResponse.attached:type_name -> headrace.v1.SessionAttached
+	17, // 12: headrace.v1.StreamResultResponse.cancelled:type_name -> headrace.v1.CancelResult
+	12, // 13: headrace.v1.StreamResultResponse.detached:type_name -> headrace.v1.SessionDetached
+	8,  // 14: headrace.v1.StreamResultResponse.load:type_name -> headrace.v1.ServerLoad
+	28, // 15: headrace.v1.CommandRejection.status:type_name -> google.rpc.Status
+	25, // 16: headrace.v1.SessionOpened.lease:type_name -> google.protobuf.Duration
+	26, // 17: headrace.v1.AddRequestRequest.spec:type_name -> headrace.v1.GenerationSpec
+	29, // 18: headrace.v1.AddRequestResponse.accepted:type_name -> headrace.v1.Accepted
+	17, // 19: headrace.v1.CancelResponse.results:type_name -> headrace.v1.CancelResult
+	0,  // 20: headrace.v1.CancelResult.status:type_name -> headrace.v1.CancelStatus
+	26, // 21: headrace.v1.GenerateRequest.spec:type_name -> headrace.v1.GenerationSpec
+	29, // 22: headrace.v1.GenerateResponse.accepted:type_name -> headrace.v1.Accepted
+	30, // 23: headrace.v1.GenerateResponse.prompt:type_name -> headrace.v1.PromptProcessed
+	20, // 24: headrace.v1.GenerateResponse.choices:type_name -> headrace.v1.GeneratedChoice
+	31, // 25: headrace.v1.GenerateResponse.usage:type_name -> headrace.v1.Usage
+	32, // 26: headrace.v1.GeneratedChoice.tokens:type_name -> headrace.v1.TokenInfo
+	33, // 27: headrace.v1.GeneratedChoice.finished:type_name -> headrace.v1.Finished
+	26, // 28: headrace.v1.GenerateStreamRequest.spec:type_name -> headrace.v1.GenerationSpec
+	27, // 29: headrace.v1.GenerateStreamResponse.events:type_name -> headrace.v1.ResultEvent
+	25, // 30: headrace.v1.GetResultRequest.wait:type_name -> google.protobuf.Duration
+	27, // 31: headrace.v1.GetResultResponse.events:type_name -> headrace.v1.ResultEvent
+	1,  // 32: headrace.v1.GenerationService.StreamResult:input_type -> headrace.v1.StreamResultRequest
+	13, // 33: headrace.v1.GenerationService.AddRequest:input_type -> headrace.v1.AddRequestRequest
+	15, // 34: headrace.v1.GenerationService.Cancel:input_type -> headrace.v1.CancelRequest
+	18, // 35: headrace.v1.GenerationService.Generate:input_type -> headrace.v1.GenerateRequest
+	21, // 36: headrace.v1.GenerationService.GenerateStream:input_type -> headrace.v1.GenerateStreamRequest
+	23, // 37: headrace.v1.GenerationService.GetResult:input_type -> headrace.v1.GetResultRequest
+	7,  // 38: headrace.v1.GenerationService.StreamResult:output_type -> headrace.v1.StreamResultResponse
+	14, // 39: headrace.v1.GenerationService.AddRequest:output_type -> headrace.v1.AddRequestResponse
+	16, // 40: headrace.v1.GenerationService.Cancel:output_type -> headrace.v1.CancelResponse
+	19, // 41: headrace.v1.GenerationService.Generate:output_type -> headrace.v1.GenerateResponse
+	22, // 42: headrace.v1.GenerationService.GenerateStream:output_type -> headrace.v1.GenerateStreamResponse
+	24, // 43: headrace.v1.GenerationService.GetResult:output_type -> headrace.v1.GetResultResponse
+	38, // [38:44] is the sub-list for method output_type
+	32, // [32:38] is the sub-list for method input_type
+	32, // [32:32] is the sub-list for extension type_name
+	32, // [32:32] is the sub-list for extension extendee
+	0,  // [0:32] is the sub-list for field type_name
 }
 
 func init() { file_headrace_v1_generation_service_proto_init() }
@@ -1777,7 +2061,7 @@ func file_headrace_v1_generation_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_headrace_v1_generation_service_proto_rawDesc), len(file_headrace_v1_generation_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   23,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -1,8 +1,9 @@
 // The RPCs of text generation, for the programs that use the model.
 //
-// Errors of RPCs are google.rpc.Status with ErrorInfo (domain "headrace"), and BadRequest, RetryInfo where they apply.
-// The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field that this server does not
-// support yet), ALREADY_EXISTS (a request with that id is live or its results are kept), NOT_FOUND, OUT_OF_RANGE (a seq
+// Errors of RPCs are google.rpc.Status with ErrorInfo (domain "headrace.dev"), and BadRequest, RetryInfo where they apply.
+// The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field or a capability that this
+// server does not have), ALREADY_EXISTS (another request with that id is live or its results are kept), NOT_FOUND (no
+// such request or model; or WRONG_INSTANCE: another server process has it, and ErrorInfo names it), OUT_OF_RANGE (a seq
 // that is no longer kept; or ANSWER_TOO_LARGE, for an answer that does not fit in one message: streaming RPCs and
 // GetResult send it in parts), FAILED_PRECONDITION, RESOURCE_EXHAUSTED (a queue or limit is full, with RetryInfo; or
 // RESULTS_NOT_READ), UNAVAILABLE (loading, draining or restarting), ABORTED (attach moved the request's results to
@@ -58,10 +59,10 @@ type GenerationServiceClient interface {
 	//
 	// A client that does not read (or gives no credit, if `open` enabled credits) delays no others. Its unread output is
 	// merged. When Limits.max_unread_tokens tokens of a request are unread (or fewer, if they take many bytes), the
-	// request is paused until they are read. If none is read for Limits.max_pause, the request ends, after the output so
+	// request is held until they are read. If none is read for Limits.max_hold, the request ends, after the output so
 	// far, with Failed: RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ; a server may be configured to end it at once
-	// instead. A paused request's time_limit goes on. During a lease, a request without a stream is paused in the same
-	// way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not paused: their own length
+	// instead. A held request's time_limit goes on. During a lease, a request without a stream is held in the same
+	// way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not held: their own length
 	// limits them. If a stream takes nothing for minutes while ended requests wait on it, their results are dropped, and
 	// it ends with RESOURCE_EXHAUSTED, RESULTS_NOT_READ.
 	//
@@ -69,8 +70,10 @@ type GenerationServiceClient interface {
 	StreamResult(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[StreamResultRequest, StreamResultResponse], error)
 	// Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a session
 	// that attaches to it, and for ModelCard.limits.result_retention after its end. Neither the end of this RPC nor the
-	// loss of a session that attached to the request affects it. A caller that sets request ids may retry safely:
-	// ALREADY_EXISTS then says that an earlier try was accepted.
+	// loss of a session that attached to the request affects it.
+	//
+	// A caller that sets request ids may retry safely: the same call again, with the same id and content, starts nothing
+	// and gets the first answer, while the request is live or its results are kept.
 	AddRequest(ctx context.Context, in *AddRequestRequest, opts ...grpc.CallOption) (*AddRequestResponse, error)
 	// Ends requests of the caller's identity by their ids. Idempotent; each id gets its own answer. The requests' streams
 	// receive Finished with CANCELLED within one engine step. Cancelling this RPC does not undo cancels that the server
@@ -79,14 +82,19 @@ type GenerationServiceClient interface {
 	// Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. If the
 	// request is refused or fails, the RPC's status says so. If it is ended by Cancel, or reaches its time limit, it
 	// returns a normal result with the output so far and its FinishReason.
+	//
+	// A caller that sets request ids may retry safely: the same call again, with the same id and content, waits for the
+	// first one's result while that runs, and gets it at once while it is kept (Limits.result_retention; GetResult and
+	// attach can read it too). A request is cancelled when the last call that waits for it has left; a retry after that
+	// runs it anew. Of one id there are never two computations at a time.
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (*GenerateResponse, error)
 	// Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. If the request is
 	// refused, the RPC's status says so; if it fails later, the stream ends with a Failed event and the same status. A
 	// client that does not read is treated as in StreamResult.
 	GenerateStream(ctx context.Context, in *GenerateStreamRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[GenerateStreamResponse], error)
-	// Reads the results of a request that AddRequest started (or whose session was lost, during its lease), from a given
-	// number on, and waits for new ones if asked to. Reading does not consume: the same numbers may be read again while
-	// they are kept. The end of this RPC does not affect the request.
+	// Reads the results of a request that AddRequest or Generate started, or whose session was lost (during its lease),
+	// from a given number on, and waits for new ones if asked to. Reading does not consume: the same numbers may be read
+	// again while they are kept. The end of this RPC does not affect the request.
 	GetResult(ctx context.Context, in *GetResultRequest, opts ...grpc.CallOption) (*GetResultResponse, error)
 }
 
@@ -191,10 +199,10 @@ type GenerationServiceServer interface {
 	//
 	// A client that does not read (or gives no credit, if `open` enabled credits) delays no others. Its unread output is
 	// merged. When Limits.max_unread_tokens tokens of a request are unread (or fewer, if they take many bytes), the
-	// request is paused until they are read. If none is read for Limits.max_pause, the request ends, after the output so
+	// request is held until they are read. If none is read for Limits.max_hold, the request ends, after the output so
 	// far, with Failed: RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ; a server may be configured to end it at once
-	// instead. A paused request's time_limit goes on. During a lease, a request without a stream is paused in the same
-	// way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not paused: their own length
+	// instead. A held request's time_limit goes on. During a lease, a request without a stream is held in the same
+	// way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not held: their own length
 	// limits them. If a stream takes nothing for minutes while ended requests wait on it, their results are dropped, and
 	// it ends with RESOURCE_EXHAUSTED, RESULTS_NOT_READ.
 	//
@@ -202,8 +210,10 @@ type GenerationServiceServer interface {
 	StreamResult(grpc.BidiStreamingServer[StreamResultRequest, StreamResultResponse]) error
 	// Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a session
 	// that attaches to it, and for ModelCard.limits.result_retention after its end. Neither the end of this RPC nor the
-	// loss of a session that attached to the request affects it. A caller that sets request ids may retry safely:
-	// ALREADY_EXISTS then says that an earlier try was accepted.
+	// loss of a session that attached to the request affects it.
+	//
+	// A caller that sets request ids may retry safely: the same call again, with the same id and content, starts nothing
+	// and gets the first answer, while the request is live or its results are kept.
 	AddRequest(context.Context, *AddRequestRequest) (*AddRequestResponse, error)
 	// Ends requests of the caller's identity by their ids. Idempotent; each id gets its own answer. The requests' streams
 	// receive Finished with CANCELLED within one engine step. Cancelling this RPC does not undo cancels that the server
@@ -212,14 +222,19 @@ type GenerationServiceServer interface {
 	// Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. If the
 	// request is refused or fails, the RPC's status says so. If it is ended by Cancel, or reaches its time limit, it
 	// returns a normal result with the output so far and its FinishReason.
+	//
+	// A caller that sets request ids may retry safely: the same call again, with the same id and content, waits for the
+	// first one's result while that runs, and gets it at once while it is kept (Limits.result_retention; GetResult and
+	// attach can read it too). A request is cancelled when the last call that waits for it has left; a retry after that
+	// runs it anew. Of one id there are never two computations at a time.
 	Generate(context.Context, *GenerateRequest) (*GenerateResponse, error)
 	// Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. If the request is
 	// refused, the RPC's status says so; if it fails later, the stream ends with a Failed event and the same status. A
 	// client that does not read is treated as in StreamResult.
 	GenerateStream(*GenerateStreamRequest, grpc.ServerStreamingServer[GenerateStreamResponse]) error
-	// Reads the results of a request that AddRequest started (or whose session was lost, during its lease), from a given
-	// number on, and waits for new ones if asked to. Reading does not consume: the same numbers may be read again while
-	// they are kept. The end of this RPC does not affect the request.
+	// Reads the results of a request that AddRequest or Generate started, or whose session was lost (during its lease),
+	// from a given number on, and waits for new ones if asked to. Reading does not consume: the same numbers may be read
+	// again while they are kept. The end of this RPC does not affect the request.
 	GetResult(context.Context, *GetResultRequest) (*GetResultResponse, error)
 	mustEmbedUnimplementedGenerationServiceServer()
 }

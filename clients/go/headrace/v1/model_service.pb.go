@@ -9,6 +9,7 @@
 package headracev1
 
 import (
+	_ "google.golang.org/genproto/googleapis/api/annotations"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	durationpb "google.golang.org/protobuf/types/known/durationpb"
@@ -26,9 +27,12 @@ const (
 
 // The request of GetModel.
 type GetModelRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+	// and its name. At most 64.
+	RequiredCapabilities []string `protobuf:"bytes,15,rep,name=required_capabilities,json=requiredCapabilities,proto3" json:"required_capabilities,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *GetModelRequest) Reset() {
@@ -59,6 +63,13 @@ func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
 // Deprecated: Use GetModelRequest.ProtoReflect.Descriptor instead.
 func (*GetModelRequest) Descriptor() ([]byte, []int) {
 	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *GetModelRequest) GetRequiredCapabilities() []string {
+	if x != nil {
+		return x.RequiredCapabilities
+	}
+	return nil
 }
 
 // The description of the model.
@@ -124,23 +135,24 @@ type ModelCard struct {
 	VocabSize uint32 `protobuf:"varint,6,opt,name=vocab_size,json=vocabSize,proto3" json:"vocab_size,omitempty"`
 	// The model's end-of-sequence ids.
 	EosTokenIds []uint32 `protobuf:"varint,7,rep,packed,name=eos_token_ids,json=eosTokenIds,proto3" json:"eos_token_ids,omitempty"`
-	// Whether ChatInput can be used.
-	HasChatTemplate bool `protobuf:"varint,8,opt,name=has_chat_template,json=hasChatTemplate,proto3" json:"has_chat_template,omitempty"`
 	// The values of absent sampling fields.
-	DefaultSampling *SamplingOptions `protobuf:"bytes,9,opt,name=default_sampling,json=defaultSampling,proto3" json:"default_sampling,omitempty"`
+	DefaultSampling *SamplingOptions `protobuf:"bytes,8,opt,name=default_sampling,json=defaultSampling,proto3" json:"default_sampling,omitempty"`
 	// The server's limits.
-	Limits *Limits `protobuf:"bytes,10,opt,name=limits,proto3" json:"limits,omitempty"`
-	// The features of this server beyond plain generation, by name: "logprobs", "chat", "prefix_cache",
-	// "structured_output" and so on. Others are refused.
-	Features []string `protobuf:"bytes,11,rep,name=features,proto3" json:"features,omitempty"`
+	Limits *Limits `protobuf:"bytes,9,opt,name=limits,proto3" json:"limits,omitempty"`
+	// What the server can do with this model. Other things are refused.
+	Capabilities *Capabilities `protobuf:"bytes,10,opt,name=capabilities,proto3" json:"capabilities,omitempty"`
 	// The server process.
-	InstanceId string `protobuf:"bytes,12,opt,name=instance_id,json=instanceId,proto3" json:"instance_id,omitempty"`
+	InstanceId string `protobuf:"bytes,11,opt,name=instance_id,json=instanceId,proto3" json:"instance_id,omitempty"`
 	// The version of the server.
-	ServerVersion string `protobuf:"bytes,13,opt,name=server_version,json=serverVersion,proto3" json:"server_version,omitempty"`
+	ServerVersion string `protobuf:"bytes,12,opt,name=server_version,json=serverVersion,proto3" json:"server_version,omitempty"`
 	// The revision of the contract that the server was built with: a number that grows with every change to it.
-	ContractRevision uint32 `protobuf:"varint,14,opt,name=contract_revision,json=contractRevision,proto3" json:"contract_revision,omitempty"`
+	SchemaRevision uint32 `protobuf:"varint,13,opt,name=schema_revision,json=schemaRevision,proto3" json:"schema_revision,omitempty"`
+	// The oldest revision of the contract whose clients this server still serves as they expect.
+	MinimumClientRevision uint32 `protobuf:"varint,14,opt,name=minimum_client_revision,json=minimumClientRevision,proto3" json:"minimum_client_revision,omitempty"`
 	// The type in which the weights of linear layers are stored if it is not dtype, such as "int8". Empty: dtype.
-	Quantization  string `protobuf:"bytes,15,opt,name=quantization,proto3" json:"quantization,omitempty"`
+	Quantization string `protobuf:"bytes,15,opt,name=quantization,proto3" json:"quantization,omitempty"`
+	// Other names by which requests may call the model.
+	Aliases       []string `protobuf:"bytes,16,rep,name=aliases,proto3" json:"aliases,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -224,13 +236,6 @@ func (x *ModelCard) GetEosTokenIds() []uint32 {
 	return nil
 }
 
-func (x *ModelCard) GetHasChatTemplate() bool {
-	if x != nil {
-		return x.HasChatTemplate
-	}
-	return false
-}
-
 func (x *ModelCard) GetDefaultSampling() *SamplingOptions {
 	if x != nil {
 		return x.DefaultSampling
@@ -245,9 +250,9 @@ func (x *ModelCard) GetLimits() *Limits {
 	return nil
 }
 
-func (x *ModelCard) GetFeatures() []string {
+func (x *ModelCard) GetCapabilities() *Capabilities {
 	if x != nil {
-		return x.Features
+		return x.Capabilities
 	}
 	return nil
 }
@@ -266,9 +271,16 @@ func (x *ModelCard) GetServerVersion() string {
 	return ""
 }
 
-func (x *ModelCard) GetContractRevision() uint32 {
+func (x *ModelCard) GetSchemaRevision() uint32 {
 	if x != nil {
-		return x.ContractRevision
+		return x.SchemaRevision
+	}
+	return 0
+}
+
+func (x *ModelCard) GetMinimumClientRevision() uint32 {
+	if x != nil {
+		return x.MinimumClientRevision
 	}
 	return 0
 }
@@ -278,6 +290,287 @@ func (x *ModelCard) GetQuantization() string {
 		return x.Quantization
 	}
 	return ""
+}
+
+func (x *ModelCard) GetAliases() []string {
+	if x != nil {
+		return x.Aliases
+	}
+	return nil
+}
+
+// What a server can do with its model.
+type Capabilities struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The names of all capabilities that a request may require (`required_capabilities`).
+	Names []string `protobuf:"bytes,1,rep,name=names,proto3" json:"names,omitempty"`
+	// What prompts may be.
+	Input *InputCapabilities `protobuf:"bytes,2,opt,name=input,proto3" json:"input,omitempty"`
+	// What may be asked of the output.
+	Output *OutputCapabilities `protobuf:"bytes,3,opt,name=output,proto3" json:"output,omitempty"`
+	// What may be asked of the scheduler and the caches.
+	Scheduling    *SchedulingCapabilities `protobuf:"bytes,4,opt,name=scheduling,proto3" json:"scheduling,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Capabilities) Reset() {
+	*x = Capabilities{}
+	mi := &file_headrace_v1_model_service_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Capabilities) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Capabilities) ProtoMessage() {}
+
+func (x *Capabilities) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_model_service_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Capabilities.ProtoReflect.Descriptor instead.
+func (*Capabilities) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *Capabilities) GetNames() []string {
+	if x != nil {
+		return x.Names
+	}
+	return nil
+}
+
+func (x *Capabilities) GetInput() *InputCapabilities {
+	if x != nil {
+		return x.Input
+	}
+	return nil
+}
+
+func (x *Capabilities) GetOutput() *OutputCapabilities {
+	if x != nil {
+		return x.Output
+	}
+	return nil
+}
+
+func (x *Capabilities) GetScheduling() *SchedulingCapabilities {
+	if x != nil {
+		return x.Scheduling
+	}
+	return nil
+}
+
+// What prompts may be.
+type InputCapabilities struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Text: the server has the model's tokenizer. If not, prompts are token ids, and so is the output.
+	Text bool `protobuf:"varint,1,opt,name=text,proto3" json:"text,omitempty"`
+	// Token ids.
+	TokenIds bool `protobuf:"varint,2,opt,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	// Conversations: the tokenizer has a chat template.
+	Chat bool `protobuf:"varint,3,opt,name=chat,proto3" json:"chat,omitempty"`
+	// Tools in conversations.
+	Tools bool `protobuf:"varint,4,opt,name=tools,proto3" json:"tools,omitempty"`
+	// Kinds of parts that a message's content may have, by their names in ContentPart.
+	ContentParts  []string `protobuf:"bytes,5,rep,name=content_parts,json=contentParts,proto3" json:"content_parts,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *InputCapabilities) Reset() {
+	*x = InputCapabilities{}
+	mi := &file_headrace_v1_model_service_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *InputCapabilities) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*InputCapabilities) ProtoMessage() {}
+
+func (x *InputCapabilities) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_model_service_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use InputCapabilities.ProtoReflect.Descriptor instead.
+func (*InputCapabilities) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *InputCapabilities) GetText() bool {
+	if x != nil {
+		return x.Text
+	}
+	return false
+}
+
+func (x *InputCapabilities) GetTokenIds() bool {
+	if x != nil {
+		return x.TokenIds
+	}
+	return false
+}
+
+func (x *InputCapabilities) GetChat() bool {
+	if x != nil {
+		return x.Chat
+	}
+	return false
+}
+
+func (x *InputCapabilities) GetTools() bool {
+	if x != nil {
+		return x.Tools
+	}
+	return false
+}
+
+func (x *InputCapabilities) GetContentParts() []string {
+	if x != nil {
+		return x.ContentParts
+	}
+	return nil
+}
+
+// What may be asked of the output.
+type OutputCapabilities struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Log-probabilities of the output's tokens.
+	Logprobs bool `protobuf:"varint,1,opt,name=logprobs,proto3" json:"logprobs,omitempty"`
+	// Log-probabilities of the prompt's tokens.
+	PromptLogprobs bool `protobuf:"varint,2,opt,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
+	// Forms that the output may be held to, by their names in StructuredOutput.
+	StructuredOutput []string `protobuf:"bytes,3,rep,name=structured_output,json=structuredOutput,proto3" json:"structured_output,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
+}
+
+func (x *OutputCapabilities) Reset() {
+	*x = OutputCapabilities{}
+	mi := &file_headrace_v1_model_service_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OutputCapabilities) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OutputCapabilities) ProtoMessage() {}
+
+func (x *OutputCapabilities) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_model_service_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OutputCapabilities.ProtoReflect.Descriptor instead.
+func (*OutputCapabilities) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *OutputCapabilities) GetLogprobs() bool {
+	if x != nil {
+		return x.Logprobs
+	}
+	return false
+}
+
+func (x *OutputCapabilities) GetPromptLogprobs() bool {
+	if x != nil {
+		return x.PromptLogprobs
+	}
+	return false
+}
+
+func (x *OutputCapabilities) GetStructuredOutput() []string {
+	if x != nil {
+		return x.StructuredOutput
+	}
+	return nil
+}
+
+// What may be asked of the scheduler and the caches.
+type SchedulingCapabilities struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Whether priorities are heeded.
+	Priorities bool `protobuf:"varint,1,opt,name=priorities,proto3" json:"priorities,omitempty"`
+	// Whether prefixes are cached.
+	PrefixCache   bool `protobuf:"varint,2,opt,name=prefix_cache,json=prefixCache,proto3" json:"prefix_cache,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SchedulingCapabilities) Reset() {
+	*x = SchedulingCapabilities{}
+	mi := &file_headrace_v1_model_service_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SchedulingCapabilities) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SchedulingCapabilities) ProtoMessage() {}
+
+func (x *SchedulingCapabilities) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_model_service_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SchedulingCapabilities.ProtoReflect.Descriptor instead.
+func (*SchedulingCapabilities) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *SchedulingCapabilities) GetPriorities() bool {
+	if x != nil {
+		return x.Priorities
+	}
+	return false
+}
+
+func (x *SchedulingCapabilities) GetPrefixCache() bool {
+	if x != nil {
+		return x.PrefixCache
+	}
+	return false
 }
 
 // The server's limits. A request beyond one of them is refused with the limit's name and value.
@@ -311,17 +604,17 @@ type Limits struct {
 	MaxLease *durationpb.Duration `protobuf:"bytes,13,opt,name=max_lease,json=maxLease,proto3" json:"max_lease,omitempty"`
 	// How long the results of an ended request are kept for GetResult and attach.
 	ResultRetention *durationpb.Duration `protobuf:"bytes,14,opt,name=result_retention,json=resultRetention,proto3" json:"result_retention,omitempty"`
-	// How many tokens of a request may be unread (fewer if they have many details) before it is paused.
+	// How many tokens of a request may be unread (fewer if they have many details) before it is held.
 	MaxUnreadTokens uint32 `protobuf:"varint,15,opt,name=max_unread_tokens,json=maxUnreadTokens,proto3" json:"max_unread_tokens,omitempty"`
-	// How long a paused request waits to be read before it ends with RESULTS_NOT_READ. Absent: it is ended at once.
-	MaxPause      *durationpb.Duration `protobuf:"bytes,16,opt,name=max_pause,json=maxPause,proto3" json:"max_pause,omitempty"`
+	// How long a held request waits to be read before it ends with RESULTS_NOT_READ. Absent: it is ended at once.
+	MaxHold       *durationpb.Duration `protobuf:"bytes,16,opt,name=max_hold,json=maxHold,proto3" json:"max_hold,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Limits) Reset() {
 	*x = Limits{}
-	mi := &file_headrace_v1_model_service_proto_msgTypes[3]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -333,7 +626,7 @@ func (x *Limits) String() string {
 func (*Limits) ProtoMessage() {}
 
 func (x *Limits) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_model_service_proto_msgTypes[3]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -346,7 +639,7 @@ func (x *Limits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Limits.ProtoReflect.Descriptor instead.
 func (*Limits) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{3}
+	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Limits) GetMaxContextTokens() uint32 {
@@ -454,9 +747,9 @@ func (x *Limits) GetMaxUnreadTokens() uint32 {
 	return 0
 }
 
-func (x *Limits) GetMaxPause() *durationpb.Duration {
+func (x *Limits) GetMaxHold() *durationpb.Duration {
 	if x != nil {
-		return x.MaxPause
+		return x.MaxHold
 	}
 	return nil
 }
@@ -472,14 +765,17 @@ type TokenizeRequest struct {
 	//	*TokenizeRequest_Chat
 	Input isTokenizeRequest_Input `protobuf_oneof:"input"`
 	// Whether to return each token's text and bytes too.
-	TokenDetails  bool `protobuf:"varint,3,opt,name=token_details,json=tokenDetails,proto3" json:"token_details,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	TokenDetails bool `protobuf:"varint,3,opt,name=token_details,json=tokenDetails,proto3" json:"token_details,omitempty"`
+	// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+	// and its name. At most 64.
+	RequiredCapabilities []string `protobuf:"bytes,15,rep,name=required_capabilities,json=requiredCapabilities,proto3" json:"required_capabilities,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *TokenizeRequest) Reset() {
 	*x = TokenizeRequest{}
-	mi := &file_headrace_v1_model_service_proto_msgTypes[4]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -491,7 +787,7 @@ func (x *TokenizeRequest) String() string {
 func (*TokenizeRequest) ProtoMessage() {}
 
 func (x *TokenizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_model_service_proto_msgTypes[4]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -504,7 +800,7 @@ func (x *TokenizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizeRequest.ProtoReflect.Descriptor instead.
 func (*TokenizeRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{4}
+	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *TokenizeRequest) GetInput() isTokenizeRequest_Input {
@@ -539,6 +835,13 @@ func (x *TokenizeRequest) GetTokenDetails() bool {
 	return false
 }
 
+func (x *TokenizeRequest) GetRequiredCapabilities() []string {
+	if x != nil {
+		return x.RequiredCapabilities
+	}
+	return nil
+}
+
 type isTokenizeRequest_Input interface {
 	isTokenizeRequest_Input()
 }
@@ -570,7 +873,7 @@ type TokenizeResponse struct {
 
 func (x *TokenizeResponse) Reset() {
 	*x = TokenizeResponse{}
-	mi := &file_headrace_v1_model_service_proto_msgTypes[5]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -582,7 +885,7 @@ func (x *TokenizeResponse) String() string {
 func (*TokenizeResponse) ProtoMessage() {}
 
 func (x *TokenizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_model_service_proto_msgTypes[5]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -595,7 +898,7 @@ func (x *TokenizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizeResponse.ProtoReflect.Descriptor instead.
 func (*TokenizeResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{5}
+	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *TokenizeResponse) GetTokenIds() []uint32 {
@@ -619,13 +922,16 @@ type DetokenizeRequest struct {
 	TokenIds []uint32 `protobuf:"varint,1,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// Whether special tokens are left out. Default: true.
 	SkipSpecialTokens *bool `protobuf:"varint,2,opt,name=skip_special_tokens,json=skipSpecialTokens,proto3,oneof" json:"skip_special_tokens,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+	// and its name. At most 64.
+	RequiredCapabilities []string `protobuf:"bytes,15,rep,name=required_capabilities,json=requiredCapabilities,proto3" json:"required_capabilities,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *DetokenizeRequest) Reset() {
 	*x = DetokenizeRequest{}
-	mi := &file_headrace_v1_model_service_proto_msgTypes[6]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -637,7 +943,7 @@ func (x *DetokenizeRequest) String() string {
 func (*DetokenizeRequest) ProtoMessage() {}
 
 func (x *DetokenizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_model_service_proto_msgTypes[6]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -650,7 +956,7 @@ func (x *DetokenizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetokenizeRequest.ProtoReflect.Descriptor instead.
 func (*DetokenizeRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{6}
+	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *DetokenizeRequest) GetTokenIds() []uint32 {
@@ -667,6 +973,13 @@ func (x *DetokenizeRequest) GetSkipSpecialTokens() bool {
 	return false
 }
 
+func (x *DetokenizeRequest) GetRequiredCapabilities() []string {
+	if x != nil {
+		return x.RequiredCapabilities
+	}
+	return nil
+}
+
 // The text.
 type DetokenizeResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -678,7 +991,7 @@ type DetokenizeResponse struct {
 
 func (x *DetokenizeResponse) Reset() {
 	*x = DetokenizeResponse{}
-	mi := &file_headrace_v1_model_service_proto_msgTypes[7]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -690,7 +1003,7 @@ func (x *DetokenizeResponse) String() string {
 func (*DetokenizeResponse) ProtoMessage() {}
 
 func (x *DetokenizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_model_service_proto_msgTypes[7]
+	mi := &file_headrace_v1_model_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -703,7 +1016,7 @@ func (x *DetokenizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetokenizeResponse.ProtoReflect.Descriptor instead.
 func (*DetokenizeResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{7}
+	return file_headrace_v1_model_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *DetokenizeResponse) GetText() string {
@@ -717,10 +1030,11 @@ var File_headrace_v1_model_service_proto protoreflect.FileDescriptor
 
 const file_headrace_v1_model_service_proto_rawDesc = "" +
 	"\n" +
-	"\x1fheadrace/v1/model_service.proto\x12\vheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cheadrace/v1/generation.proto\"\x11\n" +
-	"\x0fGetModelRequest\"@\n" +
+	"\x1fheadrace/v1/model_service.proto\x12\vheadrace.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cheadrace/v1/generation.proto\"F\n" +
+	"\x0fGetModelRequest\x123\n" +
+	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilities\"@\n" +
 	"\x10GetModelResponse\x12,\n" +
-	"\x05model\x18\x01 \x01(\v2\x16.headrace.v1.ModelCardR\x05model\"\xab\x04\n" +
+	"\x05model\x18\x01 \x01(\v2\x16.headrace.v1.ModelCardR\x05model\"\xf0\x04\n" +
 	"\tModelCard\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\"\n" +
 	"\farchitecture\x18\x02 \x01(\tR\farchitecture\x12\x1e\n" +
@@ -731,17 +1045,40 @@ const file_headrace_v1_model_service_proto_rawDesc = "" +
 	"\x06device\x18\x05 \x01(\tR\x06device\x12\x1d\n" +
 	"\n" +
 	"vocab_size\x18\x06 \x01(\rR\tvocabSize\x12\"\n" +
-	"\reos_token_ids\x18\a \x03(\rR\veosTokenIds\x12*\n" +
-	"\x11has_chat_template\x18\b \x01(\bR\x0fhasChatTemplate\x12G\n" +
-	"\x10default_sampling\x18\t \x01(\v2\x1c.headrace.v1.SamplingOptionsR\x0fdefaultSampling\x12+\n" +
-	"\x06limits\x18\n" +
-	" \x01(\v2\x13.headrace.v1.LimitsR\x06limits\x12\x1a\n" +
-	"\bfeatures\x18\v \x03(\tR\bfeatures\x12\x1f\n" +
-	"\vinstance_id\x18\f \x01(\tR\n" +
+	"\reos_token_ids\x18\a \x03(\rR\veosTokenIds\x12G\n" +
+	"\x10default_sampling\x18\b \x01(\v2\x1c.headrace.v1.SamplingOptionsR\x0fdefaultSampling\x12+\n" +
+	"\x06limits\x18\t \x01(\v2\x13.headrace.v1.LimitsR\x06limits\x12=\n" +
+	"\fcapabilities\x18\n" +
+	" \x01(\v2\x19.headrace.v1.CapabilitiesR\fcapabilities\x12\x1f\n" +
+	"\vinstance_id\x18\v \x01(\tR\n" +
 	"instanceId\x12%\n" +
-	"\x0eserver_version\x18\r \x01(\tR\rserverVersion\x12+\n" +
-	"\x11contract_revision\x18\x0e \x01(\rR\x10contractRevision\x12\"\n" +
-	"\fquantization\x18\x0f \x01(\tR\fquantization\"\xea\x05\n" +
+	"\x0eserver_version\x18\f \x01(\tR\rserverVersion\x12'\n" +
+	"\x0fschema_revision\x18\r \x01(\rR\x0eschemaRevision\x126\n" +
+	"\x17minimum_client_revision\x18\x0e \x01(\rR\x15minimumClientRevision\x12\"\n" +
+	"\fquantization\x18\x0f \x01(\tR\fquantization\x12\x18\n" +
+	"\aaliases\x18\x10 \x03(\tR\aaliases\"\xd8\x01\n" +
+	"\fCapabilities\x12\x14\n" +
+	"\x05names\x18\x01 \x03(\tR\x05names\x124\n" +
+	"\x05input\x18\x02 \x01(\v2\x1e.headrace.v1.InputCapabilitiesR\x05input\x127\n" +
+	"\x06output\x18\x03 \x01(\v2\x1f.headrace.v1.OutputCapabilitiesR\x06output\x12C\n" +
+	"\n" +
+	"scheduling\x18\x04 \x01(\v2#.headrace.v1.SchedulingCapabilitiesR\n" +
+	"scheduling\"\x93\x01\n" +
+	"\x11InputCapabilities\x12\x12\n" +
+	"\x04text\x18\x01 \x01(\bR\x04text\x12\x1b\n" +
+	"\ttoken_ids\x18\x02 \x01(\bR\btokenIds\x12\x12\n" +
+	"\x04chat\x18\x03 \x01(\bR\x04chat\x12\x14\n" +
+	"\x05tools\x18\x04 \x01(\bR\x05tools\x12#\n" +
+	"\rcontent_parts\x18\x05 \x03(\tR\fcontentParts\"\x86\x01\n" +
+	"\x12OutputCapabilities\x12\x1a\n" +
+	"\blogprobs\x18\x01 \x01(\bR\blogprobs\x12'\n" +
+	"\x0fprompt_logprobs\x18\x02 \x01(\bR\x0epromptLogprobs\x12+\n" +
+	"\x11structured_output\x18\x03 \x03(\tR\x10structuredOutput\"[\n" +
+	"\x16SchedulingCapabilities\x12\x1e\n" +
+	"\n" +
+	"priorities\x18\x01 \x01(\bR\n" +
+	"priorities\x12!\n" +
+	"\fprefix_cache\x18\x02 \x01(\bR\vprefixCache\"\xe8\x05\n" +
 	"\x06Limits\x12,\n" +
 	"\x12max_context_tokens\x18\x01 \x01(\rR\x10maxContextTokens\x12*\n" +
 	"\x11max_prompt_tokens\x18\x02 \x01(\rR\x0fmaxPromptTokens\x12,\n" +
@@ -759,27 +1096,29 @@ const file_headrace_v1_model_service_proto_rawDesc = "" +
 	"\x14max_running_requests\x18\f \x01(\rR\x12maxRunningRequests\x126\n" +
 	"\tmax_lease\x18\r \x01(\v2\x19.google.protobuf.DurationR\bmaxLease\x12D\n" +
 	"\x10result_retention\x18\x0e \x01(\v2\x19.google.protobuf.DurationR\x0fresultRetention\x12*\n" +
-	"\x11max_unread_tokens\x18\x0f \x01(\rR\x0fmaxUnreadTokens\x126\n" +
-	"\tmax_pause\x18\x10 \x01(\v2\x19.google.protobuf.DurationR\bmaxPause\"\x9b\x01\n" +
+	"\x11max_unread_tokens\x18\x0f \x01(\rR\x0fmaxUnreadTokens\x124\n" +
+	"\bmax_hold\x18\x10 \x01(\v2\x19.google.protobuf.DurationR\amaxHold\"\xd0\x01\n" +
 	"\x0fTokenizeRequest\x12,\n" +
 	"\x04text\x18\x01 \x01(\v2\x16.headrace.v1.TextInputH\x00R\x04text\x12,\n" +
 	"\x04chat\x18\x02 \x01(\v2\x16.headrace.v1.ChatInputH\x00R\x04chat\x12#\n" +
-	"\rtoken_details\x18\x03 \x01(\bR\ftokenDetailsB\a\n" +
+	"\rtoken_details\x18\x03 \x01(\bR\ftokenDetails\x123\n" +
+	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilitiesB\a\n" +
 	"\x05input\"_\n" +
 	"\x10TokenizeResponse\x12\x1b\n" +
 	"\ttoken_ids\x18\x01 \x03(\rR\btokenIds\x12.\n" +
-	"\x06tokens\x18\x02 \x03(\v2\x16.headrace.v1.TokenInfoR\x06tokens\"}\n" +
-	"\x11DetokenizeRequest\x12\x1b\n" +
-	"\ttoken_ids\x18\x01 \x03(\rR\btokenIds\x123\n" +
-	"\x13skip_special_tokens\x18\x02 \x01(\bH\x00R\x11skipSpecialTokens\x88\x01\x01B\x16\n" +
+	"\x06tokens\x18\x02 \x03(\v2\x16.headrace.v1.TokenInfoR\x06tokens\"\xb8\x01\n" +
+	"\x11DetokenizeRequest\x12!\n" +
+	"\ttoken_ids\x18\x01 \x03(\rB\x04\xe2A\x01\x02R\btokenIds\x123\n" +
+	"\x13skip_special_tokens\x18\x02 \x01(\bH\x00R\x11skipSpecialTokens\x88\x01\x01\x123\n" +
+	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilitiesB\x16\n" +
 	"\x14_skip_special_tokens\"(\n" +
 	"\x12DetokenizeResponse\x12\x12\n" +
-	"\x04text\x18\x01 \x01(\tR\x04text2\xef\x01\n" +
-	"\fModelService\x12G\n" +
-	"\bGetModel\x12\x1c.headrace.v1.GetModelRequest\x1a\x1d.headrace.v1.GetModelResponse\x12G\n" +
-	"\bTokenize\x12\x1c.headrace.v1.TokenizeRequest\x1a\x1d.headrace.v1.TokenizeResponse\x12M\n" +
+	"\x04text\x18\x01 \x01(\tR\x04text2\xb6\x02\n" +
+	"\fModelService\x12Z\n" +
+	"\bGetModel\x12\x1c.headrace.v1.GetModelRequest\x1a\x1d.headrace.v1.GetModelResponse\"\x11\x82\xd3\xe4\x93\x02\v\x12\t/v1/model\x12`\n" +
+	"\bTokenize\x12\x1c.headrace.v1.TokenizeRequest\x1a\x1d.headrace.v1.TokenizeResponse\"\x17\x82\xd3\xe4\x93\x02\x11:\x01*\"\f/v1/tokenize\x12h\n" +
 	"\n" +
-	"Detokenize\x12\x1e.headrace.v1.DetokenizeRequest\x1a\x1f.headrace.v1.DetokenizeResponseBN\n" +
+	"Detokenize\x12\x1e.headrace.v1.DetokenizeRequest\x1a\x1f.headrace.v1.DetokenizeResponse\"\x19\x82\xd3\xe4\x93\x02\x13:\x01*\"\x0e/v1/detokenizeBN\n" +
 	"\x0fdev.headrace.v1B\x11ModelServiceProtoP\x01Z&headrace.dev/go/headrace/v1;headracev1b\x06proto3"
 
 var (
@@ -794,43 +1133,51 @@ func file_headrace_v1_model_service_proto_rawDescGZIP() []byte {
 	return file_headrace_v1_model_service_proto_rawDescData
 }
 
-var file_headrace_v1_model_service_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
+var file_headrace_v1_model_service_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
 var file_headrace_v1_model_service_proto_goTypes = []any{
-	(*GetModelRequest)(nil),     // 0: headrace.v1.GetModelRequest
-	(*GetModelResponse)(nil),    // 1: headrace.v1.GetModelResponse
-	(*ModelCard)(nil),           // 2: headrace.v1.ModelCard
-	(*Limits)(nil),              // 3: headrace.v1.Limits
-	(*TokenizeRequest)(nil),     // 4: headrace.v1.TokenizeRequest
-	(*TokenizeResponse)(nil),    // 5: headrace.v1.TokenizeResponse
-	(*DetokenizeRequest)(nil),   // 6: headrace.v1.DetokenizeRequest
-	(*DetokenizeResponse)(nil),  // 7: headrace.v1.DetokenizeResponse
-	(*SamplingOptions)(nil),     // 8: headrace.v1.SamplingOptions
-	(*durationpb.Duration)(nil), // 9: google.protobuf.Duration
-	(*TextInput)(nil),           // 10: headrace.v1.TextInput
-	(*ChatInput)(nil),           // 11: headrace.v1.ChatInput
-	(*TokenInfo)(nil),           // 12: headrace.v1.TokenInfo
+	(*GetModelRequest)(nil),        // 0: headrace.v1.GetModelRequest
+	(*GetModelResponse)(nil),       // 1: headrace.v1.GetModelResponse
+	(*ModelCard)(nil),              // 2: headrace.v1.ModelCard
+	(*Capabilities)(nil),           // 3: headrace.v1.Capabilities
+	(*InputCapabilities)(nil),      // 4: headrace.v1.InputCapabilities
+	(*OutputCapabilities)(nil),     // 5: headrace.v1.OutputCapabilities
+	(*SchedulingCapabilities)(nil), // 6: headrace.v1.SchedulingCapabilities
+	(*Limits)(nil),                 // 7: headrace.v1.Limits
+	(*TokenizeRequest)(nil),        // 8: headrace.v1.TokenizeRequest
+	(*TokenizeResponse)(nil),       // 9: headrace.v1.TokenizeResponse
+	(*DetokenizeRequest)(nil),      // 10: headrace.v1.DetokenizeRequest
+	(*DetokenizeResponse)(nil),     // 11: headrace.v1.DetokenizeResponse
+	(*SamplingOptions)(nil),        // 12: headrace.v1.SamplingOptions
+	(*durationpb.Duration)(nil),    // 13: google.protobuf.Duration
+	(*TextInput)(nil),              // 14: headrace.v1.TextInput
+	(*ChatInput)(nil),              // 15: headrace.v1.ChatInput
+	(*TokenInfo)(nil),              // 16: headrace.v1.TokenInfo
 }
 var file_headrace_v1_model_service_proto_depIdxs = []int32{
 	2,  // 0: headrace.v1.GetModelResponse.model:type_name -> headrace.v1.ModelCard
-	8,  // 1: headrace.v1.ModelCard.default_sampling:type_name -> headrace.v1.SamplingOptions
-	3,  // 2: headrace.v1.ModelCard.limits:type_name -> headrace.v1.Limits
-	9,  // 3: headrace.v1.Limits.max_lease:type_name -> google.protobuf.Duration
-	9,  // 4: headrace.v1.Limits.result_retention:type_name -> google.protobuf.Duration
-	9,  // 5: headrace.v1.Limits.max_pause:type_name -> google.protobuf.Duration
-	10, // 6: headrace.v1.TokenizeRequest.text:type_name -> headrace.v1.TextInput
-	11, // 7: headrace.v1.TokenizeRequest.chat:type_name -> headrace.v1.ChatInput
-	12, // 8: headrace.v1.TokenizeResponse.tokens:type_name -> headrace.v1.TokenInfo
-	0,  // 9: headrace.v1.ModelService.GetModel:input_type -> headrace.v1.GetModelRequest
-	4,  // 10: headrace.v1.ModelService.Tokenize:input_type -> headrace.v1.TokenizeRequest
-	6,  // 11: headrace.v1.ModelService.Detokenize:input_type -> headrace.v1.DetokenizeRequest
-	1,  // 12: headrace.v1.ModelService.GetModel:output_type -> headrace.v1.GetModelResponse
-	5,  // 13: headrace.v1.ModelService.Tokenize:output_type -> headrace.v1.TokenizeResponse
-	7,  // 14: headrace.v1.ModelService.Detokenize:output_type -> headrace.v1.DetokenizeResponse
-	12, // [12:15] is the sub-list for method output_type
-	9,  // [9:12] is the sub-list for method input_type
-	9,  // [9:9] is the sub-list for extension type_name
-	9,  // [9:9] is the sub-list for extension extendee
-	0,  // [0:9] is the sub-list for field type_name
+	12, // 1: headrace.v1.ModelCard.default_sampling:type_name -> headrace.v1.SamplingOptions
+	7,  // 2: headrace.v1.ModelCard.limits:type_name -> headrace.v1.Limits
+	3,  // 3: headrace.v1.ModelCard.capabilities:type_name -> headrace.v1.Capabilities
+	4,  // 4: headrace.v1.Capabilities.input:type_name -> headrace.v1.InputCapabilities
+	5,  // 5: headrace.v1.Capabilities.output:type_name -> headrace.v1.OutputCapabilities
+	6,  // 6: headrace.v1.Capabilities.scheduling:type_name -> headrace.v1.SchedulingCapabilities
+	13, // 7: headrace.v1.Limits.max_lease:type_name -> google.protobuf.Duration
+	13, // 8: headrace.v1.Limits.result_retention:type_name -> google.protobuf.Duration
+	13, // 9: headrace.v1.Limits.max_hold:type_name -> google.protobuf.Duration
+	14, // 10: headrace.v1.TokenizeRequest.text:type_name -> headrace.v1.TextInput
+	15, // 11: headrace.v1.TokenizeRequest.chat:type_name -> headrace.v1.ChatInput
+	16, // 12: headrace.v1.TokenizeResponse.tokens:type_name -> headrace.v1.TokenInfo
+	0,  // 13: headrace.v1.ModelService.GetModel:input_type -> headrace.v1.GetModelRequest
+	8,  // 14: headrace.v1.ModelService.Tokenize:input_type -> headrace.v1.TokenizeRequest
+	10, // 15: headrace.v1.ModelService.Detokenize:input_type -> headrace.v1.DetokenizeRequest
+	1,  // 16: headrace.v1.ModelService.GetModel:output_type -> headrace.v1.GetModelResponse
+	9,  // 17: headrace.v1.ModelService.Tokenize:output_type -> headrace.v1.TokenizeResponse
+	11, // 18: headrace.v1.ModelService.Detokenize:output_type -> headrace.v1.DetokenizeResponse
+	16, // [16:19] is the sub-list for method output_type
+	13, // [13:16] is the sub-list for method input_type
+	13, // [13:13] is the sub-list for extension type_name
+	13, // [13:13] is the sub-list for extension extendee
+	0,  // [0:13] is the sub-list for field type_name
 }
 
 func init() { file_headrace_v1_model_service_proto_init() }
@@ -839,18 +1186,18 @@ func file_headrace_v1_model_service_proto_init() {
 		return
 	}
 	file_headrace_v1_generation_proto_init()
-	file_headrace_v1_model_service_proto_msgTypes[4].OneofWrappers = []any{
+	file_headrace_v1_model_service_proto_msgTypes[8].OneofWrappers = []any{
 		(*TokenizeRequest_Text)(nil),
 		(*TokenizeRequest_Chat)(nil),
 	}
-	file_headrace_v1_model_service_proto_msgTypes[6].OneofWrappers = []any{}
+	file_headrace_v1_model_service_proto_msgTypes[10].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_headrace_v1_model_service_proto_rawDesc), len(file_headrace_v1_model_service_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   8,
+			NumMessages:   12,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -30,7 +30,7 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Describes the model and runs its tokenizer. While the model loads, all RPCs answer UNAVAILABLE.
+// Describes the model and runs its tokenizer. Tokenize and Detokenize are UNIMPLEMENTED if the server has none. While the model loads, all RPCs answer UNAVAILABLE.
 type ModelServiceClient interface {
 	// Describes the model and the server's limits, so that clients need not find them by trial and error.
 	GetModel(ctx context.Context, in *GetModelRequest, opts ...grpc.CallOption) (*GetModelResponse, error)
@@ -82,7 +82,7 @@ func (c *modelServiceClient) Detokenize(ctx context.Context, in *DetokenizeReque
 // All implementations must embed UnimplementedModelServiceServer
 // for forward compatibility.
 //
-// Describes the model and runs its tokenizer. While the model loads, all RPCs answer UNAVAILABLE.
+// Describes the model and runs its tokenizer. Tokenize and Detokenize are UNIMPLEMENTED if the server has none. While the model loads, all RPCs answer UNAVAILABLE.
 type ModelServiceServer interface {
 	// Describes the model and the server's limits, so that clients need not find them by trial and error.
 	GetModel(context.Context, *GetModelRequest) (*GetModelResponse, error)

@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeAlias
 
-from google.protobuf.message import DecodeError, EncodeError
-
 from headrace.errors import (
     AlreadyExistsError,
     HeadraceError,
@@ -34,7 +32,6 @@ from headrace.messages import Prompt
 from headrace.options import OPTION_NAMES, GenerationOptions, Request, build_spec
 from headrace.results import Result
 from headrace.v1.generation_pb2 import GenerationSpec
-from headrace.v1.generation_service_pb2 import AddCommand, StreamResultRequest
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -259,27 +256,11 @@ class BatchWindow:
         options: GenerationOptions = {**self._options, **own}
         try:
             spec = build_spec(prompt, options)
-            _check_depth(spec)
             return Item(index, spec, None)
         except HeadraceError as error:
             return Item(index, GenerationSpec(), error)
         except (TypeError, RecursionError) as error:
             return Item(index, GenerationSpec(), invalid_argument("request", str(error)))
-
-
-def _check_depth(spec: GenerationSpec) -> None:
-    """Refuses a request that cannot be serialized, since sending it would end the session.
-
-    Raises:
-        InvalidArgumentError: its values are nested more deeply than protobuf can read.
-    """
-    if not spec.HasField("chat"):  # nothing else holds nested values
-        return
-    try:
-        add = StreamResultRequest(add=AddCommand(spec=spec))
-        StreamResultRequest.FromString(add.SerializeToString())
-    except (DecodeError, EncodeError):
-        raise invalid_argument("request", "is nested too deeply") from None
 
 
 class BatchProgress:

@@ -11,6 +11,7 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2
 
+from headrace._capabilities import with_capabilities
 from headrace._fold import Fold
 from headrace.errors import DeadlineExceededError, UnavailableError
 from headrace.messages import Message, MessageDict
@@ -149,7 +150,7 @@ def tokenize_request(
     for name, value in chat_options.items():
         if value is not None and request.HasField("chat"):
             set_chat_option(request.chat, name, value)
-    return request
+    return with_capabilities(request)
 
 
 def tokenization(response: model_service_pb2.TokenizeResponse) -> Tokenization:

@@ -17,7 +17,7 @@ class Fold:
     """The state of one request, from its first event to its terminal one.
 
     Args:
-        request_id: the request; empty takes the id of the first event.
+        request_id: the request; empty takes the id of the Accepted event.
         n: how many choices it has; it has ended when all of them have. 0: not known yet; the
             Accepted event says it.
         from_seq: the number of the first event that will come.
@@ -38,7 +38,6 @@ class Fold:
         """Whether the request has ended, successfully or not."""
         self._finished: dict[int, Finished] = {}
         self._token_counts: dict[int, int] = {}
-        self._from_start = self.next_seq == 1
         self._end_was_told = False  # by its events: nothing follows
 
     def add(self, event: ResultEvent) -> Chunk | None:
@@ -81,7 +80,6 @@ class Fold:
         fold.accepted, fold.prompt = self.accepted, self.prompt
         fold._finished = dict(self._finished)
         fold._token_counts = dict(self._token_counts)
-        fold._from_start = self._from_start
         if self._end_was_told:
             fold.done = fold._end_was_told = True
             fold.error = self.error
@@ -115,10 +113,11 @@ class Fold:
         return Result(self.request_id, choices, usage, self.prompt, self.accepted)
 
     def _problem(self, event: ResultEvent, kind: str | None) -> str | None:
-        if not self.request_id:
-            self.request_id = event.request_id
-        if event.request_id != self.request_id:
-            return f"an event of {event.request_id!r} among those of {self.request_id!r}"
+        if kind == "accepted":
+            self.request_id = self.request_id or event.accepted.request_id
+            if event.accepted.request_id != self.request_id:
+                name = event.accepted.request_id
+                return f"{name!r} was accepted where {self.request_id!r} was due"
         if event.seq != self.next_seq:
             return f"event {event.seq} came where {self.next_seq} was due"
         # A failure is the whole request's, whatever choices finished before.
@@ -126,16 +125,11 @@ class Fold:
             return f"event {event.seq} came after the end"
         if self.n and event.choice_index >= self.n:
             return f"event {event.seq} is of choice {event.choice_index}, out of {self.n}"
-        if kind == "delta":
-            # A fold that began in the middle learns from the first delta where it is.
-            offset = event.delta.token_offset
-            before = self._token_counts.get(event.choice_index, 0 if self._from_start else offset)
-            if offset != before:
-                return f"tokens from {offset} on came where {before} was due"
         return None
 
     def _delta(self, event: ResultEvent) -> Chunk:
-        delta, choice_index, offset = event.delta, event.choice_index, event.delta.token_offset
+        delta, choice_index = event.delta, event.choice_index
+        offset = self._token_counts.get(choice_index, 0)
         tokens = results.tokens_from_proto(delta.tokens) if delta.tokens else ()
         ids = tuple([token.id for token in tokens]) if tokens else tuple(delta.token_ids)
         self._token_counts[choice_index] = offset + len(ids)

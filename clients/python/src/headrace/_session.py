@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable
 from datetime import timedelta
 
+from headrace._capabilities import with_capabilities
 from headrace._fold import Fold
 from headrace.errors import (
     AlreadyExistsError,
@@ -70,6 +71,8 @@ class Record:
         """Called once, when the request has ended; with the threaded flavour's lock held, so it
         must not use the session.
         """
+        self.number = 0
+        """The request's number on the session, by which its events name it; 0: not known yet."""
         self.refused = False
         """Whether the request was refused before it had any event."""
         self.unlimited = False
@@ -100,13 +103,14 @@ class SessionCore:
         self._credits = initial_credit > 0
         self._ids = itertools.count(1)
         self._commands: dict[int, Record] = {}
+        self._numbers: dict[int, Record] = {}  # the live requests, by their numbers
         self._open_id = 0
         if lease is not None or initial_credit:
             command = OpenCommand(initial_credit=initial_credit)
             if lease is not None:
                 command.lease.CopyFrom(duration(lease, "lease"))
             self._open_id = next(self._ids)
-            self.outbox.append(StreamResultRequest(command_id=self._open_id, open=command))
+            self._send(StreamResultRequest(command_id=self._open_id, open=command))
 
     def add(self, spec: GenerationSpec) -> Record:
         """Starts a request. A request without an id gets one here, so that it can be cancelled at
@@ -161,7 +165,7 @@ class SessionCore:
         """Asks the server to end a request; does nothing if it has ended."""
         if self.records.get(record.request_id) is record and not self.ended:
             command = CancelCommand(request_id=record.request_id)
-            self.outbox.append(StreamResultRequest(command_id=next(self._ids), cancel=command))
+            self._send(StreamResultRequest(command_id=next(self._ids), cancel=command))
 
     def pay(self, record: Record, chunks: int) -> None:
         """With credits: lets the server send as many more tokens as these first chunks of the
@@ -173,7 +177,7 @@ class SessionCore:
         record.paid = max(record.paid, chunks)
         if tokens:
             command = CreditCommand(request_id=record.request_id, tokens=tokens)
-            self.outbox.append(StreamResultRequest(command_id=next(self._ids), credit=command))
+            self._send(StreamResultRequest(command_id=next(self._ids), credit=command))
 
     def pay_all(self, record: Record) -> None:
         """With credits: pays for everything that has arrived and will arrive."""
@@ -196,15 +200,19 @@ class SessionCore:
                 error = error_from_status(rejection.status, request_id=record.request_id)
                 record.refused = record.fold.next_seq == 1
                 record.fold.fail(error)
-                self.records.pop(record.request_id, None)
+                self._forget(record)
                 changed[id(record)] = record
         for detached in response.detached:
-            record = self.records.pop(detached.request_id, None)
+            record = self._numbers.get(detached.request_number)
             if record is not None:
+                self._forget(record)
                 record.fold.fail(moved_error(record.request_id))
                 changed[id(record)] = record
         for attached in response.attached:
             self._commands.pop(attached.command_id, None)
+            record = self.records.get(attached.request_id)
+            if record is not None:
+                self._number(record, attached.request_number)
         for event in response.events:
             record = self._take(event)
             if record is not None:
@@ -228,22 +236,36 @@ class SessionCore:
             record.fold.fail(_copy(failure))
         self.records.clear()
         self._commands.clear()
+        self._numbers.clear()
         return lost
 
     def _take(self, event: ResultEvent) -> Record | None:
-        record = self.records.get(event.request_id)
+        number = event.request_number
+        if event.HasField("accepted"):
+            self._commands.pop(event.accepted.command_id, None)
+            started = self.records.get(event.accepted.request_id)
+            if started is not None and not started.number:
+                self._number(started, number)
+        record = self._numbers.get(number)
         if record is None:  # of a request that failed here before its last events came
             return None
         fold = record.fold
         fold.add(event)
-        if event.HasField("accepted"):
-            self._commands.pop(event.accepted.command_id, None)
         if fold.done:
             is_broken = fold.error is not None and not event.HasField("failed")
             if is_broken and record.is_ours:  # do not let it run for nobody
                 self.cancel(record)
-            del self.records[event.request_id]
+            self._forget(record)
         return record
+
+    def _number(self, record: Record, number: int) -> None:
+        """The server calls a request by this number from now on."""
+        record.number = number
+        self._numbers[number] = record
+
+    def _forget(self, record: Record) -> None:
+        self.records.pop(record.request_id, None)
+        self._numbers.pop(record.number, None)
 
     def _check_open(self) -> None:
         if self.ended:
@@ -264,7 +286,10 @@ class SessionCore:
     def _send_for(self, record: Record, command: StreamResultRequest) -> None:
         command.command_id = next(self._ids)
         self._commands[command.command_id] = record
-        self.outbox.append(command)
+        self._send(command)
+
+    def _send(self, command: StreamResultRequest) -> None:
+        self.outbox.append(with_capabilities(command))
 
 
 def _copy(error: HeadraceError) -> HeadraceError:

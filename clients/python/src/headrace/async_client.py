@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace import _calls
 from headrace._async_batch import run_batch
 from headrace._batch import BatchInput, BatchItem
+from headrace._capabilities import with_capabilities
 from headrace._channel import (
     DEFAULT_KEEPALIVE,
     DEFAULT_MAX_MESSAGE_BYTES,
@@ -184,7 +185,7 @@ class AsyncClient:
             TypeError: there is no option of this name, or the prompt has an unsupported type.
         """
         spec = build_spec(prompt, options)
-        request = pb.GenerateRequest(spec=spec)
+        request = with_capabilities(pb.GenerateRequest(spec=spec))
         response = await self._call(self._generation.Generate, request, None, spec.request_id)
         return result_from_proto(response)
 
@@ -198,7 +199,7 @@ class AsyncClient:
         """
         spec = build_spec(prompt, options)
         _calls.name_request(spec)
-        request = pb.GenerateStreamRequest(spec=spec)
+        request = with_capabilities(pb.GenerateStreamRequest(spec=spec))
         return AsyncStream(
             lambda: AsyncCallEvents(
                 self._generation.GenerateStream(request, metadata=self._settings.metadata)
@@ -279,7 +280,7 @@ class AsyncClient:
         is_named = bool(spec.request_id)
         _calls.name_request(spec)
         try:
-            request = pb.AddRequestRequest(spec=spec)
+            request = with_capabilities(pb.AddRequestRequest(spec=spec))
             response = await self._short(self._generation.AddRequest, request, spec.request_id)
         except AlreadyExistsError:
             if is_named:

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace import _calls
 from headrace._batch import BatchInput, BatchItem, run_batch
+from headrace._capabilities import with_capabilities
 from headrace._channel import (
     DEFAULT_KEEPALIVE,
     DEFAULT_MAX_MESSAGE_BYTES,
@@ -168,7 +169,7 @@ class Client:
             TypeError: there is no option of this name, or the prompt has an unsupported type.
         """
         spec = build_spec(prompt, options)
-        request = pb.GenerateRequest(spec=spec)
+        request = with_capabilities(pb.GenerateRequest(spec=spec))
         response = self._call(self._generation.Generate, request, None, spec.request_id)
         return result_from_proto(response)
 
@@ -182,7 +183,7 @@ class Client:
         """
         spec = build_spec(prompt, options)
         _calls.name_request(spec)
-        request = pb.GenerateStreamRequest(spec=spec)
+        request = with_capabilities(pb.GenerateStreamRequest(spec=spec))
         return Stream(
             lambda: CallEvents(
                 _calls.open_call(self._generation.GenerateStream, request, self._settings.metadata)
@@ -260,7 +261,7 @@ class Client:
         is_named = bool(spec.request_id)
         _calls.name_request(spec)
         try:
-            request = pb.AddRequestRequest(spec=spec)
+            request = with_capabilities(pb.AddRequestRequest(spec=spec))
             response = self._short(self._generation.AddRequest, request, spec.request_id)
         except AlreadyExistsError:
             if is_named:

@@ -18,16 +18,18 @@ class ToolCall:
 
     id: str
     name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] | str = field(default_factory=dict)
+    """An object, or its JSON text, which is sent as it stands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call; `parameters` is a JSON Schema object."""
+    """A function that the model may call."""
 
     name: str
-    description: str = ""
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    description: str | None = None
+    parameters: Mapping[str, Any] | str | None = None
+    """A JSON Schema object, or its JSON text, which is sent as it stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,8 @@ class Message:
     """One message of a conversation."""
 
     role: Role
-    content: str = ""
+    content: str | Sequence[str | Mapping[str, Any]] | None = ""
+    """Text; or parts, each text or {"type": "text", "text": ...}; or None beside tool calls."""
     name: str = ""
     """The speaker's name, for chat templates that use it."""
     tool_calls: Sequence[ToolCall] = ()
@@ -66,10 +69,10 @@ class Message:
 
 
 class MessageDict(TypedDict):
-    """A message as a plain dictionary, as it comes out of JSON."""
+    """A message as a plain dictionary, in the shape of OpenAI's API and of chat templates."""
 
     role: Role
-    content: NotRequired[str]
+    content: NotRequired[str | Sequence[str | Mapping[str, Any]] | None]
     name: NotRequired[str]
     tool_calls: NotRequired[Sequence[Mapping[str, Any]]]
     tool_call_id: NotRequired[str]

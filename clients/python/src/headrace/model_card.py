@@ -35,10 +35,10 @@ class Limits:
     """How long the results of an ended request are kept, in seconds."""
     max_unread_tokens: int
     """How many tokens of a request may be unread (fewer if they have many details) before it is
-    paused, or ended.
+    held, or ended.
     """
-    max_pause: float | None
-    """How long a paused request waits to be read before it ends with RESULTS_NOT_READ, in seconds;
+    max_hold: float | None
+    """How long a held request waits to be read before it ends with RESULTS_NOT_READ, in seconds;
     None: it is ended at once.
     """
 
@@ -58,30 +58,33 @@ class ModelCard:
     vocab_size: int
     """Token ids are below this."""
     eos_token_ids: tuple[int, ...]
-    has_chat_template: bool
-    """Whether a prompt may be a conversation."""
     default_sampling: generation_pb2.SamplingOptions
     """The values of absent sampling options."""
     limits: Limits
-    features: frozenset[str]
-    """The server's features beyond plain generation, by name."""
+    capabilities: model_service_pb2.Capabilities
+    """What the server can do with the model."""
     instance_id: str
     server_version: str
-    contract_revision: int
+    schema_revision: int
+    """The revision of the contract that the server was built with."""
+    minimum_client_revision: int
+    """The oldest revision whose clients it serves as they expect."""
+    aliases: tuple[str, ...]
+    """Other names by which requests may call the model."""
 
     @classmethod
     def from_proto(cls, card: model_service_pb2.ModelCard) -> ModelCard:
         """The card of a `GetModel` answer."""
         limits = card.limits
-        durations = ("max_lease", "result_retention", "max_pause")
+        durations = ("max_lease", "result_retention", "max_hold")
         values: dict[str, Any] = {
             field.name: getattr(limits, field.name) for field in dataclasses.fields(Limits)
         }
         for name in durations:
             one = values[name]
             values[name] = one.seconds + one.nanos / 1e9
-        if not limits.HasField("max_pause"):
-            values["max_pause"] = None
+        if not limits.HasField("max_hold"):
+            values["max_hold"] = None
         return cls(
             name=card.name,
             architecture=card.architecture,
@@ -91,11 +94,12 @@ class ModelCard:
             device=card.device,
             vocab_size=card.vocab_size,
             eos_token_ids=tuple(card.eos_token_ids),
-            has_chat_template=card.has_chat_template,
             default_sampling=card.default_sampling,
             limits=Limits(**values),
-            features=frozenset(card.features),
+            capabilities=card.capabilities,
             instance_id=card.instance_id,
             server_version=card.server_version,
-            contract_revision=card.contract_revision,
+            schema_revision=card.schema_revision,
+            minimum_client_revision=card.minimum_client_revision,
+            aliases=tuple(card.aliases),
         )

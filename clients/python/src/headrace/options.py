@@ -16,10 +16,10 @@ from typing import Any, Literal, TypedDict, Unpack, cast
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message as ProtoMessage
-from google.protobuf.struct_pb2 import Struct
 
+from headrace._chat import json_text, message_to_proto, tools_to_proto
 from headrace.errors import HeadraceError, invalid_argument
-from headrace.messages import Message, MessageDict, Prompt, Tool, ToolCall
+from headrace.messages import Message, MessageDict, Prompt, Tool
 from headrace.v1 import generation_pb2 as pb
 
 
@@ -54,7 +54,7 @@ class GenerationOptions(TypedDict, total=False):
     banned_token_ids: Sequence[int]
     """These ids are never generated."""
     seed: int
-    """Makes the draws repeatable; 0 to 2**64 - 1."""
+    """Makes the draws repeatable; 0 to 2**63 - 1."""
 
     max_tokens: int
     """The most tokens to generate; 0 only processes the prompt."""
@@ -115,8 +115,13 @@ class GenerationOptions(TypedDict, total=False):
     tools: Sequence[Tool | Mapping[str, Any]]
     add_generation_prompt: bool
     continue_final_message: bool
-    template_arguments: Mapping[str, Any]
-    """For a conversation: additional named values for the chat template."""
+    template_arguments: Mapping[str, Any] | str
+    """For a conversation: additional named values for the chat template; an object or JSON text."""
+
+    model: str
+    """The model that is meant, by its name or an alias; a server that has it not refuses."""
+    labels: Mapping[str, str]
+    """Labels for accounting: at most 16, in the server's logs and traces."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -134,13 +139,6 @@ class Request:
 OPTION_NAMES = frozenset(GenerationOptions.__annotations__)
 """The names of all options."""
 
-_ROLES = {
-    "system": pb.CHAT_ROLE_SYSTEM,
-    "user": pb.CHAT_ROLE_USER,
-    "assistant": pb.CHAT_ROLE_ASSISTANT,
-    "tool": pb.CHAT_ROLE_TOOL,
-    "developer": pb.CHAT_ROLE_DEVELOPER,
-}
 _CHAT_OPTIONS = ("tools", "add_generation_prompt", "continue_final_message", "template_arguments")
 _FORMATS = ("json_schema", "json_object", "regex", "grammar", "choices", "structural_tag")
 
@@ -171,7 +169,6 @@ _PLACES: dict[str, tuple[str, str]] = {
     "stop": ("stop", "stop_strings"),
     "delivery": ("output", "delivery"),
     "json_schema": ("structured_output", "json_schema"),
-    "json_object": ("structured_output", "json_object"),
     "regex": ("structured_output", "regex"),
     "grammar": ("structured_output", "grammar"),
     "structural_tag": ("structured_output", "structural_tag"),
@@ -258,42 +255,6 @@ def set_input(message: Any, prompt: Prompt) -> None:
         raise invalid_argument("prompt", f"holds what is no token id: {error}") from None
 
 
-def message_to_proto(message: Message | MessageDict) -> pb.ChatMessage:
-    """A message of a conversation, from a `Message` or a dictionary.
-
-    Raises:
-        InvalidArgumentError: the role or a field is unknown, or a value does not fit.
-    """
-    if isinstance(message, Mapping):
-        try:
-            calls = [
-                call if isinstance(call, ToolCall) else ToolCall(**call)
-                for call in message.get("tool_calls") or ()
-            ]
-            fields: dict[str, Any] = {**message, "tool_calls": calls}
-            message = Message(**fields)
-        except TypeError as error:
-            raise invalid_argument("messages", f"a message is not understood: {error}") from None
-    if message.role not in _ROLES:
-        raise invalid_argument(
-            "messages.role", f"{message.role!r} is not one of {', '.join(_ROLES)}"
-        )
-    try:
-        return pb.ChatMessage(
-            role=_ROLES[message.role],
-            content=message.content or "",
-            name=message.name,
-            tool_calls=[
-                pb.ToolCall(id=call.id, name=call.name, arguments=_struct(call.arguments))
-                for call in message.tool_calls
-            ],
-            tool_call_id=message.tool_call_id,
-            reasoning_content=message.reasoning_content,
-        )
-    except (TypeError, ValueError) as error:
-        raise invalid_argument("messages", f"a value does not fit: {error}") from None
-
-
 def duration(value: float | timedelta, name: str) -> Duration:
     """Seconds, or a timedelta, as a protobuf Duration.
 
@@ -317,8 +278,13 @@ def _apply(spec: pb.GenerationSpec, name: str, value: Any) -> None:
         special(spec, value)
     elif name in _CHAT_OPTIONS:
         _apply_chat(spec, name, value)
-    elif name in ("request_id", "adapter", "n"):
+    elif name in ("request_id", "adapter", "n", "model"):
         setattr(spec, name, value)
+    elif name == "labels":
+        spec.labels.clear()
+        spec.labels.update(value)
+    elif name == "json_object":
+        spec.structured_output.json_object.SetInParent()
     else:
         part, field = _PLACES[name]
         _put(getattr(spec, part), field, _plain(name, value))
@@ -378,24 +344,13 @@ def _apply_chat(spec: pb.GenerationSpec, name: str, value: Any) -> None:
 def set_chat_option(chat: pb.ChatInput, name: str, value: Any) -> None:
     """Sets one of the options that apply only to a conversation."""
     if name == "tools":
-        tools = [tool if isinstance(tool, Tool) else Tool(**tool) for tool in value]
+        tools = tools_to_proto(value)
         del chat.tools[:]
-        chat.tools.extend(
-            pb.Tool(
-                name=tool.name, description=tool.description, parameters=_struct(tool.parameters)
-            )
-            for tool in tools
-        )
+        chat.tools.extend(tools)
     elif name == "template_arguments":
-        chat.template_arguments.CopyFrom(_struct(value))
+        chat.template_arguments_json = json_text(value, name)
     else:
         setattr(chat, name, value)
-
-
-def _struct(value: Mapping[str, Any]) -> Struct:
-    struct = Struct()
-    struct.update(dict(value))
-    return struct
 
 
 _SPECIAL: dict[str, Callable[[pb.GenerationSpec, Any], None]] = {

@@ -112,8 +112,6 @@ class Accepted:
     """The acceptance of a request: its effective parameters."""
 
     request_id: str
-    instance_id: str
-    """The server process that has the request."""
     prompt_tokens: int
     queue_position: int
     """How many requests were waiting before it."""
@@ -314,7 +312,7 @@ def token_from_proto(message: generation_pb2.TokenInfo) -> TokenInfo:
         candidates=tuple(
             TokenCandidate(one.id, one.text, one.bytes, one.logprob) for one in message.candidates
         ),
-        time=_seconds(message.time) if message.HasField("time") else None,
+        time=(_seconds(message.elapsed_duration) if message.HasField("elapsed_duration") else None),
     )
 
 
@@ -335,10 +333,10 @@ def timings_from_proto(message: generation_pb2.Timings) -> Timings:
         return _seconds(duration) if message.HasField(name) else None  # type: ignore[arg-type]
 
     return Timings(
-        first_scheduled=optional("first_scheduled", message.first_scheduled),
-        first_token=optional("first_token", message.first_token),
-        last_token=optional("last_token", message.last_token),
-        finished=optional("finished", message.finished),
+        first_scheduled=optional("first_scheduled_duration", message.first_scheduled_duration),
+        first_token=optional("first_token_duration", message.first_token_duration),
+        last_token=optional("last_token_duration", message.last_token_duration),
+        finished=optional("finished_duration", message.finished_duration),
         preemptions=message.preemptions,
     )
 
@@ -347,12 +345,11 @@ def accepted_from_proto(request_id: str, message: generation_pb2.Accepted) -> Ac
     """The acceptance of a request: its effective parameters."""
     return Accepted(
         request_id=request_id,
-        instance_id=message.instance_id,
         prompt_tokens=message.prompt_tokens,
         queue_position=message.queue_position,
         seed=message.sampling.seed if message.sampling.HasField("seed") else None,
         accepted_at=(
-            message.accepted_at.ToDatetime(tzinfo=UTC) if message.HasField("accepted_at") else None
+            message.accept_time.ToDatetime(tzinfo=UTC) if message.HasField("accept_time") else None
         ),
         sampling=message.sampling,
         stop=message.stop,

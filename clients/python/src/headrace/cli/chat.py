@@ -64,7 +64,7 @@ def chat(
     connection = common.connection(context, target, tls, ca, token, client_cert, client_key)
     with connection.open() as client:
         card = client.model()
-        if not card.has_chat_template:
+        if not card.capabilities.input.chat:
             common.fail(f"{card.name} has no chat template; use `headrace generate`")
         conversation = _Chat(client, options, system, interactive=sys.stdin.isatty())
         conversation.run(card.name)

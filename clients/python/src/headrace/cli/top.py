@@ -82,7 +82,7 @@ def line(found: pb.Statistics) -> str:
     """The statistics in one line, always in the same words."""
     engine, rates = found.engine, found.rates
     words = [
-        found.time.ToDatetime().isoformat(timespec="seconds") + "Z",
+        found.sample_time.ToDatetime().isoformat(timespec="seconds") + "Z",
         phase_of(found).replace(", ", "+"),
         f"live={found.front_end.live_requests}",
     ]
@@ -109,7 +109,7 @@ def picture(found: pb.Statistics, target: str) -> Group:
     """The statistics for a terminal."""
     # Names and reasons are shown as they are: nothing in them is markup.
     head = Text(f"{found.model or '(loading)'} at {target}  {phase_of(found)}", style="bold")
-    uptime = timedelta(seconds=found.uptime.seconds)
+    uptime = timedelta(seconds=found.uptime_duration.seconds)
     parts = [
         head,
         Text(
@@ -120,7 +120,7 @@ def picture(found: pb.Statistics, target: str) -> Group:
     ]
     for name, state in (("pause", found.pause), ("drain", found.drain)):
         if found.HasField(name):  # type: ignore[arg-type]  # one of two literals
-            since = state.since.ToDatetime().isoformat(timespec="seconds")
+            since = state.start_time.ToDatetime().isoformat(timespec="seconds")
             parts.append(Text(f"{name} since {since}Z: {state.reason or '(no reason)'}"))
     table = Table.grid(padding=(0, 2))
     front = found.front_end
@@ -157,7 +157,7 @@ def _engine_rows(table: Table, found: pb.Statistics) -> None:
             f"{rates.generated_tokens:.1f} tokens generated, {rates.prompt_tokens:.1f} of prompts, "
             f"{rates.steps:.1f} steps, {rates.requests_finished:.2f} requests",
         )
-    table.add_row("last step", f"{engine.last_step.ToNanoseconds() / 1e6:.1f} ms")
+    table.add_row("last step", f"{engine.last_step_duration.ToNanoseconds() / 1e6:.1f} ms")
     if engine.steps_over_target:
         table.add_row(
             "over target",

@@ -3,7 +3,7 @@
 isort:skip_file
 The RPCs for a server's operators, to watch and control it.
 
-Errors are those of GenerationService: google.rpc.Status with ErrorInfo (domain "headrace"), and BadRequest,
+Errors are those of GenerationService: google.rpc.Status with ErrorInfo (domain "headrace.dev"), and BadRequest,
 RetryInfo if they apply.
 """
 
@@ -111,7 +111,7 @@ class _RequestStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestS
     REQUEST_STATE_CANCELLING: _RequestState.ValueType  # 4
     """It was cancelled, and its end follows with the next step."""
     REQUEST_STATE_HELD: _RequestState.ValueType  # 5
-    """It is paused, because its results are not read."""
+    """It is held, because its results are not read."""
 
 class RequestState(_RequestState, metaclass=_RequestStateEnumTypeWrapper):
     """The state of a live request, as the front end knows it."""
@@ -127,7 +127,7 @@ REQUEST_STATE_GENERATING: RequestState.ValueType  # 3
 REQUEST_STATE_CANCELLING: RequestState.ValueType  # 4
 """It was cancelled, and its end follows with the next step."""
 REQUEST_STATE_HELD: RequestState.ValueType  # 5
-"""It is paused, because its results are not read."""
+"""It is held, because its results are not read."""
 Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
 
 @_typing.final
@@ -136,12 +136,21 @@ class GetStatisticsRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
+
     def __init__(
         self,
+        *,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["required_capabilities", b"required_capabilities"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -178,20 +187,28 @@ class WatchStatisticsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INTERVAL_FIELD_NUMBER: _builtins.int
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def interval(self) -> _duration_pb2.Duration:
         """The time between two messages. Absent: 1 second. From 0.1 seconds to 1 hour; other values are refused with
         INVALID_ARGUMENT.
         """
 
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
+
     def __init__(
         self,
         *,
         interval: _duration_pb2.Duration | None = ...,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval", "required_capabilities", b"required_capabilities"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -230,8 +247,8 @@ class Statistics(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
-    TIME_FIELD_NUMBER: _builtins.int
-    UPTIME_FIELD_NUMBER: _builtins.int
+    SAMPLE_TIME_FIELD_NUMBER: _builtins.int
+    UPTIME_DURATION_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
@@ -253,11 +270,11 @@ class Statistics(_message.Message):
     engine_restarts: _builtins.int
     """How often the engine was started again after it died."""
     @_builtins.property
-    def time(self) -> _timestamp_pb2.Timestamp:
+    def sample_time(self) -> _timestamp_pb2.Timestamp:
         """When they were taken, by the server's clock."""
 
     @_builtins.property
-    def uptime(self) -> _duration_pb2.Duration:
+    def uptime_duration(self) -> _duration_pb2.Duration:
         """How long the process has run."""
 
     @_builtins.property
@@ -290,8 +307,8 @@ class Statistics(_message.Message):
         instance_id: _builtins.str = ...,
         server_version: _builtins.str = ...,
         model: _builtins.str = ...,
-        time: _timestamp_pb2.Timestamp | None = ...,
-        uptime: _duration_pb2.Duration | None = ...,
+        sample_time: _timestamp_pb2.Timestamp | None = ...,
+        uptime_duration: _duration_pb2.Duration | None = ...,
         phase: Global___ServerPhase.ValueType = ...,
         pause: Global___PauseState | None = ...,
         drain: Global___DrainState | None = ...,
@@ -301,9 +318,9 @@ class Statistics(_message.Message):
         engine: Global___EngineStatistics | None = ...,
         rates: Global___EngineRates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "engine", b"engine", "front_end", b"front_end", "pause", b"pause", "rates", b"rates", "time", b"time", "uptime", b"uptime"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "engine", b"engine", "front_end", b"front_end", "pause", b"pause", "rates", b"rates", "sample_time", b"sample_time", "uptime_duration", b"uptime_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "engine", b"engine", "engine_restarts", b"engine_restarts", "front_end", b"front_end", "instance_id", b"instance_id", "log_level", b"log_level", "model", b"model", "pause", b"pause", "phase", b"phase", "rates", b"rates", "server_version", b"server_version", "time", b"time", "uptime", b"uptime"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "engine", b"engine", "engine_restarts", b"engine_restarts", "front_end", b"front_end", "instance_id", b"instance_id", "log_level", b"log_level", "model", b"model", "pause", b"pause", "phase", b"phase", "rates", b"rates", "sample_time", b"sample_time", "server_version", b"server_version", "uptime_duration", b"uptime_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -316,22 +333,22 @@ class PauseState(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
-    SINCE_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """The operator's reason."""
     @_builtins.property
-    def since(self) -> _timestamp_pb2.Timestamp:
+    def start_time(self) -> _timestamp_pb2.Timestamp:
         """When it began, by the server's clock."""
 
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
-        since: _timestamp_pb2.Timestamp | None = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "start_time", b"start_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -344,12 +361,12 @@ class DrainState(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
-    SINCE_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """The operator's reason; empty if a signal began it."""
     @_builtins.property
-    def since(self) -> _timestamp_pb2.Timestamp:
+    def start_time(self) -> _timestamp_pb2.Timestamp:
         """When it began, by the server's clock."""
 
     @_builtins.property
@@ -360,12 +377,12 @@ class DrainState(_message.Message):
         self,
         *,
         reason: _builtins.str = ...,
-        since: _timestamp_pb2.Timestamp | None = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
         timeout: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "since", b"since", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "start_time", b"start_time", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -432,7 +449,7 @@ class EngineStatistics(_message.Message):
     RESTORES_FIELD_NUMBER: _builtins.int
     PREFIX_QUERIES_FIELD_NUMBER: _builtins.int
     PREFIX_HITS_FIELD_NUMBER: _builtins.int
-    LAST_STEP_FIELD_NUMBER: _builtins.int
+    LAST_STEP_DURATION_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     HOLDS_FIELD_NUMBER: _builtins.int
     STEPS_WITH_DECODES_FIELD_NUMBER: _builtins.int
@@ -482,7 +499,7 @@ class EngineStatistics(_message.Message):
     steps_over_target: _builtins.int
     """Counter: those of them that took longer than the target step time. 0 if there is no target."""
     @_builtins.property
-    def last_step(self) -> _duration_pb2.Duration:
+    def last_step_duration(self) -> _duration_pb2.Duration:
         """How long the last step took."""
 
     @_builtins.property
@@ -513,7 +530,7 @@ class EngineStatistics(_message.Message):
         restores: _builtins.int = ...,
         prefix_queries: _builtins.int = ...,
         prefix_hits: _builtins.int = ...,
-        last_step: _duration_pb2.Duration | None = ...,
+        last_step_duration: _duration_pb2.Duration | None = ...,
         held: _builtins.int = ...,
         holds: _builtins.int = ...,
         steps_with_decodes: _builtins.int = ...,
@@ -521,9 +538,9 @@ class EngineStatistics(_message.Message):
         callers: _abc.Iterable[Global___CallerStatistics] | None = ...,
         other_callers: Global___CallerStatistics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_step", b"last_step", "other_callers", b"other_callers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_step_duration", b"last_step_duration", "other_callers", b"other_callers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "callers", b"callers", "generated_tokens", b"generated_tokens", "held", b"held", "holds", b"holds", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "last_step", b"last_step", "offloads", b"offloads", "other_callers", b"other_callers", "preemptions", b"preemptions", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "prompt_tokens", b"prompt_tokens", "requests_accepted", b"requests_accepted", "requests_finished", b"requests_finished", "restores", b"restores", "running", b"running", "steps", b"steps", "steps_over_target", b"steps_over_target", "steps_with_decodes", b"steps_with_decodes", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "callers", b"callers", "generated_tokens", b"generated_tokens", "held", b"held", "holds", b"holds", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "last_step_duration", b"last_step_duration", "offloads", b"offloads", "other_callers", b"other_callers", "preemptions", b"preemptions", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "prompt_tokens", b"prompt_tokens", "requests_accepted", b"requests_accepted", "requests_finished", b"requests_finished", "restores", b"restores", "running", b"running", "steps", b"steps", "steps_over_target", b"steps_over_target", "steps_with_decodes", b"steps_with_decodes", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -627,22 +644,30 @@ class ListRequestsRequest(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """Only requests of this identity. Empty: of all."""
     page_size: _builtins.int
-    """The most requests in one answer. 0: 100. Values above 1,000 are refused with INVALID_ARGUMENT."""
+    """The most requests in one answer. 0: 100. Values above 1,000 are taken as 1,000."""
     page_token: _builtins.str
     """Where to continue: the next_page_token of the previous answer, with the same identity. Empty: at the beginning."""
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
+
     def __init__(
         self,
         *,
         identity: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "page_size", b"page_size", "page_token", b"page_token", "required_capabilities", b"required_capabilities"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -656,10 +681,10 @@ class ListRequestsResponse(_message.Message):
 
     REQUESTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    TOTAL_FIELD_NUMBER: _builtins.int
+    TOTAL_SIZE_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """The page_token for the next page. Empty: there are no more."""
-    total: _builtins.int
+    total_size: _builtins.int
     """The number of live requests of the requested identity now, on all pages together."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveRequest]:
@@ -670,11 +695,11 @@ class ListRequestsResponse(_message.Message):
         *,
         requests: _abc.Iterable[Global___LiveRequest] | None = ...,
         next_page_token: _builtins.str = ...,
-        total: _builtins.int = ...,
+        total_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "requests", b"requests", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "requests", b"requests", "total_size", b"total_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -686,16 +711,37 @@ class LiveRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     IDENTITY_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
-    AGE_FIELD_NUMBER: _builtins.int
+    AGE_DURATION_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIME_LIMIT_FIELD_NUMBER: _builtins.int
     STREAMING_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """Whose it is."""
     request_id: _builtins.str
@@ -713,12 +759,16 @@ class LiveRequest(_message.Message):
     streaming: _builtins.bool
     """Whether its results go to a stream now. If not, it came by AddRequest, or its stream was lost and it has a lease."""
     @_builtins.property
-    def age(self) -> _duration_pb2.Duration:
+    def age_duration(self) -> _duration_pb2.Duration:
         """The time since the engine accepted it; before that, the time since it was sent to the engine."""
 
     @_builtins.property
     def time_limit(self) -> _duration_pb2.Duration:
         """How long it may take after the engine accepted it. Absent: no limit."""
+
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Its labels, as the caller gave them."""
 
     def __init__(
         self,
@@ -726,17 +776,18 @@ class LiveRequest(_message.Message):
         identity: _builtins.str = ...,
         request_id: _builtins.str = ...,
         state: Global___RequestState.ValueType = ...,
-        age: _duration_pb2.Duration | None = ...,
+        age_duration: _duration_pb2.Duration | None = ...,
         prompt_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
         n: _builtins.int = ...,
         priority: _builtins.int = ...,
         time_limit: _duration_pb2.Duration | None = ...,
         streaming: _builtins.bool = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "time_limit", b"time_limit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age_duration", b"age_duration", "time_limit", b"time_limit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "identity", b"identity", "n", b"n", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "streaming", b"streaming", "time_limit", b"time_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_duration", b"age_duration", "identity", b"identity", "labels", b"labels", "n", b"n", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "streaming", b"streaming", "time_limit", b"time_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -775,18 +826,26 @@ class CancelRequestsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUESTS_FIELD_NUMBER: _builtins.int
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestName]:
         """The requests to end; at least one, at most 1,024."""
+
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
 
     def __init__(
         self,
         *,
         requests: _abc.Iterable[Global___RequestName] | None = ...,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "required_capabilities", b"required_capabilities"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -853,16 +912,24 @@ class PauseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Why, for other operators: it is logged, and shown in Statistics. At most 256 bytes of UTF-8."""
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
+
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "required_capabilities", b"required_capabilities"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -902,12 +969,21 @@ class ResumeRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
+
     def __init__(
         self,
+        *,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["required_capabilities", b"required_capabilities"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -943,6 +1019,7 @@ class DrainRequest(_message.Message):
 
     TIMEOUT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Why, for other operators: it is logged, and shown in Statistics. At most 256 bytes of UTF-8."""
     @_builtins.property
@@ -951,15 +1028,22 @@ class DrainRequest(_message.Message):
         --drain-timeout.
         """
 
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
+
     def __init__(
         self,
         *,
         timeout: _duration_pb2.Duration | None = ...,
         reason: _builtins.str = ...,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "required_capabilities", b"required_capabilities", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1003,12 +1087,21 @@ class ResetPrefixCacheRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
+
     def __init__(
         self,
+        *,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["required_capabilities", b"required_capabilities"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1038,16 +1131,24 @@ class SetLogLevelRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEVEL_FIELD_NUMBER: _builtins.int
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
     level: Global___LogLevel.ValueType
     """The level from now on. Required."""
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
+
     def __init__(
         self,
         *,
         level: Global___LogLevel.ValueType = ...,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "required_capabilities", b"required_capabilities"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

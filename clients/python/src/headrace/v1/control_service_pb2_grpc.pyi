@@ -3,7 +3,7 @@
 isort:skip_file
 The RPCs for a server's operators, to watch and control it.
 
-Errors are those of GenerationService: google.rpc.Status with ErrorInfo (domain "headrace"), and BadRequest,
+Errors are those of GenerationService: google.rpc.Status with ErrorInfo (domain "headrace.dev"), and BadRequest,
 RetryInfo if they apply.
 """
 

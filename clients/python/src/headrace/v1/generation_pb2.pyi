@@ -7,15 +7,23 @@ One message, GenerationSpec, describes one request in every RPC, so that a field
 messages, ResultEvent, answers it in every RPC, so that a client that can read one stream can read them all.
 
 Presence: every scalar whose default is not zero is `optional`; an absent field takes the documented default, a
-present one is obeyed or refused. A server refuses fields that it does not support (UNIMPLEMENTED, naming the field)
-or does not know (INVALID_ARGUMENT, naming the field number): it never ignores a field.
+present one is obeyed or refused. A server refuses fields that it does not support (UNIMPLEMENTED, naming the field).
+
+Old and new together: a field, an enum value or a member of a oneof that not every server has is marked with the
+capability that it needs (capability.proto). A client names the capabilities of what it sets in the request's
+`required_capabilities`; a server refuses those that it lacks by name (UNIMPLEMENTED). So nothing that matters is
+ignored, even by a server that does not know the field. Fields that a server does not know and that need no
+capability are ignored.
+
+Times: a Timestamp's name ends in `_time`. A Duration's ends in `_duration`, unless its noun is a span of time
+already (lease, limit, interval, timeout, wait, retention, window). Sizes and counts are unsigned, and stay below 2^31
+(32 bits) and 2^63 (64 bits), so that languages without unsigned numbers read them as they are.
 """
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
-from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -157,6 +165,26 @@ class GenerationSpec(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
@@ -170,18 +198,25 @@ class GenerationSpec(_message.Message):
     TRUNCATION_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's id for the request: 1 to 128 characters out of [A-Za-z0-9._:/-]. Empty: the server makes an
-    unguessable one, which the events have. Ids belong to the caller's identity; while a request with that id is live,
-    or its results are kept, a second one is refused with ALREADY_EXISTS. For a session without a lease, results are
-    dropped and the id is free again once the last event was sent; for AddRequest and leased sessions, results are kept
-    for Limits.result_retention after the end.
+    unguessable one, which Accepted has. Ids belong to the caller's identity. While a request with that id is live, or
+    its results are kept, the same call again (AddRequest or Generate with the same content) is a retry and gets the
+    first one's answer; anything else with that id is refused with ALREADY_EXISTS. For a session without a lease and for
+    GenerateStream, results are dropped and the id is free again once the last event was sent; for AddRequest, Generate
+    and leased sessions, results are kept for Limits.result_retention after the end.
     """
     adapter: _builtins.str
     """The name of an adapter (such as a LoRA) to apply to the model. Empty: none."""
     n: _builtins.int
     """How many independent continuations (choices) to make; default 1, at most ModelCard.limits.max_choices. Events have
     the choice's index.
+    """
+    model: _builtins.str
+    """The model that is meant: ModelCard.name or one of ModelCard.aliases; another name is refused with NOT_FOUND, and the
+    message names those that are served. Empty: the one that is served.
     """
     @_builtins.property
     def text(self) -> Global___TextInput:
@@ -225,6 +260,13 @@ class GenerationSpec(_message.Message):
         and the limit.
         """
 
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Labels of the caller's choice, for accounting: they are in the server's logs and traces, and in ListRequests; the
+        model does not see them. At most 16; names of 1 to 64 characters out of [A-Za-z0-9._/-], values of at most 128
+        bytes without control characters.
+        """
+
     def __init__(
         self,
         *,
@@ -241,10 +283,12 @@ class GenerationSpec(_message.Message):
         truncation: Global___TruncationOptions | None = ...,
         adapter: _builtins.str = ...,
         n: _builtins.int | None = ...,
+        model: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "cache", b"cache", "chat", b"chat", "input", b"input", "n", b"n", "output", b"output", "sampling", b"sampling", "scheduling", b"scheduling", "stop", b"stop", "structured_output", b"structured_output", "text", b"text", "tokens", b"tokens", "truncation", b"truncation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "adapter", b"adapter", "cache", b"cache", "chat", b"chat", "input", b"input", "n", b"n", "output", b"output", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stop", b"stop", "structured_output", b"structured_output", "text", b"text", "tokens", b"tokens", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "adapter", b"adapter", "cache", b"cache", "chat", b"chat", "input", b"input", "labels", b"labels", "model", b"model", "n", b"n", "output", b"output", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stop", b"stop", "structured_output", b"structured_output", "text", b"text", "tokens", b"tokens", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
@@ -266,7 +310,7 @@ class TextInput(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """The text. Any Unicode text; it is tokenized by the model's tokenizer. Text that looks like a special token is
+    """The text. Required. Any Unicode text; it is tokenized by the model's tokenizer. Text that looks like a special token is
     encoded as that special token, as the model's own tokenizer does.
     """
     add_special_tokens: _builtins.bool
@@ -296,7 +340,7 @@ class TokenInput(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids, each below ModelCard.vocab_size. Nothing is added to them."""
+        """The ids, each below ModelCard.vocab_size. Required. Nothing is added to them."""
 
     def __init__(
         self,
@@ -315,6 +359,11 @@ Global___TokenInput: _TypeAlias = TokenInput  # noqa: Y015
 class ChatInput(_message.Message):
     """Input as a conversation. The server renders it with the tokenizer's own chat template, in a sandbox; a client cannot
     send a template. If the model has none, this input is refused with FAILED_PRECONDITION.
+
+    What is JSON here is text (`..._json`), parsed once: its members reach the template in the order in which they stand,
+    integers exact whatever their size, numbers with a fraction as the nearest double. It is refused if it is malformed,
+    names a member twice, has NaN or an infinity, or nests deeper than 64 levels. The prompt is the one that transformers'
+    apply_chat_template makes of the same messages, tools and arguments.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -323,26 +372,24 @@ class ChatInput(_message.Message):
     TOOLS_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
-    TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
     """Whether the rendered text ends with the opening of an assistant's turn. Default: true, unless
     continue_final_message is set.
     """
     continue_final_message: _builtins.bool
     """Whether the last message is left open, to be continued by the model. Excludes add_generation_prompt = true."""
+    template_arguments_json: _builtins.str
+    """Additional named values for the template, a JSON object such as {"enable_thinking": false}. Empty: none. Names that the server sets itself
+    (messages, tools, add_generation_prompt, and the tokenizer's special tokens) are refused.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """The messages, oldest first; at least one."""
+        """The messages, oldest first; at least one, at most 4,096."""
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
         """Tools that the model may call, passed to the template."""
-
-    @_builtins.property
-    def template_arguments(self) -> _struct_pb2.Struct:
-        """Additional named values for the template, such as {"enable_thinking": false}. Names that the server sets itself
-        (messages, tools, add_generation_prompt, and the tokenizer's special tokens) are refused.
-        """
 
     def __init__(
         self,
@@ -351,11 +398,11 @@ class ChatInput(_message.Message):
         tools: _abc.Iterable[Global___Tool] | None = ...,
         add_generation_prompt: _builtins.bool | None = ...,
         continue_final_message: _builtins.bool = ...,
-        template_arguments: _struct_pb2.Struct | None = ...,
+        template_arguments_json: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "template_arguments", b"template_arguments"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_arguments", b"template_arguments", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_arguments_json", b"template_arguments_json", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
@@ -371,6 +418,7 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    CONTENT_PARTS_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
@@ -378,13 +426,17 @@ class ChatMessage(_message.Message):
     role: Global___ChatRole.ValueType
     """Who speaks. Required."""
     content: _builtins.str
-    """What is said."""
+    """Text; the template sees a string."""
     name: _builtins.str
     """The speaker's name, for templates that use it. Empty: none."""
     tool_call_id: _builtins.str
     """For CHAT_ROLE_TOOL: the id of the call that this message answers."""
     reasoning_content: _builtins.str
     """The assistant's reasoning that preceded content, for templates that replay it. Empty: none."""
+    @_builtins.property
+    def content_parts(self) -> Global___ContentParts:
+        """Parts; the template sees a list, each part a mapping with its type."""
+
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
         """Tool calls that the assistant made in this message."""
@@ -394,18 +446,119 @@ class ChatMessage(_message.Message):
         *,
         role: Global___ChatRole.ValueType = ...,
         content: _builtins.str = ...,
+        content_parts: Global___ContentParts | None = ...,
         name: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
         tool_call_id: _builtins.str = ...,
         reasoning_content: _builtins.str = ...,
     ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "content_kind", b"content_kind", "content_parts", b"content_parts"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "content_kind", b"content_kind", "content_parts", b"content_parts", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content_kind: _TypeAlias = _typing.Literal["content", "content_parts"]  # noqa: Y015
+    _WhichOneofArgType_content_kind: _TypeAlias = _typing.Literal["content_kind", b"content_kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content_kind) -> _WhichOneofReturnType_content_kind | None: ...
+
+Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
+class ContentParts(_message.Message):
+    """The content of a message in several parts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
+        """The parts, in order; at least one, at most 4,096."""
+
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___ContentPart] | None = ...,
+    ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+Global___ContentParts: _TypeAlias = ContentParts  # noqa: Y015
+
+@_typing.final
+class ContentPart(_message.Message):
+    """A part of a message's content."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
+    AUDIO_FIELD_NUMBER: _builtins.int
+    VIDEO_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text."""
+    @_builtins.property
+    def image(self) -> Global___Media:
+        """An image."""
+
+    @_builtins.property
+    def audio(self) -> Global___Media:
+        """Sound."""
+
+    @_builtins.property
+    def video(self) -> Global___Media:
+        """A film."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        image: Global___Media | None = ...,
+        audio: Global___Media | None = ...,
+        video: Global___Media | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "image", b"image", "part", b"part", "text", b"text", "video", b"video"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "image", b"image", "part", b"part", "text", b"text", "video", b"video"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["text", "image", "audio", "video"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___ContentPart: _TypeAlias = ContentPart  # noqa: Y015
+
+@_typing.final
+class Media(_message.Message):
+    """An image, sound or film."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    URI_FIELD_NUMBER: _builtins.int
+    MIME_TYPE_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The file's content."""
+    uri: _builtins.str
+    """An address from which the server may fetch it."""
+    mime_type: _builtins.str
+    """Its media type, such as "image/png". Empty: it is found out."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        uri: _builtins.str = ...,
+        mime_type: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "source", b"source", "uri", b"uri"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "mime_type", b"mime_type", "source", b"source", "uri", b"uri"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["data", "uri"]  # noqa: Y015
+    _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
+
+Global___Media: _TypeAlias = Media  # noqa: Y015
 
 @_typing.final
 class Tool(_message.Message):
@@ -415,27 +568,34 @@ class Tool(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
-    PARAMETERS_FIELD_NUMBER: _builtins.int
+    PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
+    DEFINITION_JSON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The function's name."""
+    """The function's name. Required, unless definition_json is set."""
     description: _builtins.str
-    """What it does, for the model to read."""
-    @_builtins.property
-    def parameters(self) -> _struct_pb2.Struct:
-        """Its parameters as a JSON Schema object."""
-
+    """What it does, for the model to read. Absent: the template sees none."""
+    parameters_json: _builtins.str
+    """Its parameters: a JSON Schema, which is a JSON object. Empty: the template sees none."""
+    definition_json: _builtins.str
+    """The whole tool as the template is to see it, a JSON object such as {"type": "function", "function": {"name": …,
+    "description": …, "parameters": …, "strict": true}}, for members that have no field here, or another order of them.
+    Excludes the other fields.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
-        description: _builtins.str = ...,
-        parameters: _struct_pb2.Struct | None = ...,
+        description: _builtins.str | None = ...,
+        parameters_json: _builtins.str = ...,
+        definition_json: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_description", b"_description", "description", b"description"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_description", b"_description", "definition_json", b"definition_json", "description", b"description", "name", b"name", "parameters_json", b"parameters_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__description: _TypeAlias = _typing.Literal["description"]  # noqa: Y015
+    _WhichOneofArgType__description: _TypeAlias = _typing.Literal["_description", b"_description"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__description) -> _WhichOneofReturnType__description | None: ...
 
 Global___Tool: _TypeAlias = Tool  # noqa: Y015
 
@@ -447,25 +607,23 @@ class ToolCall(_message.Message):
 
     ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
-    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The call's id, repeated in the answer's tool_call_id."""
     name: _builtins.str
-    """The name of the tool that was called."""
-    @_builtins.property
-    def arguments(self) -> _struct_pb2.Struct:
-        """The arguments of the call."""
-
+    """The name of the tool that was called. Required."""
+    arguments_json: _builtins.str
+    """The arguments of the call, a JSON object. Empty: {}. A template that expects text sees it as it stands here."""
     def __init__(
         self,
         *,
         id: _builtins.str = ...,
         name: _builtins.str = ...,
-        arguments: _struct_pb2.Struct | None = ...,
+        arguments_json: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -520,7 +678,9 @@ class SamplingOptions(_message.Message):
     enables sampling, otherwise greedy.
     """
     top_k: _builtins.int
-    """Keep the k most likely tokens. 0: all. A value above the vocabulary's size keeps all. Neutral: 0."""
+    """Keep the k most likely tokens. 0: all. A value above the vocabulary's size keeps all. Neutral: 50, as in
+    transformers' generate.
+    """
     top_p: _builtins.float
     """Keep the fewest tokens, most likely first, whose probabilities reach this sum; above 0, at most 1. Neutral: 1."""
     min_p: _builtins.float
@@ -540,8 +700,8 @@ class SamplingOptions(_message.Message):
     no_repeat_ngram_size: _builtins.int
     """No sequence of this many tokens occurs twice, prompt and output together. 0: off. At most 1,024. Neutral: 0."""
     seed: _builtins.int
-    """Makes the draws repeatable: they depend only on (seed, choice, position), never on other requests. Absent: the
-    server draws a seed and reports it in Accepted.
+    """Makes the draws repeatable: they depend only on (seed, choice, position), never on other requests. Not negative.
+    Absent: the server draws a seed and reports it in Accepted.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
@@ -791,14 +951,16 @@ class StructuredOutput(_message.Message):
     STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """A JSON value that satisfies this JSON Schema (draft 2020-12), given as JSON text."""
-    json_object: _builtins.bool
-    """Any JSON object. Refused if false."""
     regex: _builtins.str
     """Text that matches this regular expression as a whole."""
     grammar: _builtins.str
     """Text of this context-free grammar (Lark syntax)."""
     structural_tag: _builtins.str
     """Free text with parts whose form begins at a trigger, given as JSON text."""
+    @_builtins.property
+    def json_object(self) -> Global___JsonObjectFormat:
+        """Any JSON object."""
+
     @_builtins.property
     def choice(self) -> Global___ChoiceFormat:
         """One of these strings."""
@@ -807,7 +969,7 @@ class StructuredOutput(_message.Message):
         self,
         *,
         json_schema: _builtins.str = ...,
-        json_object: _builtins.bool = ...,
+        json_object: Global___JsonObjectFormat | None = ...,
         regex: _builtins.str = ...,
         grammar: _builtins.str = ...,
         choice: Global___ChoiceFormat | None = ...,
@@ -822,6 +984,23 @@ class StructuredOutput(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_format) -> _WhichOneofReturnType_format | None: ...
 
 Global___StructuredOutput: _TypeAlias = StructuredOutput  # noqa: Y015
+
+@_typing.final
+class JsonObjectFormat(_message.Message):
+    """Any JSON object."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JsonObjectFormat: _TypeAlias = JsonObjectFormat  # noqa: Y015
 
 @_typing.final
 class ChoiceFormat(_message.Message):
@@ -856,8 +1035,8 @@ class SchedulingOptions(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIME_LIMIT_FIELD_NUMBER: _builtins.int
     priority: _builtins.int
-    """Requests of a higher number run first. Default: 0. -100 to 100. Refused with UNIMPLEMENTED if the server's
-    scheduler ignores priorities (ModelCard.features lacks "priorities").
+    """Requests of a higher number run first (in vLLM, those of a lower number). Default: 0. -100 to 100, or to the bound
+    that the operator gave the caller. Refused with UNIMPLEMENTED if the server's scheduler ignores priorities.
     """
     @_builtins.property
     def time_limit(self) -> _duration_pb2.Duration:
@@ -943,7 +1122,7 @@ class ResultEvent(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_NUMBER_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     CHOICE_INDEX_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
@@ -951,11 +1130,13 @@ class ResultEvent(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """The request."""
+    request_number: _builtins.int
+    """On a session: which of its requests. The server numbers them, 1, 2, 3 and so on; the id that belongs to a number is
+    in Accepted, or in SessionAttached, which come before all other events with that number. 0 in other RPCs.
+    """
     seq: _builtins.int
     """The event's number in its request: 1, 2, 3 and so on, without gaps. A number never changes and never means two
-    events, so that (request_id, seq) identifies a repeated event.
+    events, so that the request's id and seq identify a repeated event.
     """
     choice_index: _builtins.int
     """Which of the request's n choices a Delta or Finished belongs to; 0 for the only one."""
@@ -982,7 +1163,7 @@ class ResultEvent(_message.Message):
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
+        request_number: _builtins.int = ...,
         seq: _builtins.int = ...,
         choice_index: _builtins.int = ...,
         accepted: Global___Accepted | None = ...,
@@ -993,7 +1174,7 @@ class ResultEvent(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "failed", b"failed", "finished", b"finished", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choice_index", b"choice_index", "delta", b"delta", "event", b"event", "failed", b"failed", "finished", b"finished", "prompt", b"prompt", "request_id", b"request_id", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choice_index", b"choice_index", "delta", b"delta", "event", b"event", "failed", b"failed", "finished", b"finished", "prompt", b"prompt", "request_number", b"request_number", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "prompt", "delta", "finished", "failed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -1007,16 +1188,16 @@ class Accepted(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     COMMAND_ID_FIELD_NUMBER: _builtins.int
-    ACCEPTED_AT_FIELD_NUMBER: _builtins.int
+    ACCEPT_TIME_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
-    instance_id: _builtins.str
-    """The server process that has the request. Cancel, GetResult and attach must reach the same one."""
+    request_id: _builtins.str
+    """The request's id: the caller's, or the server's if it gave none."""
     prompt_tokens: _builtins.int
     """The prompt's length in tokens, after truncation."""
     queue_position: _builtins.int
@@ -1034,24 +1215,24 @@ class Accepted(_message.Message):
         """The limits in force, with every default filled in."""
 
     @_builtins.property
-    def accepted_at(self) -> _timestamp_pb2.Timestamp:
+    def accept_time(self) -> _timestamp_pb2.Timestamp:
         """When it was accepted, by the server's clock."""
 
     def __init__(
         self,
         *,
-        instance_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
         sampling: Global___SamplingOptions | None = ...,
         stop: Global___StopOptions | None = ...,
         prompt_tokens: _builtins.int = ...,
         queue_position: _builtins.int = ...,
         command_id: _builtins.int = ...,
-        accepted_at: _timestamp_pb2.Timestamp | None = ...,
+        accept_time: _timestamp_pb2.Timestamp | None = ...,
         n: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accept_time", b"accept_time", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "command_id", b"command_id", "instance_id", b"instance_id", "n", b"n", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept_time", b"accept_time", "command_id", b"command_id", "n", b"n", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1101,11 +1282,8 @@ class Delta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
-    TOKEN_OFFSET_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The new text. Empty with omit_text."""
-    token_offset: _builtins.int
-    """How many tokens of this choice came before this delta."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The new tokens' ids. Empty if tokens is used."""
@@ -1120,11 +1298,10 @@ class Delta(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         text: _builtins.str = ...,
         tokens: _abc.Iterable[Global___TokenInfo] | None = ...,
-        token_offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "token_ids", b"token_ids", "token_offset", b"token_offset", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "token_ids", b"token_ids", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1142,7 +1319,7 @@ class TokenInfo(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
-    TIME_FIELD_NUMBER: _builtins.int
+    ELAPSED_DURATION_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """The token's id."""
     text: _builtins.str
@@ -1160,7 +1337,7 @@ class TokenInfo(_message.Message):
         """The most likely tokens at this position, most likely first; then those of logprob_token_ids."""
 
     @_builtins.property
-    def time(self) -> _duration_pb2.Duration:
+    def elapsed_duration(self) -> _duration_pb2.Duration:
         """The time from the request's acceptance to the token's generation; with record_timestamps."""
 
     def __init__(
@@ -1172,11 +1349,11 @@ class TokenInfo(_message.Message):
         logprob: _builtins.float | None = ...,
         rank: _builtins.int | None = ...,
         candidates: _abc.Iterable[Global___TokenCandidate] | None = ...,
-        time: _duration_pb2.Duration | None = ...,
+        elapsed_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "_rank", b"_rank", "logprob", b"logprob", "rank", b"rank", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "_rank", b"_rank", "elapsed_duration", b"elapsed_duration", "logprob", b"logprob", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "_rank", b"_rank", "bytes", b"bytes", "candidates", b"candidates", "id", b"id", "logprob", b"logprob", "rank", b"rank", "text", b"text", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "_rank", b"_rank", "bytes", b"bytes", "candidates", b"candidates", "elapsed_duration", b"elapsed_duration", "id", b"id", "logprob", b"logprob", "rank", b"rank", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
     _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
@@ -1341,41 +1518,41 @@ class Timings(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    FIRST_SCHEDULED_FIELD_NUMBER: _builtins.int
-    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
-    LAST_TOKEN_FIELD_NUMBER: _builtins.int
-    FINISHED_FIELD_NUMBER: _builtins.int
+    FIRST_SCHEDULED_DURATION_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_DURATION_FIELD_NUMBER: _builtins.int
+    LAST_TOKEN_DURATION_FIELD_NUMBER: _builtins.int
+    FINISHED_DURATION_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     preemptions: _builtins.int
     """How often it was preempted: it gave up its cache blocks to others, and its KV was computed again or copied back."""
     @_builtins.property
-    def first_scheduled(self) -> _duration_pb2.Duration:
+    def first_scheduled_duration(self) -> _duration_pb2.Duration:
         """Until it was first scheduled."""
 
     @_builtins.property
-    def first_token(self) -> _duration_pb2.Duration:
+    def first_token_duration(self) -> _duration_pb2.Duration:
         """Until its first token."""
 
     @_builtins.property
-    def last_token(self) -> _duration_pb2.Duration:
+    def last_token_duration(self) -> _duration_pb2.Duration:
         """Until its last token."""
 
     @_builtins.property
-    def finished(self) -> _duration_pb2.Duration:
+    def finished_duration(self) -> _duration_pb2.Duration:
         """Until its end."""
 
     def __init__(
         self,
         *,
-        first_scheduled: _duration_pb2.Duration | None = ...,
-        first_token: _duration_pb2.Duration | None = ...,
-        last_token: _duration_pb2.Duration | None = ...,
-        finished: _duration_pb2.Duration | None = ...,
+        first_scheduled_duration: _duration_pb2.Duration | None = ...,
+        first_token_duration: _duration_pb2.Duration | None = ...,
+        last_token_duration: _duration_pb2.Duration | None = ...,
+        finished_duration: _duration_pb2.Duration | None = ...,
         preemptions: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "first_scheduled", b"first_scheduled", "first_token", b"first_token", "last_token", b"last_token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finished_duration", b"finished_duration", "first_scheduled_duration", b"first_scheduled_duration", "first_token_duration", b"first_token_duration", "last_token_duration", b"last_token_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "first_scheduled", b"first_scheduled", "first_token", b"first_token", "last_token", b"last_token", "preemptions", b"preemptions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished_duration", b"finished_duration", "first_scheduled_duration", b"first_scheduled_duration", "first_token_duration", b"first_token_duration", "last_token_duration", b"last_token_duration", "preemptions", b"preemptions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

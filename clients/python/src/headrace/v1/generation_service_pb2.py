@@ -22,12 +22,14 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.api import annotations_pb2 as google_dot_api_dot_annotations__pb2
+from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from headrace.v1 import generation_pb2 as headrace_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$headrace/v1/generation_service.proto\x12\x0bheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x1cheadrace/v1/generation.proto\"\x90\x02\n\x13StreamResultRequest\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12(\n\x04open\x18\x02 \x01(\x0b\x32\x18.headrace.v1.OpenCommandH\x00\x12&\n\x03\x61\x64\x64\x18\x03 \x01(\x0b\x32\x17.headrace.v1.AddCommandH\x00\x12,\n\x06\x61ttach\x18\x04 \x01(\x0b\x32\x1a.headrace.v1.AttachCommandH\x00\x12,\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x1a.headrace.v1.CancelCommandH\x00\x12,\n\x06\x63redit\x18\x06 \x01(\x0b\x32\x1a.headrace.v1.CreditCommandH\x00\x42\t\n\x07\x63ommand\"O\n\x0bOpenCommand\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0einitial_credit\x18\x02 \x01(\r\"7\n\nAddCommand\x12)\n\x04spec\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.GenerationSpec\"5\n\rAttachCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x66rom_seq\x18\x02 \x01(\x04\"#\n\rCancelCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"3\n\rCreditCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"\xad\x02\n\x14StreamResultResponse\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ResultEvent\x12\x31\n\nrejections\x18\x02 \x03(\x0b\x32\x1d.headrace.v1.CommandRejection\x12*\n\x06opened\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.SessionOpened\x12.\n\x08\x61ttached\x18\x04 \x03(\x0b\x32\x1c.headrace.v1.SessionAttached\x12,\n\tcancelled\x18\x05 \x03(\x0b\x32\x19.headrace.v1.CancelResult\x12.\n\x08\x64\x65tached\x18\x06 \x03(\x0b\x32\x1c.headrace.v1.SessionDetached\"^\n\x10\x43ommandRejection\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\"\n\x06status\x18\x03 \x01(\x0b\x32\x12.google.rpc.Status\"b\n\rSessionOpened\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12(\n\x05lease\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"K\n\x0fSessionAttached\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66rom_seq\x18\x03 \x01(\x04\"%\n\x0fSessionDetached\x12\x12\n\nrequest_id\x18\x01 \x01(\t\">\n\x11\x41\x64\x64RequestRequest\x12)\n\x04spec\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.GenerationSpec\"Q\n\x12\x41\x64\x64RequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x15.headrace.v1.Accepted\"$\n\rCancelRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"<\n\x0e\x43\x61ncelResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.headrace.v1.CancelResult\"a\n\x0c\x43\x61ncelResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x06status\x18\x02 \x01(\x0e\x32\x19.headrace.v1.CancelStatus\x12\x12\n\ncommand_id\x18\x03 \x01(\x04\"<\n\x0fGenerateRequest\x12)\n\x04spec\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.GenerationSpec\"\xcf\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x15.headrace.v1.Accepted\x12,\n\x06prompt\x18\x03 \x01(\x0b\x32\x1c.headrace.v1.PromptProcessed\x12-\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x1c.headrace.v1.GeneratedChoice\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.headrace.v1.Usage\"\x92\x01\n\x0fGeneratedChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12&\n\x06tokens\x18\x04 \x03(\x0b\x32\x16.headrace.v1.TokenInfo\x12\'\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x15.headrace.v1.Finished\"B\n\x15GenerateStreamRequest\x12)\n\x04spec\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.GenerationSpec\"B\n\x16GenerateStreamResponse\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ResultEvent\"u\n\x10GetResultRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x66rom_seq\x18\x02 \x01(\x04\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nuntil_done\x18\x04 \x01(\x08\"]\n\x11GetResultResponse\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ResultEvent\x12\x10\n\x08next_seq\x18\x02 \x01(\x04\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08*\x8b\x01\n\x0c\x43\x61ncelStatus\x12\x1d\n\x19\x43\x41NCEL_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43\x41NCEL_STATUS_CANCELLED\x10\x01\x12\"\n\x1e\x43\x41NCEL_STATUS_ALREADY_FINISHED\x10\x02\x12\x1b\n\x17\x43\x41NCEL_STATUS_NOT_FOUND\x10\x03\x32\xf0\x03\n\x11GenerationService\x12W\n\x0cStreamResult\x12 .headrace.v1.StreamResultRequest\x1a!.headrace.v1.StreamResultResponse(\x01\x30\x01\x12M\n\nAddRequest\x12\x1e.headrace.v1.AddRequestRequest\x1a\x1f.headrace.v1.AddRequestResponse\x12\x41\n\x06\x43\x61ncel\x12\x1a.headrace.v1.CancelRequest\x1a\x1b.headrace.v1.CancelResponse\x12G\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse\x12[\n\x0eGenerateStream\x12\".headrace.v1.GenerateStreamRequest\x1a#.headrace.v1.GenerateStreamResponse0\x01\x12J\n\tGetResult\x12\x1d.headrace.v1.GetResultRequest\x1a\x1e.headrace.v1.GetResultResponseBS\n\x0f\x64\x65v.headrace.v1B\x16GenerationServiceProtoP\x01Z&headrace.dev/go/headrace/v1;headracev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$headrace/v1/generation_service.proto\x12\x0bheadrace.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x1cheadrace/v1/generation.proto\"\xaf\x02\n\x13StreamResultRequest\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12(\n\x04open\x18\x02 \x01(\x0b\x32\x18.headrace.v1.OpenCommandH\x00\x12&\n\x03\x61\x64\x64\x18\x03 \x01(\x0b\x32\x17.headrace.v1.AddCommandH\x00\x12,\n\x06\x61ttach\x18\x04 \x01(\x0b\x32\x1a.headrace.v1.AttachCommandH\x00\x12,\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x1a.headrace.v1.CancelCommandH\x00\x12,\n\x06\x63redit\x18\x06 \x01(\x0b\x32\x1a.headrace.v1.CreditCommandH\x00\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\tB\t\n\x07\x63ommand\"\x81\x01\n\x0bOpenCommand\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0einitial_credit\x18\x02 \x01(\r\x12\x30\n\rload_interval\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\nAddCommand\x12/\n\x04spec\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.GenerationSpecB\x04\xe2\x41\x01\x02\"P\n\rAttachCommand\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x10\n\x08\x66rom_seq\x18\x02 \x01(\x04\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\">\n\rCancelCommand\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\"?\n\rCreditCommand\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x14\n\x06tokens\x18\x02 \x01(\rB\x04\xe2\x41\x01\x02\"\xe9\x02\n\x14StreamResultResponse\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ResultEvent\x12\x31\n\nrejections\x18\x02 \x03(\x0b\x32\x1d.headrace.v1.CommandRejection\x12*\n\x06opened\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.SessionOpened\x12.\n\x08\x61ttached\x18\x04 \x03(\x0b\x32\x1c.headrace.v1.SessionAttached\x12,\n\tcancelled\x18\x05 \x03(\x0b\x32\x19.headrace.v1.CancelResult\x12.\n\x08\x64\x65tached\x18\x06 \x03(\x0b\x32\x1c.headrace.v1.SessionDetached\x12\x13\n\x0binstance_id\x18\x07 \x01(\t\x12%\n\x04load\x18\x08 \x01(\x0b\x32\x17.headrace.v1.ServerLoad\"F\n\nServerLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x03 \x01(\x02\"^\n\x10\x43ommandRejection\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\"\n\x06status\x18\x03 \x01(\x0b\x32\x12.google.rpc.Status\"M\n\rSessionOpened\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12(\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"c\n\x0fSessionAttached\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66rom_seq\x18\x03 \x01(\x04\x12\x16\n\x0erequest_number\x18\x04 \x01(\r\"=\n\x0fSessionDetached\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0erequest_number\x18\x02 \x01(\r\"c\n\x11\x41\x64\x64RequestRequest\x12/\n\x04spec\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.GenerationSpecB\x04\xe2\x41\x01\x02\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"f\n\x12\x41\x64\x64RequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x15.headrace.v1.Accepted\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\"^\n\rCancelRequest\x12\x19\n\x0brequest_ids\x18\x01 \x03(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"Q\n\x0e\x43\x61ncelResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.headrace.v1.CancelResult\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\"a\n\x0c\x43\x61ncelResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x06status\x18\x02 \x01(\x0e\x32\x19.headrace.v1.CancelStatus\x12\x12\n\ncommand_id\x18\x03 \x01(\x04\"a\n\x0fGenerateRequest\x12/\n\x04spec\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.GenerationSpecB\x04\xe2\x41\x01\x02\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"\xe4\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x15.headrace.v1.Accepted\x12,\n\x06prompt\x18\x03 \x01(\x0b\x32\x1c.headrace.v1.PromptProcessed\x12-\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x1c.headrace.v1.GeneratedChoice\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.headrace.v1.Usage\x12\x13\n\x0binstance_id\x18\x06 \x01(\t\"\x92\x01\n\x0fGeneratedChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12&\n\x06tokens\x18\x04 \x03(\x0b\x32\x16.headrace.v1.TokenInfo\x12\'\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x15.headrace.v1.Finished\"g\n\x15GenerateStreamRequest\x12/\n\x04spec\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.GenerationSpecB\x04\xe2\x41\x01\x02\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"W\n\x16GenerateStreamResponse\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ResultEvent\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\"\xaf\x01\n\x10GetResultRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x10\n\x08\x66rom_seq\x18\x02 \x01(\x04\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nuntil_done\x18\x04 \x01(\x08\x12\x13\n\x0binstance_id\x18\x05 \x01(\t\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"r\n\x11GetResultResponse\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ResultEvent\x12\x10\n\x08next_seq\x18\x02 \x01(\x04\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12\x13\n\x0binstance_id\x18\x04 \x01(\t*\x8b\x01\n\x0c\x43\x61ncelStatus\x12\x1d\n\x19\x43\x41NCEL_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43\x41NCEL_STATUS_CANCELLED\x10\x01\x12\"\n\x1e\x43\x41NCEL_STATUS_ALREADY_FINISHED\x10\x02\x12\x1b\n\x17\x43\x41NCEL_STATUS_NOT_FOUND\x10\x03\x32\x88\x05\n\x11GenerationService\x12W\n\x0cStreamResult\x12 .headrace.v1.StreamResultRequest\x1a!.headrace.v1.StreamResultResponse(\x01\x30\x01\x12\x66\n\nAddRequest\x12\x1e.headrace.v1.AddRequestRequest\x1a\x1f.headrace.v1.AddRequestResponse\"\x17\x82\xd3\xe4\x93\x02\x11\"\x0c/v1/requests:\x01*\x12\x61\n\x06\x43\x61ncel\x12\x1a.headrace.v1.CancelRequest\x1a\x1b.headrace.v1.CancelResponse\"\x1e\x82\xd3\xe4\x93\x02\x18\"\x13/v1/requests:cancel:\x01*\x12`\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse\"\x17\x82\xd3\xe4\x93\x02\x11\"\x0c/v1/generate:\x01*\x12{\n\x0eGenerateStream\x12\".headrace.v1.GenerateStreamRequest\x1a#.headrace.v1.GenerateStreamResponse\"\x1e\x82\xd3\xe4\x93\x02\x18\"\x13/v1/generate:stream:\x01*0\x01\x12p\n\tGetResult\x12\x1d.headrace.v1.GetResultRequest\x1a\x1e.headrace.v1.GetResultResponse\"$\x82\xd3\xe4\x93\x02\x1e\x12\x1c/v1/requests/{request_id=**}BS\n\x0f\x64\x65v.headrace.v1B\x16GenerationServiceProtoP\x01Z&headrace.dev/go/headrace/v1;headracev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,54 +37,86 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.generation_serv
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.headrace.v1B\026GenerationServiceProtoP\001Z&headrace.dev/go/headrace/v1;headracev1'
-  _globals['_CANCELSTATUS']._serialized_start=2432
-  _globals['_CANCELSTATUS']._serialized_end=2571
-  _globals['_STREAMRESULTREQUEST']._serialized_start=141
-  _globals['_STREAMRESULTREQUEST']._serialized_end=413
-  _globals['_OPENCOMMAND']._serialized_start=415
-  _globals['_OPENCOMMAND']._serialized_end=494
-  _globals['_ADDCOMMAND']._serialized_start=496
-  _globals['_ADDCOMMAND']._serialized_end=551
-  _globals['_ATTACHCOMMAND']._serialized_start=553
-  _globals['_ATTACHCOMMAND']._serialized_end=606
-  _globals['_CANCELCOMMAND']._serialized_start=608
-  _globals['_CANCELCOMMAND']._serialized_end=643
-  _globals['_CREDITCOMMAND']._serialized_start=645
-  _globals['_CREDITCOMMAND']._serialized_end=696
-  _globals['_STREAMRESULTRESPONSE']._serialized_start=699
-  _globals['_STREAMRESULTRESPONSE']._serialized_end=1000
-  _globals['_COMMANDREJECTION']._serialized_start=1002
-  _globals['_COMMANDREJECTION']._serialized_end=1096
-  _globals['_SESSIONOPENED']._serialized_start=1098
-  _globals['_SESSIONOPENED']._serialized_end=1196
-  _globals['_SESSIONATTACHED']._serialized_start=1198
-  _globals['_SESSIONATTACHED']._serialized_end=1273
-  _globals['_SESSIONDETACHED']._serialized_start=1275
-  _globals['_SESSIONDETACHED']._serialized_end=1312
-  _globals['_ADDREQUESTREQUEST']._serialized_start=1314
-  _globals['_ADDREQUESTREQUEST']._serialized_end=1376
-  _globals['_ADDREQUESTRESPONSE']._serialized_start=1378
-  _globals['_ADDREQUESTRESPONSE']._serialized_end=1459
-  _globals['_CANCELREQUEST']._serialized_start=1461
-  _globals['_CANCELREQUEST']._serialized_end=1497
-  _globals['_CANCELRESPONSE']._serialized_start=1499
-  _globals['_CANCELRESPONSE']._serialized_end=1559
-  _globals['_CANCELRESULT']._serialized_start=1561
-  _globals['_CANCELRESULT']._serialized_end=1658
-  _globals['_GENERATEREQUEST']._serialized_start=1660
-  _globals['_GENERATEREQUEST']._serialized_end=1720
-  _globals['_GENERATERESPONSE']._serialized_start=1723
-  _globals['_GENERATERESPONSE']._serialized_end=1930
-  _globals['_GENERATEDCHOICE']._serialized_start=1933
-  _globals['_GENERATEDCHOICE']._serialized_end=2079
-  _globals['_GENERATESTREAMREQUEST']._serialized_start=2081
-  _globals['_GENERATESTREAMREQUEST']._serialized_end=2147
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=2149
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=2215
-  _globals['_GETRESULTREQUEST']._serialized_start=2217
-  _globals['_GETRESULTREQUEST']._serialized_end=2334
-  _globals['_GETRESULTRESPONSE']._serialized_start=2336
-  _globals['_GETRESULTRESPONSE']._serialized_end=2429
-  _globals['_GENERATIONSERVICE']._serialized_start=2574
-  _globals['_GENERATIONSERVICE']._serialized_end=3070
+  _globals['_ADDCOMMAND'].fields_by_name['spec']._loaded_options = None
+  _globals['_ADDCOMMAND'].fields_by_name['spec']._serialized_options = b'\342A\001\002'
+  _globals['_ATTACHCOMMAND'].fields_by_name['request_id']._loaded_options = None
+  _globals['_ATTACHCOMMAND'].fields_by_name['request_id']._serialized_options = b'\342A\001\002'
+  _globals['_CANCELCOMMAND'].fields_by_name['request_id']._loaded_options = None
+  _globals['_CANCELCOMMAND'].fields_by_name['request_id']._serialized_options = b'\342A\001\002'
+  _globals['_CREDITCOMMAND'].fields_by_name['request_id']._loaded_options = None
+  _globals['_CREDITCOMMAND'].fields_by_name['request_id']._serialized_options = b'\342A\001\002'
+  _globals['_CREDITCOMMAND'].fields_by_name['tokens']._loaded_options = None
+  _globals['_CREDITCOMMAND'].fields_by_name['tokens']._serialized_options = b'\342A\001\002'
+  _globals['_ADDREQUESTREQUEST'].fields_by_name['spec']._loaded_options = None
+  _globals['_ADDREQUESTREQUEST'].fields_by_name['spec']._serialized_options = b'\342A\001\002'
+  _globals['_CANCELREQUEST'].fields_by_name['request_ids']._loaded_options = None
+  _globals['_CANCELREQUEST'].fields_by_name['request_ids']._serialized_options = b'\342A\001\002'
+  _globals['_GENERATEREQUEST'].fields_by_name['spec']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['spec']._serialized_options = b'\342A\001\002'
+  _globals['_GENERATESTREAMREQUEST'].fields_by_name['spec']._loaded_options = None
+  _globals['_GENERATESTREAMREQUEST'].fields_by_name['spec']._serialized_options = b'\342A\001\002'
+  _globals['_GETRESULTREQUEST'].fields_by_name['request_id']._loaded_options = None
+  _globals['_GETRESULTREQUEST'].fields_by_name['request_id']._serialized_options = b'\342A\001\002'
+  _globals['_GENERATIONSERVICE'].methods_by_name['AddRequest']._loaded_options = None
+  _globals['_GENERATIONSERVICE'].methods_by_name['AddRequest']._serialized_options = b'\202\323\344\223\002\021\"\014/v1/requests:\001*'
+  _globals['_GENERATIONSERVICE'].methods_by_name['Cancel']._loaded_options = None
+  _globals['_GENERATIONSERVICE'].methods_by_name['Cancel']._serialized_options = b'\202\323\344\223\002\030\"\023/v1/requests:cancel:\001*'
+  _globals['_GENERATIONSERVICE'].methods_by_name['Generate']._loaded_options = None
+  _globals['_GENERATIONSERVICE'].methods_by_name['Generate']._serialized_options = b'\202\323\344\223\002\021\"\014/v1/generate:\001*'
+  _globals['_GENERATIONSERVICE'].methods_by_name['GenerateStream']._loaded_options = None
+  _globals['_GENERATIONSERVICE'].methods_by_name['GenerateStream']._serialized_options = b'\202\323\344\223\002\030\"\023/v1/generate:stream:\001*'
+  _globals['_GENERATIONSERVICE'].methods_by_name['GetResult']._loaded_options = None
+  _globals['_GENERATIONSERVICE'].methods_by_name['GetResult']._serialized_options = b'\202\323\344\223\002\036\022\034/v1/requests/{request_id=**}'
+  _globals['_CANCELSTATUS']._serialized_start=3141
+  _globals['_CANCELSTATUS']._serialized_end=3280
+  _globals['_STREAMRESULTREQUEST']._serialized_start=204
+  _globals['_STREAMRESULTREQUEST']._serialized_end=507
+  _globals['_OPENCOMMAND']._serialized_start=510
+  _globals['_OPENCOMMAND']._serialized_end=639
+  _globals['_ADDCOMMAND']._serialized_start=641
+  _globals['_ADDCOMMAND']._serialized_end=702
+  _globals['_ATTACHCOMMAND']._serialized_start=704
+  _globals['_ATTACHCOMMAND']._serialized_end=784
+  _globals['_CANCELCOMMAND']._serialized_start=786
+  _globals['_CANCELCOMMAND']._serialized_end=848
+  _globals['_CREDITCOMMAND']._serialized_start=850
+  _globals['_CREDITCOMMAND']._serialized_end=913
+  _globals['_STREAMRESULTRESPONSE']._serialized_start=916
+  _globals['_STREAMRESULTRESPONSE']._serialized_end=1277
+  _globals['_SERVERLOAD']._serialized_start=1279
+  _globals['_SERVERLOAD']._serialized_end=1349
+  _globals['_COMMANDREJECTION']._serialized_start=1351
+  _globals['_COMMANDREJECTION']._serialized_end=1445
+  _globals['_SESSIONOPENED']._serialized_start=1447
+  _globals['_SESSIONOPENED']._serialized_end=1524
+  _globals['_SESSIONATTACHED']._serialized_start=1526
+  _globals['_SESSIONATTACHED']._serialized_end=1625
+  _globals['_SESSIONDETACHED']._serialized_start=1627
+  _globals['_SESSIONDETACHED']._serialized_end=1688
+  _globals['_ADDREQUESTREQUEST']._serialized_start=1690
+  _globals['_ADDREQUESTREQUEST']._serialized_end=1789
+  _globals['_ADDREQUESTRESPONSE']._serialized_start=1791
+  _globals['_ADDREQUESTRESPONSE']._serialized_end=1893
+  _globals['_CANCELREQUEST']._serialized_start=1895
+  _globals['_CANCELREQUEST']._serialized_end=1989
+  _globals['_CANCELRESPONSE']._serialized_start=1991
+  _globals['_CANCELRESPONSE']._serialized_end=2072
+  _globals['_CANCELRESULT']._serialized_start=2074
+  _globals['_CANCELRESULT']._serialized_end=2171
+  _globals['_GENERATEREQUEST']._serialized_start=2173
+  _globals['_GENERATEREQUEST']._serialized_end=2270
+  _globals['_GENERATERESPONSE']._serialized_start=2273
+  _globals['_GENERATERESPONSE']._serialized_end=2501
+  _globals['_GENERATEDCHOICE']._serialized_start=2504
+  _globals['_GENERATEDCHOICE']._serialized_end=2650
+  _globals['_GENERATESTREAMREQUEST']._serialized_start=2652
+  _globals['_GENERATESTREAMREQUEST']._serialized_end=2755
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=2757
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=2844
+  _globals['_GETRESULTREQUEST']._serialized_start=2847
+  _globals['_GETRESULTREQUEST']._serialized_end=3022
+  _globals['_GETRESULTRESPONSE']._serialized_start=3024
+  _globals['_GETRESULTRESPONSE']._serialized_end=3138
+  _globals['_GENERATIONSERVICE']._serialized_start=3283
+  _globals['_GENERATIONSERVICE']._serialized_end=3931
 # @@protoc_insertion_point(module_scope)

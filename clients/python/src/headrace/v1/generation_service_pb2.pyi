@@ -3,9 +3,10 @@
 isort:skip_file
 The RPCs of text generation, for the programs that use the model.
 
-Errors of RPCs are google.rpc.Status with ErrorInfo (domain "headrace"), and BadRequest, RetryInfo where they apply.
-The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field that this server does not
-support yet), ALREADY_EXISTS (a request with that id is live or its results are kept), NOT_FOUND, OUT_OF_RANGE (a seq
+Errors of RPCs are google.rpc.Status with ErrorInfo (domain "headrace.dev"), and BadRequest, RetryInfo where they apply.
+The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field or a capability that this
+server does not have), ALREADY_EXISTS (another request with that id is live or its results are kept), NOT_FOUND (no
+such request or model; or WRONG_INSTANCE: another server process has it, and ErrorInfo names it), OUT_OF_RANGE (a seq
 that is no longer kept; or ANSWER_TOO_LARGE, for an answer that does not fit in one message: streaming RPCs and
 GetResult send it in parts), FAILED_PRECONDITION, RESOURCE_EXHAUSTED (a queue or limit is full, with RetryInfo; or
 RESULTS_NOT_READ), UNAVAILABLE (loading, draining or restarting), ABORTED (attach moved the request's results to
@@ -71,8 +72,9 @@ class StreamResultRequest(_message.Message):
     ATTACH_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
     command_id: _builtins.int
-    """A number of the client's choice, repeated in the answers to this command: Accepted, CommandRejection,
+    """A number of the client's choice, said again in the answers to this command: Accepted, CommandRejection,
     SessionOpened, SessionAttached, CancelResult. 0: none.
     """
     @_builtins.property
@@ -95,6 +97,12 @@ class StreamResultRequest(_message.Message):
     def credit(self) -> Global___CreditCommand:
         """Allows the server to send more of a request's tokens."""
 
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
+
     def __init__(
         self,
         *,
@@ -104,10 +112,11 @@ class StreamResultRequest(_message.Message):
         attach: Global___AttachCommand | None = ...,
         cancel: Global___CancelCommand | None = ...,
         credit: Global___CreditCommand | None = ...,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["add", b"add", "attach", b"attach", "cancel", b"cancel", "command", b"command", "credit", b"credit", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add", b"add", "attach", b"attach", "cancel", b"cancel", "command", b"command", "command_id", b"command_id", "credit", b"credit", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add", b"add", "attach", b"attach", "cancel", b"cancel", "command", b"command", "command_id", b"command_id", "credit", b"credit", "open", b"open", "required_capabilities", b"required_capabilities"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open", "add", "attach", "cancel", "credit"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
@@ -123,6 +132,7 @@ class OpenCommand(_message.Message):
 
     LEASE_FIELD_NUMBER: _builtins.int
     INITIAL_CREDIT_FIELD_NUMBER: _builtins.int
+    LOAD_INTERVAL_FIELD_NUMBER: _builtins.int
     initial_credit: _builtins.int
     """Enables credits: how many tokens of each request, all its choices together, the server may send on this session
     before `credit` allows more; the same for added and attached requests. 0: no credits, only the stream's own flow
@@ -134,7 +144,7 @@ class OpenCommand(_message.Message):
     tokens (Accepted, PromptProcessed, Finished, Failed) need no credit; an end comes after its last token.
 
     A request without credit is treated as unread: see StreamResult. If it has ended and gets no credit for
-    Limits.max_pause, its remaining events are sent without credit.
+    Limits.max_hold, its remaining events are sent without credit.
     """
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
@@ -143,15 +153,22 @@ class OpenCommand(_message.Message):
         lease granted.
         """
 
+    @_builtins.property
+    def load_interval(self) -> _duration_pb2.Duration:
+        """How often the server's load is told: at most once in this time, in a message that has events or answers too. Absent:
+        never. From 0.1 seconds to 1 hour; other values are refused with INVALID_ARGUMENT.
+        """
+
     def __init__(
         self,
         *,
         lease: _duration_pb2.Duration | None = ...,
         initial_credit: _builtins.int = ...,
+        load_interval: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "load_interval", b"load_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["initial_credit", b"initial_credit", "lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["initial_credit", b"initial_credit", "lease", b"lease", "load_interval", b"load_interval"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -189,21 +206,27 @@ class AttachCommand(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     FROM_SEQ_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     from_seq: _builtins.int
     """The first event wanted: the last seq received, plus one. 0 is taken as 1, the first. If that event is no longer
     kept, refused with OUT_OF_RANGE and the earliest number that is.
     """
+    instance_id: _builtins.str
+    """The server process that has the request. If it is not this one, refused with NOT_FOUND, WRONG_INSTANCE. Empty: not
+    said.
+    """
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         from_seq: _builtins.int = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_seq", b"from_seq", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_seq", b"from_seq", "instance_id", b"instance_id", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -216,16 +239,22 @@ class CancelCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
+    instance_id: _builtins.str
+    """The server process that has the request. If it is not this one, refused with NOT_FOUND, WRONG_INSTANCE. Empty: not
+    said.
+    """
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -273,6 +302,10 @@ class StreamResultResponse(_message.Message):
     ATTACHED_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
     DETACHED_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """The server process that has the session; in the stream's first message."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.ResultEvent]:
         """Events, in order within each request."""
@@ -297,6 +330,10 @@ class StreamResultResponse(_message.Message):
     def detached(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionDetached]:
         """Requests that another stream took over by `attach`: no more of their events follow here."""
 
+    @_builtins.property
+    def load(self) -> Global___ServerLoad:
+        """The server's load, if `open` asked for it."""
+
     def __init__(
         self,
         *,
@@ -306,14 +343,46 @@ class StreamResultResponse(_message.Message):
         attached: _abc.Iterable[Global___SessionAttached] | None = ...,
         cancelled: _abc.Iterable[Global___CancelResult] | None = ...,
         detached: _abc.Iterable[Global___SessionDetached] | None = ...,
+        instance_id: _builtins.str = ...,
+        load: Global___ServerLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["opened", b"opened"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "opened", b"opened"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "cancelled", b"cancelled", "detached", b"detached", "events", b"events", "opened", b"opened", "rejections", b"rejections"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "cancelled", b"cancelled", "detached", b"detached", "events", b"events", "instance_id", b"instance_id", "load", b"load", "opened", b"opened", "rejections", b"rejections"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StreamResultResponse: _TypeAlias = StreamResultResponse  # noqa: Y015
+
+@_typing.final
+class ServerLoad(_message.Message):
+    """How much a server has to do at a moment, for clients that choose among several."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    KV_CACHE_USAGE_FIELD_NUMBER: _builtins.int
+    running: _builtins.int
+    """Choices in the batch."""
+    waiting: _builtins.int
+    """Requests that wait."""
+    kv_cache_usage: _builtins.float
+    """How much of the KV cache requests hold, from 0 to 1."""
+    def __init__(
+        self,
+        *,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        kv_cache_usage: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_cache_usage", b"kv_cache_usage", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServerLoad: _TypeAlias = ServerLoad  # noqa: Y015
 
 @_typing.final
 class CommandRejection(_message.Message):
@@ -356,12 +425,9 @@ class SessionOpened(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COMMAND_ID_FIELD_NUMBER: _builtins.int
-    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     command_id: _builtins.int
     """The command's command_id."""
-    instance_id: _builtins.str
-    """The server process that has the session."""
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
         """The lease that was granted."""
@@ -370,12 +436,11 @@ class SessionOpened(_message.Message):
         self,
         *,
         command_id: _builtins.int = ...,
-        instance_id: _builtins.str = ...,
         lease: _duration_pb2.Duration | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command_id", b"command_id", "instance_id", b"instance_id", "lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command_id", b"command_id", "lease", b"lease"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -390,22 +455,26 @@ class SessionAttached(_message.Message):
     COMMAND_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     FROM_SEQ_FIELD_NUMBER: _builtins.int
+    REQUEST_NUMBER_FIELD_NUMBER: _builtins.int
     command_id: _builtins.int
     """The command's command_id."""
     request_id: _builtins.str
     """The request."""
     from_seq: _builtins.int
     """The number of the first event that will follow."""
+    request_number: _builtins.int
+    """The request's number on this session, for its events."""
     def __init__(
         self,
         *,
         command_id: _builtins.int = ...,
         request_id: _builtins.str = ...,
         from_seq: _builtins.int = ...,
+        request_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command_id", b"command_id", "from_seq", b"from_seq", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command_id", b"command_id", "from_seq", b"from_seq", "request_id", b"request_id", "request_number", b"request_number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -418,16 +487,20 @@ class SessionDetached(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_NUMBER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
+    request_number: _builtins.int
+    """The number that it had on this session; not used again."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        request_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "request_number", b"request_number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -440,18 +513,26 @@ class AddRequestRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: _builtins.int
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def spec(self) -> _generation_pb2.GenerationSpec:
         """The request to start."""
+
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
 
     def __init__(
         self,
         *,
         spec: _generation_pb2.GenerationSpec | None = ...,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["required_capabilities", b"required_capabilities", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -465,8 +546,11 @@ class AddRequestResponse(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Its id, set by the caller or made by the server."""
+    instance_id: _builtins.str
+    """The server process that has the request. Cancel, GetResult and attach must reach the same one."""
     @_builtins.property
     def accepted(self) -> _generation_pb2.Accepted:
         """Its first event, number 1, as GetResult would return it."""
@@ -476,10 +560,11 @@ class AddRequestResponse(_message.Message):
         *,
         request_id: _builtins.str = ...,
         accepted: _generation_pb2.Accepted | None = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "instance_id", b"instance_id", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -492,18 +577,32 @@ class CancelRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """The server process that has the requests. If it is not this one, refused with NOT_FOUND, WRONG_INSTANCE. Empty: not
+    said; requests that are elsewhere are told as CANCEL_STATUS_NOT_FOUND.
+    """
     @_builtins.property
     def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The requests to end; at least one, at most 1,024."""
+
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
 
     def __init__(
         self,
         *,
         request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        instance_id: _builtins.str = ...,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_ids", b"request_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "request_ids", b"request_ids", "required_capabilities", b"required_capabilities"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -516,6 +615,9 @@ class CancelResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESULTS_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """The server process that answers."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___CancelResult]:
         """One for each id, in the order of the call."""
@@ -524,10 +626,11 @@ class CancelResponse(_message.Message):
         self,
         *,
         results: _abc.Iterable[Global___CancelResult] | None = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -570,18 +673,26 @@ class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: _builtins.int
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def spec(self) -> _generation_pb2.GenerationSpec:
         """The request to run."""
+
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
 
     def __init__(
         self,
         *,
         spec: _generation_pb2.GenerationSpec | None = ...,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["required_capabilities", b"required_capabilities", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -598,8 +709,11 @@ class GenerateResponse(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
+    instance_id: _builtins.str
+    """The server process that ran the request."""
     @_builtins.property
     def accepted(self) -> _generation_pb2.Accepted:
         """The parameters in force."""
@@ -624,10 +738,11 @@ class GenerateResponse(_message.Message):
         prompt: _generation_pb2.PromptProcessed | None = ...,
         choices: _abc.Iterable[Global___GeneratedChoice] | None = ...,
         usage: _generation_pb2.Usage | None = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "prompt", b"prompt", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choices", b"choices", "prompt", b"prompt", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choices", b"choices", "instance_id", b"instance_id", "prompt", b"prompt", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -684,18 +799,26 @@ class GenerateStreamRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: _builtins.int
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def spec(self) -> _generation_pb2.GenerationSpec:
         """The request to run."""
+
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
 
     def __init__(
         self,
         *,
         spec: _generation_pb2.GenerationSpec | None = ...,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["required_capabilities", b"required_capabilities", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -708,6 +831,9 @@ class GenerateStreamResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EVENTS_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """The server process that runs the request; in the stream's first message."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.ResultEvent]:
         """Events, in order; usually one engine step's."""
@@ -716,10 +842,11 @@ class GenerateStreamResponse(_message.Message):
         self,
         *,
         events: _abc.Iterable[_generation_pb2.ResultEvent] | None = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "instance_id", b"instance_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -735,15 +862,27 @@ class GetResultRequest(_message.Message):
     FROM_SEQ_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
     UNTIL_DONE_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request whose results are read."""
     from_seq: _builtins.int
     """The first event wanted. 0 is taken as 1, the first."""
     until_done: _builtins.bool
     """Whether to wait until the request has ended (at most for `wait`) and return everything at once."""
+    instance_id: _builtins.str
+    """The server process that has the request. If it is not this one, refused with NOT_FOUND, WRONG_INSTANCE. Empty: not
+    said.
+    """
     @_builtins.property
     def wait(self) -> _duration_pb2.Duration:
         """How long to wait if there is no such event yet. Absent or zero: do not wait. At most 60 seconds."""
+
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
 
     def __init__(
         self,
@@ -752,10 +891,12 @@ class GetResultRequest(_message.Message):
         from_seq: _builtins.int = ...,
         wait: _duration_pb2.Duration | None = ...,
         until_done: _builtins.bool = ...,
+        instance_id: _builtins.str = ...,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_seq", b"from_seq", "request_id", b"request_id", "until_done", b"until_done", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_seq", b"from_seq", "instance_id", b"instance_id", "request_id", b"request_id", "required_capabilities", b"required_capabilities", "until_done", b"until_done", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -770,10 +911,13 @@ class GetResultResponse(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     NEXT_SEQ_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     next_seq: _builtins.int
     """The number to ask for next."""
     done: _builtins.bool
     """Whether the request has ended, and the last of its events is among these or before them."""
+    instance_id: _builtins.str
+    """The server process that answers."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.ResultEvent]:
         """The events from from_seq on, as far as they exist. Empty when `wait` passed without a new one."""
@@ -784,10 +928,11 @@ class GetResultResponse(_message.Message):
         events: _abc.Iterable[_generation_pb2.ResultEvent] | None = ...,
         next_seq: _builtins.int = ...,
         done: _builtins.bool = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "events", b"events", "next_seq", b"next_seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "events", b"events", "instance_id", b"instance_id", "next_seq", b"next_seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -87,10 +87,10 @@ class GenerationServiceServicer(object):
 
         A client that does not read (or gives no credit, if `open` enabled credits) delays no others. Its unread output is
         merged. When Limits.max_unread_tokens tokens of a request are unread (or fewer, if they take many bytes), the
-        request is paused until they are read. If none is read for Limits.max_pause, the request ends, after the output so
+        request is held until they are read. If none is read for Limits.max_hold, the request ends, after the output so
         far, with Failed: RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ; a server may be configured to end it at once
-        instead. A paused request's time_limit goes on. During a lease, a request without a stream is paused in the same
-        way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not paused: their own length
+        instead. A held request's time_limit goes on. During a lease, a request without a stream is held in the same
+        way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not held: their own length
         limits them. If a stream takes nothing for minutes while ended requests wait on it, their results are dropped, and
         it ends with RESOURCE_EXHAUSTED, RESULTS_NOT_READ.
 
@@ -103,8 +103,10 @@ class GenerationServiceServicer(object):
     def AddRequest(self, request, context):
         """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a session
         that attaches to it, and for ModelCard.limits.result_retention after its end. Neither the end of this RPC nor the
-        loss of a session that attached to the request affects it. A caller that sets request ids may retry safely:
-        ALREADY_EXISTS then says that an earlier try was accepted.
+        loss of a session that attached to the request affects it.
+
+        A caller that sets request ids may retry safely: the same call again, with the same id and content, starts nothing
+        and gets the first answer, while the request is live or its results are kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,6 +125,11 @@ class GenerationServiceServicer(object):
         """Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. If the
         request is refused or fails, the RPC's status says so. If it is ended by Cancel, or reaches its time limit, it
         returns a normal result with the output so far and its FinishReason.
+
+        A caller that sets request ids may retry safely: the same call again, with the same id and content, waits for the
+        first one's result while that runs, and gets it at once while it is kept (Limits.result_retention; GetResult and
+        attach can read it too). A request is cancelled when the last call that waits for it has left; a retry after that
+        runs it anew. Of one id there are never two computations at a time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,9 +145,9 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetResult(self, request, context):
-        """Reads the results of a request that AddRequest started (or whose session was lost, during its lease), from a given
-        number on, and waits for new ones if asked to. Reading does not consume: the same numbers may be read again while
-        they are kept. The end of this RPC does not affect the request.
+        """Reads the results of a request that AddRequest or Generate started, or whose session was lost (during its lease),
+        from a given number on, and waits for new ones if asked to. Reading does not consume: the same numbers may be read
+        again while they are kept. The end of this RPC does not affect the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,9 +3,10 @@
 isort:skip_file
 The RPCs of text generation, for the programs that use the model.
 
-Errors of RPCs are google.rpc.Status with ErrorInfo (domain "headrace"), and BadRequest, RetryInfo where they apply.
-The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field that this server does not
-support yet), ALREADY_EXISTS (a request with that id is live or its results are kept), NOT_FOUND, OUT_OF_RANGE (a seq
+Errors of RPCs are google.rpc.Status with ErrorInfo (domain "headrace.dev"), and BadRequest, RetryInfo where they apply.
+The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field or a capability that this
+server does not have), ALREADY_EXISTS (another request with that id is live or its results are kept), NOT_FOUND (no
+such request or model; or WRONG_INSTANCE: another server process has it, and ErrorInfo names it), OUT_OF_RANGE (a seq
 that is no longer kept; or ANSWER_TOO_LARGE, for an answer that does not fit in one message: streaming RPCs and
 GetResult send it in parts), FAILED_PRECONDITION, RESOURCE_EXHAUSTED (a queue or limit is full, with RetryInfo; or
 RESULTS_NOT_READ), UNAVAILABLE (loading, draining or restarting), ABORTED (attach moved the request's results to
@@ -58,10 +59,10 @@ class GenerationServiceStub:
 
     A client that does not read (or gives no credit, if `open` enabled credits) delays no others. Its unread output is
     merged. When Limits.max_unread_tokens tokens of a request are unread (or fewer, if they take many bytes), the
-    request is paused until they are read. If none is read for Limits.max_pause, the request ends, after the output so
+    request is held until they are read. If none is read for Limits.max_hold, the request ends, after the output so
     far, with Failed: RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ; a server may be configured to end it at once
-    instead. A paused request's time_limit goes on. During a lease, a request without a stream is paused in the same
-    way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not paused: their own length
+    instead. A held request's time_limit goes on. During a lease, a request without a stream is held in the same
+    way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not held: their own length
     limits them. If a stream takes nothing for minutes while ended requests wait on it, their results are dropped, and
     it ends with RESOURCE_EXHAUSTED, RESULTS_NOT_READ.
 
@@ -70,8 +71,10 @@ class GenerationServiceStub:
     AddRequest: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.AddRequestRequest, _generation_service_pb2.AddRequestResponse]
     """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a session
     that attaches to it, and for ModelCard.limits.result_retention after its end. Neither the end of this RPC nor the
-    loss of a session that attached to the request affects it. A caller that sets request ids may retry safely:
-    ALREADY_EXISTS then says that an earlier try was accepted.
+    loss of a session that attached to the request affects it.
+
+    A caller that sets request ids may retry safely: the same call again, with the same id and content, starts nothing
+    and gets the first answer, while the request is live or its results are kept.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.CancelRequest, _generation_service_pb2.CancelResponse]
     """Ends requests of the caller's identity by their ids. Idempotent; each id gets its own answer. The requests' streams
@@ -82,6 +85,11 @@ class GenerationServiceStub:
     """Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. If the
     request is refused or fails, the RPC's status says so. If it is ended by Cancel, or reaches its time limit, it
     returns a normal result with the output so far and its FinishReason.
+
+    A caller that sets request ids may retry safely: the same call again, with the same id and content, waits for the
+    first one's result while that runs, and gets it at once while it is kept (Limits.result_retention; GetResult and
+    attach can read it too). A request is cancelled when the last call that waits for it has left; a retry after that
+    runs it anew. Of one id there are never two computations at a time.
     """
     GenerateStream: _grpc.UnaryStreamMultiCallable[_generation_service_pb2.GenerateStreamRequest, _generation_service_pb2.GenerateStreamResponse]
     """Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. If the request is
@@ -89,9 +97,9 @@ class GenerationServiceStub:
     client that does not read is treated as in StreamResult.
     """
     GetResult: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.GetResultRequest, _generation_service_pb2.GetResultResponse]
-    """Reads the results of a request that AddRequest started (or whose session was lost, during its lease), from a given
-    number on, and waits for new ones if asked to. Reading does not consume: the same numbers may be read again while
-    they are kept. The end of this RPC does not affect the request.
+    """Reads the results of a request that AddRequest or Generate started, or whose session was lost (during its lease),
+    from a given number on, and waits for new ones if asked to. Reading does not consume: the same numbers may be read
+    again while they are kept. The end of this RPC does not affect the request.
     """
 
 @_typing.type_check_only
@@ -115,10 +123,10 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     A client that does not read (or gives no credit, if `open` enabled credits) delays no others. Its unread output is
     merged. When Limits.max_unread_tokens tokens of a request are unread (or fewer, if they take many bytes), the
-    request is paused until they are read. If none is read for Limits.max_pause, the request ends, after the output so
+    request is held until they are read. If none is read for Limits.max_hold, the request ends, after the output so
     far, with Failed: RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ; a server may be configured to end it at once
-    instead. A paused request's time_limit goes on. During a lease, a request without a stream is paused in the same
-    way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not paused: their own length
+    instead. A held request's time_limit goes on. During a lease, a request without a stream is held in the same
+    way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not held: their own length
     limits them. If a stream takes nothing for minutes while ended requests wait on it, their results are dropped, and
     it ends with RESOURCE_EXHAUSTED, RESULTS_NOT_READ.
 
@@ -127,8 +135,10 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     AddRequest: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.AddRequestRequest, _generation_service_pb2.AddRequestResponse]  # type: ignore[assignment]
     """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a session
     that attaches to it, and for ModelCard.limits.result_retention after its end. Neither the end of this RPC nor the
-    loss of a session that attached to the request affects it. A caller that sets request ids may retry safely:
-    ALREADY_EXISTS then says that an earlier try was accepted.
+    loss of a session that attached to the request affects it.
+
+    A caller that sets request ids may retry safely: the same call again, with the same id and content, starts nothing
+    and gets the first answer, while the request is live or its results are kept.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.CancelRequest, _generation_service_pb2.CancelResponse]  # type: ignore[assignment]
     """Ends requests of the caller's identity by their ids. Idempotent; each id gets its own answer. The requests' streams
@@ -139,6 +149,11 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. If the
     request is refused or fails, the RPC's status says so. If it is ended by Cancel, or reaches its time limit, it
     returns a normal result with the output so far and its FinishReason.
+
+    A caller that sets request ids may retry safely: the same call again, with the same id and content, waits for the
+    first one's result while that runs, and gets it at once while it is kept (Limits.result_retention; GetResult and
+    attach can read it too). A request is cancelled when the last call that waits for it has left; a retry after that
+    runs it anew. Of one id there are never two computations at a time.
     """
     GenerateStream: _aio.UnaryStreamMultiCallable[_generation_service_pb2.GenerateStreamRequest, _generation_service_pb2.GenerateStreamResponse]  # type: ignore[assignment]
     """Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. If the request is
@@ -146,9 +161,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     client that does not read is treated as in StreamResult.
     """
     GetResult: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GetResultRequest, _generation_service_pb2.GetResultResponse]  # type: ignore[assignment]
-    """Reads the results of a request that AddRequest started (or whose session was lost, during its lease), from a given
-    number on, and waits for new ones if asked to. Reading does not consume: the same numbers may be read again while
-    they are kept. The end of this RPC does not affect the request.
+    """Reads the results of a request that AddRequest or Generate started, or whose session was lost (during its lease),
+    from a given number on, and waits for new ones if asked to. Reading does not consume: the same numbers may be read
+    again while they are kept. The end of this RPC does not affect the request.
     """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -175,10 +190,10 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
 
         A client that does not read (or gives no credit, if `open` enabled credits) delays no others. Its unread output is
         merged. When Limits.max_unread_tokens tokens of a request are unread (or fewer, if they take many bytes), the
-        request is paused until they are read. If none is read for Limits.max_pause, the request ends, after the output so
+        request is held until they are read. If none is read for Limits.max_hold, the request ends, after the output so
         far, with Failed: RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ; a server may be configured to end it at once
-        instead. A paused request's time_limit goes on. During a lease, a request without a stream is paused in the same
-        way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not paused: their own length
+        instead. A held request's time_limit goes on. During a lease, a request without a stream is held in the same
+        way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not held: their own length
         limits them. If a stream takes nothing for minutes while ended requests wait on it, their results are dropped, and
         it ends with RESOURCE_EXHAUSTED, RESULTS_NOT_READ.
 
@@ -193,8 +208,10 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_generation_service_pb2.AddRequestResponse, _abc.Awaitable[_generation_service_pb2.AddRequestResponse]]:
         """Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a session
         that attaches to it, and for ModelCard.limits.result_retention after its end. Neither the end of this RPC nor the
-        loss of a session that attached to the request affects it. A caller that sets request ids may retry safely:
-        ALREADY_EXISTS then says that an earlier try was accepted.
+        loss of a session that attached to the request affects it.
+
+        A caller that sets request ids may retry safely: the same call again, with the same id and content, starts nothing
+        and gets the first answer, while the request is live or its results are kept.
         """
 
     @_abc_1.abstractmethod
@@ -217,6 +234,11 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         """Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. If the
         request is refused or fails, the RPC's status says so. If it is ended by Cancel, or reaches its time limit, it
         returns a normal result with the output so far and its FinishReason.
+
+        A caller that sets request ids may retry safely: the same call again, with the same id and content, waits for the
+        first one's result while that runs, and gets it at once while it is kept (Limits.result_retention; GetResult and
+        attach can read it too). A request is cancelled when the last call that waits for it has left; a retry after that
+        runs it anew. Of one id there are never two computations at a time.
         """
 
     @_abc_1.abstractmethod
@@ -236,9 +258,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.GetResultRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.GetResultResponse, _abc.Awaitable[_generation_service_pb2.GetResultResponse]]:
-        """Reads the results of a request that AddRequest started (or whose session was lost, during its lease), from a given
-        number on, and waits for new ones if asked to. Reading does not consume: the same numbers may be read again while
-        they are kept. The end of this RPC does not affect the request.
+        """Reads the results of a request that AddRequest or Generate started, or whose session was lost (during its lease),
+        from a given number on, and waits for new ones if asked to. Reading does not consume: the same numbers may be read
+        again while they are kept. The end of this RPC does not affect the request.
         """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

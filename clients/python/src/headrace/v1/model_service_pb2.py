@@ -22,11 +22,13 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.api import annotations_pb2 as google_dot_api_dot_annotations__pb2
+from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from headrace.v1 import generation_pb2 as headrace_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fheadrace/v1/model_service.proto\x12\x0bheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cheadrace/v1/generation.proto\"\x11\n\x0fGetModelRequest\"9\n\x10GetModelResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.headrace.v1.ModelCard\"\xf5\x02\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\x04\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\x12\x36\n\x10\x64\x65\x66\x61ult_sampling\x18\t \x01(\x0b\x32\x1c.headrace.v1.SamplingOptions\x12#\n\x06limits\x18\n \x01(\x0b\x32\x13.headrace.v1.Limits\x12\x10\n\x08\x66\x65\x61tures\x18\x0b \x03(\t\x12\x13\n\x0binstance_id\x18\x0c \x01(\t\x12\x16\n\x0eserver_version\x18\r \x01(\t\x12\x19\n\x11\x63ontract_revision\x18\x0e \x01(\r\x12\x14\n\x0cquantization\x18\x0f \x01(\t\"\xf0\x03\n\x06Limits\x12\x1a\n\x12max_context_tokens\x18\x01 \x01(\r\x12\x19\n\x11max_prompt_tokens\x18\x02 \x01(\r\x12\x1a\n\x12\x64\x65\x66\x61ult_max_tokens\x18\x03 \x01(\r\x12\x13\n\x0bmax_choices\x18\x04 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x05 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x06 \x01(\r\x12\x1d\n\x15max_stop_string_bytes\x18\x07 \x01(\r\x12\x1a\n\x12max_stop_token_ids\x18\x08 \x01(\r\x12\x16\n\x0emax_logit_bias\x18\t \x01(\r\x12\x19\n\x11max_message_bytes\x18\n \x01(\r\x12\x16\n\x0emax_queue_size\x18\x0b \x01(\r\x12\x1c\n\x14max_running_requests\x18\x0c \x01(\r\x12,\n\tmax_lease\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10result_retention\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11max_unread_tokens\x18\x0f \x01(\r\x12,\n\tmax_pause\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x81\x01\n\x0fTokenizeRequest\x12&\n\x04text\x18\x01 \x01(\x0b\x32\x16.headrace.v1.TextInputH\x00\x12&\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x16.headrace.v1.ChatInputH\x00\x12\x15\n\rtoken_details\x18\x03 \x01(\x08\x42\x07\n\x05input\"M\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12&\n\x06tokens\x18\x02 \x03(\x0b\x32\x16.headrace.v1.TokenInfo\"`\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xef\x01\n\x0cModelService\x12G\n\x08GetModel\x12\x1c.headrace.v1.GetModelRequest\x1a\x1d.headrace.v1.GetModelResponse\x12G\n\x08Tokenize\x12\x1c.headrace.v1.TokenizeRequest\x1a\x1d.headrace.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.headrace.v1.DetokenizeRequest\x1a\x1f.headrace.v1.DetokenizeResponseBN\n\x0f\x64\x65v.headrace.v1B\x11ModelServiceProtoP\x01Z&headrace.dev/go/headrace/v1;headracev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fheadrace/v1/model_service.proto\x12\x0bheadrace.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cheadrace/v1/generation.proto\"0\n\x0fGetModelRequest\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"9\n\x10GetModelResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.headrace.v1.ModelCard\"\xa9\x03\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\x04\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x36\n\x10\x64\x65\x66\x61ult_sampling\x18\x08 \x01(\x0b\x32\x1c.headrace.v1.SamplingOptions\x12#\n\x06limits\x18\t \x01(\x0b\x32\x13.headrace.v1.Limits\x12/\n\x0c\x63\x61pabilities\x18\n \x01(\x0b\x32\x19.headrace.v1.Capabilities\x12\x13\n\x0binstance_id\x18\x0b \x01(\t\x12\x16\n\x0eserver_version\x18\x0c \x01(\t\x12\x17\n\x0fschema_revision\x18\r \x01(\r\x12\x1f\n\x17minimum_client_revision\x18\x0e \x01(\r\x12\x14\n\x0cquantization\x18\x0f \x01(\t\x12\x0f\n\x07\x61liases\x18\x10 \x03(\t\"\xb6\x01\n\x0c\x43\x61pabilities\x12\r\n\x05names\x18\x01 \x03(\t\x12-\n\x05input\x18\x02 \x01(\x0b\x32\x1e.headrace.v1.InputCapabilities\x12/\n\x06output\x18\x03 \x01(\x0b\x32\x1f.headrace.v1.OutputCapabilities\x12\x37\n\nscheduling\x18\x04 \x01(\x0b\x32#.headrace.v1.SchedulingCapabilities\"h\n\x11InputCapabilities\x12\x0c\n\x04text\x18\x01 \x01(\x08\x12\x11\n\ttoken_ids\x18\x02 \x01(\x08\x12\x0c\n\x04\x63hat\x18\x03 \x01(\x08\x12\r\n\x05tools\x18\x04 \x01(\x08\x12\x15\n\rcontent_parts\x18\x05 \x03(\t\"Z\n\x12OutputCapabilities\x12\x10\n\x08logprobs\x18\x01 \x01(\x08\x12\x17\n\x0fprompt_logprobs\x18\x02 \x01(\x08\x12\x19\n\x11structured_output\x18\x03 \x03(\t\"B\n\x16SchedulingCapabilities\x12\x12\n\npriorities\x18\x01 \x01(\x08\x12\x14\n\x0cprefix_cache\x18\x02 \x01(\x08\"\xef\x03\n\x06Limits\x12\x1a\n\x12max_context_tokens\x18\x01 \x01(\r\x12\x19\n\x11max_prompt_tokens\x18\x02 \x01(\r\x12\x1a\n\x12\x64\x65\x66\x61ult_max_tokens\x18\x03 \x01(\r\x12\x13\n\x0bmax_choices\x18\x04 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x05 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x06 \x01(\r\x12\x1d\n\x15max_stop_string_bytes\x18\x07 \x01(\r\x12\x1a\n\x12max_stop_token_ids\x18\x08 \x01(\r\x12\x16\n\x0emax_logit_bias\x18\t \x01(\r\x12\x19\n\x11max_message_bytes\x18\n \x01(\r\x12\x16\n\x0emax_queue_size\x18\x0b \x01(\r\x12\x1c\n\x14max_running_requests\x18\x0c \x01(\r\x12,\n\tmax_lease\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10result_retention\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11max_unread_tokens\x18\x0f \x01(\r\x12+\n\x08max_hold\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa0\x01\n\x0fTokenizeRequest\x12&\n\x04text\x18\x01 \x01(\x0b\x32\x16.headrace.v1.TextInputH\x00\x12&\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x16.headrace.v1.ChatInputH\x00\x12\x15\n\rtoken_details\x18\x03 \x01(\x08\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\tB\x07\n\x05input\"M\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12&\n\x06tokens\x18\x02 \x03(\x0b\x32\x16.headrace.v1.TokenInfo\"\x85\x01\n\x11\x44\x65tokenizeRequest\x12\x17\n\ttoken_ids\x18\x01 \x03(\rB\x04\xe2\x41\x01\x02\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\tB\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xb6\x02\n\x0cModelService\x12Z\n\x08GetModel\x12\x1c.headrace.v1.GetModelRequest\x1a\x1d.headrace.v1.GetModelResponse\"\x11\x82\xd3\xe4\x93\x02\x0b\x12\t/v1/model\x12`\n\x08Tokenize\x12\x1c.headrace.v1.TokenizeRequest\x1a\x1d.headrace.v1.TokenizeResponse\"\x17\x82\xd3\xe4\x93\x02\x11\"\x0c/v1/tokenize:\x01*\x12h\n\nDetokenize\x12\x1e.headrace.v1.DetokenizeRequest\x1a\x1f.headrace.v1.DetokenizeResponse\"\x19\x82\xd3\xe4\x93\x02\x13\"\x0e/v1/detokenize:\x01*BN\n\x0f\x64\x65v.headrace.v1B\x11ModelServiceProtoP\x01Z&headrace.dev/go/headrace/v1;headracev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,22 +36,38 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.model_service_p
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.headrace.v1B\021ModelServiceProtoP\001Z&headrace.dev/go/headrace/v1;headracev1'
-  _globals['_GETMODELREQUEST']._serialized_start=110
-  _globals['_GETMODELREQUEST']._serialized_end=127
-  _globals['_GETMODELRESPONSE']._serialized_start=129
-  _globals['_GETMODELRESPONSE']._serialized_end=186
-  _globals['_MODELCARD']._serialized_start=189
-  _globals['_MODELCARD']._serialized_end=562
-  _globals['_LIMITS']._serialized_start=565
-  _globals['_LIMITS']._serialized_end=1061
-  _globals['_TOKENIZEREQUEST']._serialized_start=1064
-  _globals['_TOKENIZEREQUEST']._serialized_end=1193
-  _globals['_TOKENIZERESPONSE']._serialized_start=1195
-  _globals['_TOKENIZERESPONSE']._serialized_end=1272
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1274
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1370
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1372
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1406
-  _globals['_MODELSERVICE']._serialized_start=1409
-  _globals['_MODELSERVICE']._serialized_end=1648
+  _globals['_DETOKENIZEREQUEST'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_DETOKENIZEREQUEST'].fields_by_name['token_ids']._serialized_options = b'\342A\001\002'
+  _globals['_MODELSERVICE'].methods_by_name['GetModel']._loaded_options = None
+  _globals['_MODELSERVICE'].methods_by_name['GetModel']._serialized_options = b'\202\323\344\223\002\013\022\t/v1/model'
+  _globals['_MODELSERVICE'].methods_by_name['Tokenize']._loaded_options = None
+  _globals['_MODELSERVICE'].methods_by_name['Tokenize']._serialized_options = b'\202\323\344\223\002\021\"\014/v1/tokenize:\001*'
+  _globals['_MODELSERVICE'].methods_by_name['Detokenize']._loaded_options = None
+  _globals['_MODELSERVICE'].methods_by_name['Detokenize']._serialized_options = b'\202\323\344\223\002\023\"\016/v1/detokenize:\001*'
+  _globals['_GETMODELREQUEST']._serialized_start=173
+  _globals['_GETMODELREQUEST']._serialized_end=221
+  _globals['_GETMODELRESPONSE']._serialized_start=223
+  _globals['_GETMODELRESPONSE']._serialized_end=280
+  _globals['_MODELCARD']._serialized_start=283
+  _globals['_MODELCARD']._serialized_end=708
+  _globals['_CAPABILITIES']._serialized_start=711
+  _globals['_CAPABILITIES']._serialized_end=893
+  _globals['_INPUTCAPABILITIES']._serialized_start=895
+  _globals['_INPUTCAPABILITIES']._serialized_end=999
+  _globals['_OUTPUTCAPABILITIES']._serialized_start=1001
+  _globals['_OUTPUTCAPABILITIES']._serialized_end=1091
+  _globals['_SCHEDULINGCAPABILITIES']._serialized_start=1093
+  _globals['_SCHEDULINGCAPABILITIES']._serialized_end=1159
+  _globals['_LIMITS']._serialized_start=1162
+  _globals['_LIMITS']._serialized_end=1657
+  _globals['_TOKENIZEREQUEST']._serialized_start=1660
+  _globals['_TOKENIZEREQUEST']._serialized_end=1820
+  _globals['_TOKENIZERESPONSE']._serialized_start=1822
+  _globals['_TOKENIZERESPONSE']._serialized_end=1899
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1902
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2035
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2037
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2071
+  _globals['_MODELSERVICE']._serialized_start=2074
+  _globals['_MODELSERVICE']._serialized_end=2384
 # @@protoc_insertion_point(module_scope)

@@ -26,12 +26,21 @@ class GetModelRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
+
     def __init__(
         self,
+        *,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["required_capabilities", b"required_capabilities"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -74,14 +83,15 @@ class ModelCard(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
-    FEATURES_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
-    CONTRACT_REVISION_FIELD_NUMBER: _builtins.int
+    SCHEMA_REVISION_FIELD_NUMBER: _builtins.int
+    MINIMUM_CLIENT_REVISION_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
+    ALIASES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The model's name: given by the operator, or the last part of its path."""
     architecture: _builtins.str
@@ -94,14 +104,14 @@ class ModelCard(_message.Message):
     """Where it runs, such as "cpu" or "cuda:0"."""
     vocab_size: _builtins.int
     """How many token ids there are; ids are below this."""
-    has_chat_template: _builtins.bool
-    """Whether ChatInput can be used."""
     instance_id: _builtins.str
     """The server process."""
     server_version: _builtins.str
     """The version of the server."""
-    contract_revision: _builtins.int
+    schema_revision: _builtins.int
     """The revision of the contract that the server was built with: a number that grows with every change to it."""
+    minimum_client_revision: _builtins.int
+    """The oldest revision of the contract whose clients this server still serves as they expect."""
     quantization: _builtins.str
     """The type in which the weights of linear layers are stored if it is not dtype, such as "int8". Empty: dtype."""
     @_builtins.property
@@ -117,10 +127,12 @@ class ModelCard(_message.Message):
         """The server's limits."""
 
     @_builtins.property
-    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The features of this server beyond plain generation, by name: "logprobs", "chat", "prefix_cache",
-        "structured_output" and so on. Others are refused.
-        """
+    def capabilities(self) -> Global___Capabilities:
+        """What the server can do with this model. Other things are refused."""
+
+    @_builtins.property
+    def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Other names by which requests may call the model."""
 
     def __init__(
         self,
@@ -132,22 +144,163 @@ class ModelCard(_message.Message):
         device: _builtins.str = ...,
         vocab_size: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        has_chat_template: _builtins.bool = ...,
         default_sampling: _generation_pb2.SamplingOptions | None = ...,
         limits: Global___Limits | None = ...,
-        features: _abc.Iterable[_builtins.str] | None = ...,
+        capabilities: Global___Capabilities | None = ...,
         instance_id: _builtins.str = ...,
         server_version: _builtins.str = ...,
-        contract_revision: _builtins.int = ...,
+        schema_revision: _builtins.int = ...,
+        minimum_client_revision: _builtins.int = ...,
         quantization: _builtins.str = ...,
+        aliases: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling", "limits", b"limits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "default_sampling", b"default_sampling", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "contract_revision", b"contract_revision", "default_sampling", b"default_sampling", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "instance_id", b"instance_id", "limits", b"limits", "name", b"name", "parameters", b"parameters", "quantization", b"quantization", "server_version", b"server_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "architecture", b"architecture", "capabilities", b"capabilities", "default_sampling", b"default_sampling", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "instance_id", b"instance_id", "limits", b"limits", "minimum_client_revision", b"minimum_client_revision", "name", b"name", "parameters", b"parameters", "quantization", b"quantization", "schema_revision", b"schema_revision", "server_version", b"server_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelCard: _TypeAlias = ModelCard  # noqa: Y015
+
+@_typing.final
+class Capabilities(_message.Message):
+    """What a server can do with its model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: _builtins.int
+    INPUT_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
+    SCHEDULING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of all capabilities that a request may require (`required_capabilities`)."""
+
+    @_builtins.property
+    def input(self) -> Global___InputCapabilities:
+        """What prompts may be."""
+
+    @_builtins.property
+    def output(self) -> Global___OutputCapabilities:
+        """What may be asked of the output."""
+
+    @_builtins.property
+    def scheduling(self) -> Global___SchedulingCapabilities:
+        """What may be asked of the scheduler and the caches."""
+
+    def __init__(
+        self,
+        *,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+        input: Global___InputCapabilities | None = ...,
+        output: Global___OutputCapabilities | None = ...,
+        scheduling: Global___SchedulingCapabilities | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "output", b"output", "scheduling", b"scheduling"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "names", b"names", "output", b"output", "scheduling", b"scheduling"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Capabilities: _TypeAlias = Capabilities  # noqa: Y015
+
+@_typing.final
+class InputCapabilities(_message.Message):
+    """What prompts may be."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    CONTENT_PARTS_FIELD_NUMBER: _builtins.int
+    text: _builtins.bool
+    """Text: the server has the model's tokenizer. If not, prompts are token ids, and so is the output."""
+    token_ids: _builtins.bool
+    """Token ids."""
+    chat: _builtins.bool
+    """Conversations: the tokenizer has a chat template."""
+    tools: _builtins.bool
+    """Tools in conversations."""
+    @_builtins.property
+    def content_parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Kinds of parts that a message's content may have, by their names in ContentPart."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.bool = ...,
+        token_ids: _builtins.bool = ...,
+        chat: _builtins.bool = ...,
+        tools: _builtins.bool = ...,
+        content_parts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "content_parts", b"content_parts", "text", b"text", "token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InputCapabilities: _TypeAlias = InputCapabilities  # noqa: Y015
+
+@_typing.final
+class OutputCapabilities(_message.Message):
+    """What may be asked of the output."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
+    logprobs: _builtins.bool
+    """Log-probabilities of the output's tokens."""
+    prompt_logprobs: _builtins.bool
+    """Log-probabilities of the prompt's tokens."""
+    @_builtins.property
+    def structured_output(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Forms that the output may be held to, by their names in StructuredOutput."""
+
+    def __init__(
+        self,
+        *,
+        logprobs: _builtins.bool = ...,
+        prompt_logprobs: _builtins.bool = ...,
+        structured_output: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "structured_output", b"structured_output"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutputCapabilities: _TypeAlias = OutputCapabilities  # noqa: Y015
+
+@_typing.final
+class SchedulingCapabilities(_message.Message):
+    """What may be asked of the scheduler and the caches."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRIORITIES_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    priorities: _builtins.bool
+    """Whether priorities are heeded."""
+    prefix_cache: _builtins.bool
+    """Whether prefixes are cached."""
+    def __init__(
+        self,
+        *,
+        priorities: _builtins.bool = ...,
+        prefix_cache: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix_cache", b"prefix_cache", "priorities", b"priorities"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulingCapabilities: _TypeAlias = SchedulingCapabilities  # noqa: Y015
 
 @_typing.final
 class Limits(_message.Message):
@@ -170,7 +323,7 @@ class Limits(_message.Message):
     MAX_LEASE_FIELD_NUMBER: _builtins.int
     RESULT_RETENTION_FIELD_NUMBER: _builtins.int
     MAX_UNREAD_TOKENS_FIELD_NUMBER: _builtins.int
-    MAX_PAUSE_FIELD_NUMBER: _builtins.int
+    MAX_HOLD_FIELD_NUMBER: _builtins.int
     max_context_tokens: _builtins.int
     """Prompt and output together, in tokens: the smaller of the model's context and the cache's size."""
     max_prompt_tokens: _builtins.int
@@ -196,7 +349,7 @@ class Limits(_message.Message):
     max_running_requests: _builtins.int
     """How many requests run at the same time; more wait."""
     max_unread_tokens: _builtins.int
-    """How many tokens of a request may be unread (fewer if they have many details) before it is paused."""
+    """How many tokens of a request may be unread (fewer if they have many details) before it is held."""
     @_builtins.property
     def max_lease(self) -> _duration_pb2.Duration:
         """The longest lease of a session."""
@@ -206,8 +359,8 @@ class Limits(_message.Message):
         """How long the results of an ended request are kept for GetResult and attach."""
 
     @_builtins.property
-    def max_pause(self) -> _duration_pb2.Duration:
-        """How long a paused request waits to be read before it ends with RESULTS_NOT_READ. Absent: it is ended at once."""
+    def max_hold(self) -> _duration_pb2.Duration:
+        """How long a held request waits to be read before it ends with RESULTS_NOT_READ. Absent: it is ended at once."""
 
     def __init__(
         self,
@@ -227,11 +380,11 @@ class Limits(_message.Message):
         max_lease: _duration_pb2.Duration | None = ...,
         result_retention: _duration_pb2.Duration | None = ...,
         max_unread_tokens: _builtins.int = ...,
-        max_pause: _duration_pb2.Duration | None = ...,
+        max_hold: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["max_lease", b"max_lease", "max_pause", b"max_pause", "result_retention", b"result_retention"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max_hold", b"max_hold", "max_lease", b"max_lease", "result_retention", b"result_retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_max_tokens", b"default_max_tokens", "max_choices", b"max_choices", "max_context_tokens", b"max_context_tokens", "max_lease", b"max_lease", "max_logit_bias", b"max_logit_bias", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_pause", b"max_pause", "max_prompt_tokens", b"max_prompt_tokens", "max_queue_size", b"max_queue_size", "max_running_requests", b"max_running_requests", "max_stop_string_bytes", b"max_stop_string_bytes", "max_stop_strings", b"max_stop_strings", "max_stop_token_ids", b"max_stop_token_ids", "max_unread_tokens", b"max_unread_tokens", "result_retention", b"result_retention"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_max_tokens", b"default_max_tokens", "max_choices", b"max_choices", "max_context_tokens", b"max_context_tokens", "max_hold", b"max_hold", "max_lease", b"max_lease", "max_logit_bias", b"max_logit_bias", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_prompt_tokens", b"max_prompt_tokens", "max_queue_size", b"max_queue_size", "max_running_requests", b"max_running_requests", "max_stop_string_bytes", b"max_stop_string_bytes", "max_stop_strings", b"max_stop_strings", "max_stop_token_ids", b"max_stop_token_ids", "max_unread_tokens", b"max_unread_tokens", "result_retention", b"result_retention"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,6 +399,7 @@ class TokenizeRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     TOKEN_DETAILS_FIELD_NUMBER: _builtins.int
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
     token_details: _builtins.bool
     """Whether to return each token's text and bytes too."""
     @_builtins.property
@@ -256,16 +410,23 @@ class TokenizeRequest(_message.Message):
     def chat(self) -> _generation_pb2.ChatInput:
         """A conversation."""
 
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
+
     def __init__(
         self,
         *,
         text: _generation_pb2.TextInput | None = ...,
         chat: _generation_pb2.ChatInput | None = ...,
         token_details: _builtins.bool = ...,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "text", b"text", "token_details", b"token_details"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "required_capabilities", b"required_capabilities", "text", b"text", "token_details", b"token_details"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -311,21 +472,29 @@ class DetokenizeRequest(_message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    REQUIRED_CAPABILITIES_FIELD_NUMBER: _builtins.int
     skip_special_tokens: _builtins.bool
     """Whether special tokens are left out. Default: true."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids; each below ModelCard.vocab_size."""
 
+    @_builtins.property
+    def required_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+        and its name. At most 64.
+        """
+
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
+        required_capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "required_capabilities", b"required_capabilities", "skip_special_tokens", b"skip_special_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ModelServiceStub(object):
-    """Describes the model and runs its tokenizer. While the model loads, all RPCs answer UNAVAILABLE.
+    """Describes the model and runs its tokenizer. Tokenize and Detokenize are UNIMPLEMENTED if the server has none. While the model loads, all RPCs answer UNAVAILABLE.
     """
 
     def __init__(self, channel):
@@ -53,7 +53,7 @@ class ModelServiceStub(object):
 
 
 class ModelServiceServicer(object):
-    """Describes the model and runs its tokenizer. While the model loads, all RPCs answer UNAVAILABLE.
+    """Describes the model and runs its tokenizer. Tokenize and Detokenize are UNIMPLEMENTED if the server has none. While the model loads, all RPCs answer UNAVAILABLE.
     """
 
     def GetModel(self, request, context):
@@ -104,7 +104,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService(object):
-    """Describes the model and runs its tokenizer. While the model loads, all RPCs answer UNAVAILABLE.
+    """Describes the model and runs its tokenizer. Tokenize and Detokenize are UNIMPLEMENTED if the server has none. While the model loads, all RPCs answer UNAVAILABLE.
     """
 
     @staticmethod

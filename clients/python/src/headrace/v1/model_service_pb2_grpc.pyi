@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ModelServiceStub:
-    """Describes the model and runs its tokenizer. While the model loads, all RPCs answer UNAVAILABLE."""
+    """Describes the model and runs its tokenizer. Tokenize and Detokenize are UNIMPLEMENTED if the server has none. While the model loads, all RPCs answer UNAVAILABLE."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -42,7 +42,7 @@ class ModelServiceStub:
 
 @_typing.type_check_only
 class ModelServiceAsyncStub(ModelServiceStub):
-    """Describes the model and runs its tokenizer. While the model loads, all RPCs answer UNAVAILABLE."""
+    """Describes the model and runs its tokenizer. Tokenize and Detokenize are UNIMPLEMENTED if the server has none. While the model loads, all RPCs answer UNAVAILABLE."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetModel: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetModelRequest, _model_service_pb2.GetModelResponse]  # type: ignore[assignment]
@@ -53,7 +53,7 @@ class ModelServiceAsyncStub(ModelServiceStub):
     """Turns token ids into text."""
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Describes the model and runs its tokenizer. While the model loads, all RPCs answer UNAVAILABLE."""
+    """Describes the model and runs its tokenizer. Tokenize and Detokenize are UNIMPLEMENTED if the server has none. While the model loads, all RPCs answer UNAVAILABLE."""
 
     @_abc_1.abstractmethod
     def GetModel(

@@ -1,8 +1,9 @@
 // The RPCs of text generation, for the programs that use the model.
 //
-// Errors of RPCs are google.rpc.Status with ErrorInfo (domain "headrace"), and BadRequest, RetryInfo where they apply.
-// The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field that this server does not
-// support yet), ALREADY_EXISTS (a request with that id is live or its results are kept), NOT_FOUND, OUT_OF_RANGE (a seq
+// Errors of RPCs are google.rpc.Status with ErrorInfo (domain "headrace.dev"), and BadRequest, RetryInfo where they apply.
+// The codes: INVALID_ARGUMENT (a field is wrong; BadRequest names it), UNIMPLEMENTED (a field or a capability that this
+// server does not have), ALREADY_EXISTS (another request with that id is live or its results are kept), NOT_FOUND (no
+// such request or model; or WRONG_INSTANCE: another server process has it, and ErrorInfo names it), OUT_OF_RANGE (a seq
 // that is no longer kept; or ANSWER_TOO_LARGE, for an answer that does not fit in one message: streaming RPCs and
 // GetResult send it in parts), FAILED_PRECONDITION, RESOURCE_EXHAUSTED (a queue or limit is full, with RetryInfo; or
 // RESULTS_NOT_READ), UNAVAILABLE (loading, draining or restarting), ABORTED (attach moved the request's results to
@@ -14,6 +15,8 @@
 
 import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
 import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
+import { file_google_api_annotations } from "../../google/api/annotations_pb.js";
+import { file_google_api_field_behavior } from "../../google/api/field_behavior_pb.js";
 import type { Duration } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
 import type { Status } from "../../google/rpc/status_pb.js";
@@ -26,7 +29,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file headrace/v1/generation_service.proto.
  */
 export const file_headrace_v1_generation_service: GenFile = /*@__PURE__*/
-  fileDesc("CiRoZWFkcmFjZS92MS9nZW5lcmF0aW9uX3NlcnZpY2UucHJvdG8SC2hlYWRyYWNlLnYxIpACChNTdHJlYW1SZXN1bHRSZXF1ZXN0EhIKCmNvbW1hbmRfaWQYASABKAQSKAoEb3BlbhgCIAEoCzIYLmhlYWRyYWNlLnYxLk9wZW5Db21tYW5kSAASJgoDYWRkGAMgASgLMhcuaGVhZHJhY2UudjEuQWRkQ29tbWFuZEgAEiwKBmF0dGFjaBgEIAEoCzIaLmhlYWRyYWNlLnYxLkF0dGFjaENvbW1hbmRIABIsCgZjYW5jZWwYBSABKAsyGi5oZWFkcmFjZS52MS5DYW5jZWxDb21tYW5kSAASLAoGY3JlZGl0GAYgASgLMhouaGVhZHJhY2UudjEuQ3JlZGl0Q29tbWFuZEgAQgkKB2NvbW1hbmQiTwoLT3BlbkNvbW1hbmQSKAoFbGVhc2UYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFgoOaW5pdGlhbF9jcmVkaXQYAiABKA0iNwoKQWRkQ29tbWFuZBIpCgRzcGVjGAEgASgLMhsuaGVhZHJhY2UudjEuR2VuZXJhdGlvblNwZWMiNQoNQXR0YWNoQ29tbWFuZBISCgpyZXF1ZXN0X2lkGAEgASgJEhAKCGZyb21fc2VxGAIgASgEIiMKDUNhbmNlbENvbW1hbmQSEgoKcmVxdWVzdF9pZBgBIAEoCSIzCg1DcmVkaXRDb21tYW5kEhIKCnJlcXVlc3RfaWQYASABKAkSDgoGdG9rZW5zGAIgASgNIq0CChRTdHJlYW1SZXN1bHRSZXNwb25zZRIoCgZldmVudHMYASADKAsyGC5oZWFkcmFjZS52MS5SZXN1bHRFdmVudBIxCgpyZWplY3Rpb25zGAIgAygLMh0uaGVhZHJhY2UudjEuQ29tbWFuZFJlamVjdGlvbhIqCgZvcGVuZWQYAyABKAsyGi5oZWFkcmFjZS52MS5TZXNzaW9uT3BlbmVkEi4KCGF0dGFjaGVkGAQgAygLMhwuaGVhZHJhY2UudjEuU2Vzc2lvbkF0dGFjaGVkEiwKCWNhbmNlbGxlZBgFIAMoCzIZLmhlYWRyYWNlLnYxLkNhbmNlbFJlc3VsdBIuCghkZXRhY2hlZBgGIAMoCzIcLmhlYWRyYWNlLnYxLlNlc3Npb25EZXRhY2hlZCJeChBDb21tYW5kUmVqZWN0aW9uEhIKCmNvbW1hbmRfaWQYASABKAQSEgoKcmVxdWVzdF9pZBgCIAEoCRIiCgZzdGF0dXMYAyABKAsyEi5nb29nbGUucnBjLlN0YXR1cyJiCg1TZXNzaW9uT3BlbmVkEhIKCmNvbW1hbmRfaWQYASABKAQSEwoLaW5zdGFuY2VfaWQYAiABKAkSKAoFbGVhc2UYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iSwoPU2Vzc2lvbkF0dGFjaGVkEhIKCmNvbW1hbmRfaWQYASABKAQSEgoKcmVxdWVzdF9pZBgCIAEoCRIQCghmcm9tX3NlcRgDIAEoBCIlCg9TZXNzaW9uRGV0YWNoZWQSEgoKcmVxdWVzdF9pZBgBIAEoCSI+ChFBZGRSZXF1ZXN0UmVxdWVzdBIpCgRzcGVjGAEgASgLMhsuaGVhZHJhY2UudjEuR2VuZXJhdGlvblNwZWMiUQoSQWRkUmVxdWVzdFJlc3BvbnNlEhIKCnJlcXVlc3RfaWQYASABKAkSJwoIYWNjZXB0ZWQYAiABKAsyFS5oZWFkcmFjZS52MS5BY2NlcHRlZCIkCg1DYW5jZWxSZXF1ZXN0EhMKC3JlcXVlc3RfaWRzGAEgAygJIjwKDkNhbmNlbFJlc3BvbnNlEioKB3Jlc3VsdHMYASADKAsyGS5oZWFkcmFjZS52MS5DYW5jZWxSZXN1bHQiYQoMQ2FuY2VsUmVzdWx0EhIKCnJlcXVlc3RfaWQYASABKAkSKQoGc3RhdHVzGAIgASgOMhkuaGVhZHJhY2UudjEuQ2FuY2VsU3RhdHVzEhIKCmNvbW1hbmRfaWQYAyABKAQiPAoPR2VuZXJhdGVSZXF1ZXN0EikKBHNwZWMYASABKAsyGy5oZWFkcmFjZS52MS5HZW5lcmF0aW9uU3BlYyLPAQoQR2VuZXJhdGVSZXNwb25zZRISCgpyZXF1ZXN0X2lkGAEgASgJEicKCGFjY2VwdGVkGAIgASgLMhUuaGVhZHJhY2UudjEuQWNjZXB0ZWQSLAoGcHJvbXB0GAMgASgLMhwuaGVhZHJhY2UudjEuUHJvbXB0UHJvY2Vzc2VkEi0KB2Nob2ljZXMYBCADKAsyHC5oZWFkcmFjZS52MS5HZW5lcmF0ZWRDaG9pY2USIQoFdXNhZ2UYBSABKAsyEi5oZWFkcmFjZS52MS5Vc2FnZSKSAQoPR2VuZXJhdGVkQ2hvaWNlEg0KBWluZGV4GAEgASgNEgwKBHRleHQYAiABKAkSEQoJdG9rZW5faWRzGAMgAygNEiYKBnRva2VucxgEIAMoCzIWLmhlYWRyYWNlLnYxLlRva2VuSW5mbxInCghmaW5pc2hlZBgFIAEoCzIVLmhlYWRyYWNlLnYxLkZpbmlzaGVkIkIKFUdlbmVyYXRlU3RyZWFtUmVxdWVzdBIpCgRzcGVjGAEgASgLMhsuaGVhZHJhY2UudjEuR2VuZXJhdGlvblNwZWMiQgoWR2VuZXJhdGVTdHJlYW1SZXNwb25zZRIoCgZldmVudHMYASADKAsyGC5oZWFkcmFjZS52MS5SZXN1bHRFdmVudCJ1ChBHZXRSZXN1bHRSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSEAoIZnJvbV9zZXEYAiABKAQSJwoEd2FpdBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhISCgp1bnRpbF9kb25lGAQgASgIIl0KEUdldFJlc3VsdFJlc3BvbnNlEigKBmV2ZW50cxgBIAMoCzIYLmhlYWRyYWNlLnYxLlJlc3VsdEV2ZW50EhAKCG5leHRfc2VxGAIgASgEEgwKBGRvbmUYAyABKAgqiwEKDENhbmNlbFN0YXR1cxIdChlDQU5DRUxfU1RBVFVTX1VOU1BFQ0lGSUVEEAASGwoXQ0FOQ0VMX1NUQVRVU19DQU5DRUxMRUQQARIiCh5DQU5DRUxfU1RBVFVTX0FMUkVBRFlfRklOSVNIRUQQAhIbChdDQU5DRUxfU1RBVFVTX05PVF9GT1VORBADMvADChFHZW5lcmF0aW9uU2VydmljZRJXCgxTdHJlYW1SZXN1bHQSIC5oZWFkcmFjZS52MS5TdHJlYW1SZXN1bHRSZXF1ZXN0GiEuaGVhZHJhY2UudjEuU3RyZWFtUmVzdWx0UmVzcG9uc2UoATABEk0KCkFkZFJlcXVlc3QSHi5oZWFkcmFjZS52MS5BZGRSZXF1ZXN0UmVxdWVzdBofLmhlYWRyYWNlLnYxLkFkZFJlcXVlc3RSZXNwb25zZRJBCgZDYW5jZWwSGi5oZWFkcmFjZS52MS5DYW5jZWxSZXF1ZXN0GhsuaGVhZHJhY2UudjEuQ2FuY2VsUmVzcG9uc2USRwoIR2VuZXJhdGUSHC5oZWFkcmFjZS52MS5HZW5lcmF0ZVJlcXVlc3QaHS5oZWFkcmFjZS52MS5HZW5lcmF0ZVJlc3BvbnNlElsKDkdlbmVyYXRlU3RyZWFtEiIuaGVhZHJhY2UudjEuR2VuZXJhdGVTdHJlYW1SZXF1ZXN0GiMuaGVhZHJhY2UudjEuR2VuZXJhdGVTdHJlYW1SZXNwb25zZTABEkoKCUdldFJlc3VsdBIdLmhlYWRyYWNlLnYxLkdldFJlc3VsdFJlcXVlc3QaHi5oZWFkcmFjZS52MS5HZXRSZXN1bHRSZXNwb25zZUJTCg9kZXYuaGVhZHJhY2UudjFCFkdlbmVyYXRpb25TZXJ2aWNlUHJvdG9QAVomaGVhZHJhY2UuZGV2L2dvL2hlYWRyYWNlL3YxO2hlYWRyYWNldjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_rpc_status, file_headrace_v1_generation]);
+  fileDesc("CiRoZWFkcmFjZS92MS9nZW5lcmF0aW9uX3NlcnZpY2UucHJvdG8SC2hlYWRyYWNlLnYxIq8CChNTdHJlYW1SZXN1bHRSZXF1ZXN0EhIKCmNvbW1hbmRfaWQYASABKAQSKAoEb3BlbhgCIAEoCzIYLmhlYWRyYWNlLnYxLk9wZW5Db21tYW5kSAASJgoDYWRkGAMgASgLMhcuaGVhZHJhY2UudjEuQWRkQ29tbWFuZEgAEiwKBmF0dGFjaBgEIAEoCzIaLmhlYWRyYWNlLnYxLkF0dGFjaENvbW1hbmRIABIsCgZjYW5jZWwYBSABKAsyGi5oZWFkcmFjZS52MS5DYW5jZWxDb21tYW5kSAASLAoGY3JlZGl0GAYgASgLMhouaGVhZHJhY2UudjEuQ3JlZGl0Q29tbWFuZEgAEh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCUIJCgdjb21tYW5kIoEBCgtPcGVuQ29tbWFuZBIoCgVsZWFzZRgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIWCg5pbml0aWFsX2NyZWRpdBgCIAEoDRIwCg1sb2FkX2ludGVydmFsGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIj0KCkFkZENvbW1hbmQSLwoEc3BlYxgBIAEoCzIbLmhlYWRyYWNlLnYxLkdlbmVyYXRpb25TcGVjQgTiQQECIlAKDUF0dGFjaENvbW1hbmQSGAoKcmVxdWVzdF9pZBgBIAEoCUIE4kEBAhIQCghmcm9tX3NlcRgCIAEoBBITCgtpbnN0YW5jZV9pZBgDIAEoCSI+Cg1DYW5jZWxDb21tYW5kEhgKCnJlcXVlc3RfaWQYASABKAlCBOJBAQISEwoLaW5zdGFuY2VfaWQYAiABKAkiPwoNQ3JlZGl0Q29tbWFuZBIYCgpyZXF1ZXN0X2lkGAEgASgJQgTiQQECEhQKBnRva2VucxgCIAEoDUIE4kEBAiLpAgoUU3RyZWFtUmVzdWx0UmVzcG9uc2USKAoGZXZlbnRzGAEgAygLMhguaGVhZHJhY2UudjEuUmVzdWx0RXZlbnQSMQoKcmVqZWN0aW9ucxgCIAMoCzIdLmhlYWRyYWNlLnYxLkNvbW1hbmRSZWplY3Rpb24SKgoGb3BlbmVkGAMgASgLMhouaGVhZHJhY2UudjEuU2Vzc2lvbk9wZW5lZBIuCghhdHRhY2hlZBgEIAMoCzIcLmhlYWRyYWNlLnYxLlNlc3Npb25BdHRhY2hlZBIsCgljYW5jZWxsZWQYBSADKAsyGS5oZWFkcmFjZS52MS5DYW5jZWxSZXN1bHQSLgoIZGV0YWNoZWQYBiADKAsyHC5oZWFkcmFjZS52MS5TZXNzaW9uRGV0YWNoZWQSEwoLaW5zdGFuY2VfaWQYByABKAkSJQoEbG9hZBgIIAEoCzIXLmhlYWRyYWNlLnYxLlNlcnZlckxvYWQiRgoKU2VydmVyTG9hZBIPCgdydW5uaW5nGAEgASgNEg8KB3dhaXRpbmcYAiABKA0SFgoOa3ZfY2FjaGVfdXNhZ2UYAyABKAIiXgoQQ29tbWFuZFJlamVjdGlvbhISCgpjb21tYW5kX2lkGAEgASgEEhIKCnJlcXVlc3RfaWQYAiABKAkSIgoGc3RhdHVzGAMgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMiTQoNU2Vzc2lvbk9wZW5lZBISCgpjb21tYW5kX2lkGAEgASgEEigKBWxlYXNlGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uImMKD1Nlc3Npb25BdHRhY2hlZBISCgpjb21tYW5kX2lkGAEgASgEEhIKCnJlcXVlc3RfaWQYAiABKAkSEAoIZnJvbV9zZXEYAyABKAQSFgoOcmVxdWVzdF9udW1iZXIYBCABKA0iPQoPU2Vzc2lvbkRldGFjaGVkEhIKCnJlcXVlc3RfaWQYASABKAkSFgoOcmVxdWVzdF9udW1iZXIYAiABKA0iYwoRQWRkUmVxdWVzdFJlcXVlc3QSLwoEc3BlYxgBIAEoCzIbLmhlYWRyYWNlLnYxLkdlbmVyYXRpb25TcGVjQgTiQQECEh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSJmChJBZGRSZXF1ZXN0UmVzcG9uc2USEgoKcmVxdWVzdF9pZBgBIAEoCRInCghhY2NlcHRlZBgCIAEoCzIVLmhlYWRyYWNlLnYxLkFjY2VwdGVkEhMKC2luc3RhbmNlX2lkGAMgASgJIl4KDUNhbmNlbFJlcXVlc3QSGQoLcmVxdWVzdF9pZHMYASADKAlCBOJBAQISEwoLaW5zdGFuY2VfaWQYAiABKAkSHQoVcmVxdWlyZWRfY2FwYWJpbGl0aWVzGA8gAygJIlEKDkNhbmNlbFJlc3BvbnNlEioKB3Jlc3VsdHMYASADKAsyGS5oZWFkcmFjZS52MS5DYW5jZWxSZXN1bHQSEwoLaW5zdGFuY2VfaWQYAiABKAkiYQoMQ2FuY2VsUmVzdWx0EhIKCnJlcXVlc3RfaWQYASABKAkSKQoGc3RhdHVzGAIgASgOMhkuaGVhZHJhY2UudjEuQ2FuY2VsU3RhdHVzEhIKCmNvbW1hbmRfaWQYAyABKAQiYQoPR2VuZXJhdGVSZXF1ZXN0Ei8KBHNwZWMYASABKAsyGy5oZWFkcmFjZS52MS5HZW5lcmF0aW9uU3BlY0IE4kEBAhIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAki5AEKEEdlbmVyYXRlUmVzcG9uc2USEgoKcmVxdWVzdF9pZBgBIAEoCRInCghhY2NlcHRlZBgCIAEoCzIVLmhlYWRyYWNlLnYxLkFjY2VwdGVkEiwKBnByb21wdBgDIAEoCzIcLmhlYWRyYWNlLnYxLlByb21wdFByb2Nlc3NlZBItCgdjaG9pY2VzGAQgAygLMhwuaGVhZHJhY2UudjEuR2VuZXJhdGVkQ2hvaWNlEiEKBXVzYWdlGAUgASgLMhIuaGVhZHJhY2UudjEuVXNhZ2USEwoLaW5zdGFuY2VfaWQYBiABKAkikgEKD0dlbmVyYXRlZENob2ljZRINCgVpbmRleBgBIAEoDRIMCgR0ZXh0GAIgASgJEhEKCXRva2VuX2lkcxgDIAMoDRImCgZ0b2tlbnMYBCADKAsyFi5oZWFkcmFjZS52MS5Ub2tlbkluZm8SJwoIZmluaXNoZWQYBSABKAsyFS5oZWFkcmFjZS52MS5GaW5pc2hlZCJnChVHZW5lcmF0ZVN0cmVhbVJlcXVlc3QSLwoEc3BlYxgBIAEoCzIbLmhlYWRyYWNlLnYxLkdlbmVyYXRpb25TcGVjQgTiQQECEh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSJXChZHZW5lcmF0ZVN0cmVhbVJlc3BvbnNlEigKBmV2ZW50cxgBIAMoCzIYLmhlYWRyYWNlLnYxLlJlc3VsdEV2ZW50EhMKC2luc3RhbmNlX2lkGAIgASgJIq8BChBHZXRSZXN1bHRSZXF1ZXN0EhgKCnJlcXVlc3RfaWQYASABKAlCBOJBAQISEAoIZnJvbV9zZXEYAiABKAQSJwoEd2FpdBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhISCgp1bnRpbF9kb25lGAQgASgIEhMKC2luc3RhbmNlX2lkGAUgASgJEh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSJyChFHZXRSZXN1bHRSZXNwb25zZRIoCgZldmVudHMYASADKAsyGC5oZWFkcmFjZS52MS5SZXN1bHRFdmVudBIQCghuZXh0X3NlcRgCIAEoBBIMCgRkb25lGAMgASgIEhMKC2luc3RhbmNlX2lkGAQgASgJKosBCgxDYW5jZWxTdGF0dXMSHQoZQ0FOQ0VMX1NUQVRVU19VTlNQRUNJRklFRBAAEhsKF0NBTkNFTF9TVEFUVVNfQ0FOQ0VMTEVEEAESIgoeQ0FOQ0VMX1NUQVRVU19BTFJFQURZX0ZJTklTSEVEEAISGwoXQ0FOQ0VMX1NUQVRVU19OT1RfRk9VTkQQAzKIBQoRR2VuZXJhdGlvblNlcnZpY2USVwoMU3RyZWFtUmVzdWx0EiAuaGVhZHJhY2UudjEuU3RyZWFtUmVzdWx0UmVxdWVzdBohLmhlYWRyYWNlLnYxLlN0cmVhbVJlc3VsdFJlc3BvbnNlKAEwARJmCgpBZGRSZXF1ZXN0Eh4uaGVhZHJhY2UudjEuQWRkUmVxdWVzdFJlcXVlc3QaHy5oZWFkcmFjZS52MS5BZGRSZXF1ZXN0UmVzcG9uc2UiF4LT5JMCEToBKiIML3YxL3JlcXVlc3RzEmEKBkNhbmNlbBIaLmhlYWRyYWNlLnYxLkNhbmNlbFJlcXVlc3QaGy5oZWFkcmFjZS52MS5DYW5jZWxSZXNwb25zZSIegtPkkwIYOgEqIhMvdjEvcmVxdWVzdHM6Y2FuY2VsEmAKCEdlbmVyYXRlEhwuaGVhZHJhY2UudjEuR2VuZXJhdGVSZXF1ZXN0Gh0uaGVhZHJhY2UudjEuR2VuZXJhdGVSZXNwb25zZSIXgtPkkwIROgEqIgwvdjEvZ2VuZXJhdGUSewoOR2VuZXJhdGVTdHJlYW0SIi5oZWFkcmFjZS52MS5HZW5lcmF0ZVN0cmVhbVJlcXVlc3QaIy5oZWFkcmFjZS52MS5HZW5lcmF0ZVN0cmVhbVJlc3BvbnNlIh6C0+STAhg6ASoiEy92MS9nZW5lcmF0ZTpzdHJlYW0wARJwCglHZXRSZXN1bHQSHS5oZWFkcmFjZS52MS5HZXRSZXN1bHRSZXF1ZXN0Gh4uaGVhZHJhY2UudjEuR2V0UmVzdWx0UmVzcG9uc2UiJILT5JMCHhIcL3YxL3JlcXVlc3RzL3tyZXF1ZXN0X2lkPSoqfUJTCg9kZXYuaGVhZHJhY2UudjFCFkdlbmVyYXRpb25TZXJ2aWNlUHJvdG9QAVomaGVhZHJhY2UuZGV2L2dvL2hlYWRyYWNlL3YxO2hlYWRyYWNldjFiBnByb3RvMw", [file_google_api_annotations, file_google_api_field_behavior, file_google_protobuf_duration, file_google_rpc_status, file_headrace_v1_generation]);
 
 /**
  * One command of a session.
@@ -35,7 +38,7 @@ export const file_headrace_v1_generation_service: GenFile = /*@__PURE__*/
  */
 export type StreamResultRequest = Message<"headrace.v1.StreamResultRequest"> & {
   /**
-   * A number of the client's choice, repeated in the answers to this command: Accepted, CommandRejection,
+   * A number of the client's choice, said again in the answers to this command: Accepted, CommandRejection,
    * SessionOpened, SessionAttached, CancelResult. 0: none.
    *
    * @generated from field: uint64 command_id = 1;
@@ -88,6 +91,14 @@ export type StreamResultRequest = Message<"headrace.v1.StreamResultRequest"> & {
     value: CreditCommand;
     case: "credit";
   } | { case: undefined; value?: undefined };
+
+  /**
+   * The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+   * and its name. At most 64.
+   *
+   * @generated from field: repeated string required_capabilities = 15;
+   */
+  requiredCapabilities: string[];
 };
 
 /**
@@ -123,11 +134,19 @@ export type OpenCommand = Message<"headrace.v1.OpenCommand"> & {
    * tokens (Accepted, PromptProcessed, Finished, Failed) need no credit; an end comes after its last token.
    *
    * A request without credit is treated as unread: see StreamResult. If it has ended and gets no credit for
-   * Limits.max_pause, its remaining events are sent without credit.
+   * Limits.max_hold, its remaining events are sent without credit.
    *
    * @generated from field: uint32 initial_credit = 2;
    */
   initialCredit: number;
+
+  /**
+   * How often the server's load is told: at most once in this time, in a message that has events or answers too. Absent:
+   * never. From 0.1 seconds to 1 hour; other values are refused with INVALID_ARGUMENT.
+   *
+   * @generated from field: google.protobuf.Duration load_interval = 3;
+   */
+  loadInterval?: Duration | undefined;
 };
 
 /**
@@ -178,6 +197,14 @@ export type AttachCommand = Message<"headrace.v1.AttachCommand"> & {
    * @generated from field: uint64 from_seq = 2;
    */
   fromSeq: bigint;
+
+  /**
+   * The server process that has the request. If it is not this one, refused with NOT_FOUND, WRONG_INSTANCE. Empty: not
+   * said.
+   *
+   * @generated from field: string instance_id = 3;
+   */
+  instanceId: string;
 };
 
 /**
@@ -199,6 +226,14 @@ export type CancelCommand = Message<"headrace.v1.CancelCommand"> & {
    * @generated from field: string request_id = 1;
    */
   requestId: string;
+
+  /**
+   * The server process that has the request. If it is not this one, refused with NOT_FOUND, WRONG_INSTANCE. Empty: not
+   * said.
+   *
+   * @generated from field: string instance_id = 2;
+   */
+  instanceId: string;
 };
 
 /**
@@ -285,6 +320,20 @@ export type StreamResultResponse = Message<"headrace.v1.StreamResultResponse"> &
    * @generated from field: repeated headrace.v1.SessionDetached detached = 6;
    */
   detached: SessionDetached[];
+
+  /**
+   * The server process that has the session; in the stream's first message.
+   *
+   * @generated from field: string instance_id = 7;
+   */
+  instanceId: string;
+
+  /**
+   * The server's load, if `open` asked for it.
+   *
+   * @generated from field: headrace.v1.ServerLoad load = 8;
+   */
+  load?: ServerLoad | undefined;
 };
 
 /**
@@ -293,6 +342,41 @@ export type StreamResultResponse = Message<"headrace.v1.StreamResultResponse"> &
  */
 export const StreamResultResponseSchema: GenMessage<StreamResultResponse> = /*@__PURE__*/
   messageDesc(file_headrace_v1_generation_service, 6);
+
+/**
+ * How much a server has to do at a moment, for clients that choose among several.
+ *
+ * @generated from message headrace.v1.ServerLoad
+ */
+export type ServerLoad = Message<"headrace.v1.ServerLoad"> & {
+  /**
+   * Choices in the batch.
+   *
+   * @generated from field: uint32 running = 1;
+   */
+  running: number;
+
+  /**
+   * Requests that wait.
+   *
+   * @generated from field: uint32 waiting = 2;
+   */
+  waiting: number;
+
+  /**
+   * How much of the KV cache requests hold, from 0 to 1.
+   *
+   * @generated from field: float kv_cache_usage = 3;
+   */
+  kvCacheUsage: number;
+};
+
+/**
+ * Describes the message headrace.v1.ServerLoad.
+ * Use `create(ServerLoadSchema)` to create a new message.
+ */
+export const ServerLoadSchema: GenMessage<ServerLoad> = /*@__PURE__*/
+  messageDesc(file_headrace_v1_generation_service, 7);
 
 /**
  * A command was refused; nothing else is affected. A request whose `add` is refused has no events. To identify the
@@ -328,7 +412,7 @@ export type CommandRejection = Message<"headrace.v1.CommandRejection"> & {
  * Use `create(CommandRejectionSchema)` to create a new message.
  */
 export const CommandRejectionSchema: GenMessage<CommandRejection> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 7);
+  messageDesc(file_headrace_v1_generation_service, 8);
 
 /**
  * The session was set up.
@@ -344,16 +428,9 @@ export type SessionOpened = Message<"headrace.v1.SessionOpened"> & {
   commandId: bigint;
 
   /**
-   * The server process that has the session.
-   *
-   * @generated from field: string instance_id = 2;
-   */
-  instanceId: string;
-
-  /**
    * The lease that was granted.
    *
-   * @generated from field: google.protobuf.Duration lease = 3;
+   * @generated from field: google.protobuf.Duration lease = 2;
    */
   lease?: Duration | undefined;
 };
@@ -363,7 +440,7 @@ export type SessionOpened = Message<"headrace.v1.SessionOpened"> & {
  * Use `create(SessionOpenedSchema)` to create a new message.
  */
 export const SessionOpenedSchema: GenMessage<SessionOpened> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 8);
+  messageDesc(file_headrace_v1_generation_service, 9);
 
 /**
  * A request's results continue on this session.
@@ -391,6 +468,13 @@ export type SessionAttached = Message<"headrace.v1.SessionAttached"> & {
    * @generated from field: uint64 from_seq = 3;
    */
   fromSeq: bigint;
+
+  /**
+   * The request's number on this session, for its events.
+   *
+   * @generated from field: uint32 request_number = 4;
+   */
+  requestNumber: number;
 };
 
 /**
@@ -398,7 +482,7 @@ export type SessionAttached = Message<"headrace.v1.SessionAttached"> & {
  * Use `create(SessionAttachedSchema)` to create a new message.
  */
 export const SessionAttachedSchema: GenMessage<SessionAttached> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 9);
+  messageDesc(file_headrace_v1_generation_service, 10);
 
 /**
  * A request has left the session.
@@ -412,6 +496,13 @@ export type SessionDetached = Message<"headrace.v1.SessionDetached"> & {
    * @generated from field: string request_id = 1;
    */
   requestId: string;
+
+  /**
+   * The number that it had on this session; not used again.
+   *
+   * @generated from field: uint32 request_number = 2;
+   */
+  requestNumber: number;
 };
 
 /**
@@ -419,7 +510,7 @@ export type SessionDetached = Message<"headrace.v1.SessionDetached"> & {
  * Use `create(SessionDetachedSchema)` to create a new message.
  */
 export const SessionDetachedSchema: GenMessage<SessionDetached> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 10);
+  messageDesc(file_headrace_v1_generation_service, 11);
 
 /**
  * The request of AddRequest.
@@ -433,6 +524,14 @@ export type AddRequestRequest = Message<"headrace.v1.AddRequestRequest"> & {
    * @generated from field: headrace.v1.GenerationSpec spec = 1;
    */
   spec?: GenerationSpec | undefined;
+
+  /**
+   * The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+   * and its name. At most 64.
+   *
+   * @generated from field: repeated string required_capabilities = 15;
+   */
+  requiredCapabilities: string[];
 };
 
 /**
@@ -440,7 +539,7 @@ export type AddRequestRequest = Message<"headrace.v1.AddRequestRequest"> & {
  * Use `create(AddRequestRequestSchema)` to create a new message.
  */
 export const AddRequestRequestSchema: GenMessage<AddRequestRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 11);
+  messageDesc(file_headrace_v1_generation_service, 12);
 
 /**
  * The request was accepted.
@@ -461,6 +560,13 @@ export type AddRequestResponse = Message<"headrace.v1.AddRequestResponse"> & {
    * @generated from field: headrace.v1.Accepted accepted = 2;
    */
   accepted?: Accepted | undefined;
+
+  /**
+   * The server process that has the request. Cancel, GetResult and attach must reach the same one.
+   *
+   * @generated from field: string instance_id = 3;
+   */
+  instanceId: string;
 };
 
 /**
@@ -468,7 +574,7 @@ export type AddRequestResponse = Message<"headrace.v1.AddRequestResponse"> & {
  * Use `create(AddRequestResponseSchema)` to create a new message.
  */
 export const AddRequestResponseSchema: GenMessage<AddRequestResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 12);
+  messageDesc(file_headrace_v1_generation_service, 13);
 
 /**
  * The request of Cancel.
@@ -482,6 +588,22 @@ export type CancelRequest = Message<"headrace.v1.CancelRequest"> & {
    * @generated from field: repeated string request_ids = 1;
    */
   requestIds: string[];
+
+  /**
+   * The server process that has the requests. If it is not this one, refused with NOT_FOUND, WRONG_INSTANCE. Empty: not
+   * said; requests that are elsewhere are told as CANCEL_STATUS_NOT_FOUND.
+   *
+   * @generated from field: string instance_id = 2;
+   */
+  instanceId: string;
+
+  /**
+   * The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+   * and its name. At most 64.
+   *
+   * @generated from field: repeated string required_capabilities = 15;
+   */
+  requiredCapabilities: string[];
 };
 
 /**
@@ -489,7 +611,7 @@ export type CancelRequest = Message<"headrace.v1.CancelRequest"> & {
  * Use `create(CancelRequestSchema)` to create a new message.
  */
 export const CancelRequestSchema: GenMessage<CancelRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 13);
+  messageDesc(file_headrace_v1_generation_service, 14);
 
 /**
  * The answers of Cancel.
@@ -503,6 +625,13 @@ export type CancelResponse = Message<"headrace.v1.CancelResponse"> & {
    * @generated from field: repeated headrace.v1.CancelResult results = 1;
    */
   results: CancelResult[];
+
+  /**
+   * The server process that answers.
+   *
+   * @generated from field: string instance_id = 2;
+   */
+  instanceId: string;
 };
 
 /**
@@ -510,7 +639,7 @@ export type CancelResponse = Message<"headrace.v1.CancelResponse"> & {
  * Use `create(CancelResponseSchema)` to create a new message.
  */
 export const CancelResponseSchema: GenMessage<CancelResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 14);
+  messageDesc(file_headrace_v1_generation_service, 15);
 
 /**
  * The result of a cancel.
@@ -545,7 +674,7 @@ export type CancelResult = Message<"headrace.v1.CancelResult"> & {
  * Use `create(CancelResultSchema)` to create a new message.
  */
 export const CancelResultSchema: GenMessage<CancelResult> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 15);
+  messageDesc(file_headrace_v1_generation_service, 16);
 
 /**
  * The request of Generate.
@@ -559,6 +688,14 @@ export type GenerateRequest = Message<"headrace.v1.GenerateRequest"> & {
    * @generated from field: headrace.v1.GenerationSpec spec = 1;
    */
   spec?: GenerationSpec | undefined;
+
+  /**
+   * The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+   * and its name. At most 64.
+   *
+   * @generated from field: repeated string required_capabilities = 15;
+   */
+  requiredCapabilities: string[];
 };
 
 /**
@@ -566,7 +703,7 @@ export type GenerateRequest = Message<"headrace.v1.GenerateRequest"> & {
  * Use `create(GenerateRequestSchema)` to create a new message.
  */
 export const GenerateRequestSchema: GenMessage<GenerateRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 16);
+  messageDesc(file_headrace_v1_generation_service, 17);
 
 /**
  * The whole result of a request.
@@ -608,6 +745,13 @@ export type GenerateResponse = Message<"headrace.v1.GenerateResponse"> & {
    * @generated from field: headrace.v1.Usage usage = 5;
    */
   usage?: Usage | undefined;
+
+  /**
+   * The server process that ran the request.
+   *
+   * @generated from field: string instance_id = 6;
+   */
+  instanceId: string;
 };
 
 /**
@@ -615,7 +759,7 @@ export type GenerateResponse = Message<"headrace.v1.GenerateResponse"> & {
  * Use `create(GenerateResponseSchema)` to create a new message.
  */
 export const GenerateResponseSchema: GenMessage<GenerateResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 17);
+  messageDesc(file_headrace_v1_generation_service, 18);
 
 /**
  * One whole output.
@@ -664,7 +808,7 @@ export type GeneratedChoice = Message<"headrace.v1.GeneratedChoice"> & {
  * Use `create(GeneratedChoiceSchema)` to create a new message.
  */
 export const GeneratedChoiceSchema: GenMessage<GeneratedChoice> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 18);
+  messageDesc(file_headrace_v1_generation_service, 19);
 
 /**
  * The request of GenerateStream.
@@ -678,6 +822,14 @@ export type GenerateStreamRequest = Message<"headrace.v1.GenerateStreamRequest">
    * @generated from field: headrace.v1.GenerationSpec spec = 1;
    */
   spec?: GenerationSpec | undefined;
+
+  /**
+   * The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+   * and its name. At most 64.
+   *
+   * @generated from field: repeated string required_capabilities = 15;
+   */
+  requiredCapabilities: string[];
 };
 
 /**
@@ -685,7 +837,7 @@ export type GenerateStreamRequest = Message<"headrace.v1.GenerateStreamRequest">
  * Use `create(GenerateStreamRequestSchema)` to create a new message.
  */
 export const GenerateStreamRequestSchema: GenMessage<GenerateStreamRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 19);
+  messageDesc(file_headrace_v1_generation_service, 20);
 
 /**
  * News since the last message.
@@ -699,6 +851,13 @@ export type GenerateStreamResponse = Message<"headrace.v1.GenerateStreamResponse
    * @generated from field: repeated headrace.v1.ResultEvent events = 1;
    */
   events: ResultEvent[];
+
+  /**
+   * The server process that runs the request; in the stream's first message.
+   *
+   * @generated from field: string instance_id = 2;
+   */
+  instanceId: string;
 };
 
 /**
@@ -706,7 +865,7 @@ export type GenerateStreamResponse = Message<"headrace.v1.GenerateStreamResponse
  * Use `create(GenerateStreamResponseSchema)` to create a new message.
  */
 export const GenerateStreamResponseSchema: GenMessage<GenerateStreamResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 20);
+  messageDesc(file_headrace_v1_generation_service, 21);
 
 /**
  * The request of GetResult.
@@ -741,6 +900,22 @@ export type GetResultRequest = Message<"headrace.v1.GetResultRequest"> & {
    * @generated from field: bool until_done = 4;
    */
   untilDone: boolean;
+
+  /**
+   * The server process that has the request. If it is not this one, refused with NOT_FOUND, WRONG_INSTANCE. Empty: not
+   * said.
+   *
+   * @generated from field: string instance_id = 5;
+   */
+  instanceId: string;
+
+  /**
+   * The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+   * and its name. At most 64.
+   *
+   * @generated from field: repeated string required_capabilities = 15;
+   */
+  requiredCapabilities: string[];
 };
 
 /**
@@ -748,7 +923,7 @@ export type GetResultRequest = Message<"headrace.v1.GetResultRequest"> & {
  * Use `create(GetResultRequestSchema)` to create a new message.
  */
 export const GetResultRequestSchema: GenMessage<GetResultRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 21);
+  messageDesc(file_headrace_v1_generation_service, 22);
 
 /**
  * Results of a request.
@@ -776,6 +951,13 @@ export type GetResultResponse = Message<"headrace.v1.GetResultResponse"> & {
    * @generated from field: bool done = 3;
    */
   done: boolean;
+
+  /**
+   * The server process that answers.
+   *
+   * @generated from field: string instance_id = 4;
+   */
+  instanceId: string;
 };
 
 /**
@@ -783,7 +965,7 @@ export type GetResultResponse = Message<"headrace.v1.GetResultResponse"> & {
  * Use `create(GetResultResponseSchema)` to create a new message.
  */
 export const GetResultResponseSchema: GenMessage<GetResultResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation_service, 22);
+  messageDesc(file_headrace_v1_generation_service, 23);
 
 /**
  * The result of a cancel.
@@ -848,10 +1030,10 @@ export const GenerationService: GenService<{
    *
    * A client that does not read (or gives no credit, if `open` enabled credits) delays no others. Its unread output is
    * merged. When Limits.max_unread_tokens tokens of a request are unread (or fewer, if they take many bytes), the
-   * request is paused until they are read. If none is read for Limits.max_pause, the request ends, after the output so
+   * request is held until they are read. If none is read for Limits.max_hold, the request ends, after the output so
    * far, with Failed: RESOURCE_EXHAUSTED, reason RESULTS_NOT_READ; a server may be configured to end it at once
-   * instead. A paused request's time_limit goes on. During a lease, a request without a stream is paused in the same
-   * way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not paused: their own length
+   * instead. A held request's time_limit goes on. During a lease, a request without a stream is held in the same
+   * way, until the lease ends. Requests of AddRequest, and those with DELIVERY_FINAL, are not held: their own length
    * limits them. If a stream takes nothing for minutes while ended requests wait on it, their results are dropped, and
    * it ends with RESOURCE_EXHAUSTED, RESULTS_NOT_READ.
    *
@@ -867,8 +1049,10 @@ export const GenerationService: GenService<{
   /**
    * Starts one request and returns at once. Its results are kept until they are collected by GetResult or by a session
    * that attaches to it, and for ModelCard.limits.result_retention after its end. Neither the end of this RPC nor the
-   * loss of a session that attached to the request affects it. A caller that sets request ids may retry safely:
-   * ALREADY_EXISTS then says that an earlier try was accepted.
+   * loss of a session that attached to the request affects it.
+   *
+   * A caller that sets request ids may retry safely: the same call again, with the same id and content, starts nothing
+   * and gets the first answer, while the request is live or its results are kept.
    *
    * @generated from rpc headrace.v1.GenerationService.AddRequest
    */
@@ -894,6 +1078,11 @@ export const GenerationService: GenService<{
    * request is refused or fails, the RPC's status says so. If it is ended by Cancel, or reaches its time limit, it
    * returns a normal result with the output so far and its FinishReason.
    *
+   * A caller that sets request ids may retry safely: the same call again, with the same id and content, waits for the
+   * first one's result while that runs, and gets it at once while it is kept (Limits.result_retention; GetResult and
+   * attach can read it too). A request is cancelled when the last call that waits for it has left; a retry after that
+   * runs it anew. Of one id there are never two computations at a time.
+   *
    * @generated from rpc headrace.v1.GenerationService.Generate
    */
   generate: {
@@ -914,9 +1103,9 @@ export const GenerationService: GenService<{
     output: typeof GenerateStreamResponseSchema;
   },
   /**
-   * Reads the results of a request that AddRequest started (or whose session was lost, during its lease), from a given
-   * number on, and waits for new ones if asked to. Reading does not consume: the same numbers may be read again while
-   * they are kept. The end of this RPC does not affect the request.
+   * Reads the results of a request that AddRequest or Generate started, or whose session was lost (during its lease),
+   * from a given number on, and waits for new ones if asked to. Reading does not consume: the same numbers may be read
+   * again while they are kept. The end of this RPC does not affect the request.
    *
    * @generated from rpc headrace.v1.GenerationService.GetResult
    */

@@ -6,6 +6,8 @@
 
 import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
 import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
+import { file_google_api_annotations } from "../../google/api/annotations_pb.js";
+import { file_google_api_field_behavior } from "../../google/api/field_behavior_pb.js";
 import type { Duration } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
 import type { ChatInput, SamplingOptions, TextInput, TokenInfo } from "./generation_pb.js";
@@ -16,7 +18,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file headrace/v1/model_service.proto.
  */
 export const file_headrace_v1_model_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch9oZWFkcmFjZS92MS9tb2RlbF9zZXJ2aWNlLnByb3RvEgtoZWFkcmFjZS52MSIRCg9HZXRNb2RlbFJlcXVlc3QiOQoQR2V0TW9kZWxSZXNwb25zZRIlCgVtb2RlbBgBIAEoCzIWLmhlYWRyYWNlLnYxLk1vZGVsQ2FyZCL1AgoJTW9kZWxDYXJkEgwKBG5hbWUYASABKAkSFAoMYXJjaGl0ZWN0dXJlGAIgASgJEhIKCnBhcmFtZXRlcnMYAyABKAQSDQoFZHR5cGUYBCABKAkSDgoGZGV2aWNlGAUgASgJEhIKCnZvY2FiX3NpemUYBiABKA0SFQoNZW9zX3Rva2VuX2lkcxgHIAMoDRIZChFoYXNfY2hhdF90ZW1wbGF0ZRgIIAEoCBI2ChBkZWZhdWx0X3NhbXBsaW5nGAkgASgLMhwuaGVhZHJhY2UudjEuU2FtcGxpbmdPcHRpb25zEiMKBmxpbWl0cxgKIAEoCzITLmhlYWRyYWNlLnYxLkxpbWl0cxIQCghmZWF0dXJlcxgLIAMoCRITCgtpbnN0YW5jZV9pZBgMIAEoCRIWCg5zZXJ2ZXJfdmVyc2lvbhgNIAEoCRIZChFjb250cmFjdF9yZXZpc2lvbhgOIAEoDRIUCgxxdWFudGl6YXRpb24YDyABKAki8AMKBkxpbWl0cxIaChJtYXhfY29udGV4dF90b2tlbnMYASABKA0SGQoRbWF4X3Byb21wdF90b2tlbnMYAiABKA0SGgoSZGVmYXVsdF9tYXhfdG9rZW5zGAMgASgNEhMKC21heF9jaG9pY2VzGAQgASgNEhQKDG1heF9sb2dwcm9icxgFIAEoDRIYChBtYXhfc3RvcF9zdHJpbmdzGAYgASgNEh0KFW1heF9zdG9wX3N0cmluZ19ieXRlcxgHIAEoDRIaChJtYXhfc3RvcF90b2tlbl9pZHMYCCABKA0SFgoObWF4X2xvZ2l0X2JpYXMYCSABKA0SGQoRbWF4X21lc3NhZ2VfYnl0ZXMYCiABKA0SFgoObWF4X3F1ZXVlX3NpemUYCyABKA0SHAoUbWF4X3J1bm5pbmdfcmVxdWVzdHMYDCABKA0SLAoJbWF4X2xlYXNlGA0gASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjMKEHJlc3VsdF9yZXRlbnRpb24YDiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGQoRbWF4X3VucmVhZF90b2tlbnMYDyABKA0SLAoJbWF4X3BhdXNlGBAgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIoEBCg9Ub2tlbml6ZVJlcXVlc3QSJgoEdGV4dBgBIAEoCzIWLmhlYWRyYWNlLnYxLlRleHRJbnB1dEgAEiYKBGNoYXQYAiABKAsyFi5oZWFkcmFjZS52MS5DaGF0SW5wdXRIABIVCg10b2tlbl9kZXRhaWxzGAMgASgIQgcKBWlucHV0Ik0KEFRva2VuaXplUmVzcG9uc2USEQoJdG9rZW5faWRzGAEgAygNEiYKBnRva2VucxgCIAMoCzIWLmhlYWRyYWNlLnYxLlRva2VuSW5mbyJgChFEZXRva2VuaXplUmVxdWVzdBIRCgl0b2tlbl9pZHMYASADKA0SIAoTc2tpcF9zcGVjaWFsX3Rva2VucxgCIAEoCEgAiAEBQhYKFF9za2lwX3NwZWNpYWxfdG9rZW5zIiIKEkRldG9rZW5pemVSZXNwb25zZRIMCgR0ZXh0GAEgASgJMu8BCgxNb2RlbFNlcnZpY2USRwoIR2V0TW9kZWwSHC5oZWFkcmFjZS52MS5HZXRNb2RlbFJlcXVlc3QaHS5oZWFkcmFjZS52MS5HZXRNb2RlbFJlc3BvbnNlEkcKCFRva2VuaXplEhwuaGVhZHJhY2UudjEuVG9rZW5pemVSZXF1ZXN0Gh0uaGVhZHJhY2UudjEuVG9rZW5pemVSZXNwb25zZRJNCgpEZXRva2VuaXplEh4uaGVhZHJhY2UudjEuRGV0b2tlbml6ZVJlcXVlc3QaHy5oZWFkcmFjZS52MS5EZXRva2VuaXplUmVzcG9uc2VCTgoPZGV2LmhlYWRyYWNlLnYxQhFNb2RlbFNlcnZpY2VQcm90b1ABWiZoZWFkcmFjZS5kZXYvZ28vaGVhZHJhY2UvdjE7aGVhZHJhY2V2MWIGcHJvdG8z", [file_google_protobuf_duration, file_headrace_v1_generation]);
+  fileDesc("Ch9oZWFkcmFjZS92MS9tb2RlbF9zZXJ2aWNlLnByb3RvEgtoZWFkcmFjZS52MSIwCg9HZXRNb2RlbFJlcXVlc3QSHQoVcmVxdWlyZWRfY2FwYWJpbGl0aWVzGA8gAygJIjkKEEdldE1vZGVsUmVzcG9uc2USJQoFbW9kZWwYASABKAsyFi5oZWFkcmFjZS52MS5Nb2RlbENhcmQiqQMKCU1vZGVsQ2FyZBIMCgRuYW1lGAEgASgJEhQKDGFyY2hpdGVjdHVyZRgCIAEoCRISCgpwYXJhbWV0ZXJzGAMgASgEEg0KBWR0eXBlGAQgASgJEg4KBmRldmljZRgFIAEoCRISCgp2b2NhYl9zaXplGAYgASgNEhUKDWVvc190b2tlbl9pZHMYByADKA0SNgoQZGVmYXVsdF9zYW1wbGluZxgIIAEoCzIcLmhlYWRyYWNlLnYxLlNhbXBsaW5nT3B0aW9ucxIjCgZsaW1pdHMYCSABKAsyEy5oZWFkcmFjZS52MS5MaW1pdHMSLwoMY2FwYWJpbGl0aWVzGAogASgLMhkuaGVhZHJhY2UudjEuQ2FwYWJpbGl0aWVzEhMKC2luc3RhbmNlX2lkGAsgASgJEhYKDnNlcnZlcl92ZXJzaW9uGAwgASgJEhcKD3NjaGVtYV9yZXZpc2lvbhgNIAEoDRIfChdtaW5pbXVtX2NsaWVudF9yZXZpc2lvbhgOIAEoDRIUCgxxdWFudGl6YXRpb24YDyABKAkSDwoHYWxpYXNlcxgQIAMoCSK2AQoMQ2FwYWJpbGl0aWVzEg0KBW5hbWVzGAEgAygJEi0KBWlucHV0GAIgASgLMh4uaGVhZHJhY2UudjEuSW5wdXRDYXBhYmlsaXRpZXMSLwoGb3V0cHV0GAMgASgLMh8uaGVhZHJhY2UudjEuT3V0cHV0Q2FwYWJpbGl0aWVzEjcKCnNjaGVkdWxpbmcYBCABKAsyIy5oZWFkcmFjZS52MS5TY2hlZHVsaW5nQ2FwYWJpbGl0aWVzImgKEUlucHV0Q2FwYWJpbGl0aWVzEgwKBHRleHQYASABKAgSEQoJdG9rZW5faWRzGAIgASgIEgwKBGNoYXQYAyABKAgSDQoFdG9vbHMYBCABKAgSFQoNY29udGVudF9wYXJ0cxgFIAMoCSJaChJPdXRwdXRDYXBhYmlsaXRpZXMSEAoIbG9ncHJvYnMYASABKAgSFwoPcHJvbXB0X2xvZ3Byb2JzGAIgASgIEhkKEXN0cnVjdHVyZWRfb3V0cHV0GAMgAygJIkIKFlNjaGVkdWxpbmdDYXBhYmlsaXRpZXMSEgoKcHJpb3JpdGllcxgBIAEoCBIUCgxwcmVmaXhfY2FjaGUYAiABKAgi7wMKBkxpbWl0cxIaChJtYXhfY29udGV4dF90b2tlbnMYASABKA0SGQoRbWF4X3Byb21wdF90b2tlbnMYAiABKA0SGgoSZGVmYXVsdF9tYXhfdG9rZW5zGAMgASgNEhMKC21heF9jaG9pY2VzGAQgASgNEhQKDG1heF9sb2dwcm9icxgFIAEoDRIYChBtYXhfc3RvcF9zdHJpbmdzGAYgASgNEh0KFW1heF9zdG9wX3N0cmluZ19ieXRlcxgHIAEoDRIaChJtYXhfc3RvcF90b2tlbl9pZHMYCCABKA0SFgoObWF4X2xvZ2l0X2JpYXMYCSABKA0SGQoRbWF4X21lc3NhZ2VfYnl0ZXMYCiABKA0SFgoObWF4X3F1ZXVlX3NpemUYCyABKA0SHAoUbWF4X3J1bm5pbmdfcmVxdWVzdHMYDCABKA0SLAoJbWF4X2xlYXNlGA0gASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjMKEHJlc3VsdF9yZXRlbnRpb24YDiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGQoRbWF4X3VucmVhZF90b2tlbnMYDyABKA0SKwoIbWF4X2hvbGQYECABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ioAEKD1Rva2VuaXplUmVxdWVzdBImCgR0ZXh0GAEgASgLMhYuaGVhZHJhY2UudjEuVGV4dElucHV0SAASJgoEY2hhdBgCIAEoCzIWLmhlYWRyYWNlLnYxLkNoYXRJbnB1dEgAEhUKDXRva2VuX2RldGFpbHMYAyABKAgSHQoVcmVxdWlyZWRfY2FwYWJpbGl0aWVzGA8gAygJQgcKBWlucHV0Ik0KEFRva2VuaXplUmVzcG9uc2USEQoJdG9rZW5faWRzGAEgAygNEiYKBnRva2VucxgCIAMoCzIWLmhlYWRyYWNlLnYxLlRva2VuSW5mbyKFAQoRRGV0b2tlbml6ZVJlcXVlc3QSFwoJdG9rZW5faWRzGAEgAygNQgTiQQECEiAKE3NraXBfc3BlY2lhbF90b2tlbnMYAiABKAhIAIgBARIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAlCFgoUX3NraXBfc3BlY2lhbF90b2tlbnMiIgoSRGV0b2tlbml6ZVJlc3BvbnNlEgwKBHRleHQYASABKAkytgIKDE1vZGVsU2VydmljZRJaCghHZXRNb2RlbBIcLmhlYWRyYWNlLnYxLkdldE1vZGVsUmVxdWVzdBodLmhlYWRyYWNlLnYxLkdldE1vZGVsUmVzcG9uc2UiEYLT5JMCCxIJL3YxL21vZGVsEmAKCFRva2VuaXplEhwuaGVhZHJhY2UudjEuVG9rZW5pemVSZXF1ZXN0Gh0uaGVhZHJhY2UudjEuVG9rZW5pemVSZXNwb25zZSIXgtPkkwIROgEqIgwvdjEvdG9rZW5pemUSaAoKRGV0b2tlbml6ZRIeLmhlYWRyYWNlLnYxLkRldG9rZW5pemVSZXF1ZXN0Gh8uaGVhZHJhY2UudjEuRGV0b2tlbml6ZVJlc3BvbnNlIhmC0+STAhM6ASoiDi92MS9kZXRva2VuaXplQk4KD2Rldi5oZWFkcmFjZS52MUIRTW9kZWxTZXJ2aWNlUHJvdG9QAVomaGVhZHJhY2UuZGV2L2dvL2hlYWRyYWNlL3YxO2hlYWRyYWNldjFiBnByb3RvMw", [file_google_api_annotations, file_google_api_field_behavior, file_google_protobuf_duration, file_headrace_v1_generation]);
 
 /**
  * The request of GetModel.
@@ -24,6 +26,13 @@ export const file_headrace_v1_model_service: GenFile = /*@__PURE__*/
  * @generated from message headrace.v1.GetModelRequest
  */
 export type GetModelRequest = Message<"headrace.v1.GetModelRequest"> & {
+  /**
+   * The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+   * and its name. At most 64.
+   *
+   * @generated from field: repeated string required_capabilities = 15;
+   */
+  requiredCapabilities: string[];
 };
 
 /**
@@ -110,54 +119,53 @@ export type ModelCard = Message<"headrace.v1.ModelCard"> & {
   eosTokenIds: number[];
 
   /**
-   * Whether ChatInput can be used.
-   *
-   * @generated from field: bool has_chat_template = 8;
-   */
-  hasChatTemplate: boolean;
-
-  /**
    * The values of absent sampling fields.
    *
-   * @generated from field: headrace.v1.SamplingOptions default_sampling = 9;
+   * @generated from field: headrace.v1.SamplingOptions default_sampling = 8;
    */
   defaultSampling?: SamplingOptions | undefined;
 
   /**
    * The server's limits.
    *
-   * @generated from field: headrace.v1.Limits limits = 10;
+   * @generated from field: headrace.v1.Limits limits = 9;
    */
   limits?: Limits | undefined;
 
   /**
-   * The features of this server beyond plain generation, by name: "logprobs", "chat", "prefix_cache",
-   * "structured_output" and so on. Others are refused.
+   * What the server can do with this model. Other things are refused.
    *
-   * @generated from field: repeated string features = 11;
+   * @generated from field: headrace.v1.Capabilities capabilities = 10;
    */
-  features: string[];
+  capabilities?: Capabilities | undefined;
 
   /**
    * The server process.
    *
-   * @generated from field: string instance_id = 12;
+   * @generated from field: string instance_id = 11;
    */
   instanceId: string;
 
   /**
    * The version of the server.
    *
-   * @generated from field: string server_version = 13;
+   * @generated from field: string server_version = 12;
    */
   serverVersion: string;
 
   /**
    * The revision of the contract that the server was built with: a number that grows with every change to it.
    *
-   * @generated from field: uint32 contract_revision = 14;
+   * @generated from field: uint32 schema_revision = 13;
    */
-  contractRevision: number;
+  schemaRevision: number;
+
+  /**
+   * The oldest revision of the contract whose clients this server still serves as they expect.
+   *
+   * @generated from field: uint32 minimum_client_revision = 14;
+   */
+  minimumClientRevision: number;
 
   /**
    * The type in which the weights of linear layers are stored if it is not dtype, such as "int8". Empty: dtype.
@@ -165,6 +173,13 @@ export type ModelCard = Message<"headrace.v1.ModelCard"> & {
    * @generated from field: string quantization = 15;
    */
   quantization: string;
+
+  /**
+   * Other names by which requests may call the model.
+   *
+   * @generated from field: repeated string aliases = 16;
+   */
+  aliases: string[];
 };
 
 /**
@@ -173,6 +188,160 @@ export type ModelCard = Message<"headrace.v1.ModelCard"> & {
  */
 export const ModelCardSchema: GenMessage<ModelCard> = /*@__PURE__*/
   messageDesc(file_headrace_v1_model_service, 2);
+
+/**
+ * What a server can do with its model.
+ *
+ * @generated from message headrace.v1.Capabilities
+ */
+export type Capabilities = Message<"headrace.v1.Capabilities"> & {
+  /**
+   * The names of all capabilities that a request may require (`required_capabilities`).
+   *
+   * @generated from field: repeated string names = 1;
+   */
+  names: string[];
+
+  /**
+   * What prompts may be.
+   *
+   * @generated from field: headrace.v1.InputCapabilities input = 2;
+   */
+  input?: InputCapabilities | undefined;
+
+  /**
+   * What may be asked of the output.
+   *
+   * @generated from field: headrace.v1.OutputCapabilities output = 3;
+   */
+  output?: OutputCapabilities | undefined;
+
+  /**
+   * What may be asked of the scheduler and the caches.
+   *
+   * @generated from field: headrace.v1.SchedulingCapabilities scheduling = 4;
+   */
+  scheduling?: SchedulingCapabilities | undefined;
+};
+
+/**
+ * Describes the message headrace.v1.Capabilities.
+ * Use `create(CapabilitiesSchema)` to create a new message.
+ */
+export const CapabilitiesSchema: GenMessage<Capabilities> = /*@__PURE__*/
+  messageDesc(file_headrace_v1_model_service, 3);
+
+/**
+ * What prompts may be.
+ *
+ * @generated from message headrace.v1.InputCapabilities
+ */
+export type InputCapabilities = Message<"headrace.v1.InputCapabilities"> & {
+  /**
+   * Text: the server has the model's tokenizer. If not, prompts are token ids, and so is the output.
+   *
+   * @generated from field: bool text = 1;
+   */
+  text: boolean;
+
+  /**
+   * Token ids.
+   *
+   * @generated from field: bool token_ids = 2;
+   */
+  tokenIds: boolean;
+
+  /**
+   * Conversations: the tokenizer has a chat template.
+   *
+   * @generated from field: bool chat = 3;
+   */
+  chat: boolean;
+
+  /**
+   * Tools in conversations.
+   *
+   * @generated from field: bool tools = 4;
+   */
+  tools: boolean;
+
+  /**
+   * Kinds of parts that a message's content may have, by their names in ContentPart.
+   *
+   * @generated from field: repeated string content_parts = 5;
+   */
+  contentParts: string[];
+};
+
+/**
+ * Describes the message headrace.v1.InputCapabilities.
+ * Use `create(InputCapabilitiesSchema)` to create a new message.
+ */
+export const InputCapabilitiesSchema: GenMessage<InputCapabilities> = /*@__PURE__*/
+  messageDesc(file_headrace_v1_model_service, 4);
+
+/**
+ * What may be asked of the output.
+ *
+ * @generated from message headrace.v1.OutputCapabilities
+ */
+export type OutputCapabilities = Message<"headrace.v1.OutputCapabilities"> & {
+  /**
+   * Log-probabilities of the output's tokens.
+   *
+   * @generated from field: bool logprobs = 1;
+   */
+  logprobs: boolean;
+
+  /**
+   * Log-probabilities of the prompt's tokens.
+   *
+   * @generated from field: bool prompt_logprobs = 2;
+   */
+  promptLogprobs: boolean;
+
+  /**
+   * Forms that the output may be held to, by their names in StructuredOutput.
+   *
+   * @generated from field: repeated string structured_output = 3;
+   */
+  structuredOutput: string[];
+};
+
+/**
+ * Describes the message headrace.v1.OutputCapabilities.
+ * Use `create(OutputCapabilitiesSchema)` to create a new message.
+ */
+export const OutputCapabilitiesSchema: GenMessage<OutputCapabilities> = /*@__PURE__*/
+  messageDesc(file_headrace_v1_model_service, 5);
+
+/**
+ * What may be asked of the scheduler and the caches.
+ *
+ * @generated from message headrace.v1.SchedulingCapabilities
+ */
+export type SchedulingCapabilities = Message<"headrace.v1.SchedulingCapabilities"> & {
+  /**
+   * Whether priorities are heeded.
+   *
+   * @generated from field: bool priorities = 1;
+   */
+  priorities: boolean;
+
+  /**
+   * Whether prefixes are cached.
+   *
+   * @generated from field: bool prefix_cache = 2;
+   */
+  prefixCache: boolean;
+};
+
+/**
+ * Describes the message headrace.v1.SchedulingCapabilities.
+ * Use `create(SchedulingCapabilitiesSchema)` to create a new message.
+ */
+export const SchedulingCapabilitiesSchema: GenMessage<SchedulingCapabilities> = /*@__PURE__*/
+  messageDesc(file_headrace_v1_model_service, 6);
 
 /**
  * The server's limits. A request beyond one of them is refused with the limit's name and value.
@@ -279,18 +448,18 @@ export type Limits = Message<"headrace.v1.Limits"> & {
   resultRetention?: Duration | undefined;
 
   /**
-   * How many tokens of a request may be unread (fewer if they have many details) before it is paused.
+   * How many tokens of a request may be unread (fewer if they have many details) before it is held.
    *
    * @generated from field: uint32 max_unread_tokens = 15;
    */
   maxUnreadTokens: number;
 
   /**
-   * How long a paused request waits to be read before it ends with RESULTS_NOT_READ. Absent: it is ended at once.
+   * How long a held request waits to be read before it ends with RESULTS_NOT_READ. Absent: it is ended at once.
    *
-   * @generated from field: google.protobuf.Duration max_pause = 16;
+   * @generated from field: google.protobuf.Duration max_hold = 16;
    */
-  maxPause?: Duration | undefined;
+  maxHold?: Duration | undefined;
 };
 
 /**
@@ -298,7 +467,7 @@ export type Limits = Message<"headrace.v1.Limits"> & {
  * Use `create(LimitsSchema)` to create a new message.
  */
 export const LimitsSchema: GenMessage<Limits> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_model_service, 3);
+  messageDesc(file_headrace_v1_model_service, 7);
 
 /**
  * The request of Tokenize.
@@ -335,6 +504,14 @@ export type TokenizeRequest = Message<"headrace.v1.TokenizeRequest"> & {
    * @generated from field: bool token_details = 3;
    */
   tokenDetails: boolean;
+
+  /**
+   * The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+   * and its name. At most 64.
+   *
+   * @generated from field: repeated string required_capabilities = 15;
+   */
+  requiredCapabilities: string[];
 };
 
 /**
@@ -342,7 +519,7 @@ export type TokenizeRequest = Message<"headrace.v1.TokenizeRequest"> & {
  * Use `create(TokenizeRequestSchema)` to create a new message.
  */
 export const TokenizeRequestSchema: GenMessage<TokenizeRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_model_service, 4);
+  messageDesc(file_headrace_v1_model_service, 8);
 
 /**
  * The tokens.
@@ -370,7 +547,7 @@ export type TokenizeResponse = Message<"headrace.v1.TokenizeResponse"> & {
  * Use `create(TokenizeResponseSchema)` to create a new message.
  */
 export const TokenizeResponseSchema: GenMessage<TokenizeResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_model_service, 5);
+  messageDesc(file_headrace_v1_model_service, 9);
 
 /**
  * The request of Detokenize.
@@ -391,6 +568,14 @@ export type DetokenizeRequest = Message<"headrace.v1.DetokenizeRequest"> & {
    * @generated from field: optional bool skip_special_tokens = 2;
    */
   skipSpecialTokens?: boolean | undefined;
+
+  /**
+   * The capabilities that this message needs (capability.proto). One that the server lacks is refused with UNIMPLEMENTED
+   * and its name. At most 64.
+   *
+   * @generated from field: repeated string required_capabilities = 15;
+   */
+  requiredCapabilities: string[];
 };
 
 /**
@@ -398,7 +583,7 @@ export type DetokenizeRequest = Message<"headrace.v1.DetokenizeRequest"> & {
  * Use `create(DetokenizeRequestSchema)` to create a new message.
  */
 export const DetokenizeRequestSchema: GenMessage<DetokenizeRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_model_service, 6);
+  messageDesc(file_headrace_v1_model_service, 10);
 
 /**
  * The text.
@@ -419,10 +604,10 @@ export type DetokenizeResponse = Message<"headrace.v1.DetokenizeResponse"> & {
  * Use `create(DetokenizeResponseSchema)` to create a new message.
  */
 export const DetokenizeResponseSchema: GenMessage<DetokenizeResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_model_service, 7);
+  messageDesc(file_headrace_v1_model_service, 11);
 
 /**
- * Describes the model and runs its tokenizer. While the model loads, all RPCs answer UNAVAILABLE.
+ * Describes the model and runs its tokenizer. Tokenize and Detokenize are UNIMPLEMENTED if the server has none. While the model loads, all RPCs answer UNAVAILABLE.
  *
  * @generated from service headrace.v1.ModelService
  */

@@ -1,0 +1,127 @@
+"""What is looked at before anything of a message is: how many parts it has, which capabilities it
+requires, and whether it has fields that this server was not built with (a newer client's).
+
+A newer client says by name what it needs and this server may lack (`required_capabilities`), and is
+refused by that name. So fields that are unknown here and that need no capability may be ignored;
+messages that have some are counted, for the metrics.
+
+A message is cheap to send and dear to walk: a megabyte can have half a million parts. So their
+number is bounded, and each list is measured before it is entered; whoever converts the message
+later never meets more. Unknown fields are looked for by size, which costs no walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from service.call_errors import CapabilityMissingError, FieldError
+
+MAX_PARTS = 16_384
+"""The most messages within a message, at any depth: a chat's messages and their parts, tools and
+tool calls. To walk them all takes about 12 ms.
+"""
+MAX_REQUIRED = 64
+"""The most capabilities that one message may require."""
+_MAX_NAME = 64
+_REQUIRED = "required_capabilities"
+
+
+_SCALAR, _MESSAGE, _MESSAGES, _SCALAR_MAP, _MESSAGE_MAP = range(5)
+"""What a field has. Numbers, since they are compared for each part: enums take longer."""
+_Path = tuple[Any, FieldDescriptor] | None
+"""Of a field: the path of the message that has it, and the field itself. None: of the outermost."""
+
+
+class IncomingCheck:
+    """Looks at each message of a client before anything else does.
+
+    Attributes:
+        capabilities: the names that a message may require; none before the model is loaded.
+        unknown: how many messages had fields that this server does not know.
+    """
+
+    def __init__(self) -> None:
+        self.capabilities: frozenset[str] = frozenset()
+        self.unknown = 0
+
+    def check(self, message: Message) -> None:
+        """Check the number of parts and the capabilities that are required; count unknown fields.
+
+        Raises:
+            FieldError: there are too many parts, or too many capabilities.
+            CapabilityMissingError: this server does not have one that is required.
+        """
+        _check_parts(message)
+        required: Sequence[str] = getattr(message, _REQUIRED, ())
+        if len(required) > MAX_REQUIRED:
+            raise FieldError(
+                _REQUIRED, f"has {len(required)} names; at most {MAX_REQUIRED} are allowed"
+            )
+        for name in required:
+            if name not in self.capabilities:
+                raise CapabilityMissingError(name[:_MAX_NAME], self.capabilities)
+        known = type(message)()
+        known.CopyFrom(message)
+        known.DiscardUnknownFields()
+        if message.ByteSize() != known.ByteSize():
+            self.unknown += 1
+
+
+def _check_parts(message: Message) -> None:
+    """Walk the parts, as few steps for each as Python allows: what a field is, is looked up once,
+    and paths are only put together for a refusal.
+    """
+    left = MAX_PARTS
+    fields: dict[FieldDescriptor, int] = {}
+    waiting: list[tuple[Message, _Path]] = [(message, None)]
+    add = waiting.append
+    while waiting:
+        part, path = waiting.pop()
+        for descriptor, value in part.ListFields():
+            field = fields.get(descriptor)
+            if field is None:
+                field = fields[descriptor] = _kind_of(descriptor, value)
+            if field == _SCALAR:
+                continue
+            here = (path, descriptor)
+            if field == _MESSAGE:
+                left -= 1
+                add((value, here))
+                continue
+            left -= len(value)
+            if left < 0:
+                raise FieldError(
+                    _written(here),
+                    f"has {len(value)} entries; a message may have at most {MAX_PARTS} parts "
+                    "(messages, their parts, tools and tool calls together): send fewer",
+                )
+            if field != _SCALAR_MAP:
+                if field == _MESSAGE_MAP:  # its values() are a generator of Python's
+                    value = [value[key] for key in value]
+                for entry in value:
+                    add((entry, here))
+
+
+def _kind_of(descriptor: FieldDescriptor, value: object) -> int:
+    """What a field is, by one value of it."""
+    kind = descriptor.message_type
+    if kind is None:
+        return _SCALAR
+    if isinstance(value, Message):
+        return _MESSAGE
+    if not kind.GetOptions().map_entry:
+        return _MESSAGES
+    has_messages = kind.fields_by_name["value"].message_type is not None
+    return _MESSAGE_MAP if has_messages else _SCALAR_MAP
+
+
+def _written(path: _Path) -> str:
+    names = []
+    while path is not None:
+        path, descriptor = path
+        names.append(descriptor.name)
+    return ".".join(reversed(names))
