@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from service.address import parse_address
-from tests.service.raw_http2 import PREFACE, Header, all_headers, frame, literal
+from tests.service.raw_http2 import PREFACE, Header, all_headers, frame, literal, send_at_once
 
 WAIT_S = 30.0
 """No wait for a frame takes longer: what does is stuck."""
@@ -69,6 +69,8 @@ class RawConnection:
         self.socket.settimeout(WAIT_S)
         try:
             self.socket.connect(address.path or (address.host, address.port))
+            if family == socket.AF_INET:
+                send_at_once(self.socket)
             if tls is not None:
                 self.socket = tls.wrap_socket(self.socket, server_hostname=address.host)
             self.socket.sendall(PREFACE + frame(Kind.SETTINGS, 0, 0, b""))
