@@ -12,6 +12,7 @@ PROTOS_STAMP := $(PROTOS_VENV)/.headrace
 PROTOS := $(sort $(wildcard protos/headrace/v1/*.proto))
 CONTRACT := protos/contract.binpb
 LISTEN ?= 127.0.0.1:50051
+WORKERS ?= auto
 MODEL ?= models/demo
 ARGS ?=
 
@@ -43,9 +44,13 @@ run: $(STAMP) $(NATIVE) ## Serve the demo model on 127.0.0.1:50051 (MODEL=path L
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
+# A file's tests run in one process, which shares the servers that it starts; in the order in which they are collected, as
+# the last files are short ones.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 .PHONY: test
-test: $(STAMP) $(NATIVE) ## Run the Python test suite.
-	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+test: $(STAMP) $(NATIVE) ## Run the Python test suite (in processes for the cores and the memory there are; WORKERS=0: in one).
+	$(PYTEST) -m 'not slow' $(ARGS)
 
 .PHONY: test-slow
 test-slow: $(STAMP) $(NATIVE) ## Run the long sweeps: every model family in every mode, every planted bug.

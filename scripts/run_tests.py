@@ -7,9 +7,10 @@
                                       ├─ at most MAX_FLAKY in all ────▶ green
                                       └─ more ────────────────────────▶ red
 
-Anything but failed tests (a crash, an error while collecting, no test at all) is red at once. The
-tests that are known to have been flaky, with the cause and what mended it, stand in
-`tests/FLAKY.md`; one that is not there is to be mended and added before other work is begun.
+Anything but failed tests (a crash, of a worker as well, an error while collecting, no test at all)
+is red at once. The tests that are known to have been flaky, with the cause and what mended it,
+stand in `tests/FLAKY.md`; one that is not there is to be mended and added before other work is
+begun.
 
 The failures are told by a plugin, which is this same module (`-p scripts.run_tests`): pytest's own
 reports for machines do not hold the ids by which tests can be run again.
@@ -61,7 +62,7 @@ def check(commands: Sequence[Sequence[str]], run: Run, known: str) -> int:
             options = f"-p scripts.run_tests --failed-tests={told}"
             code = run([part.replace("{plugin}", options) for part in command])
             failures, ended = _read(told)
-        if code == 0:
+        if code == 0 and ended == pytest.ExitCode.OK:
             continue
         if not failures or ended != pytest.ExitCode.TESTS_FAILED:
             _say(
@@ -143,22 +144,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell failures, if it is said where."""
+    """Tell failures, if it is said where; of workers it is their controller that tells."""
     path = config.getoption("--failed-tests")
-    if path is not None:
+    if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Teller(Path(path)))
 
 
 class _Teller:
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lost_a_worker = False
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self._tell({"test": report.nodeid, "text": f"{report.when}:\n{report.longreprtext}"})
 
+    @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+    def pytest_testnodedown(self, node: object, error: object | None) -> None:
+        """pytest counts the worker's test as failed; it may have been another's fault, or none's
+        if the worker ended between two.
+        """
+        self._lost_a_worker |= error is not None
+
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        self._tell({"ended": int(exitstatus)})
+        code = pytest.ExitCode.INTERNAL_ERROR if self._lost_a_worker else exitstatus
+        self._tell({"ended": int(code)})
 
     def _tell(self, what: dict[str, object]) -> None:
         with self._path.open("a") as file:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
+import psutil
+import pytest
 from hypothesis import settings
 
 # The same examples in every run: a failure is there for whoever runs the tests next, and a change
@@ -15,3 +18,13 @@ settings.load_profile("repeatable")
 # A shell has its background jobs ignore SIGINT, and what tests start there inherits that: it could
 # not be interrupted.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+WORKER_BYTES = 4 << 30
+"""What a process that runs tests may come to hold: 2 GB of its own, and the servers it starts."""
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's: not everybody who runs tests has it
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: a process for each core, if memory is enough for them."""
+    room = psutil.virtual_memory().available // WORKER_BYTES
+    return max(min(os.cpu_count() or 1, room), 1)

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PASSES = "def test_passes():\n    pass\n"
 BROKEN = "def test_broken():\n    assert 'deep' == 'shallow'\n"
 CRASHES = "def test_zz_crashes():\n    import os\n    os._exit(70)\n"
+INTERRUPTED = "def test_zz_interrupted():\n    raise KeyboardInterrupt\n"
 FLAKY = """
 import pathlib
 def test_flaky{number}():
@@ -26,10 +27,14 @@ def test_flaky{number}():
 
 
 class Suite:
-    """A folder with tests; `runs`: what was run in it, the tests' options left out."""
+    """A folder with tests; `runs`: what was run in it, the tests' options left out.
 
-    def __init__(self, folder: Path) -> None:
+    workers: the processes that share a target's tests; 0: pytest runs them itself.
+    """
+
+    def __init__(self, folder: Path, workers: int = 0) -> None:
         self.folder = folder
+        self.workers = workers
         self.runs: list[str] = []
         # An installation's own options do not hold here, and the repository's modules are found.
         (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\n")
@@ -38,8 +43,9 @@ class Suite:
         """As the command runs a command."""
         self.runs.append(command[-1])
         arguments = [part for given in command for part in given.split()]
+        environment = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         return subprocess.run(
-            arguments, cwd=self.folder, check=False, timeout=60, env={"PYTHONPATH": str(ROOT)}
+            arguments, cwd=self.folder, check=False, timeout=60, env=environment
         ).returncode
 
     def check(self, *files: str, known: str = "") -> int:
@@ -47,13 +53,19 @@ class Suite:
         commands = []
         for index, text in enumerate(files):
             (self.folder / f"test_{index}.py").write_text(text)
-            commands.append([sys.executable, "-m", "pytest", "{plugin}", f"test_{index}.py"])
+            options = f"{{plugin}} -p xdist -n{self.workers}"
+            commands.append([sys.executable, "-m", "pytest", options, f"test_{index}.py"])
         return check(commands, self.run, known)
 
 
 @pytest.fixture
 def suite(tmp_path: Path) -> Suite:
     return Suite(tmp_path)
+
+
+@pytest.fixture(params=[0, 2], ids=["one process", "two workers"])
+def shared(tmp_path: Path, request: pytest.FixtureRequest) -> Suite:
+    return Suite(tmp_path, request.param)
 
 
 def test_what_passes_is_run_once(suite: Suite) -> None:
@@ -72,10 +84,10 @@ def test_what_fails_twice_is_red_and_nothing_follows_it(
 
 
 def test_what_passes_alone_is_printed_as_flaky_with_its_first_failure(
-    suite: Suite, capfd: pytest.CaptureFixture[str]
+    shared: Suite, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert suite.check(PASSES + FLAKY.format(number=1), PASSES) == 0
-    assert suite.runs == ["test_0.py", "test_0.py::test_flaky1", "test_1.py"]
+    assert shared.check(PASSES + FLAKY.format(number=1), PASSES) == 0
+    assert shared.runs == ["test_0.py", "test_0.py::test_flaky1", "test_1.py"]
     told = capfd.readouterr().out.partition("FLAKY: test_0.py::test_flaky1 failed first")[2]
     assert "a race was lost: 1" in told
     assert "it is not in tests/FLAKY.md" in told
@@ -103,8 +115,15 @@ def test_many_failures_are_not_tried_again(suite: Suite) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [FLAKY.format(number=1) + CRASHES, "import nothing_of_that_name\n", ""]
+    "text",
+    [
+        FLAKY.format(number=1) + CRASHES,
+        FLAKY.format(number=1) + INTERRUPTED,
+        "import nothing_of_that_name\n",
+        "",
+    ],
+    ids=["a crash", "an interrupt", "a broken file", "no test"],
 )
-def test_a_crash_a_broken_file_and_no_test_are_red_at_once(suite: Suite, text: str) -> None:
-    assert suite.check(text, PASSES) == 1
-    assert suite.runs == ["test_0.py"]
+def test_what_is_no_failed_test_is_red_at_once(shared: Suite, text: str) -> None:
+    assert shared.check(text, PASSES) == 1
+    assert shared.runs == ["test_0.py"]
