@@ -64,7 +64,13 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(policy, marks=() if policy in ("fifo", "fair") else pytest.mark.slow)
+        for policy in POLICIES
+    ],
+)
 def test_ten_thousand_requests(policy: str) -> None:
     """With cancels, failures and too few blocks: each ends once, with the oracle's tokens, and
     nothing of them stays.

@@ -23,7 +23,8 @@ from engine.manager import ContinuousBatchingManager
 from engine.offline import LoadedModel, from_model
 from engine.request import RequestStatus
 from engine.stats import EngineStats
-from tests.model_recipes import FAST, MODES, RECIPES, REFUSALS, WINDOW, Recipe
+from tests.families import EVERY_FAMILY
+from tests.model_recipes import MODES, RECIPES, REFUSALS, WINDOW, Recipe
 from tests.tiny_models import greedy_reference, make_model, make_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,13 +118,7 @@ def _check_paced(loaded: LoadedModel, prompts: Tokens, expected: Tokens) -> None
     assert stats.num_steps_over_target == stats.num_decode_steps
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=() if name in FAST else pytest.mark.slow, id=name)
-        for name in RECIPES
-    ],
-)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_every_mode_equals_generate(family: str) -> None:
     recipe = RECIPES[family]
     if not recipe.is_known:

@@ -332,7 +332,9 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize(("whose", "frozen"), [("own", True), ("shared", False)])
+@pytest.mark.parametrize(
+    ("whose", "frozen"), [("own", True), pytest.param("shared", False, marks=pytest.mark.slow)]
+)
 def test_what_is_loaded_is_no_garbage_where_the_process_is_the_engines(
     whose: str, frozen: bool, path: Path
 ) -> None:

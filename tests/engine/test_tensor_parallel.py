@@ -39,7 +39,7 @@ def _save(path: Path, family: str) -> Path:
 # ---- what they compute ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "llama"])
 def test_every_case_equals_one_process(family: str, tmp_path: Path) -> None:
     needs_ranks()
     path, results = _save(tmp_path / "model", family), tmp_path / "results.json"
@@ -85,7 +85,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _save(tmp_path_factory.mktemp("models") / "llama", "llama")
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_who_is_left_when_a_rank_is_killed_ends(victim: int, saved: Path) -> None:
     needs_ranks()
     with ranks(TROUBLE, str(saved), "killed") as both:
@@ -104,6 +104,7 @@ def test_who_is_left_when_a_rank_is_killed_ends(victim: int, saved: Path) -> Non
         assert code == 0, "its script went on"
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_on_another_rank_ends_all(saved: Path) -> None:
     needs_ranks()
     with ranks(TROUBLE, str(saved), "a follower fails") as (first, second):
@@ -113,6 +114,7 @@ def test_a_step_that_fails_on_another_rank_ends_all(saved: Path) -> None:
         assert "last: FAILED the engine failed" in first.said
 
 
+@pytest.mark.slow
 def test_a_refusal_on_another_rank_refuses_all(saved: Path) -> None:
     """The first rank is in the middle of the gate meanwhile."""
     needs_ranks()

@@ -68,7 +68,7 @@ def read(manager: ContinuousBatchingManager, name: str) -> GenerationOutput:
 # ---- parity ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gemma2"])
 @pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)
 def test_equal_to_generate_under_any_config(
     loaded: Load, family: str, options: dict[str, Any]

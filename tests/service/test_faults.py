@@ -285,7 +285,10 @@ async def storm(kinds: dict[str, int], requests: int, *, unix: bool, seed: int) 
     assert statistics.median(freed) < 1.0
 
 
-@pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
+@pytest.mark.parametrize(
+    "unix",
+    [pytest.param(False, id="tcp"), pytest.param(True, marks=pytest.mark.slow, id="unix")],
+)
 async def test_200_sessions_whose_connections_break(unix: bool) -> None:
     counts = {"leased": 100, "reading": 30, "added": 30, "bare": 40}
     await storm(counts, 2, unix=unix, seed=7 + unix)

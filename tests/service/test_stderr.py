@@ -88,7 +88,15 @@ def nothing() -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("kind", ["closed", "gone", "full", "slow"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "closed",
+        pytest.param("gone", marks=pytest.mark.slow),
+        "full",
+        pytest.param("slow", marks=pytest.mark.slow),
+    ],
+)
 async def test_it_goes_on(kind: str, tmp_path: Path) -> None:
     pipe = Pipe()
     sip: Callable[[], None] = nothing

@@ -129,7 +129,13 @@ async def test_a_server_that_listens_no_more_is_a_failure(
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow, id="killed"),
+        pytest.param(signal.SIGSTOP, id="hung"),
+    ],
+)
 async def test_a_real_engine_process_that_is_killed_or_hangs(number: int) -> None:
     engine = ProcessEngineClient(
         DEMO,

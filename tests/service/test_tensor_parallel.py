@@ -7,6 +7,7 @@ from pathlib import Path
 
 import headrace
 import psutil
+import pytest
 from headrace import FinishReason
 from transformers import GenerationConfig
 
@@ -17,6 +18,7 @@ DEMO = ROOT / "models" / "demo"
 PROMPT = "Once upon a time there was a mill by the river"
 
 
+@pytest.mark.slow
 def test_a_served_model_drains_with_all_its_ranks(tmp_path: Path) -> None:
     needs_ranks()
     address = f"unix:{tmp_path}/s"

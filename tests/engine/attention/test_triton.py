@@ -31,10 +31,22 @@ AMPERE = DeviceSize(processors=108, shared_memory=163 << 10)
 CONSUMER = DeviceSize(processors=84, shared_memory=99 << 10)
 
 
+ALL = ("test_triton_attention.py", "test_triton_engine.py")
+FEW = (  # each kernel, in layers of several kinds and in an engine
+    "test_triton_attention.py::test_many_steps_of_usual_layers",
+    "test_triton_attention.py::test_many_heads_to_a_key_head",
+    "test_triton_attention.py::test_long_contexts_are_cut[700-3]",
+    "test_triton_attention.py::test_strides_are_taken_as_they_are",
+    "test_triton_engine.py::test_greedy_tokens_equal_generate[True-True-llama]",
+)
+
+
 @pytest.mark.timeout(400)
-def test_by_the_interpreter() -> None:
+@pytest.mark.parametrize(
+    "names", [pytest.param(FEW, id="few"), pytest.param(ALL, marks=pytest.mark.slow, id="all")]
+)
+def test_by_the_interpreter(names: tuple[str, ...]) -> None:
     """In a process of its own: triton is imported as an interpreter, or it is not."""
-    names = ("test_triton_attention.py", "test_triton_engine.py")
     tests = [str(ROOT / "tests" / "gpu" / name) for name in names]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=300", *tests],

@@ -69,7 +69,7 @@ def generate(built: Any, loaded: LoadedModel) -> None:
         assert tokens_of(outputs[str(index)]) == greedy_reference(model, prompt, NEW)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gemma2"])
 def test_a_compiled_model_is_one_graph_with_attention_in_it(family: str) -> None:
     backends = CountingBackend(), CountingBackend()
     varlen, decode = (CompileConfig(fullgraph=True, dynamic=True, backend=b) for b in backends)

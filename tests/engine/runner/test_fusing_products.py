@@ -26,6 +26,7 @@ from engine.runner.loader import load_model, verify_model
 from engine.runner.runner_options import StepPath
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build_verified, make_core, make_request, run, tokens_of
+from tests.families import EVERY_FAMILY
 from tests.model_recipes import RECIPES, VOCAB
 from tests.tiny_models import FAMILIES, WINDOW, greedy_reference, make_model, make_prompts
 
@@ -107,7 +108,7 @@ def test_a_model_yields_what_it_did(family: str, dtype: torch.dtype) -> None:
     assert join_products(model) == report, "a second time, nothing changes"
 
 
-@pytest.mark.parametrize("family", sorted(RECIPES))
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_every_family_passes_the_gate(family: str) -> None:
     if not RECIPES[family].is_known:
         pytest.skip("this version of transformers does not know it")
@@ -136,7 +137,7 @@ def test_captured_steps_equal_generate(family: str) -> None:
     assert {kind.path for kind in built.runner.steps if kind.is_replayed} == set(StepPath)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "qwen2"])
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_compiled_it_is_one_graph(family: str) -> None:
     """Whole, without a break; no projection is computed beside the product of all."""
     torch.compiler.reset()

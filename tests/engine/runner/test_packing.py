@@ -19,6 +19,7 @@ from engine.runner.loader import load_model, verify_model
 from engine.runner.packed import PackedEmbedding, PackedLinear
 from engine.runner.packed_onednn import OneDnnLinear
 from engine.runner.packing import Packing, choose_packing, pack_model
+from tests.families import EVERY_FAMILY
 from tests.model_recipes import RECIPES
 from tests.tiny_models import FAMILIES, make_model
 
@@ -58,7 +59,7 @@ def test_a_model_yields_what_it_did(how: Packing, tied: bool) -> None:
     assert (model.dtype, model.device.type) == (torch.bfloat16, "cpu")
 
 
-@pytest.mark.parametrize("family", sorted(RECIPES))
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_every_family_passes_the_gate_packed(family: str) -> None:
     if not RECIPES[family].is_known:
         pytest.skip("this version of transformers does not know it")

@@ -377,12 +377,19 @@ def places_change_hands_at_every_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fair._FairStep, "_overserved", overserved)
 
 
+FOUND_LATE = ("a_newcomer_waits_for_an_end", "places_change_hands_at_every_step")
+"""Bugs that only seconds of examples find."""
+
+
 def test_without_a_planted_bug_all_is_well() -> None:
     """Much the same as above, in the form in which planted bugs are looked for."""
     run_by_chance(60)
 
 
-@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in FOUND_LATE else ()) for name in PLANTS],
+)
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTS[name](monkeypatch)
     with pytest.raises(AssertionError):
