@@ -288,7 +288,7 @@ class Scene:
 
     async def _let_go(self) -> None:
         """Wait until no stream has it: it is then cancelled, or goes on."""
-        await until(lambda: not self.h.registry.attached)
+        await until(lambda: not self.h.registry.stats().attached)
         if self.caller.kind != "AddRequest" and not self.kept:
             await self._cancelled()
 
@@ -436,7 +436,7 @@ async def _try(kind: str, event: str, state: str, deadline_s: float | None) -> b
         engine.run_out()
         for task in there.tasks:
             await task
-        await until(lambda: not registry.attached and not registry.live)
+        await until(lambda: not registry.stats().attached and not registry.live)
         assert engine.num_live == 0
     return True
 

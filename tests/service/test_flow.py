@@ -430,7 +430,7 @@ async def test_an_ended_request_without_credit_does_not_stay_for_ever() -> None:
         check_course(session.events()["a"])
         assert ids_of(session.events()["a"]) == oracle(h, "a", 30)
         assert finished_of(session.events()["a"]).reason == pb.FINISH_REASON_LENGTH
-        assert h.registry.attached == 0
+        assert h.registry.stats().attached == 0
 
 
 async def test_an_event_that_has_its_number_is_not_cut() -> None:
