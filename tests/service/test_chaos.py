@@ -545,7 +545,9 @@ def check_log(records: list[logging.LogRecord], situation: Situation) -> None:
 def check_nothing_is_left(h: Harness, engine: Engine, before: Holdings) -> None:
     """Sixteen moments later: had each left something, it would show."""
     registry = h.registry
-    assert registry.live == registry.stats().attached == registry.kept.count == registry.kept.size == 0
+    assert (
+        registry.live == registry.stats().attached == registry.kept.count == registry.kept.size == 0
+    )
     left = [
         registry.streams, registry.live_requests(), registry.under_way,
         engine._live, engine._admitted, engine._calls,
