@@ -98,6 +98,26 @@ def load_tokenizer(info: ModelInfo) -> Tokenizer:
     return Tokenizer.load(Path(info.path), info.vocab_size)
 
 
+def _limits(config: ServiceConfig) -> Limits:
+    return Limits(
+        max_open=config.max_open_requests,
+        max_open_of_identity=config.max_requests_per_identity or None,
+        max_tokens=config.max_reserved_tokens or None,
+        max_tokens_of_identity=config.max_reserved_tokens_per_identity or None,
+        max_undelivered_bytes=config.max_undelivered_bytes or None,
+        max_live_bytes=config.max_live_bytes or None,
+    )
+
+
+def _flow(config: ServiceConfig) -> FlowOptions:
+    return FlowOptions(
+        max_unread_tokens=config.max_unread_tokens,
+        max_unread_bytes=config.max_unread_bytes,
+        ends=config.slow_reader == "end",
+        max_hold_s=config.max_hold_s,
+    )
+
+
 def _sessions(config: ServiceConfig) -> Kind:
     return Kind(
         what="{present} sessions{of} are open",
@@ -162,18 +182,7 @@ class HeadraceServer:
         self._load_tokenizer = tokenizer_loader
         self.instance_id = f"hr-{secrets.token_hex(8)}"
         self.state = ServerState(self.instance_id)
-        self._admission = AdmissionControl(
-            Limits(
-                max_open=config.max_open_requests,
-                max_open_of_identity=config.max_requests_per_identity or None,
-                max_tokens=config.max_reserved_tokens or None,
-                max_tokens_of_identity=config.max_reserved_tokens_per_identity or None,
-                max_undelivered_bytes=config.max_undelivered_bytes or None,
-                max_live_bytes=config.max_live_bytes or None,
-            ),
-            clock,
-            jitter,
-        )
+        self._admission = AdmissionControl(_limits(config), clock, jitter)
         self.registry = Registry(
             client,
             Retention(
@@ -182,12 +191,7 @@ class HeadraceServer:
                 max_bytes=config.max_kept_bytes,
             ),
             self._admission,
-            FlowOptions(
-                max_unread_tokens=config.max_unread_tokens,
-                max_unread_bytes=config.max_unread_bytes,
-                ends=config.slow_reader == "end",
-                max_hold_s=config.max_hold_s,
-            ),
+            _flow(config),
         )
         # One more, which loads tokenizers.
         self._threads = ThreadPoolExecutor(THREADS + 1, thread_name_prefix="headrace-text")

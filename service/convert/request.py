@@ -25,7 +25,7 @@ from engine.sampling_params import (
     check_stop_strings,
 )
 from engine.text import StopStrings, TextStream, Tokenizer
-from engine.token_ids import TokenIds
+from engine.token_ids import NO_IDS, TokenIds
 from engine.types import CallerKey, RequestId
 from service.accounts import Account
 from service.call_errors import FieldError
@@ -161,56 +161,20 @@ class Converter:
             ChatTemplateUnavailableError: there is no template.
         """
         spec = draft.spec
-        refuse_unsupported(spec, heeds_priorities=self._info.heeds_priorities)
-        output = spec.output
-        check_enum(generation_pb2.Delivery, output.delivery, "output.delivery")
-        n = self._choices(spec)
-        priority = _priority(spec.scheduling, max_priority)
-        salt = cache_salt(account.identity, spec.cache.salt)
-        sampling = sampling_params(spec.sampling, self._info)
-        grammar = (
-            grammar_params(spec.structured_output) if spec.HasField("structured_output") else None
-        )
-        logprobs = self._logprobs(output)
-        options = _delivery(output, logprobs, final)
-        stop_strings = _stop_strings(spec.stop)
-        if stop_strings and output.omit_text:
-            raise FieldError(
-                "stop.stop_strings", "are matched in the text; they exclude output.omit_text"
-            )
-        if output.echo and output.omit_text:
-            raise FieldError("output.echo", "asks for text; it excludes output.omit_text")
-        time_limit_s = self._time_limit(spec.scheduling)
-        stop = self._stop(spec.stop)
-        check_min_tokens(sampling, stop)
-        field = input_field(spec)
+        output, field = spec.output, input_field(spec)
+        request = self._without_prompt(spec, account, weight, max_priority, engine_id)
+        options = _delivery(output, request.logprobs, final)
+        stop_strings = _stop_strings(spec)
         prompt = await self._prompt(account, spec, field)
         if options.describe_prompt:
             self._check_prompt_size(options, len(prompt))
-        room = self._info.max_context_tokens - len(prompt)
+        room, stop = self._info.max_context_tokens - len(prompt), request.stop
         if not spec.stop.HasField("max_tokens") and stop.max_tokens > room:
             stop = replace(stop, max_tokens=room)
         skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
         echo = await self._encoder.decode(account, prompt, skip) if output.echo else ""
-        request = GenerationRequest(
-            request_id=engine_id,
-            prompt=prompt,
-            sampling=sampling,
-            stop=stop,
-            logprobs=logprobs,
-            prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
-            grammar=grammar,
-            n=n,
-            priority=priority,
-            cache_salt=salt,
-            bypass_prefix_cache=spec.cache.bypass_prefix_cache,
-            time_limit_s=time_limit_s,
-            caller=account.key,
-            caller_group=CallerKey(account.group),
-            weight=max(weight, MIN_WEIGHT),
-        )
-        output_tokens = min(stop.max_tokens, room)
-        texts: list[TextStream | None] = [None] * n
+        request = replace(request, prompt=prompt, stop=stop)
+        texts: list[TextStream | None] = [None] * request.n
         if not output.omit_text:
             stops = StopStrings(stop_strings) if stop_strings else ()
             texts = [
@@ -223,13 +187,14 @@ class Converter:
                     prompt_tail=prompt[-_PROMPT_TAIL:],
                     initial_text=echo,
                 )
-                for _ in range(n)
+                for _ in texts
             ]
+        output_tokens = min(stop.max_tokens, room)
         return Submission(
             account=account,
             request_id=draft.request_id,
             request=request,
-            reserved_tokens=len(prompt) + n * output_tokens,
+            reserved_tokens=len(prompt) + request.n * output_tokens,
             footprint=Footprint.of_request(
                 request,
                 input_field=field,
@@ -242,6 +207,42 @@ class Converter:
             stop_strings=stop_strings,
             include_stop=spec.stop.include_stop,
         )
+
+    def _without_prompt(
+        self,
+        spec: generation_pb2.GenerationSpec,
+        account: Account,
+        weight: float,
+        max_priority: int,
+        engine_id: RequestId,
+    ) -> GenerationRequest:
+        """What the engine gets, but for the prompt and what depends on its length."""
+        refuse_unsupported(spec, heeds_priorities=self._info.heeds_priorities)
+        output = spec.output
+        check_enum(generation_pb2.Delivery, output.delivery, "output.delivery")
+        request = GenerationRequest(
+            request_id=engine_id,
+            prompt=NO_IDS,
+            n=self._choices(spec),
+            priority=_priority(spec.scheduling, max_priority),
+            cache_salt=cache_salt(account.identity, spec.cache.salt),
+            bypass_prefix_cache=spec.cache.bypass_prefix_cache,
+            sampling=sampling_params(spec.sampling, self._info),
+            grammar=(
+                grammar_params(spec.structured_output)
+                if spec.HasField("structured_output")
+                else None
+            ),
+            logprobs=self._logprobs(output),
+            prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+            stop=self._stop(spec.stop),
+            time_limit_s=self._time_limit(spec.scheduling),
+            caller=account.key,
+            caller_group=CallerKey(account.group),
+            weight=max(weight, MIN_WEIGHT),
+        )
+        check_min_tokens(request.sampling, request.stop)
+        return request
 
     async def _prompt(
         self, account: Account, spec: generation_pb2.GenerationSpec, field: str
@@ -368,8 +369,8 @@ def cache_salt(identity: str, salt: str) -> bytes:
     return hashlib.sha256(name + hashlib.sha256(raw).digest()).digest()
 
 
-def _stop_strings(options: generation_pb2.StopOptions) -> tuple[str, ...]:
-    given = options.stop_strings
+def _stop_strings(spec: generation_pb2.GenerationSpec) -> tuple[str, ...]:
+    given, output = spec.stop.stop_strings, spec.output
     if len(given) > MAX_STOP_STRINGS:  # before they are looked at
         raise FieldError(
             "stop.stop_strings",
@@ -379,6 +380,12 @@ def _stop_strings(options: generation_pb2.StopOptions) -> tuple[str, ...]:
     stop_strings = tuple(given)
     if stop_strings:
         check_stop_strings(stop_strings)
+    if stop_strings and output.omit_text:
+        raise FieldError(
+            "stop.stop_strings", "are matched in the text; they exclude output.omit_text"
+        )
+    if output.echo and output.omit_text:
+        raise FieldError("output.echo", "asks for text; it excludes output.omit_text")
     return stop_strings
 
 
