@@ -127,9 +127,7 @@ class ProcessEngineClient(EngineClient):
         self._last_step = self._last_heard = 0.0
         self._failure: Exception | None = None
         self._failed = asyncio.Event()
-        self._closing = False
-        self._is_paused = False
-        self._computes_on_cpu = False
+        self._closing = self._is_paused = self._computes_on_cpu = False
 
     # ---- life ----------------------------------------------------------------------------------
 

@@ -44,7 +44,6 @@ class _Share:
 
     @property
     def count(self) -> int:
-        """How many requests."""
         return len(self.requests)
 
 

@@ -79,12 +79,10 @@ class EventLog:
 
         Args:
             request_id: whose it is, for errors.
-            options: how the results are delivered.
+            options, keep, prompt: how the results are delivered, and what of.
             text_streams: one for each choice; None where no text is wanted.
             ending_ids: stop and end-of-sequence ids in force.
-            prompt: the prompt's tokens.
             now: monotonic seconds, until the engine tells when the request arrived.
-            keep: see the attributes.
         """
         self.cursor = 1
         self.keep = keep
@@ -106,12 +104,7 @@ class EventLog:
         self._last_token: float | None = None
         # Pending: what came since the last number was given.
         self._choices = tuple(
-            ChoiceLog(
-                index,
-                options=options,
-                text_stream=text_stream,
-                ending_ids=ending_ids,
-            )
+            ChoiceLog(index, options=options, text_stream=text_stream, ending_ids=ending_ids)
             for index, text_stream in enumerate(text_streams)
         )
         self._ready: list[ChoiceLog] = []

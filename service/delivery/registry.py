@@ -1,14 +1,8 @@
 """All requests that are running, or whose results are kept: by identity and request id.
 
-A request enters by `start` and leaves
-- when its last event was taken by its stream, where nothing is kept (Generate, GenerateStream,
-  sessions without a lease);
-- else when its retention after the end has passed, or when newer results need the room
-  (`service.delivery.kept`).
-
-What becomes of each request it decides itself (`service.delivery.request`); here are the tables
-that find it, the counts and bounds of all of them, and the timers. All methods run on one event
-loop.
+What becomes of each request it decides itself (`request`, by the table of `states`); here are the
+tables that find it, the counts and bounds of all of them, and the timers. All methods run on one
+event loop.
 """
 
 from __future__ import annotations
