@@ -1,0 +1,224 @@
+"""The examples of docs/extending.md, run as they stand there: a policy of one's own on the server,
+and a control RPC from the command down to the engine's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import headrace
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from headrace.cli.app import app
+from headrace.cli.control import app as control_commands
+from headrace.v1 import control_service_pb2, control_service_pb2_grpc
+from typer.testing import CliRunner
+
+from engine.client import EngineVerbs
+from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.local_client import LocalEngineClient
+from engine.loop import EngineLoop
+from engine.process.verbs import VERBS, Verb
+from service.config import ServiceConfig
+from service.server import HeadraceServer
+from service.servicers.control_servicer import ControlServicer
+from tests.service.real_server import real_server
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+DEMO = str(ROOT / "models" / "demo")
+SERVICE = "headrace.v1.ControlService"
+METHOD = "ListEngineRequests"
+DEADLINE_S = 60.0
+
+
+def section(title: str) -> str:
+    """A part of the page."""
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def blocks(title: str, language: str) -> list[tuple[str, str]]:
+    """Its examples, each with the file that its text names first."""
+    found = []
+    parts = re.split(rf"```{language}\n(.*?)```", section(title), flags=re.DOTALL)
+    for before, code in zip(parts[::2], parts[1::2], strict=False):
+        own = re.split(r"\n\d\. ", before)[-1]
+        files = re.findall(r"`([\w/.]+\.(?:py|proto))`", own)
+        found.append((files[0] if files else "", textwrap.dedent(code)))
+    return found
+
+
+async def wait_until_waiting(client: headrace.AsyncClient, count: int) -> None:
+    """Wait until so many requests are in the engine's queue."""
+    async with asyncio.timeout(DEADLINE_S):
+        async for seen in client.control.watch(0.1):
+            if seen.engine.waiting == count:
+                return
+
+
+async def test_the_policy_of_the_page_orders_the_servers_requests(tmp_path: Path) -> None:
+    [(file, code)] = blocks("A scheduling policy", "python")
+    (tmp_path / file).write_text(code)
+    names = re.search(r"--scheduler (\w+:\w+)", section("A scheduling policy"))
+    assert names is not None
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    policy = ("--scheduler", names[1], "--max-requests-per-batch", "1")
+    ended: list[str] = []
+    with real_server("--listen", "127.0.0.1:0", *policy, PYTHONPATH=path) as server:
+        server.wait_until_ready()
+        async with headrace.AsyncClient(server.addresses[0]) as client:
+
+            async def run(name: str) -> None:
+                await client.generate("Once", request_id=name, max_tokens=2)
+                ended.append(name)
+
+            await client.control.pause()
+            running = []
+            for count, name in enumerate(("first", "second", "third"), 1):
+                running.append(asyncio.create_task(run(name)))
+                await wait_until_waiting(client, count)
+            await client.control.resume()
+            await asyncio.gather(*running)
+    assert ended == ["third", "second", "first"]
+
+
+@pytest.fixture
+def messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The messages of the page's RPC, made of its lines of the contract."""
+    (file, method), (_, described) = blocks("A control RPC", "proto")
+    shutil.copytree(ROOT / "protos", tmp_path / "protos")
+    shutil.copy(ROOT / "buf.yaml", tmp_path)
+    contract = tmp_path / file
+    inside = "service ControlService {\n"
+    text = contract.read_text().replace(inside, inside + textwrap.indent(method, "  "))
+    assert text.count(METHOD) > 1
+    contract.write_text(f"{text}\n{described}")
+    built = subprocess.run(
+        [Path(sys.executable).parent / "buf", "build", "-o", "-"],
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
+    )
+    pool = descriptor_pool.DescriptorPool()
+    for one in descriptor_pb2.FileDescriptorSet.FromString(built.stdout).file:
+        pool.Add(one)
+    made = pool.FindServiceByName(SERVICE).methods_by_name[METHOD]
+    found = {"request": made.input_type, "answer": made.output_type}
+    classes = {name: message_factory.GetMessageClass(kind) for name, kind in found.items()}
+    for kind in classes.values():
+        monkeypatch.setattr(control_service_pb2, kind.DESCRIPTOR.name, kind, raising=False)
+    return classes
+
+
+@pytest.fixture
+def generated(messages: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the generated code of the page's RPC would do: its stub, and its registration."""
+    make_stub = control_service_pb2_grpc.ControlServiceStub.__init__
+    register = control_service_pb2_grpc.add_ControlServiceServicer_to_server
+    path = f"/{SERVICE}/{METHOD}"
+
+    def init(self: Any, channel: Any) -> None:
+        make_stub(self, channel)
+        made = channel.unary_unary(
+            path,
+            request_serializer=messages["request"].SerializeToString,
+            response_deserializer=messages["answer"].FromString,
+            _registered_method=True,
+        )
+        setattr(self, METHOD, made)
+
+    def add(servicer: Any, server: Any) -> None:
+        register(servicer, server)
+        handler = grpc.unary_unary_rpc_method_handler(
+            getattr(servicer, METHOD),
+            request_deserializer=messages["request"].FromString,
+            response_serializer=messages["answer"].SerializeToString,
+        )
+        handlers = {METHOD: handler}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        server.add_registered_method_handlers(SERVICE, handlers)
+
+    monkeypatch.setattr(control_service_pb2_grpc.ControlServiceStub, "__init__", init)
+    monkeypatch.setattr(control_service_pb2_grpc, "add_ControlServiceServicer_to_server", add)
+
+
+OWNERS: dict[str, type[Any]] = {
+    "engine/client.py": EngineVerbs,
+    "engine/loop.py": EngineLoop,
+    "engine/local_client.py": LocalEngineClient,
+    "service/servicers/control_servicer.py": ControlServicer,
+    "clients/python/src/headrace/control.py": headrace.control.Control,
+    "clients/python/src/headrace/async_control.py": headrace.async_control.AsyncControl,
+}
+"""The classes of which the page says that their files get a method."""
+
+
+@pytest.fixture
+def extended(generated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree with all of the page's code for the RPC."""
+    monkeypatch.setattr(
+        control_commands, "registered_commands", list(control_commands.registered_commands)
+    )
+    written = {*OWNERS, "clients/python/src/headrace/cli/control.py"}
+    done = set()
+    for title in ("An engine verb", "A control RPC"):
+        for file, code in blocks(title, "python"):
+            if file not in written:
+                continue
+            done.add(file)
+            name = file.removeprefix("clients/python/src/").removesuffix(".py").replace("/", ".")
+            space = dict(vars(importlib.import_module(name)))
+            before = set(space)
+            exec(compile(f"from __future__ import annotations\n{code}", file, "exec"), space)
+            [made] = set(space) - before - {"annotations"}
+            if file in OWNERS:
+                monkeypatch.setattr(OWNERS[file], made, space[made], raising=False)
+            if file == "engine/client.py":
+                monkeypatch.setitem(VERBS, space[made], Verb(space[made]))
+    assert done == written
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[str]:
+    """A server with the demo model in this process; its address."""
+    engine = LocalEngineClient(DEMO, ContinuousBatchingConfig(), LoadConfig(threads=1))
+    server = HeadraceServer(ServiceConfig(listen=("127.0.0.1:0",)), engine)
+    await server.start()
+    try:
+        await server.ready()
+        yield server.addresses[0]
+    finally:
+        await server.stop()
+
+
+@pytest.mark.usefixtures("extended")
+async def test_the_rpc_of_the_page_goes_from_the_command_to_the_engine() -> None:
+    async with serving() as target, headrace.AsyncClient(target) as client:
+        assert await client.control.engine_requests() == []
+        await client.control.pause()
+        running = asyncio.create_task(client.generate("Once", request_id="mine", max_tokens=1))
+        await wait_until_waiting(client, 1)
+        [name] = await client.control.engine_requests()
+        assert name.startswith("anonymous/mine#")
+
+        def blocking() -> None:
+            with headrace.Client(target) as other:
+                assert other.control.engine_requests() == [name]
+            told = CliRunner().invoke(app, ["--target", target, "control", "engine-requests"])
+            assert (told.exit_code, told.stdout) == (0, f"{name}\n"), told.output
+
+        await asyncio.to_thread(blocking)
+        await client.control.resume()
+        await running
+        assert await client.control.engine_requests() == []
