@@ -1,7 +1,7 @@
 """What surrounds every RPC of a method that is served (`service.unknown_methods` has the others).
 
     call ──▶ Recovery ──▶ telemetry's own ──▶ Entrance ──────────────────────▶ servicer
-             (errors)     (spans)             who calls, is it served, reading
+             (errors)     (spans)             who calls, is it served, its message
 
 Servicers raise; `Recovery` turns what they raise into the RPC's status by the table of
 `service.status_table`. CancelledError is never caught: it must reach gRPC.
@@ -152,10 +152,10 @@ class Recovery(grpc.aio.ServerInterceptor):
 
 class Entrance(grpc.aio.ServerInterceptor):
     """Before every servicer: finds out who calls and whether they may (`service.auth`), whether the
-    method is served now (`service.state`), and reads the message of a method that has one
-    (`service.reading`). In this order: what is refused is not read, so strangers cannot make the
-    server hold megabytes. Who calls, and the front end, stand in `current_permit` and
-    `current_front` from then on.
+    method is served now (`service.state`), reads the message of a method that has one
+    (`service.reading`), and looks at it (`service.convert.incoming`). In this order: what is
+    refused is not read, so strangers cannot make the server hold megabytes. Who calls, and the
+    front end, stand in `current_permit` and `current_front` from then on.
 
     Health checks are everybody's. Health and reflection are always served; ControlService looks at
     the phase itself.
@@ -180,6 +180,7 @@ class Entrance(grpc.aio.ServerInterceptor):
         is_open = method.startswith(OPEN_TO_EVERYONE)
         is_checked = not method.startswith(_ALWAYS_SERVED)
         new_work = not method.startswith(_SERVED_WHILE_DRAINING)
+        is_ours = method.startswith("/headrace.")
         read = self._reading.read_open if is_open else self._reading.read
 
         def enter(context: Any) -> None:
@@ -195,13 +196,18 @@ class Entrance(grpc.aio.ServerInterceptor):
             if is_checked:
                 current_front.set(self._state.check(new_work=new_work))
 
-        async def unary_unary(_requests: Any, context: Any) -> Any:
+        async def received(context: Any) -> Any:
             enter(context)
-            return await source.unary_unary(await read(context), context)
+            message = await read(context)
+            if is_ours:
+                self._state.incoming.check(message)
+            return message
+
+        async def unary_unary(_requests: Any, context: Any) -> Any:
+            return await source.unary_unary(await received(context), context)
 
         async def unary_stream(_requests: Any, context: Any) -> AsyncIterator[Any]:
-            enter(context)
-            async for response in source.unary_stream(await read(context), context):
+            async for response in source.unary_stream(await received(context), context):
                 yield response
 
         def stream_stream(requests: Any, context: Any) -> AsyncIterator[Any]:

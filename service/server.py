@@ -286,14 +286,12 @@ class HeadraceServer:
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(self.state, self.sessions), server
         )
-        model_service_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelServicer(self.state.incoming), server
-        )
+        model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(), server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         names = [*SERVICES, _HEALTH]
         if has_control:
             control_service_pb2_grpc.add_ControlServiceServicer_to_server(
-                ControlServicer(self.control, self.watches, self.state.incoming), server
+                ControlServicer(self.control, self.watches), server
             )
             names.insert(0, CONTROL)
         add_reflection(server, names)

@@ -17,7 +17,6 @@ from headrace.v1 import control_service_pb2_grpc
 
 from service.auth import current_permit
 from service.convert import control_messages as convert
-from service.convert.incoming import IncomingCheck
 from service.operator_control import Control
 from service.places import Places
 
@@ -27,10 +26,9 @@ logger = logging.getLogger(__name__)
 class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
     """Answers ControlService."""
 
-    def __init__(self, control: Control, watches: Places, incoming: IncomingCheck) -> None:
-        """`watches`: the places that open WatchStatistics take; `incoming`: looks at messages."""
+    def __init__(self, control: Control, watches: Places) -> None:
+        """`watches`: the places that open WatchStatistics take."""
         self._control = control
-        self._check = incoming.check
         self._watches = watches
 
     # Looking
@@ -39,7 +37,6 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         self, request: pb.GetStatisticsRequest, context: Any
     ) -> pb.GetStatisticsResponse:
         """The figures now."""
-        self._check(request)
         return pb.GetStatisticsResponse(
             statistics=convert.statistics_message(await self._control.snapshot())
         )
@@ -51,7 +48,6 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         more.
         """
         permit = current_permit.get()
-        self._check(request)
         interval_s = convert.interval_of(request)
         self._watches.take(context, permit.account)
         ending = self._control.ending
@@ -74,7 +70,6 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         self, request: pb.ListRequestsRequest, context: Any
     ) -> pb.ListRequestsResponse:
         """Live requests, in pages."""
-        self._check(request)
         size, behind = convert.page_of(request)
         live = self._control.registry.live_requests(request.identity or None)
         later = (one for one in live if one.serial > behind)
@@ -93,7 +88,6 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         self, request: pb.CancelRequestsRequest, context: Any
     ) -> pb.CancelRequestsResponse:
         """End requests of any identity. All of them are ended before anything is awaited."""
-        self._check(request)
         convert.check_names(request.requests)
         cancel = self._control.registry.cancel
         return pb.CancelRequestsResponse(
@@ -105,18 +99,15 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
 
     async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
         """Stop the engine between two steps."""
-        self._check(request)
         pause, was_paused = await self._control.pause(convert.check_reason(request.reason))
         return pb.PauseResponse(pause=convert.pause_message(pause), was_paused=was_paused)
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
         """End the pause."""
-        self._check(request)
         return pb.ResumeResponse(was_paused=await self._control.resume())
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         """Begin to end the process."""
-        self._check(request)
         timeout_s = convert.drain_timeout_of(request)
         drain, was_draining = self._control.drain(timeout_s, convert.check_reason(request.reason))
         return pb.DrainResponse(
@@ -129,7 +120,6 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         self, request: pb.ResetPrefixCacheRequest, context: Any
     ) -> pb.ResetPrefixCacheResponse:
         """Forget all cached prefixes."""
-        self._check(request)
         await self._control.engine().reset_prefix_cache()
         logger.warning("the prefix cache was reset")
         return pb.ResetPrefixCacheResponse()
@@ -138,6 +128,5 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         self, request: pb.SetLogLevelRequest, context: Any
     ) -> pb.SetLogLevelResponse:
         """Set how much is logged."""
-        self._check(request)
         previous = await self._control.set_log_level(convert.level_of(request.level))
         return pb.SetLogLevelResponse(previous_level=convert.level_number(previous))

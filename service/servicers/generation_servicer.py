@@ -1,6 +1,6 @@
 """GenerationService: requests and their results.
 
-Every RPC that starts a request goes the same way: refuse unknown fields, then `start_request`. They
+Every RPC that starts a request goes the same way: its spec is drafted, then `start_request`. They
 differ in where the results go: to a session, to this RPC's own stream, or nowhere (AddRequest), to
 be read later. The writers of streams take and yield; they are async generators, never
 `context.write`, because the tracing interceptor breaks that.
@@ -51,7 +51,6 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> generation_service_pb2.AddRequestResponse:
         """Start a request and keep its results."""
         front, permit = current_front.get(), current_permit.get()
-        self._state.incoming.check(request)
         started = await start_request(
             front, permit, front.converter.draft(request), None, durable=True
         )
@@ -67,7 +66,6 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> generation_service_pb2.GenerateResponse:
         """Run one request and return its whole result."""
         front, permit = current_front.get(), current_permit.get()
-        self._state.incoming.check(request)
         registry = front.registry
         stream = registry.open_stream()
         try:
@@ -93,7 +91,6 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[generation_service_pb2.GenerateStreamResponse]:
         """Run one request and stream its events."""
         front, permit = current_front.get(), current_permit.get()
-        self._state.incoming.check(request)
         registry = front.registry
         stream = registry.open_stream()
         context.add_done_callback(lambda _: registry.lost(stream))
@@ -142,7 +139,6 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> generation_service_pb2.CancelResponse:
         """End requests by their ids. All of them are ended before anything is awaited."""
         registry, identity = current_front.get().registry, current_permit.get().caller.identity
-        self._state.incoming.check(request)
         self._state.check_instance(request.instance_id)
         ids = request.request_ids
         if not 1 <= len(ids) <= MAX_CANCEL_IDS:
@@ -162,7 +158,6 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> generation_service_pb2.GetResultResponse:
         """Read a request's events from a number on."""
         front, account = current_front.get(), current_permit.get().account
-        self._state.incoming.check(request)
         self._state.check_instance(request.instance_id)
         wait_s = _check_read(request)
         read = await front.registry.read(

@@ -10,7 +10,6 @@ from headrace.v1 import model_service_pb2, model_service_pb2_grpc
 from service.accounts import Account
 from service.auth import current_permit
 from service.call_errors import FieldError
-from service.convert.incoming import IncomingCheck
 from service.convert.values import check_ids
 from service.delivery.events import detail_bytes
 from service.state import FrontEnd, current_front
@@ -26,22 +25,16 @@ MIN_MOST_DETAILS = 1 << 14
 class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
     """Answers ModelService."""
 
-    def __init__(self, incoming: IncomingCheck) -> None:
-        """`incoming`: looks at messages."""
-        self._check = incoming.check
-
     async def GetModel(
         self, request: model_service_pb2.GetModelRequest, context: Any
     ) -> model_service_pb2.GetModelResponse:
         """Describe the model and the server's limits."""
-        self._check(request)
         return model_service_pb2.GetModelResponse(model=current_front.get().card)
 
     async def Tokenize(
         self, request: model_service_pb2.TokenizeRequest, context: Any
     ) -> model_service_pb2.TokenizeResponse:
         """Text or a conversation as token ids."""
-        self._check(request)
         front, account = current_front.get(), current_permit.get().account
         ids = await _encode(front, account, request)
         if not request.token_details:
@@ -64,7 +57,6 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
         self, request: model_service_pb2.DetokenizeRequest, context: Any
     ) -> model_service_pb2.DetokenizeResponse:
         """Token ids as text."""
-        self._check(request)
         front, account = current_front.get(), current_permit.get().account
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         ids = check_ids(
