@@ -95,7 +95,7 @@ class _Lane:
         self._members: Counter[str] = Counter()  # of each group: callers whose work waits
         # Heap of callers; one who has gone meanwhile, and perhaps come again, is passed over.
         self._turns: list[tuple[float, int, _Caller]] = []
-        self._numbers = itertools.count()
+        self._serial = itertools.count()
         self._floor = 0.0  # what the caller had been served whose turn was last
         self._busy = False
 
@@ -125,7 +125,7 @@ class _Lane:
         if len(self._turns) > 2 * len(self._callers) + 64:  # most of them have gone
             self._turns = [turn for turn in self._turns if self._is_waiting(turn[2])]
             heapq.heapify(self._turns)
-        heapq.heappush(self._turns, (caller.served, next(self._numbers), caller))
+        heapq.heappush(self._turns, (caller.served, next(self._serial), caller))
 
     def _is_waiting(self, caller: _Caller) -> bool:
         return self._callers.get(caller.account.key) is caller

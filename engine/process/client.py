@@ -119,7 +119,7 @@ class ProcessEngineClient(EngineClient):
         self._started: asyncio.Future[ModelInfo] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._calls: dict[int, tuple[Verb, asyncio.Future[Any]]] = {}
-        self._numbers = itertools.count(1)
+        self._call_ids = itertools.count(1)
         self._live: dict[RequestId, float] = {}
         self._admitted: set[RequestId] = set()  # of the live ones: only these make steps,
         self._held: set[RequestId] = set()  # but for these of them
@@ -295,24 +295,24 @@ class ProcessEngineClient(EngineClient):
             raise EngineUnavailableError("the engine has failed and is being started again")
         if self._writer is None:
             raise EngineUnavailableError("the model is still loading; try again when it is ready")
-        number = next(self._numbers)
+        call_id = next(self._call_ids)
         answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        self._calls[number] = VERBS[verb], answer
+        self._calls[call_id] = VERBS[verb], answer
         try:
-            self._tell(verb, *arguments, number=number)
+            self._tell(verb, *arguments, call_id=call_id)
             return await answer
         finally:
-            self._calls.pop(number, None)
+            self._calls.pop(call_id, None)
 
     def _tell(
         self,
         verb: Callable[[EngineVerbs, Unpack[As]], Awaitable[object]],
         *arguments: *As,
-        number: int = 0,
+        call_id: int = 0,
     ) -> None:
-        """Have a verb carried out; number: of the answer, 0 if there is to be none."""
+        """Have a verb carried out; call_id: of the answer, 0 if there is to be none."""
         if self._writer is not None:
-            self._writer.write(messages.Call(number, VERBS[verb].name, raw(arguments)))
+            self._writer.write(messages.Call(call_id, VERBS[verb].name, raw(arguments)))
 
     # ---- what the process says -----------------------------------------------------------------
 
@@ -351,8 +351,8 @@ class ProcessEngineClient(EngineClient):
             case messages.Refused(0):
                 if self._started is not None and not self._started.done():
                     self._started.set_exception(messages.from_wire(message.error))
-            case messages.Refused() | messages.Answer() if message.number in self._calls:
-                verb, answer = self._calls[message.number]
+            case messages.Refused() | messages.Answer() if message.call_id in self._calls:
+                verb, answer = self._calls[message.call_id]
                 if answer.done():
                     pass  # who asked waits no more
                 elif isinstance(message, messages.Refused):
@@ -403,7 +403,7 @@ class ProcessEngineClient(EngineClient):
                 if not self._look()[1]:
                     self._last_heard = time.monotonic()
             elif not waits_for_step:
-                self._tell(EngineVerbs.stats, number=next(self._numbers))
+                self._tell(EngineVerbs.stats, call_id=next(self._call_ids))
             last = self._last_step if waits_for_step else self._last_heard
             if time.monotonic() - last <= limit:
                 suspected, used = False, None

@@ -42,10 +42,10 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 class Call(msgspec.Struct, frozen=True, tag=True):
     """A verb of `EngineVerbs`, with its arguments (see `engine.process.verbs`). Answered by Answer
-    or Refused of the same number; number 0 is not answered.
+    or Refused of the same id; 0 is not answered.
     """
 
-    number: int
+    call_id: int
     verb: str
     arguments: msgspec.Raw
 
@@ -74,16 +74,16 @@ class WireError(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The call of that number could not be carried out; 0 is Start."""
+    """The call of that id could not be carried out; 0 is Start."""
 
-    number: int
+    call_id: int
     error: WireError
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The call of that number was carried out; what it returned."""
+    """The call of that id was carried out; what it returned."""
 
-    number: int
+    call_id: int
     value: msgspec.Raw
 
 

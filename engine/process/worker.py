@@ -126,14 +126,14 @@ class Worker:
         """Send what came of a call, or why nothing did."""
         reply: Answer | Refused
         try:
-            reply = Answer(call.number, raw(await result))
+            reply = Answer(call.call_id, raw(await result))
         except HeadraceError as error:
-            reply = Refused(call.number, to_wire(error))
+            reply = Refused(call.call_id, to_wire(error))
         except Exception:
             logger.exception("a call of the front end failed")
             unknown = EngineUnavailableError("the engine could not carry this out; see its log")
-            reply = Refused(call.number, to_wire(unknown))
-        if call.number:
+            reply = Refused(call.call_id, to_wire(unknown))
+        if call.call_id:
             self._writer.write(reply)
 
     async def _submit(self, request: GenerationRequest) -> Admission:

@@ -56,7 +56,7 @@ class Noting(FrameReader[messages.Command]):
         """The next message."""
         message = await super().read()
         if isinstance(message, messages.Call):
-            self.asked[message.number] = message.verb
+            self.asked[message.call_id] = message.verb
         return message
 
 
@@ -71,7 +71,7 @@ class Dropping(FrameWriter):
 
     def write(self, message: msgspec.Struct) -> None:
         """Send a message, or not."""
-        if isinstance(message, messages.Answer) and self._asked[message.number] in self.verbs:
+        if isinstance(message, messages.Answer) and self._asked[message.call_id] in self.verbs:
             return
         super().write(message)
 
