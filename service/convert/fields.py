@@ -1,7 +1,7 @@
 """Errors that name a field, in the caller's words.
 
-    engine: InvalidRequestError("cache_salt", …) ──┐
-    convert: FieldError("stop.max_tokens", …) ─────┴─▶ FieldError("add.spec.cache.salt", …)
+    engine    InvalidRequestError("cache_salt", …) ──▶ FieldError("add.spec.cache.salt", …)
+    convert   FieldError("truncation.side", …) ──────▶ FieldError("add.spec.truncation.side", …)
 
 The engine names its own fields, `CONTRACT_FIELDS` says what the contract calls them, and nothing
 else knows both. What convert refuses it names by the path in the message that it reads; whoever
