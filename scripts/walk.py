@@ -44,10 +44,16 @@ JOINED = {
     "engine/local_client.py": "engine/loop.py",
     "engine/inbox.py": "engine/loop.py",
     "engine/pause.py": "engine/loop.py",
+    "engine/model_window.py": "engine/loop.py",
     "engine/threads.py": "engine/loop.py",
     "engine/endings.py": "engine/core.py",
 }
-MOVED: dict[str, str] = {}
+MOVED = {
+    "service/operator_control.py": "service/control.py",
+    "service/flags.py": "service/options.py",
+    "service/call_errors.py": "service/errors.py",
+    "service/status_table.py": "service/errors.py",
+}
 """Of a module that moved: the room that it was in before."""
 
 
