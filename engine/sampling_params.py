@@ -290,11 +290,14 @@ class GrammarParams:
         kind: how it is described.
         text: the schema, expression or grammar; empty for JSON_OBJECT and CHOICE.
         choices: the strings of CHOICE, at least one; else empty.
+        flexible_whitespace: whether JSON may have blanks and line ends as the model likes them;
+            else it is one line, with one blank after each comma and colon.
     """
 
     kind: GrammarKind
     text: str = ""
     choices: tuple[str, ...] = ()
+    flexible_whitespace: bool = False
 
     def __post_init__(self) -> None:
         field = f"grammar.{self.kind.value}"

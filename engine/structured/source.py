@@ -31,9 +31,17 @@ MAX_BLANKS = 32
 
 _OPTIONS = '\n%llguidance {"no_forcing": true, "allow_invalid_utf8": false}\n'
 """Comes last, so that it holds whatever a grammar's own options say."""
-_JSON_OPTIONS: dict[str, object] = {
+_ESCAPES: dict[str, object] = {"json_allowed_escapes": JSON_ESCAPES}
+_ONE_LINE: dict[str, object] = {
+    **_ESCAPES,
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+"""JSON as most programs write it, in one form alone: a model cannot fill its output with blanks."""
+_FLEXIBLE: dict[str, object] = {
+    **_ESCAPES,
     "whitespace_pattern": f"[ \\n\\r\\t]{{1,{MAX_BLANKS}}}",
-    "json_allowed_escapes": JSON_ESCAPES,
 }
 
 
@@ -43,11 +51,12 @@ def to_lark(params: GrammarParams) -> str:
     Raises:
         InvalidRequestError: it is no JSON, or too large or too deep to be compiled safely.
     """
+    options = _FLEXIBLE if params.flexible_whitespace else _ONE_LINE
     match params.kind:
         case GrammarKind.JSON_SCHEMA:
-            source = "start: %json " + prepare_schema(params.text, _JSON_OPTIONS)
+            source = "start: %json " + prepare_schema(params.text, options)
         case GrammarKind.JSON_OBJECT:
-            source = "start: %json " + prepare_schema('{"type": "object"}', _JSON_OPTIONS)
+            source = "start: %json " + prepare_schema('{"type": "object"}', options)
         case GrammarKind.REGEX:
             _check_size("regex", len(params.text.encode()), MAX_REGEX_BYTES)
             source = _lark_of(LLMatcher.grammar_from_regex(params.text))

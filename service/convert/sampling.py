@@ -121,11 +121,21 @@ def grammar_params(output: generation_pb2.StructuredOutput) -> GrammarParams:
         FieldError: none is, or its text is empty or too long.
     """
     kind = output.WhichOneof("format")
+    if output.flexible_whitespace and kind not in ("json_schema", "json_object"):
+        raise FieldError(
+            "structured_output.flexible_whitespace", "is for json_schema and json_object alone"
+        )
     match kind:
         case "json_schema" | "regex" | "grammar":
-            return GrammarParams(kind=_TEXT_FORMATS[kind], text=getattr(output, kind))
+            return GrammarParams(
+                kind=_TEXT_FORMATS[kind],
+                text=getattr(output, kind),
+                flexible_whitespace=output.flexible_whitespace,
+            )
         case "json_object":
-            return GrammarParams(kind=GrammarKind.JSON_OBJECT)
+            return GrammarParams(
+                kind=GrammarKind.JSON_OBJECT, flexible_whitespace=output.flexible_whitespace
+            )
         case "choice":
             choices = output.choice.choices
             if len(choices) > MAX_CHOICE_STRINGS:  # before they are looked at

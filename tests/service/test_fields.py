@@ -59,6 +59,10 @@ async def test_sampling_fields_act_and_are_echoed() -> None:
     [
         ({"json_schema": "{}"}, GrammarParams(kind=GrammarKind.JSON_SCHEMA, text="{}")),
         ({"json_object": {}}, GrammarParams(kind=GrammarKind.JSON_OBJECT)),
+        (
+            {"json_object": {}, "flexible_whitespace": True},
+            GrammarParams(kind=GrammarKind.JSON_OBJECT, flexible_whitespace=True),
+        ),
         ({"regex": "a+"}, GrammarParams(kind=GrammarKind.REGEX, text="a+")),
         ({"grammar": "start: x"}, GrammarParams(kind=GrammarKind.LARK, text="start: x")),
         (

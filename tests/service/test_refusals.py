@@ -83,6 +83,10 @@ INVALID = [
     ("n", {"n": 0}),
     ("n", {"n": 17}),
     ("structured_output", {"structured_output": {}}),
+    (
+        "structured_output.flexible_whitespace",
+        {"structured_output": {"regex": "a", "flexible_whitespace": True}},
+    ),
     ("structured_output.json_schema", {"structured_output": {"json_schema": ""}}),
     ("structured_output.json_schema", {"structured_output": {"json_schema": "{"}}),
     ("structured_output.regex", {"structured_output": {"regex": ""}}),

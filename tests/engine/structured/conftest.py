@@ -16,11 +16,13 @@ V = 3100
 """The width of the logits: more than the tokenizer has, and no multiple of 32."""
 
 
-def form(kind: GrammarKind, what: str | tuple[str, ...] = "") -> GrammarParams:
+def form(
+    kind: GrammarKind, what: str | tuple[str, ...] = "", *, flexible: bool = False
+) -> GrammarParams:
     """A form: of CHOICE its strings, else its text."""
     if isinstance(what, tuple):
         return GrammarParams(kind=kind, choices=what)
-    return GrammarParams(kind=kind, text=what)
+    return GrammarParams(kind=kind, text=what, flexible_whitespace=flexible)
 
 
 @pytest.fixture(scope="session")

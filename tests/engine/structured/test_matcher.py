@@ -192,13 +192,23 @@ def test_characters_cut_over_tokens(compiler: GrammarCompiler, tokenizer: Tokeni
 
 
 def test_blanks_in_json_are_bounded(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    matcher = compiler.compile(form(GrammarKind.JSON_OBJECT), frozenset())()
+    matcher = compiler.compile(form(GrammarKind.JSON_OBJECT, flexible=True), frozenset())()
     take(matcher, tokenizer, "{")
     blank = one(tokenizer, "\n")
     assert all(matcher.accept(blank) for _ in range(32))
     assert not matcher.accept(blank)
     take(matcher, tokenizer, "}")
     assert matcher.is_complete
+
+
+def test_json_is_one_line_of_one_form(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """As `json.dumps` writes it, unless the caller leaves the white space to the model."""
+    texts = ['{"a": [1, {"b": null}], "c": {}}', '{"a":1}', '{ "a": 1}', '{"a": 1,"b": 2}', "{\n}"]
+    taken = []
+    for text in texts:
+        matcher = compiler.compile(form(GrammarKind.JSON_OBJECT), frozenset())()
+        taken.append(all(matcher.accept(one(tokenizer, letter)) for letter in text))
+    assert taken == [True, False, False, False, False]
 
 
 def test_matchers_of_one_grammar_are_independent(

@@ -29,7 +29,7 @@ def takes(compiler: GrammarCompiler, tokenizer: Tokenizer, schema: object, text:
     """Whether a text, byte by byte, is one of a schema's."""
     written = schema if isinstance(schema, str) else json.dumps(schema)
     end = tokenizer.vocab_size  # an id without text
-    matcher = compiler.compile(form(SCHEMA, written), frozenset([TokenId(end)]))()
+    matcher = compiler.compile(form(SCHEMA, written, flexible=True), frozenset([TokenId(end)]))()
     by_byte = {
         tokenizer.token_bytes(i): TokenId(i) for i in range(tokenizer.vocab_size - 1, -1, -1)
     }

@@ -1648,9 +1648,12 @@ type StructuredOutput struct {
 	//	*StructuredOutput_Grammar
 	//	*StructuredOutput_Choice
 	//	*StructuredOutput_StructuralTag
-	Format        isStructuredOutput_Format `protobuf_oneof:"format"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Format isStructuredOutput_Format `protobuf_oneof:"format"`
+	// For json_schema and json_object: whether the model may write blanks and line ends as it likes, at most 32 between two
+	// elements. Default: no; the JSON is one line, with one blank after each comma and colon between elements.
+	FlexibleWhitespace bool `protobuf:"varint,7,opt,name=flexible_whitespace,json=flexibleWhitespace,proto3" json:"flexible_whitespace,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *StructuredOutput) Reset() {
@@ -1742,6 +1745,13 @@ func (x *StructuredOutput) GetStructuralTag() string {
 		}
 	}
 	return ""
+}
+
+func (x *StructuredOutput) GetFlexibleWhitespace() bool {
+	if x != nil {
+		return x.FlexibleWhitespace
+	}
+	return false
 }
 
 type isStructuredOutput_Format interface {
@@ -3087,7 +3097,7 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\x15_min_tokens_per_deltaB\v\n" +
 	"\t_logprobsB\x12\n" +
 	"\x10_prompt_logprobsB\x16\n" +
-	"\x14_skip_special_tokens\"\xa7\x02\n" +
+	"\x14_skip_special_tokens\"\xd8\x02\n" +
 	"\x10StructuredOutput\x12!\n" +
 	"\vjson_schema\x18\x01 \x01(\tH\x00R\n" +
 	"jsonSchema\x12@\n" +
@@ -3096,7 +3106,8 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\x05regex\x18\x03 \x01(\tH\x00R\x05regex\x12\x1a\n" +
 	"\agrammar\x18\x04 \x01(\tH\x00R\agrammar\x123\n" +
 	"\x06choice\x18\x05 \x01(\v2\x19.headrace.v1.ChoiceFormatH\x00R\x06choice\x12;\n" +
-	"\x0estructural_tag\x18\x06 \x01(\tB\x12\x8a\xe7\x18\x0estructural_tagH\x00R\rstructuralTagB\b\n" +
+	"\x0estructural_tag\x18\x06 \x01(\tB\x12\x8a\xe7\x18\x0estructural_tagH\x00R\rstructuralTag\x12/\n" +
+	"\x13flexible_whitespace\x18\a \x01(\bR\x12flexibleWhitespaceB\b\n" +
 	"\x06format\"\x12\n" +
 	"\x10JsonObjectFormat\".\n" +
 	"\fChoiceFormat\x12\x1e\n" +

@@ -96,6 +96,8 @@ class GenerationOptions(TypedDict, total=False):
     choices: Sequence[str]
     """The output must be one of these strings."""
     structural_tag: str | Mapping[str, Any]
+    flexible_whitespace: bool
+    """For JSON: whether the model may write blanks and line ends as it likes; default: one line."""
 
     priority: int
     """Requests of a higher number run first; -100 to 100, default 0."""
@@ -172,6 +174,7 @@ _PLACES: dict[str, tuple[str, str]] = {
     "regex": ("structured_output", "regex"),
     "grammar": ("structured_output", "grammar"),
     "structural_tag": ("structured_output", "structural_tag"),
+    "flexible_whitespace": ("structured_output", "flexible_whitespace"),
     "priority": ("scheduling", "priority"),
     "cache_salt": ("cache", "salt"),
     "bypass_prefix_cache": ("cache", "bypass_prefix_cache"),

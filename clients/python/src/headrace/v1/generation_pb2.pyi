@@ -949,6 +949,7 @@ class StructuredOutput(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
+    FLEXIBLE_WHITESPACE_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """A JSON value that satisfies this JSON Schema (draft 2020-12), given as JSON text."""
     regex: _builtins.str
@@ -957,6 +958,10 @@ class StructuredOutput(_message.Message):
     """Text of this context-free grammar (Lark syntax)."""
     structural_tag: _builtins.str
     """Free text with parts whose form begins at a trigger, given as JSON text."""
+    flexible_whitespace: _builtins.bool
+    """For json_schema and json_object: whether the model may write blanks and line ends as it likes, at most 32 between two
+    elements. Default: no; the JSON is one line, with one blank after each comma and colon between elements.
+    """
     @_builtins.property
     def json_object(self) -> Global___JsonObjectFormat:
         """Any JSON object."""
@@ -974,10 +979,11 @@ class StructuredOutput(_message.Message):
         grammar: _builtins.str = ...,
         choice: Global___ChoiceFormat | None = ...,
         structural_tag: _builtins.str = ...,
+        flexible_whitespace: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "format", b"format", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "format", b"format", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "flexible_whitespace", b"flexible_whitespace", "format", b"format", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_format: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]  # noqa: Y015
     _WhichOneofArgType_format: _TypeAlias = _typing.Literal["format", b"format"]  # noqa: Y015
