@@ -283,3 +283,71 @@ async def test_a_wrong_form_names_its_field(aclient: AsyncClient) -> None:
     with pytest.raises(headrace.InvalidArgumentError) as caught:
         await aclient.generate("hi", json_schema="no json")
     assert caught.value.field_violations[0].field == "spec.structured_output.json_schema"
+
+
+@pytest.fixture
+async def small() -> AsyncIterator[tuple[HeadraceServer, FakeEngine]]:
+    """A server that takes two requests at a time, whose engine goes on when it is told to."""
+    engine = FakeEngine(script=lambda _request, _choice: [*b"once", EOS], auto=False)
+    config = ServiceConfig(listen=("127.0.0.1:0",), max_open_requests=2)
+    server = HeadraceServer(config, engine, tokenizer_loader=lambda info: byte_tokenizer())
+    await server.start()
+    await server.ready()
+    yield server, engine
+    await server.stop()
+
+
+async def test_a_session_waits_for_room(small: tuple[HeadraceServer, FakeEngine]) -> None:
+    server, engine = small
+    async with AsyncClient(server.addresses[0]) as client, client.session() as session:
+        handles = [session.submit("hi") for _ in range(6)]
+        waiting = [asyncio.ensure_future(handle.result()) for handle in handles]
+        while not all(one.done() for one in waiting):
+            engine.run()
+            await asyncio.sleep(0.01)
+        assert [(await one).text for one in waiting] == ["once"] * 6
+
+
+async def test_a_session_need_not_wait_for_room(small: tuple[HeadraceServer, FakeEngine]) -> None:
+    server, engine = small
+    async with (
+        AsyncClient(server.addresses[0]) as client,
+        client.session(room_timeout=0) as session,
+    ):
+        handles = [session.submit("hi") for _ in range(3)]
+        with pytest.raises(headrace.ResourceExhaustedError):
+            await handles[2]
+        engine.run()
+        assert [(await handle).text for handle in handles[:2]] == ["once"] * 2
+
+
+async def test_who_waits_for_room_can_be_cancelled(
+    small: tuple[HeadraceServer, FakeEngine],
+) -> None:
+    server, engine = small
+    async with AsyncClient(server.addresses[0]) as client, client.session() as session:
+        handles = [session.submit("hi") for _ in range(3)]
+        await until(lambda: session._core.records[handles[2].request_id].spec is not None)
+        await until(lambda: len(engine.submitted) == 2)
+        handles[2].cancel()
+        with pytest.raises(headrace.CallCancelledError):
+            await handles[2]
+        engine.run()
+        assert [(await handle).text for handle in handles[:2]] == ["once"] * 2
+
+
+async def test_a_session_of_threads_waits_for_room(
+    small: tuple[HeadraceServer, FakeEngine],
+) -> None:
+    server, engine = small
+
+    def work() -> list[str]:
+        with headrace.Client(server.addresses[0]) as client, client.session() as session:
+            handles = [session.submit("hi") for _ in range(6)]
+            return [handle.result().text for handle in handles]
+
+    done = asyncio.ensure_future(asyncio.to_thread(work))
+    while not done.done():
+        engine.run()
+        await asyncio.sleep(0.01)
+    assert await done == ["once"] * 6

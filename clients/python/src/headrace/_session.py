@@ -7,7 +7,9 @@ an answer belongs to.
    woken.
 4. After `close` no more requests are accepted; the flavour half-closes once the core
 `has_said_all`.
-5. When the stream ends, `end` fails the live requests, so that no reader waits for ever.
+5. A request that the server has no room for is kept, and put into `retries`; the flavour calls
+`again` when the server's advice says so.
+6. When the stream ends, `end` fails the live requests, so that no reader waits for ever.
 
 Nothing here is thread-safe: the threaded flavour holds its lock around every call.
 """
@@ -15,6 +17,8 @@ Nothing here is thread-safe: the threaded flavour holds its lock around every ca
 from __future__ import annotations
 
 import itertools
+import math
+import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,6 +29,7 @@ from headrace.errors import (
     AlreadyExistsError,
     CallCancelledError,
     HeadraceError,
+    ResourceExhaustedError,
     UnavailableError,
     error_from_status,
     invalid_argument,
@@ -73,6 +78,12 @@ class Record:
         """
         self.number = 0
         """The request's number on the session, by which its events name it; 0: not known yet."""
+        self.spec: GenerationSpec | None = None
+        """What to send again if the server has no room for it; None once that is settled."""
+        self.give_up_at = math.inf
+        """Until when it is sent again, in monotonic seconds."""
+        self.cancelled = False
+        """Whether it was cancelled before the server took it in."""
         self.refused = False
         """Whether the request was refused before it had any event."""
         self.unlimited = False
@@ -88,7 +99,13 @@ class Record:
 class SessionCore:
     """The bookkeeping of one session."""
 
-    def __init__(self, *, lease: float | timedelta | None, initial_credit: int) -> None:
+    def __init__(
+        self,
+        *,
+        lease: float | timedelta | None,
+        initial_credit: int,
+        room_timeout: float | None,
+    ) -> None:
         self.records: dict[str, Record] = {}
         """The live requests, by id."""
         self.opened: SessionOpened | None = None
@@ -100,6 +117,9 @@ class SessionCore:
         """Whether no more requests are accepted."""
         self.outbox: list[StreamResultRequest] = []
         """Commands from `receive` and the handles that wait to be sent; the flavour sends them."""
+        self.retries: list[tuple[float, Record]] = []
+        """Requests to send again, and after how many seconds; the flavour empties it."""
+        self._room_timeout = room_timeout
         self._credits = initial_credit > 0
         self._ids = itertools.count(1)
         self._commands: dict[int, Record] = {}
@@ -124,6 +144,10 @@ class SessionCore:
         if not spec.request_id:
             spec.request_id = uuid.uuid4().hex
         record = self._new_record(Fold(spec.request_id, n=choices_of(spec)), is_ours=True)
+        if self._room_timeout is None or self._room_timeout > 0:
+            record.spec = spec
+        if self._room_timeout is not None:
+            record.give_up_at = time.monotonic() + self._room_timeout
         self._send_for(record, StreamResultRequest(add=AddCommand(spec=spec)))
         return record
 
@@ -163,6 +187,7 @@ class SessionCore:
 
     def cancel(self, record: Record) -> None:
         """Asks the server to end a request; does nothing if it has ended."""
+        record.cancelled = True
         if self.records.get(record.request_id) is record and not self.ended:
             command = CancelCommand(request_id=record.request_id)
             self._send(StreamResultRequest(command_id=next(self._ids), cancel=command))
@@ -198,6 +223,9 @@ class SessionCore:
             record = self._commands.pop(rejection.command_id, None)
             if record is not None:  # else of a cancel or a credit whose request has just ended
                 error = error_from_status(rejection.status, request_id=record.request_id)
+                if (delay := self._delay(record, error)) is not None:
+                    self.retries.append((delay, record))
+                    continue
                 record.refused = record.fold.next_seq == 1
                 record.fold.fail(error)
                 self._forget(record)
@@ -221,6 +249,29 @@ class SessionCore:
             if record.unlimited:
                 self.pay(record, len(record.fold.chunks))
         return list(changed.values())
+
+    def again(self, record: Record) -> list[Record]:
+        """Sends a request again that was refused for want of room; returns what changed."""
+        if self.ended or self.records.get(record.request_id) is not record or not record.spec:
+            return []
+        if record.cancelled:
+            record.fold.fail(CallCancelledError("it was cancelled before the server had room"))
+            self._forget(record)
+            return [record]
+        self._send_for(record, StreamResultRequest(add=AddCommand(spec=record.spec)))
+        return []
+
+    def _delay(self, record: Record, error: HeadraceError) -> float | None:
+        """After how many seconds a refused request is to be sent again; None: it is not."""
+        delay = error.retry_after
+        if (
+            record.spec is None
+            or delay is None
+            or not isinstance(error, ResourceExhaustedError)
+            or time.monotonic() + delay > record.give_up_at
+        ):
+            return None
+        return delay
 
     def end(self, error: HeadraceError | None) -> list[Record]:
         """Records the stream's end; fails the live requests and returns them."""
@@ -261,6 +312,7 @@ class SessionCore:
     def _number(self, record: Record, number: int) -> None:
         """The server calls a request by this number from now on."""
         record.number = number
+        record.spec = None  # it is there
         self._numbers[number] = record
 
     def _forget(self, record: Record) -> None:

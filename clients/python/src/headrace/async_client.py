@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack
 
@@ -212,7 +213,11 @@ class AsyncClient:
     # ---- many requests ---------------------------------------------------------------------------
 
     def session(
-        self, *, lease: float | timedelta | None = None, initial_credit: int = 0
+        self,
+        *,
+        lease: float | timedelta | None = None,
+        initial_credit: int = 0,
+        room_timeout: float | None = None,
     ) -> AsyncSession:
         """Opens a session: many requests on one stream; see `AsyncSession`.
 
@@ -221,9 +226,16 @@ class AsyncClient:
                 can `resume` them. Default: none, they are cancelled at once.
             initial_credit: how many tokens of each request the server may send ahead of its
                 handle's reader; 0: no limit.
+            room_timeout: for how many seconds a request is sent again for which the server has no
+                room, whenever the server says that there may be some. None: until there is some;
+                0: its handle raises the refusal at once.
         """
         return AsyncSession(
-            self._generation, self._settings, lease=lease, initial_credit=initial_credit
+            self._generation,
+            self._settings,
+            lease=lease,
+            initial_credit=initial_credit,
+            room_timeout=room_timeout,
         )
 
     def batch(
@@ -258,7 +270,7 @@ class AsyncClient:
                 errors.
         """
         return run_batch(
-            self.session,
+            partial(self.session, room_timeout=0),  # a batch waits by itself
             requests,
             max_in_flight=max_in_flight,
             ordered=ordered,

@@ -47,8 +47,11 @@ class AsyncSession:
         *,
         lease: float | timedelta | None = None,
         initial_credit: int = 0,
+        room_timeout: float | None = None,
     ) -> None:
-        self._core = SessionCore(lease=lease, initial_credit=initial_credit)
+        self._core = SessionCore(
+            lease=lease, initial_credit=initial_credit, room_timeout=room_timeout
+        )
         self._stub = stub
         self._settings = settings
         self._outgoing: asyncio.Queue[StreamResultRequest | None] = asyncio.Queue()
@@ -59,7 +62,8 @@ class AsyncSession:
     def submit(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncRequestHandle:
         """Starts a request and returns at once; await the handle for its result.
 
-        Refusals by the server are raised by the handle, not here.
+        Refusals by the server are raised by the handle, not here. A request for which the server
+        has no room is sent again when it may have some (see `room_timeout`).
 
         Raises:
             InvalidArgumentError: a value cannot be sent at all.
@@ -176,6 +180,18 @@ class AsyncSession:
                 self._outgoing.put_nowait(None)
         self._core.outbox.clear()
 
+    def _schedule(self) -> None:
+        """Sends refused requests again when it is time."""
+        loop = asyncio.get_running_loop()
+        for delay, record in self._core.retries:
+            loop.call_later(delay, self._again, record)
+        self._core.retries.clear()
+
+    def _again(self, record: Record) -> None:
+        changed = self._core.again(record)
+        self._flush()
+        _wake(changed)
+
     async def _commands(self) -> AsyncIterator[StreamResultRequest]:
         while (command := await self._outgoing.get()) is not None:
             yield command
@@ -186,6 +202,7 @@ class AsyncSession:
             async for response in call:
                 changed = self._core.receive(response)
                 self._flush()
+                self._schedule()
                 _wake(changed)
                 if self._core.ended:
                     call.cancel()

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar, Unpack
 
@@ -196,7 +197,11 @@ class Client:
     # ---- many requests ---------------------------------------------------------------------------
 
     def session(
-        self, *, lease: float | timedelta | None = None, initial_credit: int = 0
+        self,
+        *,
+        lease: float | timedelta | None = None,
+        initial_credit: int = 0,
+        room_timeout: float | None = None,
     ) -> Session:
         """Opens a session: many requests on one stream; see `Session`.
 
@@ -205,8 +210,17 @@ class Client:
                 can `resume` them. Default: none, they are cancelled at once.
             initial_credit: how many tokens of each request the server may send ahead of its
                 handle's reader; 0: no limit.
+            room_timeout: for how many seconds a request is sent again for which the server has no
+                room, whenever the server says that there may be some. None: until there is some;
+                0: its handle raises the refusal at once.
         """
-        return Session(self._generation, self._settings, lease=lease, initial_credit=initial_credit)
+        return Session(
+            self._generation,
+            self._settings,
+            lease=lease,
+            initial_credit=initial_credit,
+            room_timeout=room_timeout,
+        )
 
     def batch(
         self,
@@ -239,7 +253,7 @@ class Client:
                 errors.
         """
         return run_batch(
-            self.session,
+            partial(self.session, room_timeout=0),  # a batch waits by itself
             requests,
             max_in_flight=max_in_flight,
             ordered=ordered,

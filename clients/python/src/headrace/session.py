@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
@@ -48,12 +51,16 @@ class Session:
         *,
         lease: float | timedelta | None = None,
         initial_credit: int = 0,
+        room_timeout: float | None = None,
     ) -> None:
-        self._core = SessionCore(lease=lease, initial_credit=initial_credit)
+        self._core = SessionCore(
+            lease=lease, initial_credit=initial_credit, room_timeout=room_timeout
+        )
         self._target = settings.target
         self._lock = threading.Lock()
         self._outgoing: queue.SimpleQueue[StreamResultRequest | None] = queue.SimpleQueue()
         self._half_closed = False
+        self._later = _Later(self._again)
         commands = iter(self._outgoing.get, None)  # None ends it
         self._call = open_call(stub.StreamResult, commands, settings.metadata)
         self._flush()
@@ -63,7 +70,8 @@ class Session:
     def submit(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> RequestHandle:
         """Starts a request and returns at once.
 
-        Refusals by the server are raised by the handle, not here.
+        Refusals by the server are raised by the handle, not here. A request for which the server
+        has no room is sent again when it may have some (see `room_timeout`).
 
         Raises:
             InvalidArgumentError: a value cannot be sent at all.
@@ -173,6 +181,18 @@ class Session:
                 self._outgoing.put(None)
         self._core.outbox.clear()
 
+    def _schedule(self) -> None:
+        """Sends refused requests again when it is time; the lock is held."""
+        for delay, record in self._core.retries:
+            self._later.add(delay, record)
+        self._core.retries.clear()
+
+    def _again(self, record: Record) -> None:
+        with self._lock:
+            changed = self._core.again(record)
+            self._flush()
+            _wake(changed)
+
     def _read(self) -> None:
         error: HeadraceError | None = None
         try:
@@ -180,6 +200,7 @@ class Session:
                 with self._lock:
                     changed = self._core.receive(response)
                     self._flush()
+                    self._schedule()
                     _wake(changed)
                     if self._core.ended:
                         self._call.cancel()
@@ -194,7 +215,51 @@ class Session:
             with self._lock:
                 if not self._core.ended:
                     _wake(self._core.end(error))
+                self._later.close()
                 self._flush()  # lets gRPC's sending thread go
+
+
+class _Later:
+    """Requests that are to be sent again, in one thread for all of them."""
+
+    def __init__(self, again: Callable[[Record], None]) -> None:
+        self._again = again
+        self._due: list[tuple[float, int, Record]] = []
+        self._changed = threading.Condition()
+        self._serial = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, delay: float, record: Record) -> None:
+        """Send one again in so many seconds."""
+        with self._changed:
+            due = time.monotonic() + delay
+            heapq.heappush(self._due, (due, next(self._serial), record))
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="headrace-retries", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Send no more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed:
+                    wait = self._due[0][0] - time.monotonic() if self._due else None
+                    if wait is not None and wait <= 0:
+                        break
+                    self._changed.wait(wait)
+                if self._closed:
+                    return
+                _, _, record = heapq.heappop(self._due)
+            self._again(record)
 
 
 def _wake(records: list[Record]) -> None:
