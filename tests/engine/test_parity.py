@@ -72,7 +72,10 @@ def _run(
     return ordered, manager.stats().preemptions, longest
 
 
-@pytest.mark.parametrize("block_size", [1, 8, 32])
+@pytest.mark.parametrize(
+    "block_size",
+    [pytest.param(1, marks=pytest.mark.slow), 8, pytest.param(32, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss", "deepseek_v3"])
 def test_greedy_equals_generate(family: str, block_size: int) -> None:
     """Chunks of 48 tokens, and so few blocks that requests give them up while they run."""

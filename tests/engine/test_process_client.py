@@ -95,7 +95,9 @@ def sink() -> Sink:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def shared() -> AsyncIterator[tuple[ProcessEngineClient, Sink]]:
     sink = Sink()
-    client = ProcessEngineClient(DEMO, CONFIG, LoadConfig(threads=1), log_level="warning")
+    client = ProcessEngineClient(
+        DEMO, CONFIG, LoadConfig(threads=1), log_level="warning", hang_timeout_s=1.0
+    )
     lines: list[str] = []
     info = await client.start(sink, lines.append)
     assert any("verified" in line for line in lines)
@@ -207,34 +209,30 @@ async def test_a_pause_crosses_and_is_no_hang_and_the_tokens_stay_the_same(sink:
     assert client.pid is None
 
 
-async def test_a_hold_of_all_requests_crosses_and_is_no_hang(sink: Sink) -> None:
-    client = ProcessEngineClient(
-        DEMO, CONFIG, LoadConfig(threads=1), log_level="warning", hang_timeout_s=1.0
-    )
-    await client.hold(RequestId("a"))  # harmless before there is anything
-    await client.start(sink, lambda line: None)
-    try:
-        await client.submit(_request("plain", max_tokens=400))
-        await sink.until("plain")
-        await client.submit(_request("a", max_tokens=400))
-        await sink.until("a", ended=False)
-        await client.hold(RequestId("a"))
-        async with asyncio.timeout(WAIT):
-            while not (stats := await client.stats()).held:  # noqa: ASYNC110 - has no event
-                await asyncio.sleep(0.01)
-        assert (stats.held, stats.holds, stats.running) == (1, 1, 0)
-        await asyncio.sleep(2.2)  # longer than the timeout of a hang, and two looks at it
-        assert client.failure is None
-        assert (await client.stats()).steps <= stats.steps + 1
-        await client.submit(_request("b"))
-        await sink.until("b")
-        assert not sink.outputs["a"][-1].ends_request
-        await client.unhold(RequestId("a"))
-        await sink.until("a")
-        assert sink.tokens("a") == sink.tokens("plain")
-        await client.unhold(RequestId("a"))  # harmless
-    finally:
-        await client.close()
+async def test_a_hold_of_all_requests_crosses_and_is_no_hang(
+    shared: tuple[ProcessEngineClient, Sink],
+) -> None:
+    await ProcessEngineClient(DEMO).hold(RequestId("a"))  # harmless before there is anything
+    client, sink = shared
+    await client.submit(_request("not held", max_tokens=400))
+    await sink.until("not held")
+    await client.submit(_request("held", max_tokens=400))
+    await sink.until("held", ended=False)
+    await client.hold(RequestId("held"))
+    async with asyncio.timeout(WAIT):
+        while not (stats := await client.stats()).held:  # noqa: ASYNC110 - has no event
+            await asyncio.sleep(0.01)
+    assert (stats.held, stats.holds, stats.running) == (1, 1, 0)
+    await asyncio.sleep(2.2)  # longer than the timeout of a hang, and two looks at it
+    assert client.failure is None
+    assert (await client.stats()).steps <= stats.steps + 1
+    await client.submit(_request("beside it"))
+    await sink.until("beside it")
+    assert not sink.outputs["held"][-1].ends_request
+    await client.unhold(RequestId("held"))
+    await sink.until("held")
+    assert sink.tokens("held") == sink.tokens("not held")
+    await client.unhold(RequestId("held"))  # harmless
 
 
 @pytest_asyncio.fixture(loop_scope="module")

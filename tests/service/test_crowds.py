@@ -22,7 +22,7 @@ ACCEPTED = 200
 PATIENCE_S = 120.0
 
 
-@pytest.mark.parametrize("connections", [1, 30])
+@pytest.mark.parametrize("connections", [pytest.param(1, marks=pytest.mark.slow), 30])
 async def test_each_call_of_a_crowd_is_answered_or_told_when_to_come_again(
     connections: int,
 ) -> None:

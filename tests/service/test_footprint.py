@@ -398,7 +398,7 @@ def logprobs_of(number: int, candidates: int) -> TokenLogprobs:
 
 @pytest.mark.parametrize("taken", [False, True])
 @pytest.mark.parametrize("candidates", [None, 0, 1, 20])
-@pytest.mark.parametrize("has_text", [False, True])
+@pytest.mark.parametrize("has_text", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_is_not_read_is_counted_as_what_it_takes(
     candidates: int | None, has_text: bool, taken: bool
 ) -> None:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 
 import grpc
+import pytest
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from hypothesis import given, settings
@@ -340,17 +341,18 @@ class Client:
         return False
 
 
-async def test_thousands_of_requests_with_cancels_and_stop_strings() -> None:
+@pytest.mark.parametrize("count", [100, pytest.param(400, marks=pytest.mark.slow)])
+async def test_thousands_of_requests_with_cancels_and_stop_strings(count: int) -> None:
     engine = FakeEngine(script=chaos_script)
     async with serving(engine) as h:
-        clients = [Client(h, number, 400) for number in range(6)]
+        clients = [Client(h, number, count) for number in range(6)]
         await asyncio.gather(*(client.run() for client in clients))
         cancelled = [client.check() for client in clients]
         assert h.registry.live == 0
         assert h.registry.stats().attached == 0
         assert not h.registry.requests
         assert engine.num_live == 0
-    assert len(engine.submitted) == engine.ended == 2400
+    assert len(engine.submitted) == engine.ended == 6 * count
     assert sum(cancelled) > 0
 
 

@@ -91,7 +91,7 @@ def nothing() -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        "closed",
+        pytest.param("closed", marks=pytest.mark.slow),
         pytest.param("gone", marks=pytest.mark.slow),
         "full",
         pytest.param("slow", marks=pytest.mark.slow),

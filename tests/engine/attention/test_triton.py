@@ -101,8 +101,8 @@ kernel_numbers = ("splits", "cut_places", "first_row", "num_rows")
     ("capability", "size", "dtype", "groups", "dims", "block_size", "window", "has_more"),
     [
         (90, HOPPER, "bf16", 4, (128, 128), 256, 0, False),
-        (90, HOPPER, "bf16", 2, (256, 256), 32, 1024, True),
-        (80, AMPERE, "fp16", 7, (96, 96), 32, 0, False),
+        pytest.param(90, HOPPER, "bf16", 2, (256, 256), 32, 1024, True, marks=pytest.mark.slow),
+        pytest.param(80, AMPERE, "fp16", 7, (96, 96), 32, 0, False, marks=pytest.mark.slow),
         (86, CONSUMER, "fp32", 1, (192, 128), 16, 100, True),
     ],
 )

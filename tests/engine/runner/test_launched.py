@@ -65,7 +65,7 @@ def generate(
     return [tokens_of(outputs[request.request_id]) for request in requests]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gemma3"])
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize(("blocks", "budget"), [(128, 1024), (20, 40)])
 def test_overlap_changes_no_token(

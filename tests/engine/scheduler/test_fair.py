@@ -381,6 +381,7 @@ FOUND_LATE = ("a_newcomer_waits_for_an_end", "places_change_hands_at_every_step"
 """Bugs that only seconds of examples find."""
 
 
+@pytest.mark.slow
 def test_without_a_planted_bug_all_is_well() -> None:
     """Much the same as above, in the form in which planted bugs are looked for."""
     run_by_chance(60)
