@@ -25,7 +25,7 @@ help: ## List the targets.
 $(STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt
 	@echo "==> setting up $(VENV) (the first time this downloads torch: a minute or more)"
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.12")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on -c constraints.txt -e clients/python -e '.[dev]'
 	@touch $@
 

@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -159,4 +160,16 @@ def main() -> None:
     from service.logs.output import open_standard_files
 
     open_standard_files()
+    _check_command(sys.argv[1:])
     app()
+
+
+def _check_command(arguments: list[str]) -> None:
+    """Say where an option of `serve` belongs that comes before any command."""
+    name = arguments[0].split("=")[0] if arguments else ""
+    if name.startswith("--") and name[2:] in {flag.name for flag in flags.flags().values()}:
+        typer.echo(
+            f"headrace-server: {name} is an option of serve: headrace-server serve {name} ...",
+            err=True,
+        )
+        sys.exit(2)

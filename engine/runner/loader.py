@@ -483,7 +483,12 @@ def _load_weights(
             output_loading_info=True,
             **({} if ranks is None else sharding(ranks.place.world_size)),
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except SafetensorError as error:
+        raise ModelRefusedError(
+            f"{path}: the weights cannot be read: a safetensors file is damaged, or was not copied "
+            f"to its end ({error}); get it again"
+        ) from error
+    except (OSError, ValueError, RuntimeError) as error:
         raise ModelRefusedError(f"{path}: the weights cannot be read: {error}") from error
     missing = sorted(info["missing_keys"])
     if missing:

@@ -169,6 +169,15 @@ def test_help_and_version_need_no_torch() -> None:
         assert "headrace-server" in done.stdout
 
 
+def test_an_option_without_its_command_says_where_it_belongs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from service.cli import main; main()", "--model=x"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "headrace-server serve --model" in done.stderr
+
+
 def run_serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: str) -> Any:
     """Run `serve` up to the point where it would load a model; returns what it would serve."""
     started: list[Any] = []

@@ -101,8 +101,8 @@ def normalise_target(target: str) -> str:
         raise ValueError("the target is empty; use host:port, dns:///host:port or unix:/path")
     if target.startswith(("http://", "https://", "grpc://", "grpcs://")):
         raise ValueError(
-            f"{target!r} is a URL; use host:port, dns:///host:port or unix:/path "
-            "(and tls=True for an encrypted server)"
+            f"{target!r} is a URL; use host:port, dns:///host:port or unix:/path, "
+            "and ask for TLS if the server is encrypted"
         )
     if target.startswith(("/", "./")):
         return f"unix:{target}"

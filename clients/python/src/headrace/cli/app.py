@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -88,4 +89,6 @@ def connect(
 
 def main() -> None:
     """Runs the command."""
+    # Errors come as messages of ours: the lines of gRPC itself on stderr say less.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     app()
