@@ -1,0 +1,231 @@
+"""What a session takes on the wire: bytes of its answers for each token, and what they are.
+
+    headrace-server serve ──StreamResultResponse──▶ this process: the size of each message
+
+Some requests of one session of a real server, the demo model's by default: all are added at once,
+with ids as long as a UUID without dashes, and run to their full length. What is counted are the
+messages' own bytes, from Accepted to Finished; the 5 bytes with which gRPC frames a message, and
+HTTP/2's frames, are shared by all requests of a step and are not. A client that reads slowly gets
+several tokens in one event, and fewer bytes for each: so a run counts only if (nearly) every token
+came in an event of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import signal
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import grpc
+import headrace
+from google.protobuf.message import Message
+from headrace.v1 import generation_pb2 as pb
+from headrace.v1 import generation_service_pb2 as rpc
+from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
+
+from benchmarks.records import commit, machine_record, rounded
+
+WAIT_S = 120.0
+MOST_MERGED = 0.02
+"""The share of tokens that may have come in an event with others."""
+KINDS = ("text", "ids")
+PARTS = ("accepted", "prompt", "finished")
+PROMPTS = (
+    "Once upon a time there was a",
+    "The little dog wanted to",
+    "One day, Lily and her mother went to the",
+    "Tom had a big red",
+)
+
+
+@contextmanager
+def server(model: str) -> Iterator[str]:
+    """The address of a server with default settings, once it is ready."""
+    with TemporaryDirectory() as directory:
+        address = f"unix:{directory}/s"
+        command = Path(sys.executable).with_name("headrace-server")
+        options = ("--model", model, "--listen", address, "--log-level", "warning")
+        process = subprocess.Popen([str(command), "serve", *options], stdout=subprocess.DEVNULL)
+        try:
+            with headrace.Client(address) as client:
+                client.wait_until_ready(timeout=WAIT_S)
+            yield address
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+def commands(kind: str, requests: int, tokens: int, run: int) -> Iterator[rpc.StreamResultRequest]:
+    """The session's requests."""
+    for index in range(requests):
+        spec = pb.GenerationSpec(
+            request_id=f"{run:016x}{index:016x}",
+            text=pb.TextInput(text=PROMPTS[index % len(PROMPTS)]),
+            stop=pb.StopOptions(max_tokens=tokens, ignore_eos=True),
+            output=pb.OutputOptions(omit_text=kind == "ids"),
+        )
+        yield rpc.StreamResultRequest(command_id=index + 1, add=rpc.AddCommand(spec=spec))
+
+
+def add_fields(counted: Counter[str], path: str, message: Message) -> None:
+    """Count what each of a message's fields takes, with its tag and its length."""
+    for field, value in message.ListFields():
+        alone: Any = type(message)()
+        if isinstance(value, Message):
+            getattr(alone, field.name).CopyFrom(value)
+        elif isinstance(value, str | bytes | bool | int | float):
+            setattr(alone, field.name, value)
+        else:
+            getattr(alone, field.name).MergeFrom(value)
+        counted[f"{path}.{field.name}"] += alone.ByteSize()
+
+
+def add_message(counted: Counter[str], message: rpc.StreamResultResponse) -> None:
+    """Count what a message takes, by what it is for."""
+    whole = message.ByteSize()
+    counted["total"] += whole
+    counted["messages"] += 1
+    alone = rpc.StreamResultResponse()
+    for event in message.events:
+        alone.events.append(event)
+        size = alone.ByteSize()  # with its tag and its length
+        del alone.events[:]
+        whole -= size
+        kind = event.WhichOneof("event")
+        counted[kind] += size
+        counted[f"{kind} events"] += 1
+        if kind == "delta":
+            add_fields(counted, "event", event)
+            counted["event.delta"] -= event.delta.ByteSize()  # leaves its tag and its length
+            counted["event"] += size - event.ByteSize()
+            add_fields(counted, "delta", event.delta)
+            counted["tokens"] += len(event.delta.token_ids)
+        else:
+            add_fields(counted, kind, getattr(event, kind))
+    counted["besides events"] += whole
+
+
+def measure(address: str, kind: str, requests: int, tokens: int, run: int) -> Counter[str]:
+    """One session."""
+    counted: Counter[str] = Counter()
+    with grpc.insecure_channel(address) as channel:
+        sent = commands(kind, requests, tokens, run)
+        for message in GenerationServiceStub(channel).StreamResult(sent, timeout=WAIT_S):
+            add_message(counted, message)
+    if counted["tokens"] != requests * tokens or counted["finished events"] != requests:
+        raise RuntimeError(f"{counted['tokens']} tokens came, not {requests} times {tokens}")
+    return counted
+
+
+def merged_share(counted: Counter[str]) -> float:
+    """Which share of a session's tokens came in an event with others before them."""
+    return 1 - counted["delta events"] / counted["tokens"]
+
+
+def measure_kind(address: str, kind: str, arguments: argparse.Namespace) -> list[Counter[str]]:
+    """The sessions of a kind that count.
+
+    Raises:
+        RuntimeError: too many of them had merged events: the machine is busy.
+    """
+    found: list[Counter[str]] = []
+    for run in range(3 * arguments.runs):
+        counted = measure(address, kind, arguments.requests, arguments.tokens, run)
+        if merged_share(counted) <= MOST_MERGED:
+            found.append(counted)
+        if len(found) == arguments.runs:
+            return found
+    raise RuntimeError("in most sessions tokens were merged in one event: is the machine busy?")
+
+
+def summary(runs: list[Counter[str]]) -> dict[str, Any]:
+    """What the sessions of a kind have in common, in bytes a token, and what it is made of."""
+    total: Counter[str] = sum(runs, Counter())
+    tokens = total["tokens"]
+
+    def fields(part: str, each: int) -> dict[str, float]:
+        mark = f"{part}."
+        return {
+            name.removeprefix(mark): count / each
+            for name, count in total.items()
+            if name.startswith(mark)
+        }
+
+    return {
+        "bytes_a_token": total["total"] / tokens,
+        "bytes_a_token_of_runs": [run["total"] / run["tokens"] for run in runs],
+        "merged_share": merged_share(total),
+        "of_it": {
+            part: total[part] / tokens for part in ("delta", *PARTS, "failed", "besides events")
+        },
+        "delta_fields": {
+            "event's tag and length": total["event"] / tokens,
+            "request_number": total["event.request_number"] / tokens,
+            "seq": total["event.seq"] / tokens,
+            "delta's tag and length": total["event.delta"] / tokens,
+            **fields("delta", tokens),
+        },
+        "bytes_a_request": {
+            part: {"whole event": total[part] / events, **fields(part, events)}
+            for part in PARTS
+            for events in (total[f"{part} events"],)
+        },
+    }
+
+
+def show(kind: str, found: dict[str, Any]) -> None:
+    """Print the figures of a kind."""
+    merged = found["merged_share"]
+    print(f"\n{kind}: {found['bytes_a_token']:.2f} bytes a token ({merged:.2%} of them merged)")
+    for part, size in found["of_it"].items():
+        print(f"  {part:24}{size:8.2f}")
+    print("  a delta's event:")
+    for name, size in found["delta_fields"].items():
+        print(f"    {name:24}{size:6.2f}")
+    for part, sizes in found["bytes_a_request"].items():
+        said = ", ".join(f"{name} {size:.1f}" for name, size in sizes.items())
+        print(f"  {part}, bytes a request: {said}")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="models/demo", help="a model directory")
+    parser.add_argument("--requests", type=int, default=32, help="on one session")
+    parser.add_argument("--tokens", type=int, default=64, help="of each request")
+    parser.add_argument("--runs", type=int, default=5, help="sessions that count")
+    parser.add_argument("--output", type=Path, help="write the record to this JSON file")
+    arguments = parser.parse_args()
+    with server(arguments.model) as address:
+        runs = {kind: measure_kind(address, kind, arguments) for kind in KINDS}
+    kinds = {kind: summary(found) for kind, found in runs.items()}
+    for kind, found in kinds.items():
+        show(kind, found)
+    spread = [statistics.pstdev(found["bytes_a_token_of_runs"]) for found in kinds.values()]
+    print(f"\nspread over runs: {', '.join(f'{one:.2f}' for one in spread)}")
+    if arguments.output is not None:
+        record = {
+            "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
+            "commit": commit(),
+            "workload": f"{arguments.requests} requests of {arguments.tokens} tokens on one "
+            "session, ids of 32 characters, an event a step and request",
+            "model": Path(arguments.model).name,
+            "kinds": kinds,
+            "machine": machine_record(),
+        }
+        arguments.output.write_text(json.dumps(rounded(record), indent=1) + "\n")
+        print(f"written to {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()
