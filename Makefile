@@ -54,7 +54,7 @@ test: $(STAMP) $(NATIVE) ## Run the Python test suite (in processes for the core
 
 .PHONY: test-slow
 test-slow: $(STAMP) $(NATIVE) ## Run the long sweeps: every model family in every mode, every planted bug.
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(PYTEST) -m slow $(ARGS)
 
 .PHONY: lint
 lint: $(STAMP) ## Check style, import arrows and the contract's form.
