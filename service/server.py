@@ -64,6 +64,7 @@ from service.health import HealthServicer
 from service.health_listener import make_health_server
 from service.interceptors import Entrance, Recovery
 from service.listening import UnixSockets, bind, wait_ended
+from service.load import LoadWatch
 from service.operator_control import Control
 from service.places import Places
 from service.reading import Reading
@@ -204,6 +205,7 @@ class HeadraceServer:
         )
         self.sessions = Places(_sessions(config), clock, jitter)
         self.watches = Places(_watches(config, "WatchStatistics"), clock, jitter)
+        self.loads = LoadWatch(client, clock)
         self._telemetry = telemetry.Telemetry()
         self.servers: dict[bool, grpc.aio.Server] = {}
         self._health_server: grpc.Server | None = None
@@ -351,6 +353,7 @@ class HeadraceServer:
             converter=Converter(info, tokenizer, encoder, limits),
             responder=Responder(tokenizer, self.instance_id),
             registry=self.registry,
+            loads=self.loads,
             text_pool=self.text_pool,
             max_lease_s=config.max_lease_s,
             max_send_bytes=config.max_send_bytes,
@@ -476,6 +479,7 @@ class HeadraceServer:
         self._unreachable.set()
         if self._loading is not None and not self._loading.done():
             self._loading.cancel()
+        await self.loads.close()
         await self._client.close()
         await self.registry.close()
         for task in (self._loading, self._watching, self._polling):

@@ -18,6 +18,7 @@ from service.convert.inputs import InputEncoder
 from service.convert.request import Converter
 from service.convert.response import Responder
 from service.delivery.registry import Registry
+from service.load import LoadWatch
 from service.text_pool import TextPool
 
 
@@ -71,6 +72,7 @@ class FrontEnd:
     converter: Converter
     responder: Responder
     registry: Registry
+    loads: LoadWatch
     text_pool: TextPool
     max_lease_s: float
     max_send_bytes: int

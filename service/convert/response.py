@@ -15,6 +15,7 @@ from headrace.v1 import generation_pb2, generation_service_pb2
 from engine.outputs import Finish, FinishReason, TokenLogprobs
 from engine.outputs import Usage as EngineUsage
 from engine.sampling_params import SCALARS, SamplingParams, StopParams
+from engine.stats import EngineStats
 from engine.text import Tokenizer
 from service.convert.values import to_duration
 from service.delivery import events
@@ -73,6 +74,14 @@ def _usage(usage: EngineUsage) -> generation_pb2.Usage:
     )
 
 
+def _load(stats: EngineStats) -> generation_service_pb2.ServerLoad:
+    return generation_service_pb2.ServerLoad(
+        running=stats.running,
+        waiting=stats.waiting,
+        kv_cache_usage=stats.blocks_used / max(stats.blocks_total, 1),
+    )
+
+
 def _total(usages: Sequence[generation_pb2.Usage]) -> generation_pb2.Usage:
     """What all choices cost together: their prompt counts once."""
     return generation_pb2.Usage(
@@ -105,15 +114,17 @@ class Responder:
         self._instance_id = instance_id
 
     def batch(
-        self, batch: Batch, instance_id: str = ""
+        self, batch: Batch, instance_id: str = "", load: EngineStats | None = None
     ) -> generation_service_pb2.StreamResultResponse:
         """Everything that a session took, as one message; the first one says which process has
-        the session.
+        the session. `load`: what it says of the engine's load, if it does.
         """
         message = generation_service_pb2.StreamResultResponse(instance_id=instance_id)
         self.add_events(message.events, batch.events)
         for reply in batch.replies:
             self._reply(message, reply)
+        if load is not None:
+            message.load.CopyFrom(_load(load))
         return message
 
     def add_events(

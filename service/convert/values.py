@@ -12,6 +12,8 @@ from google.protobuf import duration_pb2
 from engine.token_ids import TokenIds
 from service.call_errors import FieldError
 
+MIN_INTERVAL_S = 0.1
+MAX_INTERVAL_S = 3600.0
 _MAX_SECONDS = 315_576_000_000
 _NANO = 1_000_000_000
 
@@ -27,6 +29,22 @@ def seconds(duration: duration_pb2.Duration, field: str) -> float:
     if duration.nanos >= _NANO or duration.seconds > _MAX_SECONDS:
         raise FieldError(field, "is not a valid google.protobuf.Duration")
     return duration.seconds + duration.nanos / _NANO
+
+
+def interval_seconds(duration: duration_pb2.Duration, field: str) -> float:
+    """How often something is to be told, in seconds.
+
+    Raises:
+        FieldError: it is out of bounds, or not a valid duration.
+    """
+    interval_s = seconds(duration, field)
+    if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
+        raise FieldError(
+            field,
+            f"is {interval_s:g} s; it must be between {MIN_INTERVAL_S:g} s and "
+            f"{MAX_INTERVAL_S:g} s",
+        )
+    return interval_s
 
 
 def to_duration(value: float) -> duration_pb2.Duration:

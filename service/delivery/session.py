@@ -36,6 +36,7 @@ from service.delivery.result_errors import (
 
 if TYPE_CHECKING:
     from service.delivery.request import ServedRequest
+    from service.load import LoadReport
 
 MAX_BATCH_BYTES = 2 << 20
 """A message that is about this large is sent; the rest goes into the next one."""
@@ -69,6 +70,7 @@ class ResultStream:
         is_session: whether it takes commands; else it has one request.
         initial_credit: how many tokens of each of its requests may be sent before more are granted;
             None: there are no credits.
+        load: the engine's load, as far as the client is to be told it; None: it is not.
         has_room: set while answers are being read: a client that only writes is not listened to for
             ever.
         given_up: whether ended requests were let go, because the client read nothing for minutes.
@@ -96,6 +98,7 @@ class ResultStream:
         self.given_up = False
         self.lease_s = 0.0
         self.initial_credit: int | None = None
+        self.load: LoadReport | None = None
         self.closing = not is_session
         self.is_session = is_session
         self.busy = 0

@@ -23,9 +23,9 @@ from typing import Any
 from headrace.v1 import generation_service_pb2
 
 from service.auth import PermissionDeniedError, Permit, UnauthenticatedError
-from service.call_errors import FieldError, PreconditionError, UnsupportedFieldError
+from service.call_errors import FieldError, PreconditionError
 from service.convert.request import Draft, check_request_id
-from service.convert.values import seconds
+from service.convert.values import interval_seconds, seconds
 from service.delivery.events import Attached, CancelAnswered, Opened, Rejected
 from service.delivery.session import ResultStream
 from service.reading import parsed
@@ -159,14 +159,14 @@ class CommandReader:
     def _open(self, command: Command) -> None:
         if not self._first:
             raise PreconditionError("open: must be the session's first command")
-        if command.open.HasField("load_interval"):
-            raise UnsupportedFieldError(
-                "open.load_interval", "is not supported by this server yet; leave it out"
-            )
+        stream, front = self._stream, self._front
         lease_s = seconds(command.open.lease, "open.lease")
-        self._stream.lease_s = min(lease_s, self._front.max_lease_s)
-        self._stream.initial_credit = command.open.initial_credit or None
-        self._stream.reply(Opened(command.command_id, self._stream.lease_s))
+        if command.open.HasField("load_interval"):
+            interval_s = interval_seconds(command.open.load_interval, "open.load_interval")
+            stream.load = front.loads.follow(stream, interval_s)
+        stream.lease_s = min(lease_s, front.max_lease_s)
+        stream.initial_credit = command.open.initial_credit or None
+        stream.reply(Opened(command.command_id, stream.lease_s))
 
     async def _add(self, command_id: int, draft: Draft) -> None:
         if self._state.phase in NO_NEW_WORK:  # an open session outlives the check of its RPC

@@ -122,9 +122,9 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         try:
             instance_id = self._state.instance_id
             while (batch := await stream.receive()) is not None:
-                yield await front.text_pool.answer(
-                    permit.account, batch.size, partial(front.responder.batch, batch, instance_id)
-                )
+                load = None if stream.load is None else stream.load.take()
+                make = partial(front.responder.batch, batch, instance_id, load)
+                yield await front.text_pool.answer(permit.account, batch.size, make)
                 instance_id = ""
                 del batch  # nor its texts, nor the frames of a refusal
             registry.complete(stream)

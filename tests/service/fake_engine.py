@@ -182,6 +182,7 @@ class FakeEngine:
     refuse_next: list[BaseException] = field(default_factory=list)
     submit_gate: asyncio.Event | None = None
     hold_at: int | None = None
+    blocks: tuple[int, int] = (0, 0)  # used, in all
     # What happened.
     submitted: list[GenerationRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -290,8 +291,8 @@ class FakeEngine:
             waiting=len(self._live) - running - held,
             held=held,
             holds=self.num_holds,
-            blocks_total=0,
-            blocks_used=0,
+            blocks_total=self.blocks[1],
+            blocks_used=self.blocks[0],
             steps=self.steps,
             prompt_tokens=0,
             generated_tokens=self.generated,

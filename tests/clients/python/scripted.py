@@ -396,7 +396,10 @@ class ScriptedServer(GenerationServiceServicer, ModelServiceServicer):
         kind, id_ = command.WhichOneof("command"), command.command_id
         if kind == "open":
             opened = s.SessionOpened(command_id=id_, lease=command.open.lease)
-            out.put(s.StreamResultResponse(opened=opened))
+            response = s.StreamResultResponse(opened=opened)
+            if command.open.HasField("load_interval"):
+                response.load.CopyFrom(s.ServerLoad(running=3, waiting=2, kv_cache_usage=0.5))
+            out.put(response)
         elif kind == "add":
             spec = command.add.spec
             if spec.text.text.startswith("drop"):

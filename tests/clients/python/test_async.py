@@ -96,7 +96,7 @@ async def test_64_requests(aclient: AsyncClient) -> None:
 
 
 async def test_session(aclient: AsyncClient, server: ScriptedServer) -> None:
-    async with aclient.session(lease=3) as session:
+    async with aclient.session(lease=3, load_interval=1) as session:
         held, refused, good = (session.submit(p) for p in ("hold on", "refuse", "a b"))
         with pytest.raises(headrace.InvalidArgumentError):
             await refused
@@ -108,6 +108,7 @@ async def test_session(aclient: AsyncClient, server: ScriptedServer) -> None:
         assert (await held).finish_reason is FinishReason.CANCELLED
         assert (await good.accepted()).prompt_tokens == 2
         assert session.lease == 3.0
+        assert session.load == headrace.ServerLoad(running=3, waiting=2, kv_cache_usage=0.5)
         again = session.attach(good.request_id, from_seq=4, n=1)
         assert (await again).text == " b"
     with pytest.raises(headrace.UnavailableError):

@@ -119,6 +119,19 @@ def test_a_session_that_the_server_ends(client: Client) -> None:
         assert caught.value.reason == "DRAINING"
 
 
+def test_a_session_has_the_load_that_the_server_told(
+    client: Client, server: ScriptedServer
+) -> None:
+    with client.session(load_interval=0.5) as session:
+        session.submit("one").result(WAIT)
+        assert session.load == headrace.ServerLoad(running=3, waiting=2, kv_cache_usage=0.5)
+        [command] = [one for one in server.commands if one.HasField("open")]
+        assert command.open.load_interval.nanos == 500_000_000
+    with client.session() as session:
+        session.submit("two").result(WAIT)
+        assert session.load is None
+
+
 def test_lease_attach_and_resume(client: Client, server: ScriptedServer) -> None:
     accepted = client.add_request("one two")
     with client.session(lease=5) as session:

@@ -36,6 +36,7 @@ from headrace.errors import (
     moved_error,
 )
 from headrace.options import choices_of, duration
+from headrace.results import ServerLoad
 from headrace.v1.generation_pb2 import GenerationSpec, ResultEvent
 from headrace.v1.generation_service_pb2 import (
     AddCommand,
@@ -105,11 +106,14 @@ class SessionCore:
         lease: float | timedelta | None,
         initial_credit: int,
         room_timeout: float | None,
+        load_interval: float | timedelta | None,
     ) -> None:
         self.records: dict[str, Record] = {}
         """The live requests, by id."""
         self.opened: SessionOpened | None = None
         """The answer to `open`, where one was sent."""
+        self.load: ServerLoad | None = None
+        """What the server told last of its load."""
         self.error: HeadraceError | None = None
         """Why the session ended, once it has."""
         self.ended = False
@@ -125,10 +129,12 @@ class SessionCore:
         self._commands: dict[int, Record] = {}
         self._numbers: dict[int, Record] = {}  # the live requests, by their numbers
         self._open_id = 0
-        if lease is not None or initial_credit:
+        if lease is not None or initial_credit or load_interval is not None:
             command = OpenCommand(initial_credit=initial_credit)
             if lease is not None:
                 command.lease.CopyFrom(duration(lease, "lease"))
+            if load_interval is not None:
+                command.load_interval.CopyFrom(duration(load_interval, "load_interval"))
             self._open_id = next(self._ids)
             self._send(StreamResultRequest(command_id=self._open_id, open=command))
 
@@ -217,6 +223,9 @@ class SessionCore:
         changed: dict[int, Record] = {}
         if response.HasField("opened"):
             self.opened = response.opened
+        if response.HasField("load"):
+            load = response.load
+            self.load = ServerLoad(load.running, load.waiting, load.kv_cache_usage)
         for rejection in response.rejections:
             if self._open_id and rejection.command_id == self._open_id:
                 return self.end(error_from_status(rejection.status))

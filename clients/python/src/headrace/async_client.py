@@ -218,6 +218,7 @@ class AsyncClient:
         lease: float | timedelta | None = None,
         initial_credit: int = 0,
         room_timeout: float | None = None,
+        load_interval: float | timedelta | None = None,
     ) -> AsyncSession:
         """Opens a session: many requests on one stream; see `AsyncSession`.
 
@@ -229,6 +230,8 @@ class AsyncClient:
             room_timeout: for how many seconds a request is sent again for which the server has no
                 room, whenever the server says that there may be some. None: until there is some;
                 0: its handle raises the refusal at once.
+            load_interval: how often the session's `load` is renewed, in seconds, 0.1 to 3,600: it
+                comes with results, so not while nothing runs. Default: never.
         """
         return AsyncSession(
             self._generation,
@@ -236,6 +239,7 @@ class AsyncClient:
             lease=lease,
             initial_credit=initial_credit,
             room_timeout=room_timeout,
+            load_interval=load_interval,
         )
 
     def batch(

@@ -18,7 +18,7 @@ from headrace._session import Record, SessionCore, fold_to_attach
 from headrace.errors import HeadraceError, UnavailableError, error_from_rpc
 from headrace.messages import Prompt
 from headrace.options import GenerationOptions, build_spec
-from headrace.results import Accepted, Chunk, Result
+from headrace.results import Accepted, Chunk, Result, ServerLoad
 from headrace.v1.generation_pb2 import GenerationSpec
 from headrace.v1.generation_service_pb2 import StreamResultRequest
 
@@ -48,9 +48,13 @@ class AsyncSession:
         lease: float | timedelta | None = None,
         initial_credit: int = 0,
         room_timeout: float | None = None,
+        load_interval: float | timedelta | None = None,
     ) -> None:
         self._core = SessionCore(
-            lease=lease, initial_credit=initial_credit, room_timeout=room_timeout
+            lease=lease,
+            initial_credit=initial_credit,
+            room_timeout=room_timeout,
+            load_interval=load_interval,
         )
         self._stub = stub
         self._settings = settings
@@ -114,6 +118,13 @@ class AsyncSession:
         """
         opened = self._core.opened
         return None if opened is None else opened.lease.seconds + opened.lease.nanos / 1e9
+
+    @property
+    def load(self) -> ServerLoad | None:
+        """The server's load, as it was told last; None before that, or if `load_interval` was not
+        given.
+        """
+        return self._core.load
 
     async def close(self, *, cancel: bool = False) -> None:
         """Ends the session: accepts no more requests, and returns when the live ones have ended.

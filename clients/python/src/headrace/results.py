@@ -96,6 +96,18 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """How much a server had to do at a moment."""
+
+    running: int
+    """Choices in its batch."""
+    waiting: int
+    """Requests that waited."""
+    kv_cache_usage: float
+    """How much of the KV cache requests held, from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class Timings:
     """Times of a request, in seconds since it was accepted; None if the event did not happen."""
 

@@ -22,7 +22,7 @@ from headrace._session import Record, SessionCore, fold_to_attach
 from headrace.errors import DeadlineExceededError, HeadraceError, error_from_rpc
 from headrace.messages import Prompt
 from headrace.options import GenerationOptions, build_spec
-from headrace.results import Accepted, Chunk, Result
+from headrace.results import Accepted, Chunk, Result, ServerLoad
 from headrace.v1.generation_pb2 import GenerationSpec
 from headrace.v1.generation_service_pb2 import StreamResultRequest
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -52,9 +52,13 @@ class Session:
         lease: float | timedelta | None = None,
         initial_credit: int = 0,
         room_timeout: float | None = None,
+        load_interval: float | timedelta | None = None,
     ) -> None:
         self._core = SessionCore(
-            lease=lease, initial_credit=initial_credit, room_timeout=room_timeout
+            lease=lease,
+            initial_credit=initial_credit,
+            room_timeout=room_timeout,
+            load_interval=load_interval,
         )
         self._target = settings.target
         self._lock = threading.Lock()
@@ -122,6 +126,14 @@ class Session:
         with self._lock:
             opened = self._core.opened
         return None if opened is None else opened.lease.seconds + opened.lease.nanos / 1e9
+
+    @property
+    def load(self) -> ServerLoad | None:
+        """The server's load, as it was told last; None before that, or if `load_interval` was not
+        given.
+        """
+        with self._lock:
+            return self._core.load
 
     def close(self, *, cancel: bool = False) -> None:
         """Ends the session: accepts no more requests, and returns when the live ones have ended.
