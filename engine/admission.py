@@ -1,5 +1,5 @@
-"""What a request must satisfy before it is taken in, so that no request waits for an answer that
-could be given now.
+"""What a request must satisfy before it is accepted: what can be refused is refused at once, not
+after a wait in the queue.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from engine.sampling_params import MAX_CHOICES, MAX_LOGPROBS
 from engine.token_ids import TokenIds
 
 MAX_PRIORITY = 100
-"""Priorities are from minus this to this."""
+"""The highest priority; the lowest is its negative."""
 MAX_CACHE_SALT_BYTES = 256
 """The longest cache salt."""
 MAX_CALLER_CHARS = 512
 """The longest name of a caller."""
 MIN_WEIGHT, MAX_WEIGHT = 1 / 1000, 1000.0
-"""The least and the most service that a caller is due, where 1 is the usual."""
+"""The bounds of a caller's weight; the default weight is 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,7 @@ class AdmissionLimits:
         max_context_tokens: prompt and output together; the lesser of the next two.
         model_context, cache_context: what the model allows, and what the KV cache can hold for one
             request.
-        heeds_priorities: whether the scheduler looks at priorities; where it does not, they are
-            refused.
+        heeds_priorities: whether the scheduler uses priorities; if not, they are refused.
     """
 
     vocab_size: int
@@ -50,8 +49,10 @@ class AdmissionLimits:
         """Check a request against the bounds.
 
         Raises:
-            InvalidRequestError: names the field, its value, the bound and the remedy.
-            UnsupportedFeatureError: a priority, where the scheduler heeds none.
+            InvalidRequestError: a field is out of bounds; the message names the bound and the
+                remedy.
+            UnsupportedFeatureError: the request has a priority, and the scheduler does not use
+                priorities.
         """
         prompt = request.prompt
         if not prompt:
@@ -104,9 +105,9 @@ class AdmissionLimits:
             )
 
     def _check_options(self, request: GenerationRequest) -> None:
-        """Check what does not depend on the model. Any number of choices up to MAX_CHOICES can be
-        served: those that find no room beside the others wait, and each alone is as long as a
-        request of one choice.
+        """Check what does not depend on the model. Up to MAX_CHOICES choices can always be served:
+        those that do not fit beside the others wait, and each alone is no longer than a request of
+        one choice.
         """
         for field, value, low, high in (
             ("n", request.n, 1, MAX_CHOICES),

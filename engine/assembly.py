@@ -1,5 +1,5 @@
-"""Wires a verified model, a cache and the parts above into an engine: the one place where all of
-them meet.
+"""Puts an engine together from a verified model, a KV cache, a scheduler and a loop. No other
+module knows all of these parts.
 
     build_core ─┬─▶ build_loop       for the service: outputs go to a sink
                 └─▶ build_manager    for the Python API
@@ -92,15 +92,16 @@ def build_loop(
     tokenizer: Tokenizer | None = None,
     on_end: Callable[[], None] | None = None,
 ) -> tuple[EngineLoop, AdmissionLimits, CachePlan]:
-    """An engine whose outputs go to `sink`; see `build_core`, and EngineLoop for other arguments.
+    """Build an engine whose outputs go to `sink`; for the other arguments see `build_core` and
+    EngineLoop.
 
     Args:
-        tokenizer: for the forms of outputs; None: they are refused.
+        tokenizer: for structured output; None: it is refused.
     """
     core, limits, plan = build_core(verified, config, progress)
     compiler = _grammar_compiler(verified, tokenizer)
     if compiler is not None:
-        progress("reading the vocabulary")  # now: those who are served would wait for it
+        progress("reading the vocabulary")  # load it now: later, running requests would wait for it
         compiler.warm_up()
     loop = EngineLoop(
         core,
@@ -123,11 +124,11 @@ def build_manager(
     keeper: ManagerKeeper | None = None,
     settings: object = None,
 ) -> ContinuousBatchingManager:
-    """An engine with the Python API; see `build_core`, and ContinuousBatchingManager for the other
-    arguments.
+    """Build an engine with the Python API; for the other arguments see `build_core` and
+    ContinuousBatchingManager.
 
     Args:
-        tokenizer: for stop strings and the forms of outputs; None: they are refused.
+        tokenizer: for stop strings and structured output; None: both are refused.
     """
     core, limits, _ = build_core(verified, config, progress)
     compiler = _grammar_compiler(verified, tokenizer)
@@ -150,7 +151,7 @@ def build_manager(
 def _grammar_compiler(
     verified: VerifiedModel, tokenizer: Tokenizer | None
 ) -> GrammarCompiler | None:
-    """What compiles the forms of outputs; None: there is no tokenizer."""
+    """The compiler of grammars; None: there is no tokenizer."""
     if tokenizer is None:
         return None
     from engine.structured import GrammarCompiler  # without a tokenizer llguidance is not needed

@@ -12,14 +12,15 @@ from engine.request import Request
 
 class ScheduledRequest(NamedTuple):
     """One request's part of a step. Filled by the scheduler, read by the runner and the core. A
-    tuple, since one is made for every token.
+    tuple, because one is made for every token.
 
     Attributes:
         request: the request; its token_ids[start : start + num_tokens] are computed.
-        start: position of the first of them: the request's num_computed_tokens.
-        num_tokens: how many.
+        start: position of the first of these tokens: the request's num_computed_tokens.
+        num_tokens: how many tokens.
         tables: its block tables, one per layer group; they cover start + num_tokens positions.
-        samples: whether the step reaches the request's last token, so that a next one is sampled.
+        samples: whether the step computes the request's last token, so that the next one is
+            sampled.
     """
 
     request: Request
@@ -34,9 +35,9 @@ class ScheduledBatch:
     """One step.
 
     Attributes:
-        requests: one-token ones first, then the others; each by position. May be empty if there are
-            copies to make.
-        num_tokens: of all requests.
+        requests: parts of one token first, then the others; each sorted by position. May be empty
+            if there are copies to make.
+        num_tokens: the sum over all requests.
         copies: block copies to make before anything is computed.
     """
 

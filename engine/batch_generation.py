@@ -1,5 +1,5 @@
-"""A whole batch through a running manager: prompts are added as the queue takes them, results are
-read as they come.
+"""Runs a batch of prompts through a manager: prompts are added as the queue has room, and results
+are read as they come.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Batch:
             try:
                 return self.manager.add_to(self.mailbox, name, prompt, **options)
             except QueueFullError:
-                self.take(_FULL_QUEUE_WAIT_S)  # results make room
+                self.take(_FULL_QUEUE_WAIT_S)  # reading results makes room
 
     def take(self, timeout: float | None) -> bool:
         """Read one result. False: none came in time, or the engine has ended."""

@@ -1,4 +1,6 @@
-"""From what callers of the Python API give as options of continuous batching to one config."""
+"""Combines the ways in which callers of the Python API set options of continuous batching into one
+config.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ _FIELDS = frozenset(field.name for field in dataclasses.fields(ContinuousBatchin
 _MOVED = _FIELDS - REQUEST_KEYS
 """Options that older code sets on the generation config."""
 _ELSEWHERE: dict[str, object] = {
-    # options of transformers' config that have no place here, and the values that ask for nothing
+    # options of transformers' config that mean nothing here, with the values at which they are
+    # ignored
     "auto_switch_to_flash": True,
     "disable_nccl_graph_mixing": True,
     "cpu_group_timeout": 300.0,
@@ -30,20 +33,20 @@ def resolve_config(
     default: ContinuousBatchingConfig,
     options: Mapping[str, Any],
 ) -> ContinuousBatchingConfig:
-    """The config that is meant.
+    """The config that results from all of these.
 
     Args:
-        generation_config: where nothing is given, its continuous_batching_config, or options that
-            were set on it as attributes, as older code does. Its compile_config is used for paths
-            that have none of their own.
+        generation_config: if `given` is None, its continuous_batching_config is used, or options
+            that were set on it as attributes, as older code does. Its compile_config is used for
+            paths that have none of their own.
         given: a ContinuousBatchingConfig of ours or of transformers, or None.
-        default: where nothing at all is given.
+        default: used if neither of these sets anything.
         options: single fields, which replace those of the config.
 
     Raises:
-        InvalidRequestError: an option that is no field.
-        ConfigError: a value out of its bounds, or a field of transformers' config that has no
-            meaning here.
+        InvalidRequestError: an option is not a field of the config.
+        ConfigError: a value is out of bounds, or a field of transformers' config has no meaning
+            here.
     """
     unknown = sorted(set(options) - _FIELDS)
     if unknown:
@@ -80,7 +83,7 @@ def resolve_config(
 
 
 def _of(given: object) -> ContinuousBatchingConfig:
-    """A config of ours, or made of transformers' by its fields."""
+    """Our config as it is, or one made from the fields of transformers' config."""
     if isinstance(given, ContinuousBatchingConfig):
         return given
     if not dataclasses.is_dataclass(given) or isinstance(given, type):

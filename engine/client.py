@@ -1,13 +1,12 @@
-"""The seam between the service and the engine: what the service speaks to, and nothing else of the
-engine.
+"""The interface between the service and the engine: the service calls nothing else of the engine.
 
     service ── EngineClient ──▶ engine          submit, cancel, finish, hold, stats, pause, …
     service ◀── step sink ───── engine          one StepOutputs per engine step, on the service's
     event loop
 
-A verb is written here once: `engine.local_client` carries it out, and what `engine.process` sends
-for it, to an engine in a process of its own, follows from its signature. So everything that
-crosses is a plain value or a frozen dataclass (docs/extending.md shows how to add a verb).
+A verb is declared here, once. `engine.local_client` carries it out; if the engine has a process of
+its own, `engine.process` derives the messages for it from its signature. So all arguments and
+results are plain values or frozen dataclasses (docs/extending.md shows how to add a verb).
 """
 
 from __future__ import annotations
@@ -33,24 +32,23 @@ ProgressSink = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What the front end needs to know of the loaded model.
+    """What the front end needs to know about the loaded model.
 
     Attributes:
         name: the last part of the model's path, or its hub id.
         path: the local directory with the tokenizer's files.
         architecture: such as "LlamaForCausalLM".
-        parameters: how many.
-        dtype, device: such as "bfloat16", "cpu".
-        quantization: how linear layers' weights are kept: "none" (in dtype) or "int8".
+        parameters: how many it has.
+        dtype, device: such as "bfloat16" and "cpu".
+        quantization: how the weights of linear layers are stored: "none" (in dtype) or "int8".
         vocab_size: token ids are below this.
         eos_token_ids: the model's own end-of-sequence ids.
-        max_context_tokens: prompt and output of one request together: the lesser of the model's
-            context and what the KV cache can hold for one request.
+        max_context_tokens: the longest request, prompt and output together: the model's context, or
+            what the KV cache can hold for one request if that is less.
         default_sampling: what `model.generate` would use with the model's own generation config.
         max_running_requests: how many requests run at the same time.
         max_queue_size: how many may wait; 0: no limit.
-        heeds_priorities: whether the scheduling policy looks at requests' priorities; where it does
-            not, they are refused.
+        heeds_priorities: whether the scheduling policy uses priorities; if not, they are refused.
     """
 
     name: str
@@ -71,12 +69,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request was taken in.
+    """The answer to an accepted request.
 
     Attributes:
         queue_position: how many requests were waiting before it.
-        arrival: when it was taken in, in seconds of the engine process's monotonic clock: the
-            `Timings.arrival` that its end will show.
+        arrival: when it was accepted, in seconds of the engine process's monotonic clock; the same
+            as `Timings.arrival` in its `Finish`.
     """
 
     queue_position: int
@@ -86,19 +84,19 @@ class Admission:
 class EngineVerbs(Protocol):
     """What an engine can be asked to do: each method is a verb, and there are no others.
 
-    Arguments are given by place. They and the answer are annotated with types that msgspec can
-    check; an error that a verb raises is one of those in `engine.process.messages`.
+    Arguments are positional. They and the answer are annotated with types that msgspec can check; a
+    verb raises only errors that `engine.process.messages` lists.
     """
 
     async def submit(self, request: GenerationRequest) -> Admission:
-        """Take a request in, or refuse it at once. Its outputs may reach the sink before this
+        """Accept a request, or refuse it at once. Its outputs may reach the sink before this
         returns.
 
         Raises:
             InvalidRequestError: a field is wrong, or the prompt does not fit the context.
-            DuplicateRequestError: a request of that id is live.
+            DuplicateRequestError: a live request has the same id.
             QueueFullError: too many are waiting.
-            CompileQueueFullError: too many forms wait to be compiled.
+            CompileQueueFullError: too many grammars wait to be compiled.
             EngineUnavailableError: loading, or stopped.
         """
         ...
@@ -113,25 +111,25 @@ class EngineVerbs(Protocol):
         """End a choice with STOP, as of its first `num_tokens` tokens: a stop string was found
         there.
 
-        What was generated beyond them is not billed. Harmless for a request that has ended already.
-        The choice's `Finish` still arrives at the sink, and may carry another reason if it ended
-        by itself first.
+        Tokens beyond them are not billed. Harmless if the request has already ended. The choice's
+        `Finish` still arrives at the sink, and may carry another reason if it ended by itself
+        first.
         """
         ...
 
     async def hold(self, request_id: RequestId) -> None:
-        """Take no step for a request, with all its choices, until `unhold`: nobody reads what it
-        generates. A step that is under way still brings its tokens.
+        """Leave a request, with all its choices, out of all steps until `unhold`, because nobody
+        reads its output. A step that is already running still delivers its tokens.
 
-        It takes no place in the batch. Its KV stays until others need the room, and it is preempted
-        before any request that runs. It ends as any other: it can be cancelled, and its time limit
-        goes on. Harmless for a request that has ended, or is held.
+        A held request takes no place in the batch. Its KV stays until others need the room, and it
+        is preempted before any running request. It can be cancelled, and its time limit goes on.
+        Harmless if the request has ended or is already held.
         """
         ...
 
     async def unhold(self, request_id: RequestId) -> None:
-        """Let a held request go on where it was. Calls for one request take effect in their order.
-        Harmless for a request that has ended, or is not held.
+        """Let a held request go on where it was. Calls for one request take effect in order.
+        Harmless if the request has ended or is not held.
         """
         ...
 
@@ -144,9 +142,9 @@ class EngineVerbs(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Take no further step until `resume`. Returns when the last step is done: nothing touches
-        the model from then on. Live requests stay, new ones are accepted and wait, cancelled ones
-        end. Harmless when paused. An engine that is closed, or started again, is not paused.
+        """Take no further step until `resume`. Returns when the last step is done; from then on
+        nothing touches the model. Live requests stay, new ones are accepted and wait, cancelled
+        ones end. Harmless if paused. Closing or restarting the engine ends the pause.
 
         Raises:
             EngineUnavailableError: loading, or stopped.
@@ -154,7 +152,7 @@ class EngineVerbs(Protocol):
         ...
 
     async def resume(self) -> None:
-        """End a pause. Harmless where there is none.
+        """End a pause. Harmless if there is none.
 
         Raises:
             EngineUnavailableError: loading, or stopped.
@@ -162,8 +160,8 @@ class EngineVerbs(Protocol):
         ...
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. Returns when that is done; what running requests hold of them
-        they keep to their end.
+        """Forget all cached prefixes. Returns when that is done. Running requests keep the prefixes
+        that they hold until they end.
 
         Raises:
             EngineUnavailableError: loading, or stopped.
@@ -171,35 +169,35 @@ class EngineVerbs(Protocol):
         ...
 
     async def set_log_level(self, level: str) -> None:
-        """Set what the engine logs: "debug", "info", "warning" or "error". Stays in force when the
-        engine is started again. Works while it loads too.
+        """Set what the engine logs: "debug", "info", "warning" or "error". Still applies after a
+        restart of the engine. Also works while the model loads.
         """
         ...
 
 
 class EngineClient(EngineVerbs, Protocol):
-    """An engine, wherever it runs: its verbs, and its life. All methods are called on the event
-    loop on which `start` was called.
+    """An engine, in this process or another: its verbs, its start and its end. All methods are
+    called on the event loop on which `start` was called.
     """
 
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
-        """Load the model and begin to serve. Every accepted request's outputs go to `sink`.
+        """Load the model and begin to serve. The outputs of all requests go to `sink`.
 
         Raises:
             ModelRefusedError, InsufficientMemoryError, ConfigError: with the reason.
-            EngineUnavailableError: `close` was called meanwhile; loading ended at its next stage.
+            EngineUnavailableError: `close` was called while the model loaded.
         """
         ...
 
     async def close(self) -> None:
         """Stop at once: live requests end with ERROR (retryable). Returns when the engine's thread
-        has ended, and the thread that loads the model, which ends at its next stage.
+        has ended. Loading is given up at its next stage, and waited for too.
         """
         ...
 
     async def wait_failed(self) -> Exception:
-        """Wait until the engine is dead, and return why. Any number of tasks may wait; an engine
-        that is closed in good order never returns from here.
+        """Wait until the engine dies, and return why. Any number of tasks may wait. If the engine
+        is closed instead, this never returns.
         """
         ...
 

@@ -1,9 +1,8 @@
 """The engine's options: what each means, its bounds and its default.
 
-`ContinuousBatchingConfig` carries the option names that users of transformers' continuous batching
-know, with their meaning. What cannot be had on the device at hand is refused when a model is
-loaded, with the reason: no option is swallowed. `LoadConfig` says how a model is brought into
-memory.
+`ContinuousBatchingConfig` has the option names of transformers' continuous batching, with the same
+meaning. An option that the device does not support is refused when a model is loaded, with the
+reason; none is ignored. `LoadConfig` says how a model is loaded.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from engine.option_fields import check_bounds, option
 
 DEFAULT_BLOCK_SIZE = 256
 GROUP = "Model and engine"
-"""Where the server's help lists its flags for these options."""
+"""The heading of these options in the server's help."""
 CPU_TARGET_STEP_TIME = 0.25
-"""Seconds, on a CPU where target_step_time is None."""
+"""The default of target_step_time on a CPU, in seconds."""
 CUDA_TARGET_STEP_TIME = 0.05
-"""The same on CUDA."""
+"""The default of target_step_time on CUDA, in seconds."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "torch", "native", "triton", "varlen")
 Quantization = Literal["none", "int8"]
@@ -40,77 +39,76 @@ class ContinuousBatchingConfig:
 
     Attributes:
         block_size: tokens in one block of the KV cache; 1 to 4096.
-        page_size: another name of block_size, which newer versions of transformers use; moved there
-            when the config is made.
-        num_blocks: blocks for the layers with full attention; layers with a sliding window get as
-            many as their window needs, at most this many. None: from the memory that may be used
-            (see max_memory_percent).
+        page_size: the name of block_size in newer versions of transformers; copied there when the
+            config is made.
+        num_blocks: blocks for the layers with full attention. Layers with a sliding window get as
+            many as their window needs, at most this many. None: as many as max_memory_percent
+            allows.
         max_batch_tokens: most tokens computed in one step, prefill and decode together: the token
             budget. Longer prompts are cut in chunks of it. None: 1024 on a CPU, 8192 on CUDA.
-        max_memory_percent: the part of the memory that is free after the model was loaded, within
-            the container's limit, and on CUDA without what the largest step was seen to need, that
-            the KV cache may take; above 0, at most 1. None: 0.5 on a
-            CPU, on CUDA 0.9, or 0.8 where processors that need vocabulary-sized temporaries may be
-            used. On a CPU the cache takes less where the allowed concurrency needs less.
+        max_memory_percent: the fraction of the free memory that the KV cache may take; above 0, at
+            most 1. Free memory is what is left within the container's limit after the model is
+            loaded, on CUDA less what the largest step was measured to need. None: 0.5 on a CPU; on
+            CUDA 0.9, or 0.8 if processors that need vocabulary-sized temporaries may be used. On a
+            CPU the cache takes less if the allowed concurrency needs less.
         max_requests_per_batch: most requests that run at the same time. None: 64 on a CPU, 256 on
             CUDA.
-        max_blocks_per_request: the decode fast path, in which all requests of a step compute one
-            token, has block tables of up to this width; a step with a longer request takes the path
-            for varying lengths. 0 turns the fast path off. None: as wide as the longest request.
+        max_blocks_per_request: the widest block table of the decode fast path, which computes steps
+            of one token a request; a step with a longer request takes the path for varying lengths.
+            0 turns the fast path off. None: as wide as the longest request needs.
         allow_block_sharing: whether requests share the blocks of a common prefix, and blocks that
-            nobody holds keep their prefix until they are needed. It is allowed, not forced: a
-            model that cannot do it does without.
+            no request holds keep their prefix until they are needed. Ignored for a model that
+            cannot share blocks.
         use_async_batching: whether the next step is prepared and launched while the last one runs,
-            with two sets of input buffers. None: on CUDA yes, on a CPU no, where it gains nothing.
+            with two sets of input buffers. None: yes on CUDA, no on a CPU, where it gains nothing.
         use_cuda_graph: whether steps are captured as CUDA graphs and replayed: for both paths, or
-            (varlen, decode). None: on CUDA the decode path, elsewhere no. On other devices than
+            (varlen, decode). None: the decode path on CUDA, otherwise no. On devices other than
             CUDA, True is refused when the model is loaded.
-        q_padding_interval_size: the number of tokens of a step is padded to a multiple of this;
-            0: for steps that are captured, to a power of two up to 64, then to a multiple of 64;
-            for others not at all.
+        q_padding_interval_size: the number of tokens of a step is padded to a multiple of this. 0:
+            steps that are captured are padded to a power of two up to 64, then to a multiple of 64;
+            others not at all.
         kv_padding_interval_size: the length of the context that is read is padded to a multiple of
-            this many tokens; 0: for steps that are captured, to 256, 1024 or a multiple of 4096,
-            for others not at all.
-        max_cached_graphs: most captured graphs that are kept, the one that was not used for longest
-            goes first; 0: 32.
+            this many tokens. 0: steps that are captured are padded to 256, 1024 or a multiple of
+            4096; others not at all.
+        max_cached_graphs: most captured graphs that are kept; the least recently used one is
+            dropped first. 0: 32.
         varlen_compile_config, decode_compile_config: how torch.compile compiles the model for the
             path of varying lengths and for the decode fast path: a transformers CompileConfig, or
-            any object with its fields; None: the generation config's compile_config, else see
-            default_compile_level.
+            any object with its fields; None: the generation config's compile_config, else
+            default_compile_level decides.
         default_compile_level: how paths without a compile config of their own are compiled. 0: not
             at all; 1: mode "default", dynamic; 2: mode "max-autotune-no-cudagraphs", dynamic; 3:
             the same for fixed shapes.
         use_default_compile_configs: True is default_compile_level 3.
         scheduler_type: the name of a scheduling policy: "fifo", "prefill_first", "priority",
-            "fair", one that was registered (see `engine.scheduler`), or a class of your own by its
-            place, "package.module:Class".
-        target_step_time: about how many seconds a step takes in which requests decode, where it is
-            not the decoding alone that takes longer: the prompts beside them are cut in chunks
-            that the time is enough for, by what steps were measured to take. At least a block of
-            a prompt is computed, so that none waits for ever; steps in which nobody decodes are not
-            cut. 0: there is no such limit; above 0: 0.0001 to 3600. None: 0.25 on a CPU, 0.05 on
-            CUDA.
-        safety_margin: no waiting request is started that would leave less than this part of the
-            blocks free for the growth of the running ones; 0 to 1. None: the policy's own.
+            "fair", one that was registered (see `engine.scheduler.registry`), or your own class as
+            "package.module:Class".
+        target_step_time: target time, in seconds, of steps in which requests decode: prompts in the
+            same step are cut in chunks that fit, by the measured cost of earlier steps. At least a
+            block of one prompt is computed, so that no prompt waits for ever. Steps in which nobody
+            decodes are not limited. 0: no target; above 0: 0.0001 to 3600. None: 0.25 on a CPU,
+            0.05 on CUDA.
+        safety_margin: the fraction of the blocks that must stay free for the growth of the running
+            requests when a waiting one is started; 0 to 1. None: the policy's default.
         return_logprobs: whether outputs of the offline API carry the chosen tokens'
             log-probabilities.
-        seed: from which the seeds of requests that have none are drawn, in the order of their
-            arrival; None: from the system's randomness.
-        cpu_offload_space: GiB of host memory that are set aside for the KV of preempted requests;
-            what fits there is brought back instead of computed again. 0: none.
-        cpu_offload_space_safety_threshold: cpu_offload_space is cut to this part of the memory that
-            the container allows; above 0, at most 1.
-        max_queue_size: how many requests may wait; one more is refused at once. 0: no limit.
-        max_unread_results: how many results of one streaming request (of each of its choices) the
-            Python API keeps for a reader. Of more, the oldest is merged into the next one, which
-            has its tokens, too; the last one is always kept. 1 to 1,048,576.
-        max_unread_requests: how many requests (each choice counts) may have ended whose last result
-            nobody has read; from then on the Python API refuses further ones. 1 to 16,777,216.
-        per_request_processors: whether `add_request` takes sampling options of its own
-            (temperature, top_k, …). Off, they are refused, and all requests use the generation
-            config's.
+        seed: the seed from which requests without a seed get theirs, in the order of their arrival;
+            None: from the system's randomness.
+        cpu_offload_space: GiB of host memory for the KV of preempted requests; KV that fits there
+            is copied back instead of computed again. 0: none.
+        cpu_offload_space_safety_threshold: cpu_offload_space is limited to this fraction of the
+            container's memory; above 0, at most 1.
+        max_queue_size: how many requests may wait; beyond that, requests are refused at once. 0: no
+            limit.
+        max_unread_results: how many unread results of each choice of a streaming request the Python
+            API keeps. Beyond that, the oldest is merged into the next one, which also has its
+            tokens; the last one is always kept. 1 to 1,048,576.
+        max_unread_requests: how many choices may have ended without their last result being read;
+            beyond that, the Python API refuses further requests. 1 to 16,777,216.
+        per_request_processors: whether `add_request` accepts sampling options (temperature, top_k,
+            …). If not, all requests use those of the generation config.
         drop_unsupported_processors: what to do with options of a generation config that this engine
-            does not do: True drops them with a warning, False raises.
+            does not support: True drops them with a warning, False raises.
     """
 
     block_size: int = option(
@@ -292,7 +290,9 @@ class ContinuousBatchingConfig:
 
 
 def target_step_time(config: ContinuousBatchingConfig, device: str) -> float:
-    """Seconds at which steps with decodes aim on a kind of device; 0: there is no target."""
+    """The target time, in seconds, of steps in which requests decode, on this type of device; 0:
+    none.
+    """
     if config.target_step_time is not None:
         return config.target_step_time
     return CPU_TARGET_STEP_TIME if device == "cpu" else CUDA_TARGET_STEP_TIME
@@ -300,42 +300,41 @@ def target_step_time(config: ContinuousBatchingConfig, device: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """How a model is brought into memory. Raises ConfigError for a value out of bounds.
+    """How a model is loaded. Raises ConfigError for a value out of bounds.
 
     Attributes:
-        dtype: the type of the weights; "auto": the one that the checkpoint names.
+        dtype: the type of the weights; "auto": the checkpoint's.
         device: "auto" (cuda where there is one, else cpu), "cpu", "cuda" or "cuda:N".
-        threads: CPU threads for the model. None: the CPUs that this process may use: its affinity,
-            and the quota of its container.
+        threads: CPU threads for the model. None: as many as the CPUs that this process may use, by
+            its affinity and its container's quota.
         attention: what computes attention. "torch": plain torch, the reference, on any device;
-            "native": the C++ kernels for CPUs, refused where they were not built; "triton": the
-            kernels for CUDA devices, refused where Triton does not work; "varlen": torch's own
-            FlashAttention for CUDA devices, from torch 2.12 on, refused but for 16-bit types,
-            blocks of a multiple of 256 tokens, heads of one size up to 256, and layers without
-            softcap or sinks; "package.module:Class": a subclass of
-            `engine.attention.base.AttentionBackend`, made without arguments; "auto": native on a
-            CPU; on CUDA triton, else varlen; where none of these can be had, torch; and a line in
-            the log that says which.
-        quantization: "int8": the weights of bfloat16 linear layers are kept, on a CPU, as whole
-            numbers from -127 to 127 with a scale for each output: half the memory, and up to twice
-            the speed of a single request, for results that differ a little
-            (docs/performance.md). Refused where it cannot be done. "none": as the checkpoint has
-            them.
-        pack_weights: whether the weights of bfloat16 linear layers are put, on a CPU, in the order
-            in which its kernel reads them. Numbers stay what they are, and so does the memory.
-            True: packed, or refused where they cannot be; None: where it pays, which a line in the
-            log says. Only models that are loaded from disk are packed.
-        fuse_layers: whether a model's layers are fused. In bfloat16 on a CPU: what stands between
-            its matrix products (norms, gates, rotary embeddings) is computed by one kernel each;
-            results differ by the order of sums and the last bits of e^x. Elsewhere: queries, keys
-            and values are one matrix product, and so are the two halves of a gated layer; results
-            differ by the order of sums at most, and the memory stays what it is. True: fused, or
-            refused where it cannot be; None: on CUDA, and where kernels pay on a CPU. Only what is
-            shown, at load, to compute the same is exchanged, and a line in the log says what; only
-            models that are loaded from disk are changed.
-        tensor_parallel: "auto": the model is divided among the processes that torchrun started, as
-            transformers' tensor-parallel plan of the model says (docs/tensor-parallelism.md); each
-            takes the device of its own. "none": this process has all of it.
+            "native": the C++ kernels for CPUs, refused if they were not built; "triton": the
+            kernels for CUDA devices, refused if Triton does not work; "varlen": torch's own
+            FlashAttention for CUDA devices, which needs torch 2.12, 16-bit types, blocks of a
+            multiple of 256 tokens, heads of one size up to 256, and layers without softcap or
+            sinks; "package.module:Class": a subclass of `engine.attention.base.AttentionBackend`,
+            made without arguments; "auto": native on a CPU; on CUDA triton, else varlen; torch if
+            none of these is available. A line in the log says which.
+        quantization: "int8": on a CPU, the weights of bfloat16 linear layers are stored as integers
+            from -127 to 127 with a scale for each output. This takes half the memory and makes a
+            single request up to twice as fast; results differ a little (docs/performance.md).
+            Refused if it is not possible. "none": the weights are those of the checkpoint.
+        pack_weights: whether, on a CPU, the weights of bfloat16 linear layers are stored in the
+            order in which the kernel reads them. Values and memory use do not change. True: packed,
+            or refused if that is not possible; None: if it pays, which a line in the log says. Only
+            models that are loaded from disk are packed.
+        fuse_layers: whether a model's layers are fused. In bfloat16 on a CPU, the operations
+            between matrix products (norms, gates, rotary embeddings) are computed by one kernel
+            each; results differ by the order of sums and the last bits of e^x. Otherwise, queries,
+            keys and values are computed as one matrix product, and so are the two halves of a gated
+            layer; results differ by the order of sums at most, and memory use does not change.
+            True: fused, or refused if that is not possible; None: on CUDA, and on a CPU if the
+            kernels pay. A module is replaced only if a check at load shows that it computes the
+            same; a line in the log says which were. Only models that are loaded from disk are
+            changed.
+        tensor_parallel: "auto": the model is split across the processes that torchrun started, by
+            its tensor-parallel plan in transformers (docs/tensor-parallelism.md); each uses its own
+            device. "none": this process has the whole model.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
@@ -419,7 +418,7 @@ class LoadConfig:
             self._check_parallel()
 
     def _check_parallel(self) -> None:
-        """Refuse what goes with one process alone."""
+        """Refuse options that a split model does not support."""
         reason = "and tensor_parallel is auto: the weights of a divided model stay as they are; "
         if self.quantization != "none":
             raise ConfigError(
@@ -440,11 +439,11 @@ class LoadConfig:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where this process stands among those that torchrun started.
+    """This process's place among those that torchrun started.
 
     Attributes:
-        rank, world_size: its number among all of them, from 0, and how many they are.
-        local_rank, local_world_size: the same among those on this machine.
+        rank, world_size: its number among all of them, from 0, and how many there are.
+        local_rank, local_world_size: the same for the processes on this machine.
     """
 
     rank: int
@@ -454,10 +453,11 @@ class RankPlace:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> RankPlace | None:
-        """What torchrun says in the environment; None: this process was not started by it.
+        """Read torchrun's variables from the environment; None: torchrun did not start this
+        process.
 
         Raises:
-            ConfigError: what the environment says cannot be.
+            ConfigError: the variables contradict each other, or are not numbers.
         """
         if "RANK" not in environ or "WORLD_SIZE" not in environ:
             return None
@@ -483,13 +483,13 @@ class RankPlace:
 
 
 def engine_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of an engine's process of its own.
+    """The environment for an engine in a process of its own.
 
-    A step is some hundred short parallel regions, and a thread that waits for the others of its
-    region spins first: GNU OpenMP (torch's) lets it do so for milliseconds. Where other processes
-    want the CPUs, such as a front end under load, those that spin keep the one that all wait for
-    from running, and a step takes up to a hundred times as long. A tenth of a millisecond is
-    longer than regions are apart. What the operator has set stays.
+    A step runs hundreds of short parallel regions. At the end of each, threads wait for the slowest
+    one by spinning, in GNU OpenMP (torch's) for milliseconds. If other processes need the CPUs,
+    such as a front end under load, the spinning threads keep the slowest one from running, and a
+    step takes up to a hundred times as long. So spinning is limited to a tenth of a millisecond,
+    which is longer than the time between regions. The operator's own settings take precedence.
     """
     if "GOMP_SPINCOUNT" in environ or "OMP_WAIT_POLICY" in environ:
         return dict(environ)

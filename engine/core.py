@@ -4,15 +4,15 @@
                                           ▲                                              │
                                           └── collect: append, fork, finish, free ◀──────┘
 
-Without overlap a step is collected as soon as it was launched. With overlap the next one is
-scheduled and launched first: each request that samples then carries a PENDING_TOKEN, whose value
-the runner takes over on the device. A request whose token turns out to end it has been computed
-once too often; that token is dropped, never delivered.
+Without overlap, a step is collected right after its launch. With overlap, the next step is
+    scheduled and launched first: each request that samples then carries a PENDING_TOKEN, whose
+    value the runner fills in on the device. If the token ends its request, the next step has
+    computed one token too many for it; that one is dropped.
 
-The runner is injected: a real one drives the device, a scripted one drives tests by the thousand.
-Whatever the runner raises ends the requests of that batch with an error, and only them. Where it
-raises while it launches, the results of the step before are taken first; where it raises in the
-results, the step that was launched since goes on, without the requests that ended.
+The runner is injected: a real one drives the device, a scripted one drives most tests. If the
+    runner raises, only the requests of that batch end with an error. If it raises at launch, the
+    results of the step before are still collected; if it raises in the results, the next step,
+    already launched, goes on without the requests that ended.
 """
 
 from __future__ import annotations
@@ -45,18 +45,17 @@ from engine.types import RequestId, RequestKey, TokenId
 logger = logging.getLogger(__name__)
 
 MatcherFactory = Callable[[], TokenMatcher]
-"""Makes a matcher at the beginning of a grammar, one for each choice."""
+"""Makes a matcher for a grammar, at its start; called once for each choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """A step whose results were not collected yet.
+    """A step whose results have not been collected yet.
 
     Attributes:
-        batch, pending: what is computed, and where the results come from.
+        batch, pending: what is computed, and the handle to its results.
         launched: monotonic seconds.
-        void: the requests of which it says nothing true, since a step before it failed to copy
-            their blocks.
+        void: requests whose results are wrong, because an earlier step failed to copy their blocks.
     """
 
     batch: ScheduledBatch
@@ -80,8 +79,8 @@ class EngineCore:
         """Wire a core.
 
         Args:
-            scheduler, runner: what decides a step, and what computes it.
-            max_context_tokens: the longest request, prompt and output.
+            scheduler, runner: decides a step, and computes it.
+            max_context_tokens: the longest request, prompt and output together.
             overlap: whether the next step is scheduled and launched before the last one's tokens
                 are on the host.
             clock: monotonic seconds.
@@ -106,7 +105,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything. Not where all live requests are held: then see
+        """Whether a step would do anything. False if all live requests are held: then call
         `end_overdue`.
         """
         return self.scheduler.has_requests or bool(self._live.outputs) or bool(self._in_flight)
@@ -119,12 +118,12 @@ class EngineCore:
     def add(
         self, spec: GenerationRequest, arrival: float, make_matcher: MatcherFactory | None = None
     ) -> None:
-        """Take in a request that admission has checked.
+        """Add a request that admission has checked.
 
         Args:
             spec: the request.
             arrival: monotonic seconds.
-            make_matcher: where the request has a grammar. What it raises ends the request with an
+            make_matcher: given if the request has a grammar. If it raises, the request ends with an
                 error.
         """
         limit = min(len(spec.prompt) + spec.stop.max_tokens, self.max_context_tokens)
@@ -160,8 +159,8 @@ class EngineCore:
         return True
 
     def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> bool:
-        """End a choice with STOP as of its first `num_tokens` output tokens. False: it is not
-        live.
+        """End a choice with STOP as of its first `num_tokens` output tokens. False: the request is
+        not live.
         """
         live = self._live.by_id.get(request_id)
         request = None if live is None else live.choices.get(choice)
@@ -175,9 +174,9 @@ class EngineCore:
         return True
 
     def hold(self, request_id: RequestId) -> bool:
-        """Take no step for a request, with all its choices, until `unhold`; what was launched for
-        it brings its tokens all the same. It keeps its blocks until others need them. False: not
-        live, or held already.
+        """Leave a request, with all its choices, out of all steps until `unhold`; a step that was
+        already launched still delivers its tokens. It keeps its blocks until others need them.
+        False: not live, or already held.
         """
         return self._live.hold(request_id)
 
@@ -197,8 +196,8 @@ class EngineCore:
             self._live.fail(live, failure)
 
     def end_overdue(self) -> float | None:
-        """End the requests whose time limits have passed, as `step` does; for when no step is
-        taken. Returns after how many seconds the next one may; None: no live request has a limit.
+        """End the requests whose time limits have passed, as `step` does; for times when no step is
+        taken. Returns in how many seconds the next limit may pass; None: no live request has one.
         """
         now = self.clock()
         self._live.end_overdue(now)
@@ -208,8 +207,8 @@ class EngineCore:
     # ---- a step --------------------------------------------------------------------------------
 
     def step(self) -> StepOutputs:
-        """Compute one batch. Also returns the ends of requests that were cancelled or ran out of
-        time since.
+        """Compute one batch. The outputs include the ends of requests that were cancelled or ran
+        out of time since the last step.
         """
         now = self.clock()
         self._live.end_overdue(now)
@@ -231,8 +230,8 @@ class EngineCore:
         return self.take_outputs()
 
     def settle(self) -> None:
-        """Wait for the step that is still running, if one is; then nothing touches the model until
-        the next `step`. What it brought comes with the next outputs.
+        """Wait for the running step, if there is one; then nothing touches the model until the next
+        `step`. Its results come with the next outputs.
         """
         while self._in_flight:
             self._collect()
@@ -282,7 +281,7 @@ class EngineCore:
         )
 
     def _launch(self, batch: ScheduledBatch, now: float) -> bool:
-        """Begin a batch. An exception fails the batch's requests, and the loop goes on.
+        """Launch a batch. If that raises, the batch's requests fail and the engine goes on.
 
         Raises:
             RanksLostError: nothing can be computed any more.
@@ -316,7 +315,9 @@ class EngineCore:
         self._take(step, sampled)
 
     def _step_failed(self, batch: ScheduledBatch, error: Exception) -> None:
-        """End a failed batch's requests; others whose blocks it should have copied begin anew."""
+        """End a failed batch's requests; requests whose blocks it should have copied start
+        again.
+        """
         error_id = new_error_id()
         logger.error(
             "error %s: a step of %d requests failed; they end with an error, the others go on",
@@ -351,14 +352,14 @@ class EngineCore:
             token = next(tokens) if samples else None
             token_logprobs = next(logprobs) if samples and logprobs is not None else None
             if request.status.is_terminal or request.key in step.void:
-                continue  # it ended, or lost its blocks, while the step ran
+                continue  # the request ended, or lost its blocks, while the step ran
             live = self._live.by_id[request.request_id]
             if samples and not live.is_forked:
                 self._fork(live, request)
             self.scheduler.computed(part)
             if not live.is_prompt_reported:
                 known = sampled.prompt_logprobs.get(request.key, ())
-                # What was computed before a preemption is not taken again.
+                # Results from before a preemption are dropped.
                 done = len(request.prompt_logprobs)
                 request.prompt_logprobs.extend(known[max(0, done - start) :])
             if token is not None:
@@ -366,7 +367,7 @@ class EngineCore:
         self._measure(step, num_prompt_tokens, now)
 
     def _measure(self, step: _LaunchedStep, num_prompt_tokens: int, now: float) -> None:
-        """Record how long a step took, and with how much. `now`: monotonic seconds."""
+        """Record the duration and size of a step. `now`: monotonic seconds."""
         self._prompt_tokens += num_prompt_tokens
         self._last_step_s = now - step.launched
         num_tokens = step.batch.num_tokens
@@ -376,7 +377,7 @@ class EngineCore:
             num_prompt_tokens=num_prompt_tokens,
             num_decode_tokens=num_tokens - num_prompt_tokens,
         )
-        # A step that was launched behind another began when that one was over.
+        # A step that was launched while another ran began when that one ended.
         seconds = now - max(step.launched, self._last_collect)
         is_decode = num_tokens > num_prompt_tokens
         self._decode_steps += is_decode
@@ -392,13 +393,12 @@ class EngineCore:
         logprobs: TokenLogprobs | None,
         now: float,
     ) -> None:
-        """Take the token that was sampled for a position of a live choice."""
+        """Append the token that was sampled for a live choice."""
         if token == INVALID_TOKEN:
             self._live.fail_at_token(live, request, why_no_token(request))
             return
         if position >= request.max_total_tokens:
-            # Nothing may be generated: max_tokens is 0. The prompt was processed, the sampled token
-            # is not wanted.
+            # max_tokens is 0: the prompt was processed, and the sampled token is dropped.
             prompt_done, prompt_logprobs = self._report_prompt(live, request)
             self._live.outputs.append(
                 RequestOutput(
@@ -449,7 +449,9 @@ class EngineCore:
     def _reason_to_end(
         self, request: Request, position: int, token: TokenId
     ) -> FinishReason | None:
-        """Why a choice ends with its new token; ERROR: its grammar does not allow the token."""
+        """Why a choice ends with its new token, if it does; ERROR: its grammar does not allow the
+        token.
+        """
         if token in request.ending_token_ids:
             return FinishReason.STOP
         if request.matcher is not None:
@@ -465,7 +467,7 @@ class EngineCore:
     def _report_prompt(
         self, live: LiveRequest, request: Request
     ) -> tuple[int | None, tuple[TokenLogprobs, ...] | None]:
-        """What to say of the prompt, the first time that it was processed whole."""
+        """What to report about the prompt when it was first processed completely."""
         if live.is_prompt_reported:
             return None, None
         live.is_prompt_reported = True
@@ -475,13 +477,13 @@ class EngineCore:
         return request.num_cached_tokens, logprobs if wanted else None
 
     def _fork(self, live: LiveRequest, parent: Request) -> None:
-        """Let the other choices begin, the first time that the prompt was processed whole.
+        """Start the other choices when the prompt was first processed completely.
 
-        Comes before the step is recorded as computed: then the blocks are still there that the
-        last prompt token, which each choice computes for itself, can see.
+        Called before the step is recorded as computed. Each choice computes the last prompt token
+        for itself, and the blocks that this token attends to are still held until then.
         """
         if parent.num_prompt_tokens >= parent.max_total_tokens:
-            return  # nothing may be generated, all choices end
+            return  # max_tokens is 0, so all choices end
         live.is_forked = True
         children = [request for request in live.choices.values() if request is not parent]
         self.scheduler.fork(parent, children)
@@ -490,7 +492,9 @@ class EngineCore:
                 self.scheduler.hold(child)
 
     def _end_hopeless(self, now: float) -> None:
-        """End what the policy gives up. Choices that run already may go on to the limit."""
+        """End the waiting requests that the policy gives up. Choices that already run may go on to
+        the time limit.
+        """
         for request in self.scheduler.take_hopeless(now):
             live = self._live.by_id[request.request_id]
             if live.is_forked:
@@ -499,12 +503,12 @@ class EngineCore:
                 self._live.end_all(live, FinishReason.TIME_LIMIT)
 
     def _check_idle(self) -> None:
-        """Nothing runs and nothing could be launched. If the head of the queue does not even fit
-        alone, which admission should have refused, it ends.
+        """Handle an empty step. If nothing runs and the head of the queue still does not fit, it
+        ends; admission should have refused it.
 
         Raises:
-            RuntimeError: there are running requests. A policy that leaves them out of an empty step
-                would do so for ever.
+            RuntimeError: there are running requests, and the policy chose none; it would do so for
+                ever.
         """
         if self.scheduler.running:
             raise RuntimeError("the scheduling policy chose nothing of what runs")

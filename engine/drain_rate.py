@@ -1,15 +1,14 @@
-"""How fast something leaves what is full, and so when to come again.
+"""Estimates how fast a full queue drains, to tell refused callers when to try again.
 
     left ──▶ amounts, by slices of the window ──▶ a rate
     advise(missing, claim) = (what is missing + what others were told to come for) / rate
 
-The engine's queue, and each limit of the service (`service.admission`), has one. What is counted is
-the caller's: requests, tokens, bytes.
+The engine's queue has one, and so has each limit of the service (`service.admission`). It counts
+whatever its user counts: requests, tokens or bytes.
 
-Whoever is refused is told when to come again, and is counted from then until that time: the next
-one is told a later time, as if they stood in a line. So as many come at a time as there is room for
-then, and not all of them when the first of them could. Nothing is kept for anybody: who comes
-without having been told takes what is free.
+Each refused caller is told when to try again and is counted until that time, so the next one is
+    told a later time, as in a line. So callers come back as room becomes free, not all at once.
+    Nothing is reserved: a caller that comes without such advice takes whatever is free.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ from collections import deque
 from collections.abc import Callable
 
 WINDOW_S = 10.0
-"""What left longer ago says nothing of now."""
+"""Departures older than this are not counted."""
 SLICE_S = 0.5
 """How finely the window slides."""
 MIN_DELAY_S = 0.05
-"""The shortest advice: a caller must not spin."""
+"""The shortest delay that is advised, so that callers do not spin."""
 MAX_DELAY_S = 120.0
 """The longest advice."""
 UNKNOWN_DELAY_S = 0.25
-"""The advice where nothing has left yet, at first; it grows with how long nothing does."""
+"""The first advice while no rate is known; it grows with the time in which nothing leaves."""
 MARGIN = 0.1
-"""How much later than by the rate anybody is told to come, as a part: no rate is exact."""
+"""The fraction by which the advice is longer than the rate says, because no rate is exact."""
 JITTER = 0.1
-"""As a part of the advice, at most: callers do not come at the same moment. 1 where no rate is
-known.
+"""The largest random addition, as a fraction of the advice, so that callers do not come back at the
+same moment. 1 if no rate is known.
 """
 _CLAIM_SLICE_S = 0.25
-"""How finely it is known when those who were told to come will be there."""
+"""The resolution of the times at which advised callers are expected."""
 
 
 class DrainRate:
-    """What left within the last WINDOW_S seconds, and who was told to come. One thread at a time;
-    O(1) for each that leaves; bounded memory, however many are refused.
+    """What left within the last WINDOW_S seconds, and how much was told to come back. Used by one
+    thread at a time. O(1) for each departure; memory is bounded, however many are refused.
 
-    A rate is of the time in which so much was there that its like leaves when it is full: `begin`
-    says when that begins. It is measured from the first that leaves then (how long that one took
-    says nothing of how many follow), for SLICE_S at least.
+    The rate is only measured while enough is there for it to be that of a full queue: `begin` tells
+        when that starts. It is measured from the first departure after that (the time before it
+        says nothing about the rate), for at least SLICE_S.
     """
 
     __slots__ = ("_claimed", "_claims", "_clock", "_jitter", "_last", "_since", "_slices")
@@ -55,7 +54,7 @@ class DrainRate:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`clock`: monotonic seconds. `jitter`: a number from 0 to 1, another one each time."""
+        """`clock`: monotonic seconds. `jitter`: returns a random number from 0 to 1."""
         self._clock = clock
         self._jitter = jitter
         self._slices: deque[tuple[float, float]] = deque()  # when it began, what left in it
@@ -65,13 +64,13 @@ class DrainRate:
         self._claimed = 0.0  # all of them
 
     def begin(self) -> None:
-        """From now on there is much."""
+        """Start to measure: the queue is now full enough."""
         self._slices.clear()
         self._since = None
         self._last = self._clock()
 
     def left(self, amount: float = 1.0) -> None:
-        """This much has left."""
+        """Count a departure."""
         now = self._last = self._clock()
         if self._since is None:
             self._since = now
@@ -86,13 +85,13 @@ class DrainRate:
         self._forget(now)
 
     def advise(self, missing: float, claim: float, before: float | None = None) -> float:
-        """When somebody who is refused now should come again: in MIN_DELAY_S to MAX_DELAY_S.
+        """In how many seconds a caller that is refused now should try again: MIN_DELAY_S to
+        MAX_DELAY_S.
 
         Args:
             missing: how much must leave before there is room.
-            claim: how much whoever is told this will take then.
-            before: how much of what others were told to come for has its turn before, at most;
-                None: all of it.
+            claim: how much this caller will take then.
+            before: the most of the others' claims that goes before this one; None: all of them.
         """
         now = self._clock()
         self._forget(now)
@@ -104,7 +103,7 @@ class DrainRate:
         line = self._claimed if before is None else min(self._claimed, before)
         delay = (missing + line) * measured / gone
         delay = max(delay * (1 + MARGIN + JITTER * self._jitter()), MIN_DELAY_S)
-        if delay > MAX_DELAY_S:  # told to come, but not for certain to find room
+        if delay > MAX_DELAY_S:  # advised, but not certain to find room
             return MAX_DELAY_S * (1 - JITTER * self._jitter())
         self._claim(now + delay, claim)
         return delay

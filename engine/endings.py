@@ -1,7 +1,7 @@
-"""The record of the requests that live: which are held, how they end, and what is said of an end.
+"""The record of the live requests: which are held, how they end, and what is reported of an end.
 
-Whatever the cause (a token, a command, a time limit, a failure), a choice ends in `close`, once,
-and with it goes all that the scheduler and the runner keep of it.
+Whatever the cause (a token, a command, a time limit, a failure), a choice ends in `close`, once.
+The scheduler and the runner then drop all that they keep of it.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ STATUS_OF = {
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request with the choices of it that have not ended.
+    """A request and those of its choices that have not ended.
 
     Attributes:
         spec: what was asked for.
-        choices: by index; empty once the request has ended.
-        is_forked: whether all choices have begun (or all end); until then, the first one computes
+        choices: the live choices by index; empty once the request has ended.
+        is_forked: whether all choices have started (or all end); until then, the first one computes
             the prompt.
         is_prompt_reported: whether an output has said that the prompt was processed.
-        is_held: whether no step takes its choices, those that have not begun included.
+        is_held: whether its choices are left out of all steps, also those that have not started.
     """
 
     spec: GenerationRequest
@@ -74,7 +74,7 @@ def describe_end(
     *,
     stop_token_id: TokenId | None = None,
 ) -> Finish:
-    """How a choice ended. `now`: monotonic seconds."""
+    """Describe how a choice ended. `now`: monotonic seconds."""
     return Finish(
         reason=reason,
         usage=Usage(
@@ -95,11 +95,11 @@ def describe_end(
 
 
 def describe_failure(requests: Sequence[Request], now: float, failure: RequestFailure) -> Finish:
-    """How a request failed.
+    """Describe how a request failed.
 
     Args:
-        requests: the choices that had not ended, at least one. Their tokens are counted together,
-            since the others say nothing more; the timings are the first one's.
+        requests: the choices that had not ended, at least one. Their tokens are added up, because
+            this is the request's last output; the timings are the first one's.
         now: monotonic seconds.
         failure: why.
     """
@@ -110,7 +110,7 @@ def describe_failure(requests: Sequence[Request], now: float, failure: RequestFa
 
 
 def why_no_token(request: Request) -> str:
-    """What to tell of a choice for which no token could be chosen."""
+    """The error message for a choice for which no token could be chosen."""
     if request.matcher is not None:
         return _NO_TOKEN_FITS
     sampling = request.spec.sampling
@@ -120,21 +120,21 @@ def why_no_token(request: Request) -> str:
 
 
 def new_error_id() -> str:
-    """A short random name under which a cause stands in the log."""
+    """A short random name by which the cause is found in the log."""
     return secrets.token_hex(6)
 
 
 class LiveRequests:
-    """The requests that have not ended, and the only way in which they do.
+    """The requests that have not ended. They end only through this class.
 
     Attributes:
         by_id: the live requests.
-        outputs: what is to be delivered next.
+        outputs: to be delivered next.
         num_accepted, num_finished, num_holds: since the start.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float]) -> None:
-        """`scheduler`, `runner`: told of each choice that ends. `clock`: monotonic seconds."""
+        """`scheduler`, `runner`: notified of each choice that ends. `clock`: monotonic seconds."""
         self.by_id: dict[RequestId, LiveRequest] = {}
         self.outputs: list[RequestOutput] = []
         self.num_accepted = 0
@@ -146,7 +146,7 @@ class LiveRequests:
         self._deadlines: list[tuple[float, int, LiveRequest]] = []  # heap; ended ones stay a while
 
     def add(self, spec: GenerationRequest, choices: dict[int, Request]) -> LiveRequest:
-        """Take in a request, with its choices by index."""
+        """Add a request, with its choices by index."""
         live = LiveRequest(spec, choices, is_forked=len(choices) == 1)
         self.by_id[spec.request_id] = live
         self.num_accepted += 1
@@ -156,8 +156,8 @@ class LiveRequests:
         return live
 
     def hold(self, request_id: RequestId) -> bool:
-        """Take a request, with all its choices, out of all steps. False: not live, or held
-        already.
+        """Leave a request, with all its choices, out of all steps. False: not live, or already
+        held.
         """
         live = self.by_id.get(request_id)
         if live is None or live.is_held:
@@ -185,8 +185,8 @@ class LiveRequests:
         return outputs
 
     def fail_at_token(self, live: LiveRequest, request: Request, what: str) -> None:
-        """End one request because of a choice's token: on account of its form, if that cannot be
-        followed any more, else with `what`.
+        """End one request because of a choice's token. If its grammar can no longer be followed,
+        the error says so; otherwise it is `what`.
         """
         if request.matcher is not None and request.matcher.failure is not None:
             self.fail_form(live, request.matcher.failure)
@@ -194,7 +194,7 @@ class LiveRequests:
             self.fail_alone(live, what)
 
     def fail_form(self, live: LiveRequest, description: str) -> None:
-        """End one request because of its form. `description`: what is wrong, and what to do."""
+        """End one request because of its grammar. `description`: what is wrong, and what to do."""
         grammar = live.spec.grammar
         field = "grammar" if grammar is None else f"grammar.{grammar.kind.value}"
         error_id = new_error_id()
@@ -202,14 +202,14 @@ class LiveRequests:
         self.fail(live, RequestFailure(f"{field}: {description}", error_id, field=field))
 
     def fail_alone(self, live: LiveRequest, what: str, error: Exception | None = None) -> None:
-        """End one request with an error that is its own."""
+        """End one request with an error that affects no other."""
         error_id = new_error_id()
         logger.error("error %s: %s: %s", error_id, live.spec.request_id, what, exc_info=error)
         self.fail(live, RequestFailure(message=f"{what} (error {error_id})", error_id=error_id))
 
     def fail(self, live: LiveRequest, failure: RequestFailure) -> None:
-        """End a request with an error: one output, whatever was to come of its choices."""
-        live.is_forked = True  # no choice takes over from another
+        """End a request with an error: one output for all its choices."""
+        live.is_forked = True  # so that no other choice takes over the prompt
         requests = tuple(live.choices.values())
         for request in requests:
             self.close(live, request, FinishReason.ERROR)
@@ -223,7 +223,7 @@ class LiveRequests:
         )
 
     def end_overdue(self, now: float) -> None:
-        """End the requests whose time limits have passed, held ones too. `now`: monotonic
+        """End the requests, held ones included, whose time limits have passed. `now`: monotonic
         seconds.
         """
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -232,12 +232,12 @@ class LiveRequests:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `end_overdue` may have something to do next, monotonic seconds; None: never."""
+        """When `end_overdue` may next have something to do, in monotonic seconds; None: never."""
         return self._deadlines[0][0] if self._deadlines and self.by_id else None
 
     def end_all(self, live: LiveRequest, reason: FinishReason) -> None:
         """End a request's live choices now, with an output each."""
-        live.is_forked = True  # no choice takes over from another
+        live.is_forked = True  # so that no other choice takes over the prompt
         for request in list(live.choices.values()):
             self.end(live, request, reason)
 
@@ -254,7 +254,9 @@ class LiveRequests:
         )
 
     def close(self, live: LiveRequest, request: Request, reason: FinishReason) -> None:
-        """Take a choice out of everything that knows it. The only way in which one ends."""
+        """Remove a choice from the scheduler, the runner and this record. Every choice ends
+        here.
+        """
         leads = not live.is_forked and request is next(iter(live.choices.values()))
         del live.choices[request.choice]
         if not live.choices:
@@ -265,7 +267,8 @@ class LiveRequests:
         self._runner.release(request.key)
         request.status = STATUS_OF[reason]
         if leads and live.choices:
-            # The one that computes the prompt ends before the others began: the next one does.
+            # The choice that computes the prompt ends before the others started: the next one takes
+            # over.
             successor = next(iter(live.choices.values()))
             if request.first_scheduled is None:
                 self._scheduler.add(successor)
@@ -275,7 +278,7 @@ class LiveRequests:
                 self._scheduler.hold(successor)
 
     def _tidy_deadlines(self) -> None:
-        """Drop the deadlines of ended requests when they are the most. O(1), amortised."""
+        """Drop the deadlines of ended requests once they are the majority. O(1), amortised."""
         if len(self._deadlines) > 2 * len(self.by_id) + 64:
             self._deadlines = [entry for entry in self._deadlines if entry[2].choices]
             heapq.heapify(self._deadlines)

@@ -1,8 +1,8 @@
 """The engine's errors: one class per cause, raised where the cause is known.
 
 A message says which field is wrong, which bound it broke and what to do about it; it is safe to
-show to the caller. What went wrong inside is logged, never put into a message. The service maps
-these classes to gRPC codes in one table.
+show to the caller. Internal causes are logged, never put into a message. The service maps these
+classes to gRPC codes in one table.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ class HeadraceError(Exception):
     """Base of all errors that Headrace raises on purpose. `str(error)` may be shown to a caller.
 
     Attributes:
-        mentions: the options that the text names, as the configs call them: whoever shows it to
-            somebody who knows them by other names exchanges these.
+        mentions: the config options that the text names. Code that shows the text where these have
+            other names, such as flags, replaces them.
     """
 
     mentions: tuple[str, ...] = ()
 
     def naming(self, *options: str) -> Self:
-        """This error, whose text names these options."""
+        """Record that this error's text names these options, and return the error."""
         self.mentions = options
         return self
 
@@ -37,9 +37,9 @@ class ConfigError(HeadraceError):
 
 
 class InvalidRequestError(HeadraceError):
-    """A field of a request is wrong. `field` is its path in the engine's own words, those of
-    `GenerationRequest` and of the Python API's options: `stop.max_tokens`, `prompt[3]`. A service
-    that knows fields by other names translates it.
+    """A field of a request is wrong. `field` is its path in the engine's own names, those of
+    `GenerationRequest` and of the Python API's options: `stop.max_tokens`, `prompt[3]`. The service
+    translates it into its own names.
     """
 
     def __init__(self, field: str, message: str) -> None:
@@ -49,7 +49,7 @@ class InvalidRequestError(HeadraceError):
 
 
 class UnsupportedFeatureError(HeadraceError):
-    """A field of a request asks for something that this engine does not do yet."""
+    """A field of a request asks for something that this engine does not support yet."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -58,7 +58,7 @@ class UnsupportedFeatureError(HeadraceError):
 
 
 class DuplicateRequestError(HeadraceError):
-    """A request of that id is live."""
+    """A live request has the same id."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(
@@ -82,10 +82,9 @@ class QueueFullError(HeadraceError):
     """Too many requests are waiting.
 
     Attributes:
-        limit, present: how many may wait, and how many do.
-        retry_after_s: when to try again, in seconds.
-        held, share: how many of the caller wait, and how many are its share while others want
-            theirs; None: that is not why it is refused.
+        limit, present: how many may wait, and how many do. retry_after_s: when to try again, in
+            seconds. held, share: how many of the caller's requests wait, and how many may while
+            others want their share; None: the caller's share is not the reason.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class QueueFullError(HeadraceError):
         held: int | None = None,
         share: int | None = None,
     ) -> None:
-        """`present`: None: as many as may."""
+        """`present`: None: as many as `limit`."""
         self.present = limit if present is None else present
         others = ""
         if share is not None:
@@ -114,12 +113,12 @@ class QueueFullError(HeadraceError):
 
 
 class CompileQueueFullError(HeadraceError):
-    """More forms of outputs wait to be compiled than can be.
+    """Too many grammars wait to be compiled, or this one waited too long.
 
     Attributes:
-        limit, present: how many may wait, and how many do.
-        retry_after_s: when to try again, in seconds.
-        waited_s: how long this one waited for its turn; 0: it was given no place, or lost it.
+        limit, present: how many may wait, and how many do. retry_after_s: when to try again, in
+            seconds. waited_s: how long this one waited for its turn; 0: it got no place in the
+            queue, or lost it.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class CompileQueueFullError(HeadraceError):
 
 
 class UnreadResultsError(HeadraceError):
-    """So many requests have ended whose results nobody has read that no more are taken."""
+    """Too many requests have ended whose results nobody has read, so no more are accepted."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(
@@ -164,12 +163,12 @@ class TooManyHandlersError(HeadraceError):
 
 
 class EngineUnavailableError(HeadraceError):
-    """The engine takes no requests now: it is loading, draining or stopped."""
+    """The engine accepts no requests now: it is loading, draining or stopped."""
 
 
 class RanksLostError(EngineUnavailableError):
     """The processes that share a model no longer compute together: one of them has ended, or failed
-    in a step. Only a new start of all of them helps.
+    in a step. All of them must be restarted.
     """
 
 
@@ -178,7 +177,7 @@ class ModelRefusedError(HeadraceError):
 
 
 class ModelChangedError(ModelRefusedError):
-    """The model is not what was verified any more."""
+    """The model has changed since it was verified."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -187,7 +186,7 @@ class ModelChangedError(ModelRefusedError):
 
 
 class NoStepError(ModelRefusedError):
-    """The engine's attention was called without a step of the engine."""
+    """The engine's attention was called outside the engine's steps."""
 
     def __init__(self, attention: str) -> None:
         super().__init__(
@@ -197,6 +196,6 @@ class NoStepError(ModelRefusedError):
 
 
 class InsufficientMemoryError(HeadraceError):
-    """The KV cache does not fit into the memory that is allowed. The message names the figures and
-    the option.
+    """The KV cache does not fit in the allowed memory. The message gives the sizes and the option
+    to change.
     """

@@ -1,4 +1,6 @@
-"""The other ranks of a tensor-parallel model, as whole processes: load, then follow rank 0."""
+"""Runs a process that is a rank of a tensor-parallel model other than rank 0: it loads its part,
+then follows rank 0.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 def is_follower(load_config: LoadConfig) -> bool:
-    """Whether this process is to follow another one.
+    """Whether this process follows rank 0.
 
     Raises:
-        ConfigError: what torchrun says of it cannot be.
+        ConfigError: torchrun's environment variables contradict each other.
     """
     place = RankPlace.read() if load_config.tensor_parallel == "auto" else None
     return place is not None and place.rank > 0
@@ -36,8 +38,8 @@ def follow(
 
     Raises:
         ModelRefusedError: the model is refused, here or on another rank.
-        ConfigError: load_config asks for what cannot be had here.
-        RanksLostError: another rank has failed, or ended without a word.
+        ConfigError: load_config asks for something that is not available here.
+        RanksLostError: another rank has failed, or ended unexpectedly.
     """
 
     def work() -> None:

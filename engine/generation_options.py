@@ -1,10 +1,10 @@
-"""From generation configs and keyword options, as users of transformers know them, to the engine's
-parameters.
+"""Converts generation configs and keyword options, as in transformers, to the engine's parameters.
 
-What a generation config leaves open (None) is the model's own, then transformers' default, as for
-`model.generate`. Generation configs are read by attribute, so that neither torch nor transformers
-is needed here. An option that this engine does not do is dropped with a warning or refused, as
-`drop_unsupported_processors` says; an unknown keyword is always refused.
+Fields that a generation config leaves open (None) come from the model's own config, then from
+transformers' defaults, as for `model.generate`. Generation configs are read by attribute, so
+neither torch nor transformers is imported here. An option that this engine does not support is
+dropped with a warning or refused, as `drop_unsupported_processors` says; an unknown keyword is
+always refused.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from engine.types import NO_CALLER, CallerKey, RequestId, TokenId
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 20
-"""What transformers generates when nothing says how much."""
+"""How many tokens transformers generates by default."""
 DEFAULT_TOP_K = 50
-"""Of how many tokens transformers draws one when nothing says."""
+"""The default of top_k in transformers."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    # options of a generation config that change the output and that this engine does not do: their
-    # neutral values
+    # options of a generation config that change the output and that this engine does not support,
+    # with their neutral values
     "num_beams": (None, 1),
     "epsilon_cutoff": (None, 0.0),
     "eta_cutoff": (None, 0.0),
@@ -59,11 +59,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "dola_layers": (None,),
     "token_healing": (None, False),
     "max_time": (None,),
-    # With it `generate` goes on where a model gives NaN; here such a request fails.
+    # With it, `generate` goes on if a model returns NaN; here such a request fails.
     "remove_invalid_values": (None, False),
 }
-# renormalize_logits is not among them: a distribution that is shifted draws the same tokens, and
-# log-probabilities are of the distribution before any processing.
+# renormalize_logits is not among them: shifted logits draw the same tokens, and log-probabilities
+# are reported before any processing.
 
 _CONFIG_KEYS = frozenset(
     {
@@ -72,20 +72,20 @@ _CONFIG_KEYS = frozenset(
         "logprobs",
     }
 )  # fmt: skip
-"""What both a generation config and a single request may set."""
+"""Options that both a generation config and a single request may set."""
 REQUEST_KEYS = _CONFIG_KEYS | {
     "allowed_token_ids", "banned_token_ids", "logprob_token_ids", "prompt_logprobs", "n", "grammar",
     "priority", "time_limit_s", "cache_salt", "bypass_prefix_cache", "caller", "weight",
 }  # fmt: skip
-"""The keywords that a single request may set."""
+"""The keywords that are allowed for a single request."""
 _CHOICES_KEYS = ("n", "num_return_sequences")
 _LENGTH_KEYS = ("max_new_tokens", "max_length", "min_length", "eos_token_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """One request's parameters, complete, and its stop strings, which are matched where the text is
-    made. The others are the fields of a GenerationRequest.
+    """All parameters of one request: the fields of a GenerationRequest, and its stop strings, which
+    are matched by the detokenizer.
     """
 
     sampling: SamplingParams
@@ -123,9 +123,7 @@ class RequestOptions:
 
 
 class GenerationDefaults:
-    """The parameters that requests have unless they say otherwise, read from generation configs
-    once.
-    """
+    """The default parameters of requests, read once from generation configs."""
 
     def __init__(
         self,
@@ -142,19 +140,18 @@ class GenerationDefaults:
 
         Args:
             generation_config: None: nothing is set.
-            model_generation_config: the model's own, for what the first one leaves open; None:
-                there is none.
-            model_eos_token_ids: where neither names any.
+            model_generation_config: the model's own, for fields that the first one leaves open;
+                None: there is none.
+            model_eos_token_ids: used if neither config has any.
             drop_unsupported, return_logprobs: see ContinuousBatchingConfig.
-            vocab_size: ids of the generation config that end the output or are kept out of it are
-                left out from here on: they cannot be generated, and no request is to blame for
-                them. None: all are kept.
-            seed: from which the seeds of requests that have none are drawn, one after the other;
-                None: from the generation config's seed, or where there is none, from the system's
-                randomness.
+            vocab_size: ending and banned ids of the generation config that are not below this are
+                ignored: they can never be generated, and the request did not set them. None: all
+                are kept.
+            seed: the seed from which requests without a seed get theirs, one after the other; None:
+                the generation config's seed, or else the system's randomness.
 
         Raises:
-            UnsupportedFeatureError: an option that this engine does not do, unless those are
+            UnsupportedFeatureError: the engine does not support an option, and those are not
                 dropped.
         """
 
@@ -215,11 +212,11 @@ class GenerationDefaults:
         eos_token_id: int | Iterable[int] | None,
         overrides: Mapping[str, Any],
     ) -> RequestOptions:
-        """One request's parameters. A keyword that is None is as good as left out.
+        """Complete one request's parameters. A keyword that is None counts as left out.
 
         Raises:
-            InvalidRequestError: an unknown keyword, or a value out of its bounds.
-            UnsupportedFeatureError: a keyword that this engine knows and does not do.
+            InvalidRequestError: a keyword is unknown, or a value is out of bounds.
+            UnsupportedFeatureError: the engine knows a keyword and does not support it.
         """
         _check_keys(overrides)
         overrides = {name: value for name, value in overrides.items() if value is not None}
@@ -255,7 +252,7 @@ class GenerationDefaults:
         )
         if values.get("seed") is not None:
             return options
-        # Drawn last: a request that is refused above takes no seed away.
+        # Drawn last, so that a request that is refused above uses up no seed.
         return replace(options, sampling=replace(options.sampling, seed=self._draw_seed()))
 
     def _draw_seed(self) -> int:
@@ -274,7 +271,7 @@ class GenerationDefaults:
         if eos_token_id is None:
             return self._eos_token_ids
         ids = _ids("eos_token_id", eos_token_id)
-        return tuple(token for token in ids if token >= 0)  # −1 is a way to say "none"
+        return tuple(token for token in ids if token >= 0)  # −1 means none
 
     def _max_tokens(self, num_prompt_tokens: int, max_new_tokens: int | None) -> int:
         limit = max_new_tokens if max_new_tokens is not None else self._values["max_new_tokens"]
@@ -286,7 +283,9 @@ class GenerationDefaults:
         return DEFAULT_MAX_NEW_TOKENS
 
     def _min_tokens(self, num_prompt_tokens: int, limit: int, overrides: Mapping[str, Any]) -> int:
-        """The request's own, or the generation config's as far as the request is long enough."""
+        """The request's own min_tokens, or the generation config's, limited by the request's
+        length.
+        """
         if "min_new_tokens" in overrides:
             return _integer("min_new_tokens", overrides["min_new_tokens"])
         least = self._values["min_new_tokens"]
@@ -311,7 +310,7 @@ def _check_keys(overrides: Mapping[str, Any]) -> None:
 
 
 def _sampling(values: Mapping[str, Any], eos: tuple[TokenId, ...]) -> SamplingParams:
-    """A request's parameters; the seed is 0 where there is none."""
+    """A request's parameters; the seed is 0 if it has none."""
     sampled = bool(values["do_sample"])
     bias = values["logit_bias"] or {}
     if not isinstance(bias, Mapping):
@@ -347,8 +346,8 @@ def _sampling(values: Mapping[str, Any], eos: tuple[TokenId, ...]) -> SamplingPa
 
 
 def _banned(values: Mapping[str, Any], eos: tuple[TokenId, ...]) -> tuple[TokenId, ...]:
-    """banned_token_ids, suppress_tokens, and the bad words, as far as they do not end the output:
-    `generate` leaves those out.
+    """banned_token_ids, suppress_tokens and the bad words, without end-of-sequence ids, which
+    `generate` ignores too.
     """
     words = _bad_words(values["bad_words_ids"])
     for word in words:
@@ -381,7 +380,7 @@ def _bad_words(value: object) -> list[list[TokenId]]:
 
 
 def _choices(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> int:
-    """n, which transformers calls num_return_sequences."""
+    """The number of choices: n, or num_return_sequences as transformers calls it."""
     given = {_integer(name, overrides[name]) for name in _CHOICES_KEYS if name in overrides}
     if len(given) > 1:
         raise InvalidRequestError(
@@ -458,7 +457,7 @@ def _ids(name: str, value: object) -> tuple[TokenId, ...]:
         return (TokenId(_integer(name, value)),)
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
         ids = tuple(value)
-        if set(map(type, ids)) <= {int}:  # lists may be long
+        if set(map(type, ids)) <= {int}:  # fast: lists may be long
             return ids
         return tuple(TokenId(_integer(f"{name}[{i}]", entry)) for i, entry in enumerate(ids))
     raise InvalidRequestError(name, f"is {value!r}; it must be a token id or a list of them")

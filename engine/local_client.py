@@ -3,7 +3,7 @@
 event loop ── submit, cancel, … ──▶ EngineLoop (thread-safe)
 event loop ◀── call_soon_threadsafe ───── engine thread, once a step
 
-torch and transformers are imported when the model is loaded, on the thread that loads it: the
+torch and transformers are imported only when the model is loaded, on the thread that loads it; the
 server's port is open by then.
 """
 
@@ -46,12 +46,12 @@ class LocalEngineClient:
         *,
         owns_process: bool = False,
     ) -> None:
-        """Prepare; nothing is loaded before `start`.
+        """Create the client; `start` loads the model.
 
         Args:
             model: a directory, or a hub id.
-            owns_process: whether the process is the engine's alone. What was imported and loaded
-                is then taken out of the garbage collector's sight, which would look through some
+            owns_process: whether the engine has the process to itself. If so, everything that was
+                imported and loaded is frozen, so that the garbage collector does not scan some
                 400,000 objects again and again.
         """
         self._owns_process = owns_process
@@ -65,9 +65,9 @@ class LocalEngineClient:
         self._ended = asyncio.Event()
 
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
-        """Load the model in a thread, warm it up and begin; see the protocol.
+        """Load the model in a thread, warm it up and begin to serve; see the protocol.
 
-        A cancelled caller does not wait: loading ends at its next stage, and nothing is kept.
+        If the caller is cancelled, this returns at once; loading is given up at its next stage.
         """
         bridge = _Bridge(asyncio.get_running_loop(), sink, self._ended)
         self._loaded = loaded = asyncio.Event()
@@ -131,7 +131,7 @@ class LocalEngineClient:
         )
 
     async def submit(self, request: GenerationRequest) -> Admission:
-        """Take a request in; see the protocol."""
+        """Accept a request; see the protocol."""
         engine = self._running()
         compiling = engine.compile_grammar(request)
         if compiling is None:
@@ -149,7 +149,7 @@ class LocalEngineClient:
             self._engine.finish_request(request_id, num_tokens, choice)
 
     async def hold(self, request_id: RequestId) -> None:
-        """Take no step for a request; see the protocol."""
+        """Leave a request out of all steps; see the protocol."""
         if self._engine is not None:
             self._engine.hold_request(request_id)
 
@@ -201,7 +201,7 @@ class LocalEngineClient:
 
     @property
     def is_restartable(self) -> bool:
-        """False: what an engine that failed has left in this process is not to be trusted."""
+        """False: a failed engine may have left this process in a bad state."""
         return False
 
     @property
@@ -216,7 +216,7 @@ class LocalEngineClient:
 
 
 class _Bridge:
-    """From the engine's threads to the event loop."""
+    """Passes calls from the engine's threads to the event loop."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, sink: StepSink, ended: asyncio.Event
@@ -234,8 +234,8 @@ class _Bridge:
         self.call(self._ended.set)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call a function on the event loop. One that is closed, even between a look at it and
-        this call, takes nothing any more, and nobody is there to miss it.
+        """Call a function on the event loop. If the loop is closed, which may happen at any moment,
+        the call is dropped: nobody is left to receive it.
         """
         try:
             self._loop.call_soon_threadsafe(function)
@@ -244,7 +244,7 @@ class _Bridge:
 
 
 def _load_tokenizer(verified: VerifiedModel) -> Tokenizer | None:
-    """For the forms of outputs; a model without a tokenizer is served without them."""
+    """Load the tokenizer for structured output; a model without one is served without it."""
     try:
         return Tokenizer.load(verified.path, verified.vocab_size)
     except TokenizerError as error:

@@ -1,5 +1,5 @@
-"""The engine's loop: admission on the caller's thread, steps on a thread of its own, every step's
-outputs to one sink.
+"""The engine's loop: it checks requests on the caller's thread, runs steps on its own thread, and
+hands every step's outputs to one sink.
 
     any thread                                   engine thread
     submit ──checks──▶ inbox ───────────────────▶ EngineCore ──step──▶ StepOutputs ──▶ sink
@@ -7,9 +7,9 @@ outputs to one sink.
                                                        └─ between steps: commands are carried out,
                                                        in order; windows are opened
 
-Three ways to stop computing for a while. `pause` takes no further step, and commands are carried
-out. `model_window` is for the caller's own work on the model: nothing at all happens in it.
-`hold_request` is for one request alone: the others go on.
+There are three ways to stop computing for a while. `pause` stops the steps, while commands are
+still carried out. `model_window` stops steps and commands, for the caller's own work on the model.
+`hold_request` stops one request, and the others go on.
 
 The sink is the service's delivery log (through `engine.client`), or the `ResultRouter` of the
 Python API (`engine.manager`).
@@ -56,10 +56,10 @@ StepSink = Callable[[StepOutputs], None]
 GrammarCompile = Callable[
     [GrammarParams, frozenset[TokenId], bytes, CallerKey, CallerKey], Future[MatcherFactory]
 ]
-"""Begins to compile a form for a request with these ending ids, of the caller with this salt."""
+"""Starts to compile a grammar for a request with these ending ids, of the caller with this salt."""
 
 _MAX_FAILED_STEPS = 3
-"""So many unexpected failures of the loop in a row, and the engine is declared dead."""
+"""After this many unexpected failures of the loop in a row, the engine is declared dead."""
 _STOPPED_MESSAGE = "the engine was stopped before the request was complete; try again"
 
 
@@ -80,14 +80,15 @@ class EngineLoop:
         """Wire a loop.
 
         Args:
-            core: the engine; from now on only this loop's thread touches it.
+            core: the engine; from now on only this loop's thread uses it.
             limits: what admission checks.
             sink: takes each step's outputs on the engine's thread; must not block.
             max_queue_size: how many requests may wait; 0: no limit.
-            on_end: called on the engine's thread as its last act, whether it was stopped or has
-                died (`failure` tells); must not block.
-            compile_grammar: begins to compile the form of a request; None: forms are refused.
-            jitter: numbers from 0 to 1, that spread the advice to those whom a full queue refuses.
+            on_end: called on the engine's thread as its last act, whether the engine was stopped or
+                has died (`failure` tells which); must not block.
+            compile_grammar: starts to compile the grammar of a request; None: grammars are refused.
+            jitter: returns random numbers from 0 to 1, which spread the retry times of callers that
+                a full queue refuses.
         """
         self._core = core
         self._limits = limits
@@ -97,9 +98,9 @@ class EngineLoop:
         self._changed = threading.Condition()
         self._window = ModelWindow(self._changed)
         self._inbox = Inbox()
-        self._queued: set[RequestId] = set()  # accepted, their adds are still in the inbox
+        self._queued: set[RequestId] = set()  # accepted; their add commands are still in the inbox
         self._live: set[RequestId] = set()
-        self._ends = DrainRate(core.clock, jitter)  # while others wait: each end lets one begin
+        self._ends = DrainRate(core.clock, jitter)  # while others wait: each end lets one start
         self._room = QueueRoom(max_queue_size, self._ends, core.clock, jitter)
         self._thread: threading.Thread | None = None
         self._is_running = False
@@ -117,8 +118,8 @@ class EngineLoop:
         """Start the engine's thread. Harmless while it runs.
 
         Raises:
-            EngineUnavailableError: the engine has died, and a new one is needed; or it is being
-                stopped and has not ended yet.
+            EngineUnavailableError: the engine has died, and a new one is needed; or it is still
+                being stopped.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._is_warming)
@@ -139,10 +140,10 @@ class EngineLoop:
             self._started()
 
     def _started(self) -> None:
-        """Called with the lock held when the thread was started."""
+        """Called with the lock held, when the thread has been started."""
 
     def _ended(self) -> None:
-        """Called with the lock held as the thread's last act."""
+        """Called with the lock held, as the thread's last act."""
         if self._on_end is not None:
             self._on_end()
 
@@ -153,8 +154,8 @@ class EngineLoop:
     def stop(
         self, block: bool = True, timeout: float | None = None, *, hard_stop: bool = False
     ) -> None:
-        """Stop the engine's thread: nothing new is accepted, live requests are finished first. Ends
-        a pause, and the holds of single requests.
+        """Stop the engine's thread: no new requests are accepted, and live ones are finished first.
+        Ends a pause, and the holds of single requests.
 
         Args:
             block: whether to wait for the thread to end.
@@ -162,8 +163,8 @@ class EngineLoop:
             hard_stop: end live requests at once, with an error, instead of finishing them.
 
         Raises:
-            RuntimeError: block is True, and the calling thread is in a window of this engine: it
-                would wait for itself.
+            RuntimeError: block is True, and the calling thread is in a model window of this engine:
+                it would wait for itself.
         """
         with self._changed:
             if block:
@@ -182,7 +183,7 @@ class EngineLoop:
         run.
 
         Raises:
-            RuntimeError: the calling thread is in a window of this engine.
+            RuntimeError: the calling thread is in a model window of this engine.
         """
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -202,7 +203,7 @@ class EngineLoop:
 
         The loop finishes its step first. Live requests stay, with their KV, and go on afterwards;
         new ones are accepted and wait. Several threads may be in it at the same time: the loop goes
-        on when the last one has left. A stop takes effect after that.
+        on when the last one has left. A stop takes effect only then.
 
         Raises:
             EngineUnavailableError: the engine does not run, or ends before the window opens.
@@ -216,10 +217,10 @@ class EngineLoop:
     def pause(self) -> Future[None]:
         """Take no further step until `resume`; live requests stay, with their KV. Unlike in a
         window, commands are carried out: new requests are accepted and wait, cancelled ones end,
-        and so do those whose time limits pass. Harmless when paused. Does not block.
+        and so do those whose time limits pass. Harmless if paused. Does not block.
 
         Returns:
-            Done when the last step is: nothing touches the model from then on.
+            Done when the last step is done; from then on nothing touches the model.
 
         Raises:
             EngineUnavailableError: the engine does not run, or is being stopped.
@@ -231,17 +232,17 @@ class EngineLoop:
             return self._between_steps(self._core.settle)
 
     def resume(self) -> None:
-        """End a pause. Harmless where there is none."""
+        """End a pause. Harmless if there is none."""
         with self._changed:
             self._is_paused = False
             self._changed.notify_all()
 
     def reset_prefix_cache(self) -> Future[None]:
-        """Forget all cached prefixes, before the next step at the latest: they belong to weights
-        that were changed. What running requests hold of them they keep to their end.
+        """Forget all cached prefixes, before the next step at the latest; needed when the weights
+        have changed. Running requests keep the prefixes that they hold until they end.
 
         Returns:
-            Done when they are forgotten. An engine that is stopped meanwhile ends it with
+            Done when they are forgotten. If the engine is stopped before, it has an
             EngineUnavailableError.
         """
         with self._changed:
@@ -253,7 +254,7 @@ class EngineLoop:
         return done
 
     def _between_steps(self, action: Callable[[], None]) -> Future[None]:
-        """Have something done on the engine's thread; called with the lock held."""
+        """Run an action on the engine's thread; called with the lock held."""
         call = self._inbox.call(action)
         self._changed.notify_all()
         return call
@@ -264,13 +265,13 @@ class EngineLoop:
         return self._warmed_up
 
     def warmup(self) -> None:
-        """Run what is slow the first time, and return when that is done. On a running engine it is
-        done on the engine's thread, between two steps.
+        """Run once whatever is slow the first time, and return when that is done. If the engine
+        runs, this happens on its thread, between two steps.
 
         Raises:
-            EngineUnavailableError: the engine ended before it came to it.
+            EngineUnavailableError: the engine ended before the warm-up.
             RuntimeError: the calling thread is in a window of this engine.
-            Exception: what the warm-up itself raises; requests are not touched.
+            Exception: whatever the warm-up raises; requests are not affected.
         """
         call: Future[None] | None = None
         with self._changed:
@@ -308,15 +309,17 @@ class EngineLoop:
     def submit(
         self, request: GenerationRequest, make_matcher: MatcherFactory | None = None
     ) -> Admission:
-        """Take a request in, or refuse it at once.
+        """Accept a request, or refuse it at once.
 
         Args:
             request: what is asked for.
-            make_matcher: of its compiled grammar, where it has one; see `compile_grammar`.
+            make_matcher: makes matchers of its compiled grammar, if it has one; see
+                `compile_grammar`.
 
         Raises:
             InvalidRequestError, DuplicateRequestError, QueueFullError, EngineUnavailableError.
-            ValueError: it has a grammar, and no matcher was given: its form would not be kept.
+            ValueError: it has a grammar, and make_matcher is missing: its output would not follow
+                the grammar.
         """
         self._limits.check(request)
         if request.grammar is not None and make_matcher is None:
@@ -326,7 +329,7 @@ class EngineLoop:
     def _enqueue(
         self, requests: Sequence[tuple[GenerationRequest, MatcherFactory | None]], arrival: float
     ) -> Admission:
-        """Take in requests that were checked: all of them, or none."""
+        """Accept requests that were checked: all of them, or none."""
         with self._changed:
             if self._failure is not None:
                 raise EngineUnavailableError("the engine has failed; restart the server")
@@ -351,11 +354,11 @@ class EngineLoop:
             return Admission(queue_position=waiting, arrival=arrival)
 
     def compile_grammar(self, request: GenerationRequest) -> Future[MatcherFactory] | None:
-        """Begin to compile a request's form, for `submit`. Does not block; the result may be an
-        error for which the request is refused. None: it has no form.
+        """Start to compile a request's grammar, for `submit`. Does not block; if the result is an
+        error, the request is refused with it. None: it has no grammar.
 
         Raises:
-            UnsupportedFeatureError: forms cannot be followed here.
+            UnsupportedFeatureError: structured output is not available here.
         """
         if request.grammar is None:
             return None
@@ -378,16 +381,16 @@ class EngineLoop:
         return self._command(RequestId(request_id), self._core.cancel)
 
     def finish_request(self, request_id: str, num_tokens: int, choice: int = 0) -> bool:
-        """End a choice with STOP as of its first `num_tokens` output tokens. False: it is not
-        live.
+        """End a choice with STOP as of its first `num_tokens` output tokens. False: the request is
+        not live.
         """
         return self._command(
             RequestId(request_id), lambda name: self._core.finish(name, num_tokens, choice)
         )
 
     def hold_request(self, request_id: str) -> bool:
-        """Take no step for a request until `unhold_request`; see EngineCore.hold. Its time limit
-        goes on. False: no live request has that id, or the engine is being stopped.
+        """Leave a request out of all steps until `unhold_request`; see EngineCore.hold. Its time
+        limit goes on. False: no live request has that id, or the engine is being stopped.
         """
         with self._changed:
             return not self._stopping and self._command(RequestId(request_id), self._core.hold)
@@ -397,7 +400,7 @@ class EngineLoop:
         return self._command(RequestId(request_id), self._core.unhold)
 
     def stats(self) -> EngineStats:
-        """The engine's figures now (the counters of a step that is running may be missing)."""
+        """The engine's figures now (without the counters of a step that is still running)."""
         return self._core.stats()
 
     def _command(self, name: RequestId, command: Callable[[RequestId], object]) -> bool:
@@ -416,7 +419,7 @@ class EngineLoop:
             try:
                 if not self._wait_for_work():
                     break
-                # Ends that commands have brought do not wait for a step, which may be a long one.
+                # Deliver ends that commands caused before the next step, which may be a long one.
                 self._deliver(self._core.take_outputs())
                 outputs = self._core.step()
                 failed_steps = 0
@@ -436,8 +439,8 @@ class EngineLoop:
         self._ended()
 
     def _wait_for_work(self) -> bool:
-        """Carry out the commands, open windows, sleep while there is nothing to do. False: it is
-        time to end.
+        """Carry out commands, open windows, sleep while there is nothing to do. False: the thread
+        is to end.
         """
         while True:
             self._carry_out_commands()
@@ -449,7 +452,7 @@ class EngineLoop:
                 continue
             if self._core.has_work and not self._is_paused:
                 return True
-            # No step ends what is overdue in a pause, or where all requests are held.
+            # In a pause, or if all requests are held, no step ends the overdue ones.
             until_overdue_s = self._core.end_overdue()
             self._deliver(self._core.take_outputs())  # ends alone
             with self._changed:
@@ -462,7 +465,7 @@ class EngineLoop:
                 self._changed.wait(until_overdue_s)
 
     def _carry_out_commands(self) -> None:
-        """Carry out what is in the inbox; then a hard stop, if one was asked for."""
+        """Carry out the commands in the inbox; then a hard stop, if one was requested."""
         self._inbox.carry_out()
         with self._changed:
             if self._inbox or not self._aborting:
@@ -485,7 +488,7 @@ class EngineLoop:
             self._core.add(request, arrival, make_matcher)
 
     def _refuse_late(self, name: RequestId, arrival: float, error: Exception) -> None:
-        """An accepted request's grammar cannot be followed: that request ends, no other."""
+        """End an accepted request whose grammar cannot be followed; no other is affected."""
         error_id = new_error_id()
         logger.error("error %s: the grammar of %s failed", error_id, name, exc_info=error)
         with self._changed:
@@ -495,8 +498,8 @@ class EngineLoop:
         self._deliver(StepOutputs(now, (end_of_lost(name, failure, arrival, now),)))
 
     def _recover(self, error: Exception, *, dead: bool) -> StepOutputs:
-        """The loop itself failed: end everything that lives, and go on unless it fails again and
-        again.
+        """The loop itself failed: end all live requests. Go on, unless it has failed too often in a
+        row.
         """
         error_id = new_error_id()
         logger.error(
@@ -518,7 +521,7 @@ class EngineLoop:
         self, outputs: Sequence[RequestOutput], error_id: str
     ) -> tuple[RequestOutput, ...]:
         """Terminal outputs, made without the core, for live requests that `outputs` does not end:
-        those that a broken core has lost and, if the engine is dead, those in the inbox.
+        those that a broken core has lost and, if the engine is dead, those still in the inbox.
         """
         failure = RequestFailure(f"the engine failed (error {error_id})", error_id, retryable=True)
         ended = {output.request_id for output in outputs if output.ends_request}
@@ -529,8 +532,8 @@ class EngineLoop:
         return tuple(end_of_lost(name, failure, now, now) for name in names)
 
     def _deliver(self, outputs: StepOutputs) -> None:
-        """Hand one step's outputs to the sink; ids of ended requests are free before their ends are
-        seen. A step that brought no request anything is handed over too, for its record.
+        """Hand one step's outputs to the sink. The ids of ended requests are free before the sink
+        sees their ends. A step without outputs is handed over too, for its record.
         """
         if not outputs.outputs and outputs.step is None:
             return

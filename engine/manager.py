@@ -1,10 +1,11 @@
-"""The manager: the Python API of a running engine, with the methods that users of transformers'
-continuous batching know.
+"""The manager: the Python API of a running engine, with the methods of transformers' continuous
+batching.
 
     add_request ──▶ options ──▶ ResultRouter.expect ──▶ EngineLoop.submit
     get_result, iteration, handlers ◀── ResultRouter ◀── StepOutputs ◀── the engine's thread
 
-Life, pauses, windows, cancellation and admission are those of `engine.loop.EngineLoop`.
+Start and stop, pauses, windows, cancellation and admission are inherited from
+`engine.loop.EngineLoop`.
 """
 
 from __future__ import annotations
@@ -42,25 +43,25 @@ _FREE_KEYS = frozenset(
         "cache_salt", "bypass_prefix_cache",
     }
 )  # fmt: skip
-"""Options of one request for which no processor is needed; `grammar` has a matcher of its own."""
+"""Options of one request that need no processor; `grammar` uses a matcher instead."""
 StopFinderFactory = Callable[[tuple[str, ...]], StopFinder]
 
 
 class ManagerKeeper(Protocol):
-    """Keeps one stopped manager for the next session; a loaded model has one."""
+    """Keeps one stopped manager for the next session; each loaded model has a keeper."""
 
     def keep(self, manager: ContinuousBatchingManager) -> None:
-        """A manager has ended and may be used again. Must not block."""
+        """Keep a manager that has ended and may be used again. Must not block."""
         ...
 
     def release(self, manager: ContinuousBatchingManager) -> None:
-        """A manager is used: it is not kept any more. Harmless if it was not."""
+        """Stop keeping a manager, because it is in use. Harmless if it was not kept."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A request that was checked."""
+    """A checked request."""
 
     spec: GenerationRequest
     make_stop_finder: Callable[[], StopFinder] | None = None
@@ -68,7 +69,7 @@ class _Prepared:
 
     @property
     def make_matcher(self) -> MatcherFactory | None:
-        """Of its grammar; waits for it."""
+        """The matcher factory of its grammar; waits until the grammar is compiled."""
         return None if self.compiling is None else self.compiling.result()
 
 
@@ -77,7 +78,8 @@ class ContinuousBatchingManager(EngineLoop):
     any thread. Made by `LoadedModel.init_continuous_batching`.
 
     Attributes:
-        settings: the configs that it was made with; one with equal settings can take its place.
+        settings: the configs that it was made with; a manager with equal settings can take its
+            place.
     """
 
     def __init__(
@@ -96,21 +98,23 @@ class ContinuousBatchingManager(EngineLoop):
         settings: object = None,
         refresh_model: Callable[[], None] | None = None,
     ) -> None:
-        """Wire a manager; `engine.assembly` does it for a loaded model.
+        """Wire a manager; `engine.assembly` does this for a loaded model.
 
         Args:
             core, limits, max_queue_size, compile_grammar: see EngineLoop.
             max_unread_results, max_unread_requests: see ContinuousBatchingConfig.
-            defaults: what requests have unless they say otherwise.
-            per_request_processors: whether requests may say otherwise.
+            defaults: the options of requests that do not set their own. per_request_processors:
+                whether requests may set their own.
             make_stop_finder: makes a stop string matcher; None: there is no tokenizer, stop strings
                 are refused.
-            keeper: takes the manager where it is kept for the next session; None: nobody does.
+            keeper: keeps the manager for the next session if `stop` asks for it; None: that is not
+                possible.
             settings: see the class.
-            refresh_model: called where the model may have been changed since the last step; what it
-                raises is the caller's. None: there is nothing to do.
+            refresh_model: called when the model may have been changed since the last step; whatever
+                it raises is raised to the caller. None: nothing is called.
         """
-        # Nothing that the manager holds holds the manager: a dropped one frees its cache at once.
+        # No object that the manager refers to refers back to it, so a dropped manager frees its
+        # cache at once.
         finish = weakref.WeakMethod(self.finish_request)
         self._router = ResultRouter(
             partial(_call_if_alive, finish), max_unread_results, max_unread_requests
@@ -140,14 +144,14 @@ class ContinuousBatchingManager(EngineLoop):
 
         Raises:
             EngineUnavailableError: see EngineLoop.
-            ModelChangedError: modules of the model were exchanged since it was verified, or it was
+            ModelChangedError: modules of the model were replaced since it was verified, or it was
                 moved or converted.
         """
         self._refresh()
         super().start()
 
     def warmup(self) -> None:
-        """Run what is slow the first time; see EngineLoop.
+        """Run once whatever is slow the first time; see EngineLoop.
 
         Raises:
             ModelChangedError: see `start`.
@@ -195,8 +199,8 @@ class ContinuousBatchingManager(EngineLoop):
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Stop the engine's thread: nothing new is accepted, live requests are finished first.
-        Harmless if it does not run; results that were not read stay.
+        """Stop the engine's thread: no new requests are accepted, and live ones are finished first.
+        Harmless if it does not run. Unread results stay.
 
         Args:
             block: whether to wait for the thread to end.
@@ -206,9 +210,10 @@ class ContinuousBatchingManager(EngineLoop):
             hard_stop: end live requests at once, with an error, instead of finishing them.
 
         Raises:
-            UnsupportedFeatureError: keep_for_next_session, of a manager that no model has made.
-            RuntimeError: block is True, and the calling thread is in a window of this manager: it
-                would wait for itself.
+            UnsupportedFeatureError: keep_for_next_session is set, but no model has made this
+                manager.
+            RuntimeError: block is True, and the calling thread is in a model window of this
+                manager: it would wait for itself.
         """
         if keep_for_next_session and self._keeper is None:
             raise UnsupportedFeatureError(
@@ -237,22 +242,24 @@ class ContinuousBatchingManager(EngineLoop):
         """Add a request to the queue.
 
         Args:
-            input_ids: the prompt's token ids: a list, or a row of numpy's or torch's.
-            request_id: its name; None: "req_0", "req_1", … are given.
+            input_ids: the prompt's token ids: a list, or a one-dimensional numpy array or torch
+                tensor.
+            request_id: its name; None: "req_0", "req_1", … are assigned.
             max_new_tokens: the most tokens to generate; None: the generation config's.
-            streaming: whether every step gives a (cumulative) result, or only the end.
-            record_timestamps: whether results tell when each token came.
+            streaming: whether every step gives a (cumulative) result, not only the end.
+            record_timestamps: whether results have the time of each token.
             eos_token_id: replaces the model's end-of-sequence ids; −1: none.
-            logit_processor_kwargs: options of this request alone (docs/offline.md lists them);
-                those that sampling depends on need per_request_processors.
+            logit_processor_kwargs: options for this request only (docs/offline.md lists them);
+                sampling options need per_request_processors.
 
         Returns:
-            The request's id. The results of its choices, where num_return_sequences is above 1,
-            come under names of their own: see `engine.results.choice_name`.
+            The request's id. If num_return_sequences is above 1, the results of each choice have a
+            name of their own: see `engine.results.choice_name`.
 
         Raises:
             InvalidRequestError, UnsupportedFeatureError, DuplicateRequestError, QueueFullError,
-            UnreadResultsError, EngineUnavailableError: it is refused; nothing else is touched.
+            UnreadResultsError, EngineUnavailableError: the request is refused; others are not
+                affected.
         """
         name = request_id if request_id is not None else self._new_names(1)[0]
         try:
@@ -279,8 +286,9 @@ class ContinuousBatchingManager(EngineLoop):
             Their ids, in the order of the inputs, which is also the order of the queue.
 
         Raises:
-            InvalidRequestError: the field begins with "inputs[3]." where the fault is in that one.
-            QueueFullError: there is not room for all; add them one by one.
+            InvalidRequestError: the field begins with the input that is at fault, such as
+                "inputs[3].".
+            QueueFullError: there is no room for all of them; add them one by one.
             UnsupportedFeatureError, UnreadResultsError, EngineUnavailableError.
         """
         prepared = []
@@ -308,7 +316,8 @@ class ContinuousBatchingManager(EngineLoop):
         eos_token_id: int | Iterable[int] | None,
         record_timestamps: bool,
     ) -> int:
-        """Add a request whose results go to a mailbox of their own; `engine.batch_generation` does.
+        """Add a request whose results go to a mailbox of their own; used by
+        `engine.batch_generation`.
 
         Returns:
             How many choices it has.
@@ -320,12 +329,14 @@ class ContinuousBatchingManager(EngineLoop):
         return prepared.spec.n
 
     def cancel_request(self, request_id: str) -> bool:
-        """End a request; see EngineLoop. Handlers that wait for one of that id are dropped."""
+        """End a request; see EngineLoop. Handlers that wait for a request with that id are
+        dropped.
+        """
         self._router.give_up(request_id)
         return super().cancel_request(request_id)
 
     def new_name(self) -> str:
-        """A request id that nobody has."""
+        """A request id that is not in use."""
         return self._new_names(1)[0]
 
     def _prepare(
@@ -336,7 +347,7 @@ class ContinuousBatchingManager(EngineLoop):
         eos_token_id: int | Iterable[int] | None,
         overrides: dict[str, Any],
     ) -> _Prepared:
-        """Make a request of what the caller said, and check it."""
+        """Make a request from the caller's arguments, and check it."""
         if overrides and not self._per_request_processors:
             known = sorted(set(overrides) & (REQUEST_KEYS - _FREE_KEYS))
             if known:
@@ -379,7 +390,7 @@ class ContinuousBatchingManager(EngineLoop):
                 )
                 expected.append(entry.spec.request_id)
             self._enqueue(requests, arrival)
-        except BaseException:  # also an interrupt: nothing may be left behind
+        except BaseException:  # also for an interrupt: nothing may be left behind
             for name in expected:
                 self._router.forget(name)
             raise
@@ -409,14 +420,14 @@ class ContinuousBatchingManager(EngineLoop):
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> GenerationOutput | None:
-        """The oldest result that was not read, waiting for one.
+        """Return the oldest unread result; wait for one if there is none.
 
         Args:
-            request_id: only this request's (or choice's) results.
+            request_id: take only this request's (or choice's) results.
             timeout: the most seconds to wait; None: as long as the engine runs.
 
         Returns:
-            The result; None after the timeout, or when the engine has ended and nothing is left.
+            The result; None after the timeout, or if the engine has ended and nothing is left.
 
         Raises:
             RequestNotFoundError: the named request is not live and has no unread result.
@@ -424,7 +435,7 @@ class ContinuousBatchingManager(EngineLoop):
         return self._router.get(request_id, timeout)
 
     def get_from(self, mailbox: Mailbox, timeout: float | None) -> GenerationOutput | None:
-        """The same for the requests of `add_to`."""
+        """Like `get_result`, for the requests of `add_to`."""
         return self._router.get(None, timeout, mailbox)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
@@ -443,8 +454,8 @@ class ContinuousBatchingManager(EngineLoop):
         """Call `callback` on the running event loop with each result of a request (or choice); ends
         with its last one.
 
-        It may be registered before its request is added, so that no result comes in between: it
-        then waits for the next request of that id, and goes if that is refused.
+        It may be registered before its request is added, so that no result is missed: it then waits
+            for the next request with that id, and is dropped if that request is refused.
 
         Raises:
             TooManyHandlersError: too many handlers wait for their requests.
@@ -454,11 +465,11 @@ class ContinuousBatchingManager(EngineLoop):
 
 
 def token_ids(prompt: Iterable[Any]) -> tuple[TokenId, ...]:
-    """A prompt's token ids, of a list or an array of numpy's or torch's. What is no whole number
-    stays as it is: admission names it.
+    """A prompt's token ids, from a list, a numpy array or a torch tensor. Values that are not
+    integers stay as they are: admission refuses them by position.
     """
     if hasattr(prompt, "tolist"):
-        prompt = prompt.tolist()  # one call, where each entry of an array is an object of its own
+        prompt = prompt.tolist()  # one call; iterating would make an array or tensor of each entry
     ids = tuple(prompt)
     if all(type(token) is int for token in ids):
         return ids

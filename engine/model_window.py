@@ -15,13 +15,13 @@ from engine.errors import EngineUnavailableError
 
 
 class ModelWindow:
-    """The window between two steps. It shares the lock and the wake-ups of the loop."""
+    """The window between two steps. It uses the loop's lock and condition."""
 
     def __init__(self, changed: threading.Condition) -> None:
-        """Make the window of a loop that does not run yet.
+        """Create the window for a loop that does not run yet.
 
         Args:
-            changed: the loop's condition; the loop sleeps on nothing else.
+            changed: the loop's condition; the loop sleeps only on this one.
         """
         self._changed = changed
         self._visitors: Counter[int] = Counter()
@@ -41,7 +41,7 @@ class ModelWindow:
     # ---- visitors ------------------------------------------------------------------------------
 
     def enter(self) -> int:
-        """Wait until the loop is parked, and keep it so. Returns what `leave` takes.
+        """Wait until the loop is parked, and keep it parked. Returns a number to pass to `leave`.
 
         Raises:
             EngineUnavailableError: the loop does not run, or ended before it could park.
@@ -58,7 +58,7 @@ class ModelWindow:
                 self._changed.wait_for(lambda: self._is_parked or not self._is_running)
                 if not self._is_parked:
                     raise EngineUnavailableError("the engine ended before the window opened")
-            except BaseException:  # also an interrupt of the wait: the loop must not stay parked
+            except BaseException:  # also if the wait is interrupted: the loop must not stay parked
                 self._drop(visitor)
                 raise
         return visitor

@@ -1,4 +1,4 @@
-"""Generation without a server: `load(path)`, and a model with the methods of transformers'
+"""Generation without a server: `load(path)` returns a model with the methods of transformers'
 ContinuousMixin.
 
 model = engine.load("models/demo")
@@ -47,8 +47,8 @@ class LoadedModel:
         """Wrap a model.
 
         Args:
-            verified: it passed the load gate.
-            config: what managers use unless they are given another.
+            verified: the model, which passed the load gate.
+            config: the default config of managers.
             tokenizer_path: the directory with the tokenizer's files; None: there is none.
         """
         self._verified = verified
@@ -84,25 +84,25 @@ class LoadedModel:
         generation_config: GenerationConfig | None = None,
         continuous_batching_config: object | None = None,
     ) -> ContinuousBatchingManager:
-        """A manager with a KV cache of its own; `start` it, add requests, `stop` it.
+        """Make a manager with its own KV cache; `start` it, add requests, `stop` it.
 
         If the model keeps a manager (see `ContinuousBatchingManager.stop`) that was made with equal
-        configs, it is this one, with its cache. A kept one with other configs is dropped, and its
-        memory freed, before the new one is made.
+        configs, that manager is returned, with its cache. A kept one with other configs is dropped,
+        and its memory freed, before the new one is made.
 
         Args:
-            generation_config: what requests have unless they say otherwise. What it leaves open is
-                the model's, as for `model.generate`; None: all is.
-            continuous_batching_config: ours, or one of transformers; None: what the generation
-                config says of it, else the one given to `load`.
+            generation_config: the default options of requests. Fields that it leaves open come from
+                the model's own config, as for `model.generate`; None: all do.
+            continuous_batching_config: ours, or one of transformers; None: the generation config's,
+                else the one given to `load`.
 
         Raises:
-            ConfigError: an option is out of its bounds, or cannot be had on this device.
+            ConfigError: an option is out of bounds, or not available on this device.
             InsufficientMemoryError: the KV cache does not fit.
-            ModelChangedError: modules of the model were exchanged since it was verified, or it was
+            ModelChangedError: modules of the model were replaced since it was verified, or it was
                 moved or converted.
-            UnsupportedFeatureError: the generation config asks for what this engine does not do,
-                and drop_unsupported_processors is off.
+            UnsupportedFeatureError: the generation config asks for something that this engine does
+                not support, and drop_unsupported_processors is off.
         """
         return self._manager(generation_config, continuous_batching_config, {})
 
@@ -120,14 +120,15 @@ class LoadedModel:
         persistent_manager: bool = False,
         warmup: bool = True,
     ) -> Iterator[ContinuousBatchingManager]:
-        """A started manager, stopped at the end of the block: live requests are finished first.
+        """A manager that is started here and stopped at the end of the block: live requests are
+        finished first.
 
         Args:
             generation_config, continuous_batching_config: see `init_continuous_batching`.
             block, timeout: how the end of the block waits; see `ContinuousBatchingManager.stop`.
             persistent_manager: whether the model keeps the manager for the next session.
-            warmup: whether to run what is slow the first time before the first prompt; it is done
-                once for a manager.
+            warmup: whether to run whatever is slow the first time before the first prompt; done
+                once for each manager.
         """
         manager = self._manager(generation_config, continuous_batching_config, {})
         _start(manager, warmup)
@@ -150,23 +151,23 @@ class LoadedModel:
         """Generate for a batch of prompts.
 
         Args:
-            inputs: the prompts' token ids: lists, or rows of numpy's or torch's.
+            inputs: the prompts' token ids: lists, or one-dimensional numpy arrays or torch tensors.
             generation_config, continuous_batching_config: see `init_continuous_batching`.
-            record_timestamps: whether outputs tell when each token came.
-            progress_bar: whether to show one.
+            record_timestamps: whether outputs have the time of each token.
+            progress_bar: whether to show a progress bar.
             persistent_manager: whether the model keeps the manager and its cache for the next call
                 with the same configs.
-            warmup: whether to run what is slow the first time before the first prompt.
-            kwargs: max_new_tokens, eos_token_id, and single fields of ContinuousBatchingConfig.
+            warmup: whether to run whatever is slow the first time before the first prompt. kwargs:
+                max_new_tokens, eos_token_id, and single fields of ContinuousBatchingConfig.
 
         Returns:
-            For each prompt, in their order, its request id and output: "req_0", "req_1", … of a new
-            manager; a kept one counts on. With num_return_sequences above 1, "req_0" is followed by
-            "req_0__child#0", "req_0__child#1", …. A prompt that is refused has one output with
-            status FAILED and its error.
+            The output of each prompt by its request id, in the order of the prompts. The ids of a
+            new manager are "req_0", "req_1", …; a kept manager continues its numbering. With
+            num_return_sequences above 1, "req_0" is followed by "req_0__child#0", "req_0__child#1",
+            …. A refused prompt has one output, with status FAILED and its error.
 
         Raises:
-            InvalidRequestError: an unknown keyword.
+            InvalidRequestError: a keyword is unknown.
             ConfigError, InsufficientMemoryError, ModelChangedError, UnsupportedFeatureError: see
                 `init_continuous_batching`.
         """
@@ -197,7 +198,7 @@ class LoadedModel:
         continuous_batching_config: object | None,
         options: dict[str, Any],
     ) -> ContinuousBatchingManager:
-        """The kept manager if it fits, else a new one."""
+        """The kept manager if its settings match, else a new one."""
         generation = generation_config or self.generation_config
         config = resolve_config(generation, continuous_batching_config, self._config, options)
         defaults = GenerationDefaults(
@@ -230,18 +231,18 @@ def load(path: str, config: ContinuousBatchingConfig | None = None, **options: A
 
     Args:
         path: a directory with config.json and safetensors, or a hub id.
-        config: what managers use unless they are given another.
+        config: the default config of managers.
         options: fields of LoadConfig: dtype, device, threads, attention, quantization,
             pack_weights, fuse_layers, tensor_parallel. dtype and device may be torch's.
 
-    With tensor_parallel="auto", the script runs on all ranks that torchrun started, and from here
-    on only rank 0 goes on with it: on the others this call computes for rank 0, and raises
-    SystemExit when rank 0 ends.
+    With tensor_parallel="auto", the script runs on all ranks that torchrun started, but only rank 0
+    returns from this call. On the other ranks it computes for rank 0, and raises SystemExit when
+    rank 0 ends.
 
     Raises:
         ModelRefusedError: the model cannot be loaded, or would be run wrongly.
-        ConfigError: an option is unknown or out of its bounds.
-        RanksLostError: the model is divided, and another rank has ended or failed.
+        ConfigError: an option is unknown or out of bounds.
+        RanksLostError: the model is split, and another rank has ended or failed.
     """
     load_config = _load_config(options)
     block_size = (config or ContinuousBatchingConfig()).block_size
@@ -265,7 +266,7 @@ _OF_TRANSFORMERS = {
     "distributed_config": "is not an option here; use tensor_parallel",
     "quantization_config": "is not an option here; use quantization",
 }
-"""Options of from_pretrained that `load` has by another name."""
+"""Options of from_pretrained, with what `load` has instead."""
 
 
 def _load_config(options: dict[str, Any]) -> LoadConfig:
@@ -289,19 +290,19 @@ def from_model(
     tokenizer_path: str | Path | None = None,
     attention: str = "auto",
 ) -> LoadedModel:
-    """Verify a model that is in memory. It stays as it is: steps run on a view of it, which shares
-    its weights.
+    """Verify a model that is already in memory. It is not changed: steps run on a view of it, which
+    shares its weights.
 
     Args:
         model: in evaluation mode.
-        config: what managers use unless they are given another.
-        tokenizer_path: the directory with the tokenizer's files, for stop strings; None: the one
-            that the model was loaded from, if it was.
+        config: the default config of managers.
+        tokenizer_path: the directory with the tokenizer's files, for stop strings; None: the
+            directory that the model was loaded from, if there is one.
         attention: see LoadConfig.
 
     Raises:
-        ModelRefusedError: it would be run wrongly.
-        ConfigError: that attention cannot be had here.
+        ModelRefusedError: the model would be run wrongly.
+        ConfigError: that attention is not available here.
     """
     if model.training:
         raise ModelRefusedError("the model is in training mode; call model.eval() first")
@@ -331,23 +332,25 @@ class _Kept:
         self._manager: ContinuousBatchingManager | None = None
 
     def keep(self, manager: ContinuousBatchingManager) -> None:
-        """Keep a manager in the place of the one that is kept, if any."""
+        """Keep a manager instead of the one that is kept now, if any."""
         with self._lock:
             self._manager = manager
 
     def release(self, manager: ContinuousBatchingManager) -> None:
-        """Somebody has started the manager."""
+        """Stop keeping a manager, because it was started."""
         with self._lock:
             if self._manager is manager:
                 self._manager = None
 
     def take(self, settings: object) -> ContinuousBatchingManager | None:
-        """The kept manager if it was made with these settings; else None is kept any more."""
+        """Return the kept manager if it was made with these settings; otherwise drop it and return
+        None.
+        """
         with self._lock:
             manager, self._manager = self._manager, None
         if manager is None or manager.settings != settings:
             return None
-        manager.join()  # its thread may be on its last breath
+        manager.join()  # its thread may still be ending
         return manager
 
     def drop(self) -> None:

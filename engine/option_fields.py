@@ -1,9 +1,9 @@
-"""What is said of an option, once: beside its field.
+"""Everything about an option is declared once, at its field.
 
     max_sessions: int = option(1024, "Most sessions that are open.", low=1, high=1_000_000)
 
-From that follow the check of its bounds and the error's text (`check_bounds`), and, where it has a
-group, the server's flag, its environment variable, its line of help and its row in
+The check of its bounds and the error's text follow from that (`check_bounds`). If the option has a
+group, so do the server's flag, the environment variable, the line of help and the row in
 docs/operations.md (`service.flags`).
 """
 
@@ -23,24 +23,24 @@ _KEY = "option"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """An option, as far as its field's type and default do not say it.
+    """What an option has beyond its field's type and default.
 
     Attributes:
         help: what it is, in a sentence or two.
-        more: what else the documents say of it; Markdown.
-        low, high: its bounds; None: there is none.
-        above: whether `low` itself is refused.
-        zero: what 0 means, where that lies below `low`; empty: it is refused there.
-        choices: the values that it may have; empty: any.
-        outside: whether package.module:Class may stand in place of a choice.
-        switch: whether it is True or False (or None, where that is the default); always so where
-            the default is.
-        base: how a flag's number is written; 8 is octal.
-        group: where the server's help lists it; empty: the server has no such flag.
-        flag: the flag's name without dashes; empty: the field's, without a unit's ending. Without
-            a group: the flag of another config's option, which this one is set by.
-        shown: how the default is told, where it is not the value itself.
-        served: the server's default, where it is another: in a tuple, since it may be None.
+        more: further text for the documentation; Markdown.
+        low, high: its bounds; None: no bound.
+        above: whether values must be above `low`, not equal to it.
+        zero: what 0 means if it is below `low` and allowed all the same; empty: it is refused.
+        choices: the allowed values; empty: any.
+        outside: whether package.module:Class is allowed besides the choices.
+        switch: whether it is True or False (or None, if that is the default); implied if the
+            default is True or False.
+        base: the base in which a flag's number is written; 8 is octal.
+        group: the heading in the server's help; empty: the server has no such flag.
+        flag: the flag's name without dashes; empty: the field's name without its unit. For an
+            option without a group: the flag of another config's option that sets this one.
+        shown: how the default is shown, if not as the value itself.
+        served: the server's default, if it differs; in a tuple, because it may be None.
     """
 
     help: str
@@ -59,7 +59,7 @@ class Option:
     served: tuple[Any] | None = None
 
     def bounds(self, name: str) -> str:
-        """The bounds of the option of this name in words; empty: there are none."""
+        """The bounds in words, for an option of this name; empty: there are none."""
         if self.choices:
             outside = ", or package.module:Class" if self.outside else ""
             return "one of " + ", ".join(self.choices) + outside
@@ -71,23 +71,22 @@ class Option:
 
 
 def option(default: Any, help: str = "", **more: Any) -> Any:
-    """A dataclass's field that is an option; `more` as of Option."""
+    """Declare a dataclass field as an option; `more`: the fields of Option."""
     return dataclasses.field(default=default, metadata={_KEY: Option(help=help, **more)})
 
 
 def options_of(config: type[Any]) -> Mapping[str, Option]:
-    """The options among a dataclass's fields, by the fields' names."""
+    """The options among a dataclass's fields, by field name."""
     return MappingProxyType(
         {one.name: one.metadata[_KEY] for one in dataclasses.fields(config) if _KEY in one.metadata}
     )
 
 
 def check_bounds(config: Any) -> None:
-    """Check that a config's options are of their types and within their bounds. None is allowed
-    where it is the default.
+    """Check the types and bounds of a config's options. None is allowed if it is the default.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: an option has the wrong type or is out of bounds.
     """
     for field in dataclasses.fields(config):
         one: Option | None = field.metadata.get(_KEY)
@@ -110,7 +109,7 @@ def check_bounds(config: Any) -> None:
 
 
 def _is_within(value: Any, one: Option) -> bool:
-    """Configs are also made from text, so a number may be anything."""
+    """Whether a number is within an option's bounds; False for any other type of value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     if one.low is None or one.high is None:
@@ -124,7 +123,7 @@ def _is_within(value: Any, one: Option) -> bool:
 
 
 def _told(bound: float, name: str, base: int) -> str:
-    """A bound as people write it: with a unit, where the option's name says that it has one."""
+    """A bound as text, with a unit if the option's name has one."""
     if base == 8:
         return f"{int(bound):04o}"
     if name.endswith("_bytes"):

@@ -1,8 +1,7 @@
-"""What the engine says: the outputs of one step, request by request, and how a request ended.
+"""What the engine delivers: the outputs of one step, request by request, and how a request ended.
 
-Filled by `engine.core` (and by the manager, for requests that never reached a step), read by
-whoever is the sink: the in-process consumer of `engine.manager`, or the service's delivery log
-    through `engine.client`.
+Filled by `engine.core` (and by the loop, for requests that never reached a step). Read by the sink:
+the result router of `engine.manager`, or the service's delivery log through `engine.client`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     """max_tokens was reached."""
     CONTEXT = "context"
-    """The model's context, or what the cache can hold for one request, is full."""
+    """The request is as long as the model's context, or as the KV cache can hold."""
     CANCELLED = "cancelled"
     """Somebody cancelled it."""
     TIME_LIMIT = "time_limit"
@@ -33,12 +32,12 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probabilities reported with one token, of the model's own distribution (before any
-    processing).
+    """The log-probabilities reported with one token, taken from the model's own distribution
+    (before any processing).
 
     Attributes:
         logprob: the chosen token's.
-        rank: the chosen token's place by probability; 1 is the most likely.
+        rank: the chosen token's rank by probability; 1 is the most likely.
         candidates: (token id, log-probability) of the most likely tokens, most likely first.
         requested: (token id, log-probability) of the ids that the request named.
     """
@@ -51,7 +50,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request cost, in tokens. `cached_tokens`: how much of the prompt came from the prefix
+    """What a request cost, in tokens. `cached_tokens`: prompt tokens that came from the prefix
     cache.
     """
 
@@ -78,9 +77,9 @@ class Timings:
 class RequestFailure:
     """Why a request failed. `message` is safe to show; `error_id` finds the cause in the log.
 
-    `retryable`: whether the same request may succeed elsewhere or later (the engine stopped),
-    rather than being at fault itself. `field`: the request's field that is at fault, in engine
-    terms (see InvalidRequestError), where one is: `message` then says what to change in it.
+    `retryable`: whether the same request may succeed elsewhere or later (the engine stopped, say).
+        `field`: the field of the request that caused the failure, if one did, in engine terms (see
+        InvalidRequestError); `message` then says what to change in it.
     """
 
     message: str
@@ -96,8 +95,8 @@ class Finish:
     Attributes:
         reason: why.
         usage, timings: what it cost.
-        stop_token_id: the id that ended it, where the reason is STOP and the engine saw it.
-        failure: where the reason is ERROR.
+        stop_token_id: the id that ended it, if the reason is STOP and it was a token id.
+        failure: set if the reason is ERROR.
     """
 
     reason: FinishReason
@@ -108,23 +107,22 @@ class Finish:
 
 
 class RequestOutput(NamedTuple):
-    """What one step produced for one choice of a request. One is made for every token: a tuple,
-    which takes less time to make than a frozen dataclass, and crosses to the front end without
-    names.
+    """What one step produced for one choice of a request. A tuple, because one is made for every
+    token: it is faster to make than a frozen dataclass, and is serialized without field names.
 
     Attributes:
         request_id: the request.
         choice: which of its choices.
-        token_ids: the new tokens, usually one; empty where only the prompt was finished, or the
+        token_ids: the new tokens, usually one; empty if only the prompt was finished, or the
             request just ended.
-        logprobs: one entry a token where the request asked for them, else None.
-        prompt_done: set on the request's first output after its whole prompt was processed: the
-            number of prompt tokens that came from the prefix cache; None on all other outputs.
-        prompt_logprobs: where the request asked for them, with prompt_done: one entry for each
+        logprobs: one entry per token if the request asked for them, else None.
+        prompt_done: how many prompt tokens came from the prefix cache; set on the first output
+            after the whole prompt was processed, None on all others.
+        prompt_logprobs: set with prompt_done if the request asked for them: one entry for each
             prompt token from the second on.
-        finish: set on the choice's last output. Each choice has one; but an error ends the whole
-            request with one output, whatever was still to come of its choices.
-        ends_request: whether nothing of the request comes after this, once and always.
+        finish: set on the choice's last output. Each choice has one, except that an error ends the
+            whole request with a single output.
+        ends_request: whether this is the request's last output; set on exactly one.
     """
 
     request_id: RequestId
@@ -145,7 +143,7 @@ class StepRecord:
         duration_s: seconds from its launch to its results.
         num_requests: requests in it.
         num_prompt_tokens: tokens computed for prompts, or again after a preemption.
-        num_decode_tokens: tokens computed to get the next one.
+        num_decode_tokens: tokens computed in order to generate the next one.
     """
 
     duration_s: float
@@ -161,7 +159,7 @@ class StepOutputs:
     Attributes:
         time: monotonic seconds at the step's end.
         outputs: request by request.
-        step: what the step did; None where outputs came without one.
+        step: what the step did; None if the outputs came without a step.
     """
 
     time: float
@@ -172,8 +170,8 @@ class StepOutputs:
 def end_of_lost(
     request_id: RequestId, failure: RequestFailure, arrival: float, now: float
 ) -> RequestOutput:
-    """The end of an accepted request that no core knows, or whose core is gone, and with it what
-    was counted: the usage is 0, and whoever took the request's outputs knows better. Times in
+    """The end of an accepted request that never reached a core, or whose core is lost. Its counts
+    are lost too: the usage is 0, and the receiver of its outputs has the true counts. Times are
     monotonic seconds.
     """
     timings = Timings(arrival, None, None, None, now, 0)

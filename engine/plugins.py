@@ -1,8 +1,8 @@
-"""Classes from outside the tree, by the names that operators give: package.module:Class.
+"""Loads classes from outside the source tree that operators name as package.module:Class.
 
-Only a flag, an environment variable or a config of the program names one, never a request. The
-module must be importable where the engine runs: installed, or on PYTHONPATH; a server's engine
-does not import from its working directory.
+Such a name comes from a flag, an environment variable or a config, never from a request. The module
+    must be importable by the engine: installed, or on PYTHONPATH. A server's engine does not import
+    from its working directory.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from engine.errors import ConfigError
 
 
 def is_outside(name: str) -> bool:
-    """Whether this names a class by its place, not by a name of ours."""
+    """Whether this is package.module:Class rather than one of our own names."""
     return ":" in name
 
 
 def outside_class(option: str, name: str, base: type[Any], needs: str) -> type[Any]:
-    """The class of such a name.
+    """Import the class that a name stands for.
 
     Args:
-        option: the option that it is the value of.
+        option: the option that has this value.
         name: package.module:Class.
         base: what it must be a subclass of.
-        needs: what such a class has, for the message.
+        needs: what the class must define, for the message.
 
     Raises:
-        ConfigError: it cannot be imported, or is no finished subclass.
+        ConfigError: it cannot be imported, or is not a complete subclass.
     """
     module, _, attribute = name.partition(":")
     try:
         found = inspect.getattr_static(importlib.import_module(module), attribute)
-    except Exception as error:  # a module's own code raises what it likes
+    except Exception as error:  # a module's own code may raise anything
         raise ConfigError(
             option,
             f"is {name!r}, and that cannot be imported ({type(error).__name__}: {error}); write "

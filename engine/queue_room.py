@@ -1,11 +1,11 @@
-"""Who may put a request into the queue: it has a bound, and each caller a share of it
-(`engine.shares`).
+"""Decides who may put a request into the queue. The queue has a limit, and each caller a share of
+it (`engine.shares`).
 
     enter ──▶ … its first output, or its end ──▶ begun
 
-How full the queue is, the loop knows exactly. Who fills it is counted until a request's first
-output, so that a request whose prompt is being computed counts too, and a preempted one does not:
-that moves shares by no more than what runs at a time.
+The loop knows exactly how many requests wait. For the shares, a request counts for its caller until
+its first output; so one whose prompt is being computed counts too, and a preempted one does not.
+This changes the shares by no more than the number of running requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.types import NO_CALLER, CallerKey, RequestId
 
 @dataclass(frozen=True, slots=True)
 class _Asker:
-    """A caller. `weight`: of its group."""
+    """A caller. `weight`: its group's weight."""
 
     key: CallerKey
     group: CallerKey
@@ -34,7 +34,7 @@ class _Asker:
 
 
 class QueueRoom:
-    """See the module. The loop calls it with its lock held, but for `has_of`."""
+    """See the module. The loop holds its lock when it calls this, except for `has_of`."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class QueueRoom:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`limit`: how many may wait; 0: any number. `ends`: how fast they leave."""
+        """`limit`: how many may wait; 0: any number. `ends`: the rate at which requests leave."""
         self._shares: Shares[_Asker] = Shares(limit or None, clock, jitter, rate=ends)
         self._is_bounded = limit > 0
         self._entered: dict[RequestId, tuple[_Asker, int]] = {}
@@ -78,12 +78,12 @@ class QueueRoom:
             self._entered[request.request_id] = asker, request.n
 
     def has_of(self, outputs: Iterable[RequestOutput]) -> bool:
-        """Whether `begun` has anything to do for these outputs. May be called without the lock."""
+        """Whether `begun` has anything to do for these outputs. Needs no lock."""
         entered = self._entered
         return bool(entered) and any(output.request_id in entered for output in outputs)
 
     def begun(self, outputs: Iterable[RequestOutput]) -> None:
-        """Outputs have come: what these requests are counted as ends with their first."""
+        """Stop counting requests whose first output is among these."""
         for output in outputs:
             entered = self._entered.pop(output.request_id, None)
             if entered is not None:
@@ -93,6 +93,6 @@ class QueueRoom:
         group = request.caller_group
         if group == NO_CALLER:
             return _Asker(request.caller, request.caller, request.weight)
-        # A request has its caller's part of the weight of the group.
+        # A request counts with its caller's part of the group's weight.
         callers = round(1 / self._shares.part_of(_Asker(request.caller, group, 1.0)))
         return _Asker(request.caller, group, request.weight * callers)

@@ -1,9 +1,8 @@
-"""A request on its way through the engine: what the caller asked for, and the state that the
-scheduler keeps.
+"""A request in the engine: what the caller asked for, and the state that the scheduler keeps.
 
-`GenerationRequest` is what crosses the seam: immutable, complete, free of protobuf and torch.
-`Request` is the engine's own record of it, changed only on the engine's thread, by the scheduler
-and the core.
+`GenerationRequest` is what the service hands to the engine: immutable, complete, free of protobuf
+and torch. `Request` is the engine's own record of it, changed only on the engine's thread, by the
+scheduler and the core.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from engine.token_ids import TokenIds
 from engine.types import NO_CALLER, CallerKey, RequestId, RequestKey, TokenId
 
 PENDING_TOKEN = TokenId(-2)
-"""Stands in token_ids for a token that is being computed: its step was launched, its value is not
-on the host yet.
+"""A placeholder in token_ids for a token that is being computed: its step was launched, but its
+value is not on the host yet.
 """
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request is. Ordered: everything from FINISHED on is an end."""
+    """The state of a request. Ordered: every value from FINISHED on is an end."""
 
     WAITING = 0
     """In the queue, with nothing computed."""
@@ -43,9 +42,9 @@ class RequestStatus(enum.IntEnum):
     DECODING = 2
     """In the batch, one new token a step."""
     FINISHED = 3
-    """Ended as it should."""
+    """Ended normally."""
     CANCELLED = 4
-    """Ended because somebody asked for it, or its time limit was reached."""
+    """Cancelled, or its time limit was reached."""
     FAILED = 5
     """Ended by an error."""
 
@@ -61,24 +60,25 @@ class GenerationRequest:
 
     Attributes:
         request_id: unique among live requests.
-        prompt: the prompt's token ids; at least one. May be given as any sequence; kept packed.
+        prompt: the prompt's token ids; at least one. Any sequence is accepted; stored packed.
         sampling, stop: how tokens are chosen and when to stop.
         logprobs: which log-probabilities to report; None: none.
         prompt_logprobs: how many candidates to report with each prompt token's log-probability;
-            None: nothing of the prompt is reported.
-        grammar: a form that the output must have; None: any.
+            None: nothing is reported for the prompt.
+        grammar: the grammar that the output must follow; None: any output.
         n: how many independent continuations (choices) to make, 1 to MAX_CHOICES.
-        priority: higher numbers run first; -100 to 100. Only for schedulers that heed priorities.
+        priority: requests with a higher priority run first; -100 to 100. Only for schedulers that
+            use priorities.
         cache_salt: cached prefixes are shared only among requests with the same salt.
-        bypass_prefix_cache: neither use nor leave cached prefixes.
+        bypass_prefix_cache: neither use cached prefixes nor leave any.
         time_limit_s: seconds from arrival after which the request ends with TIME_LIMIT; None: no
             limit. Above zero.
-        caller: for whom its service is counted; NO_CALLER: nobody was named, and all such requests
-            are one caller's. Only for schedulers that share service among callers.
-        caller_group: of the queue the callers of one group have one share together; NO_CALLER: the
+        caller: who is charged for its service; NO_CALLER: no caller was named, and all such
+            requests count as one caller's. Only for schedulers that share service among callers.
+        caller_group: callers of one group have one share of the queue together; NO_CALLER: the
             caller is a group by itself.
-        weight: how much service the caller is due beside others, MIN_WEIGHT to MAX_WEIGHT. Of a
-            caller whose requests differ in it, the latest counts.
+        weight: how much service the caller is due relative to others, MIN_WEIGHT to MAX_WEIGHT. If
+            a caller's requests differ in it, the latest counts.
     """
 
     request_id: RequestId
@@ -107,43 +107,42 @@ class TokenMatcher(Protocol):
     """
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
-        """Write which tokens may come next: bit i of the row, little end first, is token i.
+        """Write which tokens may come next: bit i of the row, least significant bit first, is token
+        i.
 
-        row: int32 [ceil(V / 32)], overwritten whole.
+        row: int32 [ceil(V / 32)], completely overwritten.
         """
         ...
 
     def accept(self, token: TokenId) -> bool:
-        """Go on with a token. False: the grammar does not allow it; the state is unchanged."""
+        """Advance by a token. False: the grammar does not allow it; the state is unchanged."""
         ...
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output is whole and nothing can follow it."""
+        """Whether the output is complete and nothing can follow it."""
         ...
 
     @property
     def expected_s(self) -> float:
-        """What a token is expected to cost before one is known, in seconds of the processor."""
+        """The expected cost of a token before any was measured, in seconds of CPU time."""
         ...
 
     @property
     def spent_s(self) -> float:
-        """What following the output has cost so far, in seconds of the processor; never less than
-        before.
-        """
+        """The cost of following the output so far, in seconds of CPU time; never decreases."""
         ...
 
     @property
     def failure(self) -> str | None:
-        """Why it cannot be followed any more, to be told to whoever sent the grammar; None: it can.
-        Then no token is in the mask, and none is accepted.
+        """Why the grammar can no longer be followed, for the caller that sent it; None: it can.
+        After a failure the mask is empty, and no token is accepted.
         """
         ...
 
 
 _NO_KEY = RequestKey(0)
-"""Of a record that no engine knows; real keys begin at 1."""
+"""The key of a record that is in no engine; real keys begin at 1."""
 
 
 @dataclass(slots=True, eq=False)
@@ -154,26 +153,29 @@ class Request:
         spec: what was asked for.
         key: its name in the engine.
         choice: which of the request's n choices it is.
-        matcher: follows its grammar; None: there is none.
+        matcher: follows its grammar; None: it has no grammar.
         arrival: monotonic seconds, set at admission.
-        token_ids: prompt, then output, as C integers: four bytes each; appended to by the core.
+        token_ids: the prompt, then the output, as C integers of four bytes; appended to by the
+            core.
         num_computed_tokens: how many of token_ids have their KV in the cache; set by the scheduler.
-        num_pending_tokens: how many of token_ids, at their end, are PENDING_TOKEN.
+        num_pending_tokens: how many of token_ids, at the end, are PENDING_TOKEN.
         num_cached_tokens: how many prompt tokens came from the prefix cache when it was first
             scheduled.
-        num_counted_tokens: how many of token_ids, from the first on, its caller's service has been
-            counted for; set by the scheduler.
-        block_hashes: of its full blocks, as far as they were needed; kept by the KV cache.
-        prompt_logprobs: of the prompt's tokens from the second on, as far as they are known.
-        sampling_steps: what choosing its tokens takes; kept by the sampler.
+        num_counted_tokens: how many of token_ids, from the first on, have been charged to its
+            caller; set by the scheduler.
+        block_hashes: the hashes of its full blocks, as far as they were needed; kept by the KV
+            cache.
+        prompt_logprobs: the log-probabilities of the prompt's tokens from the second on, as far as
+            they are known.
+        sampling_steps: which operations choosing its tokens needs; kept by the sampler.
         ending_token_ids: the ids that end its output; the choices of a request share one set.
-        form_spent_s, form_cost_s, form_debt_s, form_waits: of its matcher's cost, in seconds: all
-            that was counted, what a token costs now, what its tokens cost beyond their share, and
-            for how many steps it has waited on that account; kept by `engine.form_budget`.
+        form_spent_s, form_cost_s, form_debt_s, form_waits: kept by `engine.form_budget`: its
+            matcher's total cost, the present cost of a token, and the cost of its tokens beyond
+            their allowance, in seconds; and how many steps it has waited because of them.
         max_total_tokens: the length at which the request must stop: prompt + max_tokens, or the
-            context if less.
-        request_id, num_prompt_tokens: the request's id, and the prompt's length; kept, since they
-            are read for every token.
+            context if that is less.
+        request_id, num_prompt_tokens: the request's id, and the prompt's length; stored, because
+            they are read for every token.
     """
 
     spec: GenerationRequest
@@ -217,24 +219,24 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """The output so far, in tokens; the pending ones too."""
+        """The output so far, in tokens, pending ones included."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def is_generated(self) -> bool:
-        """Whether the tokens that are there or pending are all that it may have, so that nothing is
-        left to schedule.
+        """Whether the request has all the tokens that it may have, pending ones included, so that
+        nothing is left to schedule.
         """
         return self.num_pending_tokens > 0 and len(self.token_ids) >= self.max_total_tokens
 
     @property
     def needs_host_tokens(self) -> bool:
-        """Whether its next token can only be chosen when the ones before it are on the host."""
+        """Whether its next token can be chosen only once the tokens before it are on the host."""
         return self.matcher is not None or self.spec.sampling.needs_history
 
     @property
     def num_tokens_to_compute(self) -> int:
-        """Tokens whose KV is not in the cache yet: 1 for a decoding request, more while it
-        prefills.
+        """How many tokens have no KV in the cache yet: 1 for a decoding request, more during
+        prefill.
         """
         return len(self.token_ids) - self.num_computed_tokens

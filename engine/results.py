@@ -1,14 +1,14 @@
-"""The Python API's consumer of step outputs: mailboxes, iterators and handlers of cumulative
-results.
+"""Turns step outputs into cumulative results for the Python API: mailboxes, iterators and handlers.
 
     engine thread ──StepOutputs──▶ ResultRouter ──▶ get_result, iteration      (any thread)
                                                └──▶ handlers                   (their event loops)
 
-The engine speaks in deltas, and of choices; cumulative outputs, one name a choice, are made here
-and only when they are read: an unread streaming result is a number. Of a stream that nobody reads
-the oldest results go, one for each new one beyond `max_unread_results`: the next has all of their
-tokens, too, and tells how many it stands for. A choice's last result is always kept. Those are
-bounded where requests are added: with `max_unread_requests` of them unread, no more are taken.
+The engine delivers deltas for each choice. Cumulative outputs, one name for each choice, are made
+    here, and only when they are read: an unread streaming result is stored as a length. If a stream
+    has more than `max_unread_results` unread results, the oldest are dropped; the next one has
+    their tokens too, and says how many were merged into it. A choice's last result is always kept.
+    Last results are bounded by `max_unread_requests`: with that many unread, no more requests are
+    accepted.
 """
 
 from __future__ import annotations
@@ -38,40 +38,40 @@ logger = logging.getLogger(__name__)
 MAX_UNREAD_RESULTS = 4096
 MAX_UNREAD_REQUESTS = 65536
 MAX_WAITING_HANDLERS = 4096
-"""Result handlers that wait for requests which were not added yet."""
+"""How many result handlers may wait for requests that were not added yet."""
 
 
 def choice_name(request_id: str, choice: int) -> str:
-    """The name under which a choice's results are found: the first has the request's own, the
-    others are "<request_id>__child#0", "…#1", …, as transformers names them.
+    """The name of a choice's results. The first choice has the request's own id, the others are
+    "<request_id>__child#0", "…#1", …, as in transformers.
     """
     return request_id if choice == 0 else f"{request_id}__child#{choice - 1}"
 
 
 @dataclass(slots=True)
 class GenerationOutput:
-    """What was generated for one choice of a request so far; cumulative.
+    """What was generated so far for one choice of a request.
 
     Attributes:
         request_id: the choice's name: the request's own for the first choice, see `choice_name`.
         prompt_ids: its prompt.
         generated_tokens: its output so far.
-        logprobs: a log-probability for each generated token, where they were asked for; else empty.
+        logprobs: a log-probability for each generated token if they were requested; else empty.
         error: why it failed, if it did.
-        status: where it is; `is_finished()` tells whether this is the last output.
+        status: its state; `is_finished()` tells whether this is the last output.
         created_time: monotonic seconds at which it was added.
-        lifespan: monotonic seconds of its first scheduling and of its end; -1 for what did not
+        lifespan: monotonic seconds of its first scheduling and of its end; -1 for one that did not
             happen.
-        timestamps: monotonic seconds at which each token came, where record_timestamps was asked
-            for; else None.
+        timestamps: monotonic seconds at which each token came, if record_timestamps was set; else
+            None.
         finish_reason: why it ended; None while it lives.
         choice: which of the request's choices it is.
-        cached_tokens: how much of the prompt came from the prefix cache.
+        cached_tokens: how many prompt tokens came from the prefix cache.
         token_logprobs: `logprobs` with ranks and candidates.
-        prompt_logprobs: the same for the prompt's tokens from the second on, where they were asked
-            for; else None.
-        merged_results: how many results of the choice went before this one because nobody read them
-            in time (max_unread_results). What they had is in this one.
+        prompt_logprobs: the same for the prompt's tokens from the second on if they were requested;
+            else None.
+        merged_results: how many earlier results of the choice were merged into this one because
+            nobody read them in time (max_unread_results).
     """
 
     request_id: str
@@ -100,17 +100,17 @@ ResultHandler = Callable[[GenerationOutput], object]
 _Handler = tuple[ResultHandler, asyncio.AbstractEventLoop]
 
 StopFinder = Callable[[tuple[TokenId, ...]], int | None]
-"""Fed a choice's new tokens, tells how many of all its tokens to keep once a stop string is
-complete.
+"""Called with a choice's new tokens. Once a stop string is complete, returns how many of all the
+choice's tokens to keep.
 """
 
 
 class Mailbox:
-    """Results that were not read, in the order in which they came. The router's lock guards it."""
+    """Unread results, in the order in which they came. Guarded by the router's lock."""
 
     def __init__(self, max_ended: int | None = None) -> None:
-        """Make an empty one. max_ended: how many choices may have ended whose last result waits in
-        it before no request is taken for it any more; None: any number.
+        """Make an empty mailbox. max_ended: how many last results may wait in it before further
+        requests are refused; None: any number.
         """
         self.max_ended = max_ended
         self.ended = 0
@@ -132,7 +132,7 @@ class _Request:
 
 @dataclass(slots=True, eq=False)
 class _Choice:
-    """A choice whose results are not all read."""
+    """A choice that is live or has unread results."""
 
     request: _Request
     index: int
@@ -150,7 +150,7 @@ class _Choice:
 
 
 class ResultRouter:
-    """Keeps what was generated until it is read, in the order in which it came."""
+    """Keeps results until they are read, in the order in which they came."""
 
     def __init__(
         self,
@@ -166,8 +166,8 @@ class ResultRouter:
         """
         self._finish_request = finish_request
         self._changed = threading.Condition()
-        self._requests: dict[RequestId, _Request] = {}  # whose end has not come
-        self._choices: dict[str, _Choice] = {}  # whose results are not all read
+        self._requests: dict[RequestId, _Request] = {}  # live requests
+        self._choices: dict[str, _Choice] = {}  # with results still to be read
         self._waiting_handlers: dict[str, _Handler] = {}  # of choices that are not there yet
         self._max_unread = max_unread_results
         self._mailbox = Mailbox(max_unread_requests)
@@ -196,8 +196,7 @@ class ResultRouter:
             mailbox: takes its results instead of the common one.
 
         Raises:
-            DuplicateRequestError: a request or choice of that name is live or has results that were
-                not read.
+            DuplicateRequestError: a request or choice with that name is live or has unread results.
             UnreadResultsError: too many requests have ended whose results were not read.
         """
         request = _Request(spec, streaming, created, mailbox or self._mailbox)
@@ -212,7 +211,7 @@ class ResultRouter:
                 )
             )
         with self._changed:
-            if spec.request_id in self._requests:  # its first choice may have been read
+            if spec.request_id in self._requests:  # its first choice may have been read already
                 raise DuplicateRequestError(spec.request_id)
             limit = request.mailbox.max_ended
             if limit is not None and request.mailbox.ended >= limit:
@@ -233,23 +232,25 @@ class ResultRouter:
                 del self._choices[choice.name]
 
     def give_up(self, request_id: str) -> None:
-        """Drop the handlers that wait for a request: it will not come. A live one keeps its own."""
+        """Drop the handlers that wait for a request, because it will not come. A live request keeps
+        its handlers.
+        """
         with self._changed:
             if self._waiting_handlers:
                 for choice in range(MAX_CHOICES):
                     self._waiting_handlers.pop(choice_name(request_id, choice), None)
 
     def is_known(self, name: str) -> bool:
-        """Whether a choice of that name is live or has results that were not read."""
+        """Whether a choice with that name is live or has unread results."""
         return name in self._choices
 
     def reopen(self) -> None:
-        """The engine's thread was started: readers may wait again."""
+        """Let readers wait again: the engine's thread was started."""
         with self._changed:
             self._closed = False
 
     def close(self) -> None:
-        """The engine's thread has ended: nobody waits for results any more."""
+        """Stop all waits for results: the engine's thread has ended."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -285,7 +286,7 @@ class ResultRouter:
             choice.logprobs.extend(output.logprobs or ())
             if choice.timestamps is not None:
                 last = None if output.finish is None else output.finish.timings.last_token
-                # The last one is not later than the end that is reported with it.
+                # The last token's time is no later than the end that is reported with it.
                 choice.timestamps.extend([now if last is None else last] * len(output.token_ids))
             kept = _look_for_stop(choice, output.token_ids)
             if kept is not None and output.finish is None:
@@ -330,7 +331,9 @@ class ResultRouter:
         handler: _Handler,
         output: GenerationOutput,
     ) -> None:
-        """Hand a result to a handler's event loop; a loop that is gone loses its results alone."""
+        """Hand a result to a handler's event loop; if that loop is closed, only its own results are
+        lost.
+        """
         callback, loop = handler
         try:
             loop.call_soon_threadsafe(callback, output)
@@ -342,11 +345,11 @@ class ResultRouter:
     # ---- readers -------------------------------------------------------------------------------
 
     def register(self, name: str, callback: ResultHandler) -> None:
-        """Send a choice's results to a callback on the running event loop; unread ones at once. A
-        handler of a choice that is not there waits for it.
+        """Send a choice's results to a callback on the running event loop, unread ones at once. If
+        the choice does not exist yet, the handler waits for it.
 
         Raises:
-            TooManyHandlersError: MAX_WAITING_HANDLERS wait.
+            TooManyHandlersError: MAX_WAITING_HANDLERS are waiting.
         """
         loop = asyncio.get_running_loop()
         with self._changed:
@@ -370,8 +373,8 @@ class ResultRouter:
     def get(
         self, name: str | None, timeout: float | None, mailbox: Mailbox | None = None
     ) -> GenerationOutput | None:
-        """The oldest unread result (of one choice, if named), waiting for it. None: timeout, or the
-        engine ended.
+        """Return the oldest unread result (of one choice, if named), waiting for it. None: the wait
+        timed out, or the engine ended.
 
         Args:
             name: a choice's name, see `choice_name`; None: any of the mailbox.
@@ -403,7 +406,7 @@ class ResultRouter:
 
     def _pop(self, mailbox: Mailbox, number: int) -> GenerationOutput:
         choice, length, terminal = mailbox.unread.pop(number)
-        choice.unread.popleft()  # the oldest of a mailbox is the oldest of its choice
+        choice.unread.popleft()  # the oldest result of a mailbox is also the oldest of its choice
         if terminal:
             del self._choices[choice.name]
             mailbox.ended -= 1
@@ -413,7 +416,7 @@ class ResultRouter:
 
 
 def _output(choice: _Choice, length: int, terminal: bool) -> GenerationOutput:
-    """A choice's output as of its first `length` tokens."""
+    """A choice's output, cut to its first `length` tokens."""
     request = choice.request
     details = choice.logprobs[:length]
     output = GenerationOutput(
@@ -446,8 +449,8 @@ def _output(choice: _Choice, length: int, terminal: bool) -> GenerationOutput:
 
 
 def _look_for_stop(choice: _Choice, new: tuple[TokenId, ...]) -> int | None:
-    """Cut a choice at a stop string; returns how many tokens are left, None: nothing was found. A
-    finder that fails costs that choice alone.
+    """Cut a choice at a stop string. Returns how many tokens are left; None: no stop string was
+    found. If the finder raises, only this choice fails.
     """
     if choice.find_stop is None:
         return None

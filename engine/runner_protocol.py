@@ -1,5 +1,5 @@
-"""What the core asks of a runner. Free of torch, so that a scripted runner can stand in for a
-device.
+"""The interface of a runner, as the core uses it. Free of torch, so that a scripted runner can
+stand in for a device.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from engine.outputs import TokenLogprobs
 from engine.types import RequestKey, TokenId
 
 INVALID_TOKEN = TokenId(-1)
-"""Stands for a token that could not be sampled: the model gave no finite logits for that request.
+"""Marks a token that could not be sampled: the model gave no finite logits for that request.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What a step gives: one entry for each part of the batch that samples, in the batch's order.
+    """The results of a step: one entry for each part of the batch that samples, in the batch's
+    order.
 
     Attributes:
-        token_ids: the sampled tokens; INVALID_TOKEN where there is none, which fails that request.
-        logprobs: their log-probabilities, None where the request did not ask; or None altogether.
-        prompt_logprobs: for the requests that asked and whose prompt tokens the step computed:
-            entry i belongs to the token behind the step's i-th one (position start + 1 + i), as far
-            as the prompt goes.
+        token_ids: the sampled tokens; INVALID_TOKEN if there is none, which fails that request.
+        logprobs: their log-probabilities, None for requests that did not ask; None if nobody asked.
+        prompt_logprobs: the prompt's log-probabilities, for requests that asked and had prompt
+            tokens in the step: entry i belongs to the token after the step's i-th one (position
+            start + 1 + i), up to the prompt's end.
     """
 
     token_ids: Sequence[TokenId]
@@ -38,29 +39,29 @@ class PendingStep(Protocol):
     """A step that was launched and may still be running."""
 
     def result(self) -> SampledTokens:
-        """Wait for the step's end. Called once. May raise anything; nothing of the step is then
+        """Wait for the step's end. Called once. May raise anything; no result of the step is then
         used.
         """
         ...
 
 
 class Runner(Protocol):
-    """The only door to the device. Called on the engine's thread only."""
+    """Runs steps on the device; nothing else does. Called on the engine's thread only."""
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Begin to compute a batch: make its block copies, write its KV, run the model, sample.
+        """Start to compute a batch: make its block copies, write its KV, run the model, sample.
 
-        The batch's lists and tables may change as soon as this returns: what is needed of them is
-        read before. At most one other step is pending. Where a part's only token is PENDING_TOKEN,
-        it is the one that the step launched before this one samples for the same request: it is
-        taken over on the device. May raise anything; nothing of the step is then used.
+        The batch's lists and tables may change as soon as this returns, so the runner reads what it
+        needs before. At most one other step is pending. If a part's only token is PENDING_TOKEN, it
+        stands for the token that the previous step samples for the same request; the runner takes
+        it over on the device. May raise anything; no result of the step is then used.
         """
         ...
 
     def release(self, key: RequestKey) -> None:
-        """Forget what is kept for a choice that ended. Harmless if nothing is."""
+        """Drop what is kept for a choice that has ended. Harmless if nothing is kept."""
         ...
 
     def warmup(self) -> None:
-        """Run what is slow the first time, without touching any request."""
+        """Run once whatever is slow the first time, without affecting any request."""
         ...

@@ -1,7 +1,7 @@
-"""How one request's tokens are chosen and when it stops: every default filled in, every bound
+"""How one request's tokens are chosen and when it stops. All defaults are filled in and all bounds
 checked.
 
-Nothing here imports torch. `engine.sampling` turns many of these into one batched pass.
+Nothing here imports torch. `engine.sampling` applies the parameters of many requests in one batch.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from engine.token_ids import NO_BIASES, NO_IDS, TokenBiases, TokenIds
 from engine.types import TokenId
 
 MAX_LOGPROBS = 128
-"""The most candidates that may be asked for with one token."""
+"""The most candidates that may be requested for each token."""
 MAX_LOGIT_BIAS = 1024
 """The most logit_bias entries of one request."""
 MAX_LOGPROB_TOKEN_IDS = 128
-"""The most ids whose log-probabilities may be asked for with each token."""
+"""The most ids for which log-probabilities may be requested with each token."""
 MAX_LISTED_TOKEN_IDS = 1 << 18
-"""The most allowed, and separately banned, token ids of one request."""
+"""The most allowed token ids of one request, and the most banned ones."""
 MAX_NGRAM_SIZE = 1024
-"""The longest n-gram that may be kept from repeating."""
+"""The highest value of no_repeat_ngram_size."""
 MAX_CHOICES = 128
 """The most choices of one request."""
 MAX_GRAMMAR_BYTES = 256 * 1024
-"""The longest schema, regular expression or grammar, in bytes of UTF-8; of all choices together."""
+"""The longest schema, regular expression or grammar, in bytes of UTF-8; for a list of choices, all
+of them together.
+"""
 MAX_STOP_TOKEN_IDS = 256
-"""The most stop ids, and separately end-of-sequence ids, of one request."""
+"""The most stop ids of one request, and the most end-of-sequence ids."""
 MAX_STOP_STRINGS = 16
 """The most stop strings of one request."""
 MAX_STOP_STRING_BYTES = 256
@@ -46,30 +48,30 @@ _RANGES = (
     ("presence_penalty", -2.0, 2.0, False, "0 is none"),
     ("frequency_penalty", -2.0, 2.0, False, "0 is none"),
 )
-"""Of a field of SamplingParams: the least and the most, whether the least itself is too little, and
-what is neutral.
+"""For each field of SamplingParams: its lowest and highest value, whether it must be above the
+lowest, and a hint with the neutral value.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen. The neutral values are the defaults. Lists may be given as any
-    sequence; they are kept packed.
+    """How the next token is chosen. The defaults are neutral. Lists may be given as any sequence;
+    they are stored packed.
 
     Attributes:
         temperature: divides the logits; 0 is greedy. 0 to 100.
-        top_k: keep the k most likely tokens; 0 keeps all; above the vocabulary it keeps all.
+        top_k: keep the k most likely tokens; 0, or more than the vocabulary has, keeps all.
         top_p: keep the fewest most likely tokens whose probabilities reach this sum. Above 0, at
             most 1.
         min_p: keep tokens at least this likely relative to the most likely one. 0 to 1.
-        typical_p: keep the fewest tokens of most typical information content whose probabilities
+        typical_p: keep the fewest most typical tokens (by information content) whose probabilities
             reach this sum (Meister et al. 2022, Locally Typical Sampling). Above 0, at most 1.
         repetition_penalty: divides positive and multiplies negative logits of the tokens seen in
             prompt and output (Keskar et al. 2019, CTRL). Above 0, at most 10.
         presence_penalty: subtracted from the logits of the tokens seen in the output. -2 to 2.
         frequency_penalty: subtracted per occurrence in the output. -2 to 2.
         no_repeat_ngram_size: no sequence of this many tokens comes twice in prompt and output; 0:
-            any may.
+            any sequence may.
         logit_bias: (token id, bias) pairs; -100 to 100 each.
         allowed_token_ids: if any are given, no other token is generated.
         banned_token_ids: these are never generated.
@@ -93,7 +95,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, low, high, above_low, hint in _RANGES:
             value = getattr(self, name)
-            if not low <= value <= high or (above_low and value == low):  # NaN is within none
+            if not low <= value <= high or (above_low and value == low):  # NaN is out of bounds
                 bound = f"above {low:g} and at most" if above_low else f"between {low:g} and"
                 raise InvalidRequestError(
                     f"sampling.{name}", f"is {value:g}; it must be {bound} {high:g} ({hint})"
@@ -142,12 +144,14 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether the choice depends on which tokens came before, so that they must be known."""
+        """Whether the next token depends on which tokens came before, so that they must be
+        known.
+        """
         return self.has_penalties or self.no_repeat_ngram_size > 0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the choice depends on the tokens seen so far."""
+        """Whether a penalty depends on the tokens seen so far."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -162,19 +166,19 @@ SCALARS = MappingProxyType(
         if isinstance(field.default, (int, float)) and field.name != "seed"
     }
 )
-"""The fields of SamplingParams that are one number each, with their neutral values. Who reads or
-writes requests goes through these, so that a field is added here alone. (A seed that is not given
-is drawn.)
+"""The fields of SamplingParams that are one number each, with their neutral values. Code that reads
+or writes requests iterates over these, so that a new field is added only here. (If no seed is
+given, one is drawn.)
 """
 
 
 class SamplingSteps(NamedTuple):
-    """What choosing a token takes; rows that need the same are computed together.
+    """Which operations choosing a token needs; rows that need the same ones are computed together.
 
     Attributes:
-        edits: bias, penalties, n-grams or min_tokens: single entries are changed.
-        masks: allowed or banned ids, or a grammar: all entries may be.
-        draws: the row is not greedy.
+        edits: bias, penalties, n-grams or min_tokens, which change single logits.
+        masks: allowed or banned ids, or a grammar, which may change all logits.
+        draws: the token is drawn at random, not greedy.
         filters: top_k or top_p.
         sorts: the filters must see the whole row in order.
         min_p, typical: the other filters.
@@ -191,13 +195,13 @@ class SamplingSteps(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopParams:
-    """When generation stops, as far as the engine decides it; stop strings are matched where the
-    text is made.
+    """When generation stops, as far as the engine decides it; stop strings are matched by the
+    detokenizer.
 
     Attributes:
         max_tokens: the most tokens to generate; 0 processes the prompt only.
-        min_tokens: stop and end-of-sequence ids are kept out of the choice until this many tokens
-            were generated.
+        min_tokens: stop and end-of-sequence ids cannot be chosen until this many tokens were
+            generated.
         stop_token_ids: ids that end the output.
         eos_token_ids: the end-of-sequence ids in force: the model's, or the request's own.
         ignore_eos: whether eos_token_ids are treated as any other token.
@@ -268,7 +272,7 @@ class LogprobParams:
 
 
 class GrammarKind(enum.Enum):
-    """How the form of an output is described."""
+    """How the structure of an output is described."""
 
     JSON_SCHEMA = "json_schema"
     """A JSON value that satisfies a JSON Schema, given as JSON text."""
@@ -284,14 +288,14 @@ class GrammarKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarParams:
-    """A form that the output must have.
+    """The structure that the output must have.
 
     Attributes:
         kind: how it is described.
         text: the schema, expression or grammar; empty for JSON_OBJECT and CHOICE.
         choices: the strings of CHOICE, at least one; else empty.
-        flexible_whitespace: whether JSON may have blanks and line ends as the model likes them;
-            else it is one line, with one blank after each comma and colon.
+        flexible_whitespace: whether the model chooses the white space of JSON; otherwise it is one
+            line, with one space after each comma and colon.
     """
 
     kind: GrammarKind
@@ -323,7 +327,7 @@ def check_stop_strings(stop_strings: tuple[object, ...]) -> None:
     """Check a request's stop strings against their bounds.
 
     Raises:
-        InvalidRequestError: too many of them, one that is no text, or an empty or too long one.
+        InvalidRequestError: there are too many, or one is not text, empty or too long.
     """
     if len(stop_strings) > MAX_STOP_STRINGS:
         raise InvalidRequestError(

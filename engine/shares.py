@@ -1,29 +1,31 @@
-"""A bound on something that many callers take from, and each caller's share of it.
+"""A limit on something that many callers use, and each caller's share of it.
 
     ask ──▶ it fits, or a refusal with advice when to come again (and the want is noted)
     add ──▶ … ──▶ remove
 
-Everybody may take what nobody else wants: one caller alone has all of the bound. Where several want
-it, each is due a share, by weight, among those who hold something or were refused lately. With a
-bound of L, and a reserve R of an eighth of it (at least 1) that is there beyond it:
+A caller may use whatever nobody else wants: a single caller has the whole limit. If several want
+    it, each is due a share, by weight, among those that hold something or were refused lately. With
+    a limit of L, and beyond it a reserve R of an eighth of L (at least 1):
 
-- there are never more than L + R;
-- who holds more than a share, or would then, finds room up to L, less what others are owed: those
-  who were refused though they are within their shares, until they come again as they were told (a
-  second later at most, and MAX_WANT_S in all);
-- who stays within a share finds room up to L + R/2, and who holds nothing yet up to L + R. So
-  whoever comes new, with no more than R, finds room whatever one caller holds: that one is above
-  the share of two, and cannot have taken any of the reserve.
+- never more than L + R is in use;
+- a caller that holds more than its share, or would with this request, finds room up to L, less what
+  others are owed. Callers within their shares that were refused are owed what they wanted, until
+  they come again as advised (at most a second later, and MAX_WANT_S in all);
+- a caller that stays within its share finds room up to L + R/2, and one that holds nothing yet up
+  to L + R. So a new caller that wants at most R finds room, however much one other caller holds:
+  that caller is above a share of one half, and cannot have taken any of the reserve.
 
-Callers may be of one group, which has one weight, and shares what it is due in equal parts. A group
-that is above its share leaves newcomers in it a quarter of the reserve, so that one of its callers
-does not shut out the others, and not all of the reserve, so that being many does not help it.
+Callers may form a group, which has one weight and divides its share equally among them. If a group
+    is above its share, its new callers may use a quarter of the reserve: enough that one of its
+    callers does not shut out the others, but not all of the reserve, so that a group gains nothing
+    by having many callers.
 
-What is refused is counted until it was told to come: whoever is refused next is told a later time
-(`engine.drain_rate`), but nobody stands behind more of another's than is that other's turn.
+A refused amount is counted until its advised time, so that the next refused caller is given a later
+time (`engine.drain_rate`). But no caller waits for more of another's amount than the other is due
+before it.
 
-O(log n) for each call, of the callers that hold or want something; nothing is kept of others. One
-thread at a time.
+O(log n) for each call, with n callers that hold or want something; nothing is kept about others.
+Used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -38,24 +40,24 @@ from typing import Generic, Protocol, TypeVar
 from engine.drain_rate import DrainRate
 
 RESERVE_PART = 8
-"""The reserve is one in so many parts of the bound."""
+"""The reserve is the limit divided by this."""
 MAX_WANT_S = 10.0
-"""How long what somebody was refused is kept for them, at most."""
+"""The longest time, in seconds, for which a refused amount is owed."""
 GRACE_S = 1.0
-"""How much later than told they may come."""
+"""How many seconds after the advised time a caller is still owed it."""
 MAX_WANTING = 4096
-"""For how many callers at a time something is kept."""
+"""The most callers that are owed something at a time."""
 _WEIGHT_UNITS = 1_000_000
-"""Weights are counted in whole parts of 1, so that sums are exact."""
+"""Weights are stored as integers, in these fractions of 1, so that sums are exact."""
 
 
 class Sharer(Protocol):
-    """Who takes part.
+    """A caller, as the shares see it.
 
     Attributes:
-        key: the caller's.
+        key: identifies the caller.
         group: the callers of one group share one weight.
-        weight: of the group, above zero.
+        weight: the group's weight, above zero.
     """
 
     @property
@@ -70,14 +72,14 @@ Who = TypeVar("Who", bound=Sharer, contravariant=True)
 
 
 class Level:
-    """How much there is of something that has a limit, and how fast it leaves where there is much
-    of it: from half of the limit on, until there is less than a quarter. Where there is little,
-    little leaves, and that says nothing of a full house.
+    """How much of something limited is in use, and the rate at which it is released. The rate is
+    measured from the time when half of the limit is in use until less than a quarter is. With less
+    in use, less is released, which says nothing about the rate at the limit.
 
     Attributes:
-        limit: the most; None: any.
-        present: what there is now.
-        rate: how fast it leaves, and who was told to come.
+        limit: the most that may be in use; None: any amount.
+        present: how much is in use now.
+        rate: how fast it is released, and how much was told to come back.
     """
 
     __slots__ = ("_is_much", "limit", "present", "rate")
@@ -92,22 +94,24 @@ class Level:
         self._is_much = False
 
     def missing(self, amount: int) -> int:
-        """How much must leave before so much more can come; none of it: 0 or less."""
+        """How much must be released before `amount` fits; 0 or less: it fits now."""
         return 0 if self.limit is None else self.present + amount - self.limit
 
     def advise(self, amount: int) -> float:
-        """When to come again with so much that is refused now; see DrainRate."""
+        """In how many seconds to try again with an amount that is refused now; see DrainRate."""
         return self.rate.advise(self.missing(amount), amount)
 
     def add(self, amount: int) -> None:
-        """So much has come."""
+        """Add an amount to what is in use."""
         self.present += amount
         if not self._is_much and self.limit is not None and 2 * self.present >= self.limit:
             self._is_much = True
             self.rate.begin()
 
     def remove(self, amount: int, *, served: bool) -> None:
-        """So much is there no more. `served`: it left as others will."""
+        """Release an amount. `served`: it was released in the normal way, so it counts for the
+        rate.
+        """
         self.present -= amount
         if not self._is_much:
             return
@@ -118,15 +122,15 @@ class Level:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """So much does not fit now.
+    """An amount does not fit now.
 
     Attributes:
-        limit, present: the bound, and what there is now, of all.
-        held: what the caller has of it.
+        limit, present: the limit, and how much all callers use now.
+        held: how much the caller uses.
         share: how much the caller is due now.
-        is_above_share: whether the caller holds that already, or would then, while others want
-            theirs.
-        retry_after_s: when to come again.
+        is_above_share: whether the caller holds more than that, or would with this amount, while
+            others want their shares.
+        retry_after_s: when to try again, in seconds.
     """
 
     limit: int
@@ -139,14 +143,14 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """What a caller is due who asks.
+    """What a caller that asks is due.
 
     Attributes:
-        part, share: of everything, and of the bound.
-        is_new: whether they hold nothing else.
-        is_within: whether what they ask for would leave them within their share.
-        is_of_due_group: whether it would leave their group within its share, or that holds nothing
-            else.
+        part, share: the caller's part of the sum of weights, and its share of the limit.
+        is_new: whether it holds nothing else.
+        is_within: whether the amount would leave it within its share.
+        is_of_due_group: whether the amount would leave its group within its share, or the group
+            holds nothing else.
     """
 
     part: float
@@ -166,11 +170,11 @@ class _Group:
 
 @dataclass(slots=True, eq=False)
 class _Caller:
-    """Somebody who holds or wants something.
+    """A caller that holds or wants something.
 
-    `owed` is kept for them until `owed_until`, and `is_due` tells whether their group was within
-    its share; `is_listed`: an end of that is in the heap. `told` is what they were told to come for
-    until `told_until`, evenly from `told_since` on.
+    `owed` is owed to it until `owed_until`, and `is_due` tells whether its group was within its
+    share then; `is_listed`: the heap has an entry for the end of that. `told` is the amount that it
+    was told to come back for, spread evenly from `told_since` to `told_until`.
     """
 
     key: str
@@ -186,7 +190,7 @@ class _Caller:
 
 
 class Shares(Generic[Who]):
-    """See the module. `Who`: what its callers are given as."""
+    """See the module. `Who`: the type by which its user names callers."""
 
     def __init__(
         self,
@@ -196,12 +200,13 @@ class Shares(Generic[Who]):
         *,
         rate: DrainRate | None = None,
     ) -> None:
-        """Nothing of it is taken.
+        """Start with nothing in use.
 
         Args:
-            limit: the most; None: any.
+            limit: the most that may be in use, without the reserve; None: any amount.
             clock, jitter: see DrainRate.
-            rate: how fast it leaves, where somebody else knows that; None: as it is seen here.
+            rate: the rate at which it is released, if it is measured elsewhere; None: it is
+                measured here.
         """
         self.level = Level(limit, clock, jitter)
         self._rate = rate or self.level.rate
@@ -216,26 +221,26 @@ class Shares(Generic[Who]):
 
     @property
     def limit(self) -> int | None:
-        """The most, but for the reserve; None: any."""
+        """The limit, without the reserve; None: any amount."""
         return self.level.limit
 
     @property
     def present(self) -> int:
-        """What there is now."""
+        """How much is in use now."""
         return self.level.present
 
     @property
     def callers(self) -> int:
-        """How many hold or want something."""
+        """How many callers hold or want something."""
         return len(self._callers)
 
     def held_by(self, who: Who) -> int:
-        """What one caller holds."""
+        """How much one caller holds."""
         caller = self._callers.get(who.key)
         return 0 if caller is None else caller.held
 
     def is_above_share(self, who: Who) -> tuple[bool, int]:
-        """Whether one caller holds more than a share, and how much that is."""
+        """Whether one caller holds more than its share, and how much its share is."""
         limit = self.level.limit
         if limit is None:
             return False, 0
@@ -243,7 +248,7 @@ class Shares(Generic[Who]):
         return not (due.is_within and due.is_of_due_group), due.share
 
     def part_of(self, who: Who) -> float:
-        """Of its group's weight, the part of one caller, counted as one who takes part."""
+        """One caller's part of its group's weight, as if it held something."""
         group = self._groups.get(who.group)
         members = 0 if group is None else group.members
         return 1 / (members + (who.key not in self._callers))
@@ -253,13 +258,13 @@ class Shares(Generic[Who]):
     def ask(
         self, who: Who, amount: int, *, has: int = 0, present: int | None = None
     ) -> Refusal | None:
-        """Whether so much more of one caller's fits; None: it does. Nothing is taken.
+        """Check whether an amount fits for one caller; None: it does. Nothing is taken.
 
         Args:
             who: the caller.
-            amount: how much; no more than the limit.
-            has: what was taken before for the same thing, which comes in parts.
-            present: what there is now, where somebody else knows better.
+            amount: how much; at most the limit.
+            has: what was already taken for the same thing, if it comes in parts.
+            present: how much is in use now, if another module knows it better.
         """
         limit = self.level.limit
         if limit is None:
@@ -298,7 +303,7 @@ class Shares(Generic[Who]):
             weights -= group.weight
             parts = group.members + (caller is None)
             of_group = group.held
-        # A share is limit * weight / weights / parts; multiplied out, so that it is exact.
+        # A share is limit * weight / weights / parts; multiplied out to be exact.
         return _Due(
             part=weight / weights / parts,
             share=limit * weight // (weights * parts),
@@ -308,7 +313,9 @@ class Shares(Generic[Who]):
         )
 
     def _room_beyond(self, caller: _Caller | None, due: _Due) -> int:
-        """How far beyond the limit a caller finds room; below zero: not even up to it."""
+        """How far beyond the limit a caller finds room; below zero: it must stay below the
+        limit.
+        """
         if due.part == 1:  # alone
             return 0
         if due.is_of_due_group and due.is_new:
@@ -316,7 +323,7 @@ class Shares(Generic[Who]):
         if due.is_of_due_group and due.is_within:
             return self._reserve // 2
         own = 0 if caller is None else caller.owed
-        if due.is_new:  # those who are in the same case do not wait for each other
+        if due.is_new:  # callers in the same situation do not wait for each other
             return self._reserve // 4 - self._owed_due + (own if caller and caller.is_due else 0)
         return own - self._owed
 
@@ -325,7 +332,7 @@ class Shares(Generic[Who]):
         if now < caller.told_until:
             passed = (now - caller.told_since) / (caller.told_until - caller.told_since)
             own = caller.told * (1 - passed)
-        # By turns, so many of the others' come before the last of one's own.
+        # If callers take turns, this many of the others come before the last of this caller's own.
         before = (own + amount) / part - amount if part < 1 else None
         delay = self._rate.advise(missing, amount, before)
         caller.told = own + amount
@@ -350,7 +357,7 @@ class Shares(Generic[Who]):
         caller.owed, caller.is_due = owed, is_due
 
     def _forget_owed(self, now: float) -> None:
-        """Nothing is owed any more to those who have not come in time."""
+        """Forget what is owed to callers that have not come in time."""
         while self._ends and self._ends[0][0] <= now:
             _, key = heapq.heappop(self._ends)
             caller = self._callers[key]
@@ -364,7 +371,7 @@ class Shares(Generic[Who]):
     # ---- counting ------------------------------------------------------------------------------
 
     def add(self, who: Who, amount: int) -> None:
-        """So much of one caller's has come, whether it fitted or not."""
+        """Add an amount to what one caller holds, whether it fitted or not."""
         if not amount:
             return
         self.level.add(amount)
@@ -376,7 +383,9 @@ class Shares(Generic[Who]):
             self._set_owed(caller, max(caller.owed - amount, 0), is_due=caller.is_due)
 
     def remove(self, who: Who, amount: int, *, served: bool) -> None:
-        """So much of what one caller holds is there no more. `served`: it left as others will."""
+        """Release an amount that one caller holds. `served`: it was released in the normal way, so
+        it counts for the rate.
+        """
         if not amount:
             return
         self.level.remove(amount, served=served)
@@ -395,7 +404,7 @@ class Shares(Generic[Who]):
         return caller
 
     def _weigh(self, group: _Group, who: Who) -> None:
-        """The weight that is told last counts."""
+        """Set a group's weight to the latest one that a caller gave."""
         weight = _units(who.weight)
         self._weights += weight - group.weight
         group.weight = weight

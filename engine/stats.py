@@ -1,5 +1,5 @@
-"""The engine's figures at one moment, for the service's telemetry and the operator's eyes. No
-telemetry library here.
+"""The engine's figures at one moment, for the service's telemetry and for operators. Free of
+telemetry libraries.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from engine.types import NO_CALLER, CallerKey
 
 @dataclass(frozen=True, slots=True)
 class CallerStats:
-    """What one caller has, and was given.
+    """What one caller has in the engine, and how much service it was given.
 
     Attributes:
-        caller: its name; NO_CALLER where several are summed.
-        weight: how much service it is due beside others; 0 where several are summed.
+        caller: its name; NO_CALLER if several are summed.
+        weight: how much service it is due relative to others; 0 if several are summed.
         running, waiting: its requests in the batch, and in the queue.
-        service: what it was given, as `engine.scheduler.callers` counts it; since the start, or
-            since it was forgotten.
+        service: the service it was given, as `engine.scheduler.callers` counts it, since the start
+            or since the caller was last forgotten.
     """
 
     caller: CallerKey = NO_CALLER
@@ -35,29 +35,29 @@ class EngineStats:
     Attributes:
         running, waiting: requests in the batch, and in the queue.
         blocks_total, blocks_used: KV cache blocks of all layer groups, without the null blocks;
-            used: held by requests.
-        blocks_cached: blocks that no request holds and that keep a prefix; they are given up when
+            "used" means held by requests.
+        blocks_cached: blocks that no request holds but that keep a prefix; they are evicted when
             blocks are needed.
         host_blocks_total, host_blocks_used: blocks on the host, for the KV of preempted requests.
         steps: steps executed.
-        prompt_tokens, generated_tokens: tokens computed for prompts (again after a preemption), and
-            generated.
-        requests_accepted, requests_finished: every accepted request is finished once, whatever the
-            reason.
+        prompt_tokens, generated_tokens: prompt tokens computed (counted again after a preemption),
+            and tokens generated.
+        requests_accepted, requests_finished: every accepted request is counted as finished once,
+            whatever the reason.
         preemptions: how often a request gave up its blocks.
-        offloads, restores: how often a preempted request's KV was kept on the host, and brought
+        offloads, restores: how often a preempted request's KV was copied to the host, and copied
             back.
         prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache, and
             found.
         last_step_s: duration of the last step, in seconds.
-        held: requests that are neither in the batch nor in the queue, because their results are not
-            read.
+        held: requests that are neither in the batch nor in the queue because nobody reads their
+            results.
         holds: how often a request was held.
         num_decode_steps: steps in which at least one request decoded.
-        num_steps_over_target: those of them that took longer than the target for a step's time; 0
-            without one.
-        callers: by name, a bounded number of them; those that have requests come first.
-        other_callers: all others together, now and in the past; None: there were none.
+        num_steps_over_target: those of them that took longer than the target step time; 0 if there
+            is no target.
+        callers: callers by name, up to a fixed number; those that have requests come first.
+        other_callers: all other callers together, present and past; None: there were none.
     """
 
     running: int

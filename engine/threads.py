@@ -1,10 +1,11 @@
 """Runs a function on a thread of its own, which then ends.
 
 torch's OpenMP runtime keeps a team of worker threads for every thread that ever ran a parallel
-region, and counts them all: with more of them than CPUs, workers no longer spin between the regions
-of a step but sleep, and waking them costs more than many of those regions take. A model that was
-loaded on one thread and runs on another so decodes some eight percent slower. A thread that ends
-takes its team with it: whatever runs the model before the engine's thread does, runs here.
+region. If it has more workers in all than CPUs, they no longer spin between the regions of a step
+but sleep, and waking them costs more time than many regions take. So a model that was loaded on one
+thread and runs on another decodes about eight percent slower. A thread that ends takes its team
+with it, so everything that runs the model before the engine's thread does is called through this
+module.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ def call_on_own_thread(function: Callable[[], T], name: str) -> T:
     """Call `function` on a new thread, wait for it, and return what it returns or raise what it
     raises.
 
-    While it runs, an interrupt (Ctrl-C) of the waiting thread is raised there at once; the new
-    thread is a daemon, and does not keep the process alive.
+    An interrupt (Ctrl-C) is raised in the waiting thread at once. The new thread is a daemon, so it
+    does not keep the process alive.
     """
     outcome: Future[T] = Future()
     try:
         _start(function, name, outcome).join()
         return outcome.result()
     finally:
-        del outcome  # or an error, its traceback and this frame would keep each other
+        del outcome  # otherwise an error, its traceback and this frame would keep each other alive
 
 
 async def await_on_own_thread(function: Callable[[], T], name: str) -> T:
-    """The same for a coroutine: the event loop runs on meanwhile.
+    """Like `call_on_own_thread`, for a coroutine: the event loop is not blocked.
 
-    A cancelled caller does not wait for the thread, which runs on to its end; what it returns or
-    raises is then dropped.
+    If the caller is cancelled, it does not wait for the thread. The thread runs to its end, and its
+    result or error is dropped.
     """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()

@@ -1,8 +1,8 @@
 """Token ids as a request keeps them: four bytes each.
 
 A tuple of integers takes up to forty bytes an id. A request waits in two processes, and its prompt
-and lists may have as many ids as the model has context or vocabulary, so they are packed where they
-are taken in and stay so: in the front end, on the way to the engine's process, and in the engine.
+and lists may be as long as the model's context or vocabulary. So they are packed on arrival and
+stay packed: in the front end, on the way to the engine's process, and in the engine.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from engine.types import TokenId
 
 _LARGEST = 2**31 - 1
 _DENSE = 16
-"""With up to this many numbers for each id, a flag for each number costs less than to sort the ids:
-half a millisecond for a whole vocabulary, where numpy's `unique` takes 20.
+"""If the ids' range has at most this many values for each id, a flag for each value is faster than
+sorting: half a millisecond for a whole vocabulary, where numpy's `unique` takes 20.
 """
 
 
@@ -31,8 +31,8 @@ def _is_id(token: object) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TokenIds(Sequence[TokenId]):
-    """A sequence of token ids that cannot be changed. It equals the tuple of the same ids, and has
-    its hash; a slice of it is such a tuple.
+    """An immutable sequence of token ids. It equals the tuple of the same ids and has the same
+    hash; a slice of it is a tuple.
 
     Attributes:
         packed: the ids, int32 in this machine's byte order.
@@ -42,11 +42,11 @@ class TokenIds(Sequence[TokenId]):
 
     @classmethod
     def of(cls, ids: Iterable[int], field: str = "ids") -> TokenIds:
-        """Pack ids; those that are packed already are taken as they are.
+        """Pack ids; packed ones are returned as they are.
 
         Raises:
-            InvalidRequestError: one of them is no whole number, below zero, or above 2^31 - 1;
-                `field` is named.
+            InvalidRequestError: one of them is not an integer, below zero, or above 2^31 - 1; the
+                message names `field`.
         """
         if isinstance(ids, TokenIds):
             return ids
@@ -63,7 +63,7 @@ class TokenIds(Sequence[TokenId]):
 
     @classmethod
     def set_of(cls, ids: Iterable[int], field: str = "ids") -> TokenIds:
-        """Pack ids in ascending order, each once. Raises like `of`."""
+        """Pack ids in ascending order, without duplicates. Raises like `of`."""
         given = cls.of(ids, field).array
         if len(given) and given.max() < _DENSE * len(given):
             is_there = np.zeros(int(given.max()) + 1, dtype=np.bool_)
@@ -73,7 +73,7 @@ class TokenIds(Sequence[TokenId]):
 
     @property
     def array(self) -> npt.NDArray[np.int32]:
-        """The ids, int32 [N]; shares their memory, and cannot be written."""
+        """The ids, int32 [N]; a read-only view, without a copy."""
         return np.frombuffer(self.packed, dtype=np.int32)
 
     def without(self, others: TokenIds) -> TokenIds:
@@ -121,12 +121,12 @@ NO_IDS = TokenIds()
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TokenBiases(Sequence[tuple[TokenId, float]]):
-    """Pairs of a token id and what is added to its logit; they cannot be changed. Equals the tuple
-    of the same pairs, and has its hash.
+    """An immutable sequence of pairs: a token id and the bias that is added to its logit. It equals
+    the tuple of the same pairs and has the same hash.
 
     Attributes:
-        ids: one for each pair.
-        packed: what is added, float64 in this machine's byte order, one for each pair.
+        ids: the ids of the pairs.
+        packed: the biases, float64 in this machine's byte order, one for each pair.
     """
 
     ids: TokenIds = NO_IDS
@@ -134,7 +134,7 @@ class TokenBiases(Sequence[tuple[TokenId, float]]):
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, float]], field: str = "biases") -> TokenBiases:
-        """Pack pairs; those that are packed already are taken as they are.
+        """Pack pairs; packed ones are returned as they are.
 
         Raises:
             InvalidRequestError: as in `TokenIds.of`.
@@ -147,7 +147,7 @@ class TokenBiases(Sequence[tuple[TokenId, float]]):
 
     @property
     def values(self) -> npt.NDArray[np.float64]:
-        """What is added, float64 [N]; shares its memory, and cannot be written."""
+        """The biases, float64 [N]; a read-only view, without a copy."""
         return np.frombuffer(self.packed, dtype=np.float64)
 
     def __len__(self) -> int:
