@@ -189,7 +189,7 @@ async def watch(operator: Caller, steps: list[float]) -> None:
     request = control_service_pb2.WatchStatisticsRequest()
     request.interval.FromMilliseconds(round(_WATCH_S * 1000))
     async for message in operator.control.WatchStatistics(request, metadata=operator.metadata):
-        steps.append(message.statistics.engine.last_step.ToNanoseconds() / 1e9)
+        steps.append(message.statistics.engine.last_step_duration.ToNanoseconds() / 1e9)
 
 
 async def ask_short(caller: Caller, count: int | None, chance: random.Random) -> list[float]:
