@@ -35,7 +35,7 @@ from service.convert.unsupported import refuse_unsupported
 from service.convert.values import check_enum, check_ids, seconds
 from service.convert.weight import input_field, message_footprint
 from service.delivery.events import DeliveryOptions, prompt_size
-from service.delivery.submission import Submission
+from service.delivery.submission import LivesBy, Submission
 from service.footprint import Footprint
 
 MAX_SALT_BYTES = 128
@@ -86,6 +86,7 @@ SpecMessage = (
     | generation_service_pb2.AddCommand
 )
 """The messages that have a spec."""
+_RETRIED = (generation_service_pb2.AddRequestRequest, generation_service_pb2.GenerateRequest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +98,29 @@ class Draft:
         field: where it is in what the caller sent; errors name its fields by their whole path.
         request_id: the client's, or a new one.
         footprint: about how many bytes the message takes.
+        digest: of what the call says, where it may be retried; else empty.
     """
 
     spec: generation_pb2.GenerationSpec
     field: str
     request_id: str
     footprint: Footprint
+    digest: bytes
+
+
+def _digest(message: SpecMessage, spec: generation_pb2.GenerationSpec) -> bytes:
+    """What tells whether a call is the same as an earlier one with its request's id; empty for a
+    kind of call that cannot be retried.
+
+    The spec counts as it came: a field that says its default is another content than one that says
+    nothing, and fields that this server does not know count too. So nobody gets the answer to what
+    they have not said; a client that retries sends the same bytes.
+    """
+    if not isinstance(message, _RETRIED):
+        return b""
+    digest = hashlib.sha256(type(message).__name__.encode())
+    digest.update(spec.SerializeToString(deterministic=True))
+    return digest.digest()
 
 
 class Converter:
@@ -133,6 +151,7 @@ class Converter:
             field=field,
             request_id=spec.request_id or make_request_id(),
             footprint=message_footprint(spec),
+            digest=_digest(message, spec) if spec.request_id else b"",
         )
 
     async def submission(
@@ -143,7 +162,7 @@ class Converter:
         weight: float,
         max_priority: int,
         engine_id: RequestId,
-        final: bool = False,
+        lives_by: LivesBy = LivesBy.STREAM,
     ) -> Submission:
         """Convert a spec. What is cheap to check comes before the input is tokenized.
 
@@ -153,7 +172,8 @@ class Converter:
             weight: how much service that is due now.
             max_priority: the highest that the caller may ask for.
             engine_id: its name in the engine.
-            final: whatever it says, deliver everything at the end.
+            lives_by: what keeps the request from being cancelled. What calls wait for is
+                delivered in one piece, whatever the spec says.
 
         Raises:
             FieldError: a field, by its path in the spec.
@@ -163,7 +183,7 @@ class Converter:
         spec = draft.spec
         output, field = spec.output, input_field(spec)
         request = self._without_prompt(spec, account, weight, max_priority, engine_id)
-        options = _delivery(output, request.logprobs, final)
+        options = _delivery(output, request.logprobs, lives_by is LivesBy.CALLS)
         stop_strings = _stop_strings(spec)
         prompt = await self._prompt(account, spec, field)
         if options.describe_prompt:
@@ -206,6 +226,8 @@ class Converter:
             texts=texts,
             stop_strings=stop_strings,
             include_stop=spec.stop.include_stop,
+            lives_by=lives_by,
+            digest=draft.digest,
         )
 
     def _without_prompt(

@@ -41,7 +41,7 @@ from service.delivery.events import (
     num_tokens,
     prompt_size,
 )
-from service.delivery.result_errors import ResultGoneError
+from service.delivery.result_errors import RequestFailedError, ResultGoneError
 
 
 class EventLog:
@@ -264,6 +264,18 @@ class EventLog:
         unfinished = [choice for choice in self._choices if choice.finished is None]
         self.failure = Failed(self._counted(finish, unfinished), error)
         self.ended = True
+
+    def raise_failure(self) -> None:
+        """Does nothing unless the request failed.
+
+        Raises:
+            HeadraceError: it did, and why.
+        """
+        failed = self.failure
+        if failed is not None and failed.error is not None:
+            raise failed.error
+        if failed is not None and failed.finish.failure is not None:
+            raise RequestFailedError(failed.finish.failure)
 
     # Numbering
 

@@ -26,6 +26,7 @@ from service.delivery.events import ALREADY_FINISHED, CANCELLED, NOT_FOUND, Acce
 from service.delivery.flow import FlowOptions
 from service.delivery.kept import KeptResults, Retention
 from service.delivery.request import ServedRequest
+from service.delivery.result_errors import OtherContentError
 from service.delivery.session import ResultStream
 from service.delivery.states import State
 from service.delivery.submission import Submission
@@ -81,7 +82,7 @@ class Registry:
         self.admission = admission
         self.flow = flow
         self.engine = EngineCalls(client)
-        self.leases = Timer(ServedRequest.cancel)
+        self.leases = Timer(ServedRequest.lease_over)
         self.retentions = Timer(ServedRequest.keep_no_more)
         self.holds = Timer(ServedRequest.hold_over)
         self._unread = Timer(self.check_reader)
@@ -160,20 +161,43 @@ class Registry:
             self._arriving -= 1
             self._check_idle()
 
+    async def retried(self, identity: str, request_id: str, digest: bytes) -> ServedRequest | None:
+        """The request that the same call has started before; None: no request has this name. One
+        that nobody wants any more is waited out, so that there are never two of a name. `digest`:
+        of what the call says.
+
+        Raises:
+            OtherContentError: the name belongs to a request that the same call has not started.
+            TooManyWaitError: as many calls wait as may.
+        """
+        key = identity, request_id
+        while (request := self.requests.get(key)) is not None:
+            if request.state is State.ABANDONED:
+                with request.joined():
+                    await request.another_state()
+            elif request.digest == digest:
+                return request
+            elif key in self._admitting:
+                await self.settled(identity, request_id)
+            else:
+                raise OtherContentError(request_id)
+        return None
+
     async def start(
         self,
         submission: Submission,
         holding: Holding,
         stream: ResultStream | None,
         *,
-        durable: bool = False,
         command_id: int = 0,
     ) -> ServedRequest:
-        """Hand a request to the engine, and its results to `stream` (or keep them, where durable).
+        """Hand a request to the engine, and its results to `stream`. Without one, this call waits
+        for the request from now on, and says when it does not any more (`ServedRequest.left`).
         `holding`: what it was admitted for, which is released at its end.
 
-        A caller that is cancelled meanwhile takes the request with it, unless its results are to be
-        kept (durable, or a lease): who asked for that may come back, and the request goes on.
+        A caller that is cancelled meanwhile takes the request with it, unless another call waits
+        for it, or its results are to be kept (AddRequest, or a lease): who asked for that may come
+        back, and the request goes on.
 
         Raises:
             DuplicateRequestError: its name is taken.
@@ -188,21 +212,32 @@ class Registry:
             submission,
             holding,
             serial=next(self._serials),
-            is_durable=durable,
-            keep=durable or (stream is not None and stream.lease_s > 0),
+            keep=stream is None or stream.lease_s > 0,
         )
         holding.is_taken_over = True
         self.requests[key] = request
         self._live[request.engine_id] = request
         self._idle.clear()
         admitting = self._admit(request, submission, stream, command_id)
-        if request.log.keep:
-            self._admitting[key] = task = self.engine.spawn(admitting)
-            task.add_done_callback(lambda done: self._settle(key, done))
-            await asyncio.shield(task)
-        else:
+        if not request.log.keep:
             await admitting
+            return request
+        self._admitting[key] = task = self.engine.spawn(admitting)
+        task.add_done_callback(lambda done: self._settle(key, done))
+        if stream is not None:
+            await asyncio.shield(task)
+            return request
+        request.waiting = 1
+        try:
+            await asyncio.shield(task)
+        except BaseException:
+            request.left()
+            raise
         return request
+
+    def stop_admitting(self, request: ServedRequest) -> None:
+        """Nobody waits for the engine's answer to this request any more."""
+        self._admitting[request.identity, request.request_id].cancel()
 
     async def _admit(
         self,

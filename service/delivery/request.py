@@ -8,6 +8,10 @@ what belongs to leaving a state and to coming into one. All else that is to happ
 method here, named by what has happened: `attach`, `lost`, `cancel`, `lease_over`, … So whoever
 calls (the registry, a stream, a timer) needs to know nothing of the states.
 
+Calls wait for a request beside its stream (`joined`): those of Generate for its whole result, and
+retries of AddRequest for the engine's answer. One that lives by such calls is cancelled when the
+last of them has left.
+
 Whether the request is held in the engine, because its output is not read (`flow`), is beside the
 state: `is_held`.
 """
@@ -19,14 +23,17 @@ import contextlib
 import logging
 import secrets
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from engine.errors import EngineUnavailableError
 from engine.outputs import RequestFailure, RequestOutput
 from service.delivery.events import Accepted, NumberedEvent, ReadResult, at_most
 from service.delivery.log import EventLog
-from service.delivery.result_errors import OutputNotReadError
+from service.delivery.result_errors import OutputNotReadError, TooManyWaitError
 from service.delivery.session import MAX_BATCH_BYTES, ResultStream
 from service.delivery.states import TRANSITIONS, State
+from service.delivery.submission import LivesBy
 
 if TYPE_CHECKING:
     from service.admission import Holding
@@ -34,6 +41,11 @@ if TYPE_CHECKING:
     from service.delivery.submission import Submission
 
 logger = logging.getLogger(__name__)
+
+MAX_WAITING_CALLS = 16
+"""So many calls may wait for one request: each gets the whole result for itself, at the same
+moment. A caller that retries has one or two: those whose loss was not seen yet wait too.
+"""
 
 
 class ServedRequest:
@@ -48,6 +60,10 @@ class ServedRequest:
         holding: what it takes of the limits, as admission counts.
         state: where it is in its life.
         log: its events.
+        lives_by: what keeps it from being cancelled before its end.
+        digest: of what its call has said; the same call again gets it. Empty: it is not to be had
+            again.
+        waiting: how many calls wait for it.
         stream: where its results go; None: they wait to be read.
         cancel_wanted: somebody asked for its end.
         is_held: whether the engine was told to hold it.
@@ -62,12 +78,9 @@ class ServedRequest:
         holding: Holding,
         *,
         serial: int,
-        is_durable: bool,
         keep: bool,
     ) -> None:
-        """A request that the engine has not yet. `is_durable`: it outlives its streams, because it
-        came by AddRequest; `keep`: its results are kept, so far.
-        """
+        """A request that the engine has not yet. `keep`: its results are kept, so far."""
         request = submission.request
         self.account = submission.account
         self.identity = submission.account.identity
@@ -91,11 +104,14 @@ class ServedRequest:
         self.cancel_wanted = False
         self.is_held = False
         self.bound, self._low = registry.flow.bounds(
-            submission.options, request.n, is_kept=is_durable
+            submission.options, request.n, is_kept=submission.lives_by is LivesBy.ITSELF
         )
         self.readers: list[asyncio.Future[None]] = []
+        self.lives_by = submission.lives_by
+        self.digest = submission.digest
+        self.waiting = 0
+        self._watchers: list[asyncio.Future[None]] = []  # who waits for another state
         self._registry = registry
-        self._is_durable = is_durable
 
     # The state
 
@@ -118,6 +134,7 @@ class ServedRequest:
             registry.forget(self)
         elif state is State.KEPT:
             registry.keep(self)  # which may be too much, and then it does not stay in this state
+        _wake(self._watchers)
 
     def accept(self, accepted: Accepted, arrival: float, stream: ResultStream | None) -> None:
         """The engine took it in, at this moment of its monotonic clock; its results go to this
@@ -128,16 +145,22 @@ class ServedRequest:
             self._become(State.LIVE)
         if stream is not None:
             self.attach(stream, 1)
+        elif self.state is State.ENDED:  # nobody else takes anything of it
+            self._become(State.GONE)
         if self.cancel_wanted:
             self._registry.engine.cancel(self.engine_id)
         if self.log.untaken >= self.bound:
             self._reach_bound()
-        self._wake_readers()
+        _wake(self.readers)
 
     def abandon(self) -> None:
-        """Who asked for it went away before the engine had answered."""
-        self.log.keep = self._is_durable = False
-        if self.state is State.ADMITTING:
+        """Nobody wants it any more. Whoever attaches to it before its end gets what there is of it;
+        the same call again does not.
+        """
+        self.log.keep = False
+        self.lives_by = LivesBy.STREAM
+        self.digest = b""
+        if self.state in (State.ADMITTING, State.LIVE):
             self._become(State.ABANDONED)
 
     def forget(self) -> None:
@@ -153,7 +176,8 @@ class ServedRequest:
             self._become(State.GONE)
         else:
             self._become(State.ENDED)
-            self.log.keep_all(False)
+            if not self.waiting:
+                self.log.keep_all(False)
 
     # What comes from the engine
 
@@ -176,7 +200,7 @@ class ServedRequest:
         if stream is not None and log.is_takeable:
             stream.mark(self)
         if self.readers:
-            self._wake_readers()
+            _wake(self.readers)
         if log.ended:
             self._end()
 
@@ -184,7 +208,7 @@ class ServedRequest:
         """Something of it has come: wake who waits for it."""
         if self.stream is not None and self.log.is_takeable:
             self.stream.mark(self)
-        self._wake_readers()
+        _wake(self.readers)
         if self.log.ended:
             self._end()
 
@@ -203,11 +227,15 @@ class ServedRequest:
         self._watch_hold()
         if self.stream is not None:
             self._registry.expect_reader(self.stream, self)
+        is_calls = self.lives_by is LivesBy.CALLS and self.stream is None
+        if is_calls and self.state is not State.LEASED:
+            # A failure is told to who waits, and not kept: the same call again is a new try.
+            self.log.keep = bool(self.digest) and self.log.failure is None
         if self.log.keep:
             self._become(State.KEPT)
-        elif self.state is State.ABANDONED:
+        elif self.state is State.ABANDONED or (is_calls and self.state is not State.ADMITTING):
             self._become(State.GONE)
-        else:  # Its stream has it, or (ADMITTING) is about to.
+        else:  # Its stream has it, or (ADMITTING) is about to; else `accept` forgets it.
             self._become(State.ENDED)
 
     def cancel(self) -> None:
@@ -241,7 +269,7 @@ class ServedRequest:
         if self.state.is_live:
             if self.state is not State.LIVE:
                 self._become(State.LIVE)
-            log.keep_all(self._is_durable or stream.lease_s > 0)
+            log.keep_all(self.lives_by is not LivesBy.STREAM or stream.lease_s > 0)
         if log.is_takeable:
             stream.mark(self)
         elif log.delivered:
@@ -274,15 +302,27 @@ class ServedRequest:
         self.log.credit = None
         if self.state is State.ENDED:
             self._become(State.GONE)
-        elif self.state is State.LIVE and not self._is_durable:
+        elif self.state is State.LIVE and self.lives_by is not LivesBy.ITSELF:
             if lease_s > 0:
                 self._become(State.LEASED)
                 self._registry.leases.start(self, lease_s)
-                self._wake_readers()  # one that waits is what reads it now
+                _wake(self.readers)  # one that waits is what reads it now
             else:
-                self.log.keep = False
-                self._become(State.ABANDONED)
-                self.cancel()
+                self._leave_alone()
+
+    def lease_over(self) -> None:
+        """Its lease ended, and no stream has attached to it."""
+        if self.lives_by is LivesBy.CALLS and self.waiting:
+            self._become(State.LIVE)
+        else:
+            self.cancel()
+
+    def _leave_alone(self) -> None:
+        """No stream or call has it (any more), or only the other of the two."""
+        if self.lives_by is LivesBy.CALLS and self.waiting:
+            return
+        self.abandon()
+        self.cancel()
 
     def leave(self) -> None:
         """Its stream has no more of it: it took the last event, or its client does not read it."""
@@ -391,18 +431,75 @@ class ServedRequest:
             self.log.move_to(seq)
             self._have_taken()
 
-    def _wake_readers(self) -> None:
-        for reader in self.readers:
-            if not reader.done():
-                reader.set_result(None)
-        self.readers.clear()
-
     async def _changed(self) -> None:
         """Wait until something was pushed, or it ended."""
-        future = asyncio.get_running_loop().create_future()
-        self.readers.append(future)
+        await _wait_among(self.readers)
+
+    # Calls that wait for it
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """While a call waits for it.
+
+        Raises:
+            TooManyWaitError: as many do as may.
+        """
+        if self.waiting >= MAX_WAITING_CALLS:
+            raise TooManyWaitError(self.request_id, MAX_WAITING_CALLS)
+        self.waiting += 1
         try:
-            await future
+            yield
         finally:
-            if future in self.readers:
-                self.readers.remove(future)
+            self.left()
+
+    def left(self) -> None:
+        """A call that waited for it does not any more."""
+        self.waiting -= 1
+        if self.waiting:
+            return
+        if self.state is State.ENDED:
+            self.log.keep_all(False)  # its stream has what it has not taken
+        elif self.lives_by is LivesBy.CALLS and self.stream is None:
+            if self.state is State.ADMITTING:
+                self._registry.stop_admitting(self)
+            elif self.state is State.LIVE:
+                self._leave_alone()
+
+    async def whole(self) -> list[NumberedEvent]:
+        """Wait for its end; returns all of its events. Only for one that was accepted.
+
+        Raises:
+            RequestFailedError: it failed.
+            ResultGoneError: they are not all there any more.
+            EngineUnavailableError: the server closes.
+        """
+        log = self.log
+        while not log.ended:
+            if self.state is State.GONE:
+                raise EngineUnavailableError("the server stops; try another one, or later")
+            await self.another_state()
+        log.raise_failure()
+        log.check_from(1)
+        return log.take_from(1)
+
+    async def another_state(self) -> None:
+        """Wait until its state changes."""
+        await _wait_among(self._watchers)
+
+
+def _wake(waiting: list[asyncio.Future[None]]) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(None)
+    waiting.clear()
+
+
+async def _wait_among(waiting: list[asyncio.Future[None]]) -> None:
+    """Wait until these are woken."""
+    future = asyncio.get_running_loop().create_future()
+    waiting.append(future)
+    try:
+        await future
+    finally:
+        if future in waiting:
+            waiting.remove(future)

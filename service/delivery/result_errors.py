@@ -4,8 +4,42 @@ classes to gRPC codes.
 
 from __future__ import annotations
 
-from engine.errors import HeadraceError
+from engine.errors import DuplicateRequestError, HeadraceError
 from engine.outputs import RequestFailure
+from service.bounds import LimitReachedError
+
+_RETRY_S = 1.0
+"""When to try again where a request's end is waited for: it is not known when that comes."""
+
+
+class OtherContentError(DuplicateRequestError):
+    """The name belongs to a request that this call has not started: it said something else, or was
+    another kind of call.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        HeadraceError.__init__(
+            self,
+            f"request_id: {request_id!r} was given before with other content, or in another kind "
+            "of call, and that request is still live or its results are still kept; choose another "
+            "id, or send the same again",
+        )
+        self.request_id = request_id
+
+
+class TooManyWaitError(LimitReachedError):
+    """As many calls wait for a request as may."""
+
+    def __init__(self, request_id: str, limit: int) -> None:
+        super().__init__(
+            "TOO_MANY_WAITING_CALLS",
+            f"{limit} calls wait for the result of request {request_id!r}, as many as may "
+            "(max_waiting_calls): end some of them",
+            option="max_waiting_calls",
+            limit=limit,
+            present=limit,
+            retry_after_s=_RETRY_S,
+        )
 
 
 class ResultGoneError(HeadraceError):

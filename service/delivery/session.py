@@ -5,8 +5,8 @@
 
 The writer loops: `receive` a batch and send it, until it is `finished`. While
 a send is blocked nothing is taken, so everything merges in the requests' logs. The reader of a
-session (StreamResult) adds requests and answers; GenerateStream and Generate have one request and
-no reader. The stream is a mailbox: requests put themselves into it, and decide what is taken.
+session (StreamResult) adds requests and answers; GenerateStream has one request and no reader. The
+stream is a mailbox: requests put themselves into it, and decide what is taken.
 
 How a stream ends:
 - `finished`: the client said that nothing follows (or the server drains), and all requests are
@@ -28,11 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from service.delivery.events import Detached, NumberedEvent, Reply
-from service.delivery.result_errors import (
-    RequestFailedError,
-    RequestMovedError,
-    ResultsNotReadError,
-)
+from service.delivery.result_errors import RequestMovedError, ResultsNotReadError
 
 if TYPE_CHECKING:
     from service.delivery.request import ServedRequest
@@ -226,8 +222,4 @@ class ResultStream:
         """
         if self.moved is request:
             raise RequestMovedError(request.request_id)
-        failed = request.log.failure
-        if failed is not None and failed.error is not None:
-            raise failed.error
-        if failed is not None and failed.finish.failure is not None:
-            raise RequestFailedError(failed.finish.failure)
+        request.log.raise_failure()

@@ -14,7 +14,7 @@ class State(enum.Enum):
     """
 
     ADMITTING = "the engine has not yet answered whether it accepts the request"
-    LIVE = "it waits or runs; its results go to a stream, or are kept (AddRequest)"
+    LIVE = "it waits or runs; its results go to a stream, or are kept (AddRequest, Generate)"
     LEASED = "it waits or runs, but its stream is lost; it is cancelled when its lease ends"
     ABANDONED = "its results are no longer wanted: the engine is told to end it"
     ENDED = "it has ended, and its stream has not taken all of its events"
@@ -34,20 +34,20 @@ _CLOSES = "the server closes"
 TRANSITIONS: Mapping[State, Mapping[State, str]] = {
     State.ADMITTING: {
         State.LIVE: "the engine accepted it",
-        State.ABANDONED: "its caller left, and had not asked to keep its results",
+        State.ABANDONED: "all who wait for it left, and it is neither AddRequest's nor leased",
         State.ENDED: "it ended before the engine's answer was seen",
         State.KEPT: "the same, and its results are to be kept",
         State.GONE: "the engine refused it, or " + _CLOSES,
     },
     State.LIVE: {
         State.LEASED: "its stream was lost, and had a lease",
-        State.ABANDONED: "its stream was lost, and had none",
+        State.ABANDONED: "its stream was lost, and had none; or the last Generate left",
         State.ENDED: "it ended",
         State.KEPT: "it ended, and its results are to be kept",
-        State.GONE: _CLOSES,
+        State.GONE: "it ended, and only Generate had it, which does not keep it; or " + _CLOSES,
     },
     State.LEASED: {
-        State.LIVE: "a stream attached to it",
+        State.LIVE: "a stream attached to it; or its lease ended, and a Generate waits for it",
         State.KEPT: "it ended",
         State.GONE: _CLOSES,
     },
@@ -56,7 +56,7 @@ TRANSITIONS: Mapping[State, Mapping[State, str]] = {
         State.GONE: "it ended, or the engine does not have it",
     },
     State.ENDED: {
-        State.GONE: "its stream took the last event, was lost, or is not read",
+        State.GONE: "its stream took the last event, was lost, or is not read; or it has none",
     },
     State.KEPT: {
         State.ENDED: "its retention passed, or others need the room; a stream still has it",

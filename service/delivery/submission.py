@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from engine.request import GenerationRequest
@@ -9,6 +10,14 @@ from engine.text import TextStream
 from service.accounts import Account
 from service.delivery.events import DeliveryOptions
 from service.footprint import Footprint
+
+
+class LivesBy(enum.Enum):
+    """What a request needs, so that it is not cancelled before its end."""
+
+    STREAM = "the stream that receives its results, or that stream's lease"
+    CALLS = "a call that waits for its whole result (Generate), or a stream that attached to it"
+    ITSELF = "nothing (AddRequest)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +32,9 @@ class Submission:
         options: how its results are delivered.
         texts: of each choice, where its text is made; None: none is wanted.
         stop_strings, include_stop: as asked for.
+        lives_by: what keeps it from being cancelled.
+        digest: of what its call has said; the same call again gets the same request. Empty: it is
+            not to be had again.
     """
 
     account: Account
@@ -34,3 +46,5 @@ class Submission:
     texts: list[TextStream | None]
     stop_strings: tuple[str, ...]
     include_stop: bool
+    lives_by: LivesBy
+    digest: bytes

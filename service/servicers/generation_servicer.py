@@ -1,9 +1,10 @@
 """GenerationService: requests and their results.
 
 Every RPC that starts a request goes the same way: its spec is drafted, then `start_request`. They
-differ in where the results go: to a session, to this RPC's own stream, or nowhere (AddRequest), to
-be read later. The writers of streams take and yield; they are async generators, never
-`context.write`, because the tracing interceptor breaks that.
+differ in where the results go: to a session, to this RPC's own stream, or nowhere: AddRequest's are
+read later, and Generate waits for the end. These two may be retried (`called_request`). The writers
+of streams take and yield; they are async generators, never `context.write`, because the tracing
+interceptor breaks that.
 
 A stream tells delivery that it is over in two ways, whichever comes first: the generator's
 `finally`, and the RPC's done callback. The second is needed because a generator that is suspended
@@ -25,9 +26,10 @@ from service.convert.request import check_request_id
 from service.convert.response import cancel_result
 from service.convert.values import seconds
 from service.delivery.session import Batch, ResultStream
+from service.delivery.submission import LivesBy
 from service.places import Places
 from service.servicers.commands import read_commands
-from service.servicers.submit import start_request
+from service.servicers.submit import called_request, start_request
 from service.state import FrontEnd, ServerState, current_front
 
 MAX_CANCEL_IDS = 1024
@@ -51,40 +53,28 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> generation_service_pb2.AddRequestResponse:
         """Start a request and keep its results."""
         front, permit = current_front.get(), current_permit.get()
-        started = await start_request(
-            front, permit, front.converter.draft(request), None, durable=True
-        )
-        response = generation_service_pb2.AddRequestResponse(
-            request_id=started.request_id, instance_id=self._state.instance_id
-        )
-        if started.log.accepted is not None:
-            response.accepted.CopyFrom(front.responder.accepted(started.log.accepted))
-        return response
+        draft = front.converter.draft(request)
+        async with called_request(front, permit, draft, LivesBy.ITSELF) as started:
+            response = generation_service_pb2.AddRequestResponse(
+                request_id=started.request_id, instance_id=self._state.instance_id
+            )
+            if started.log.accepted is not None:
+                response.accepted.CopyFrom(front.responder.accepted(started.log.accepted))
+            return response
 
     async def Generate(
         self, request: generation_service_pb2.GenerateRequest, context: Any
     ) -> generation_service_pb2.GenerateResponse:
         """Run one request and return its whole result."""
         front, permit = current_front.get(), current_permit.get()
-        registry = front.registry
-        stream = registry.open_stream()
-        try:
-            started = await start_request(
-                front, permit, front.converter.draft(request), stream, final=True
-            )
-            run = []
-            size = 0
-            while (batch := await stream.receive()) is not None:
-                run += [numbered for _, events in batch.events for numbered in events]
-                size += batch.size
-            stream.check_end(started)
-            registry.complete(stream)
-        finally:
-            registry.lost(stream)
-        if size > MOST_OVERESTIMATED * front.max_send_bytes:
-            raise AnswerTooLargeError(size, front.max_send_bytes)  # nor is it made
-        make = partial(front.responder.result, started.request_id, started.log.n, run)
-        return await front.text_pool.answer(permit.account, size, make)
+        draft = front.converter.draft(request)
+        async with called_request(front, permit, draft, LivesBy.CALLS) as started:
+            run = await started.whole()
+            size = sum(numbered.event.size for numbered in run)
+            if size > MOST_OVERESTIMATED * front.max_send_bytes:
+                raise AnswerTooLargeError(size, front.max_send_bytes)  # nor is it made
+            make = partial(front.responder.result, started.request_id, started.log.n, run)
+            return await front.text_pool.answer(permit.account, size, make)
 
     async def GenerateStream(
         self, request: generation_service_pb2.GenerateStreamRequest, context: Any

@@ -2,14 +2,61 @@
 
 from __future__ import annotations
 
-from engine.errors import InvalidRequestError, UnsupportedFeatureError
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from engine.errors import DuplicateRequestError, InvalidRequestError, UnsupportedFeatureError
+from service.admission import Charge
 from service.auth import Permit
 from service.call_errors import FieldError
 from service.convert.fields import field_error
 from service.convert.request import Draft
 from service.delivery.request import ServedRequest
 from service.delivery.session import ResultStream
+from service.delivery.submission import LivesBy
 from service.state import FrontEnd
+
+
+@asynccontextmanager
+async def called_request(
+    front: FrontEnd, permit: Permit, draft: Draft, lives_by: LivesBy
+) -> AsyncIterator[ServedRequest]:
+    """The request of a call that may be retried, once the engine took it in: the one that the same
+    call has started before, if that is there, or else a new one. It is waited for until the end of
+    the context.
+
+    A call that finds its request there costs what its message takes, and nothing else.
+
+    Args:
+        front, permit, draft: as of `start_request`.
+        lives_by: what keeps the request from being cancelled.
+
+    Raises:
+        OtherContentError: the id belongs to another request.
+        TooManyWaitError: as many calls wait for the request as may.
+        HeadraceError: as of `start_request`.
+    """
+    registry, account = front.registry, permit.account
+    identity, request_id = account.identity, draft.request_id
+    while True:
+        found = await registry.retried(identity, request_id, draft.digest)
+        if found is None:
+            try:
+                started = await start_request(front, permit, draft, None, lives_by=lives_by)
+            except DuplicateRequestError:
+                continue  # another call was quicker: see which
+            try:
+                yield started
+            finally:
+                started.left()
+            return
+        with found.joined(), registry.admission.holding(account) as holding:
+            holding.take(Charge(size=draft.footprint.size), draft.footprint.field)
+            await registry.settled(identity, request_id)
+            if found.log.accepted is not None:
+                yield found
+                return
+        # The engine refused it: the next try is this call's own.
 
 
 async def start_request(
@@ -18,8 +65,7 @@ async def start_request(
     draft: Draft,
     stream: ResultStream | None,
     *,
-    final: bool = False,
-    durable: bool = False,
+    lives_by: LivesBy = LivesBy.STREAM,
     command_id: int = 0,
 ) -> ServedRequest:
     """Convert a caller's spec and start the request. Its name is checked before any work is done
@@ -30,8 +76,8 @@ async def start_request(
         permit: of whoever asks for it.
         draft: what is to be generated.
         stream: where the results go; None: they are kept.
-        final: they are wanted in one piece.
-        durable, command_id: see `Registry.start`.
+        lives_by: what keeps the request from being cancelled.
+        command_id: see `Registry.start`.
 
     Raises:
         FieldError: something is wrong with the spec; names it by the field's whole path.
@@ -52,16 +98,14 @@ async def start_request(
                     weight=holding.weight,
                     max_priority=permit.caller.max_priority,
                     engine_id=engine_id,
-                    final=final,
+                    lives_by=lives_by,
                 )
                 holding.admit(submission.footprint, submission.reserved_tokens, unread)
                 try:
-                    return await registry.start(
-                        submission, holding, stream, durable=durable, command_id=command_id
-                    )
+                    return await registry.start(submission, holding, stream, command_id=command_id)
                 finally:
                     # Else gRPC holds it as long as the RPC is.
-                    if stream is None or stream.is_session:
+                    if lives_by is LivesBy.ITSELF or (stream is not None and stream.is_session):
                         holding.drop(draft.footprint)
     except (FieldError, InvalidRequestError, UnsupportedFeatureError) as error:
         raise field_error(error, f"{draft.field}.") from None

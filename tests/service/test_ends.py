@@ -136,16 +136,28 @@ class Caller:
         self.stub = stub
         self.call: Any = None
         self.session: Session | None = None
+        self.other: asyncio.Future[rpc.GenerateResponse] | None = None
 
-    async def start(self, *, deadline_s: float | None, lease: bool) -> None:
-        """Start the target."""
+    @property
+    def waiting(self) -> int:
+        """How many calls wait for the target."""
+        request = self.h.registry.requests.get(("anonymous", NAME))
+        return 0 if request is None else request.waiting
+
+    async def start(self, *, deadline_s: float | None, lease: bool, another: bool) -> None:
+        """Start the target. `another`: the same call waits for it on a connection of its own."""
         wanted = spec(request_id=NAME, stop={"max_tokens": MAX_TOKENS, "ignore_eos": True})
         match self.kind:
             case "Generate":
-                self.call = self.stub.Generate(rpc.GenerateRequest(spec=wanted), timeout=deadline_s)
+                message = rpc.GenerateRequest(spec=wanted)
+                self.call = self.stub.Generate(message, timeout=deadline_s)
+                await until(lambda: self.waiting or self.call.done())
+                if another:
+                    self.other = asyncio.ensure_future(self.h.generation.Generate(message))
+                    await until(lambda: self.waiting == 2 or self.call.done())
             case "GenerateStream":
-                message = rpc.GenerateStreamRequest(spec=wanted)
-                self.call = self.stub.GenerateStream(message, timeout=deadline_s)
+                streamed = rpc.GenerateStreamRequest(spec=wanted)
+                self.call = self.stub.GenerateStream(streamed, timeout=deadline_s)
             case "StreamResult":
                 self.session = Session(self.stub.StreamResult(timeout=deadline_s))
                 self.call = self.session.call
@@ -289,6 +301,8 @@ class Scene:
     async def _let_go(self) -> None:
         """Wait until no stream has it: it is then cancelled, or goes on."""
         await until(lambda: not self.h.registry.stats().attached)
+        if self.caller.kind == "Generate":
+            await until(lambda: self.caller.waiting == (self.caller.other is not None))
         if self.caller.kind != "AddRequest" and not self.kept:
             await self._cancelled()
 
@@ -303,8 +317,10 @@ EVENTS: dict[str, Callable[[Scene], Awaitable[None]]] = {
     "Cancel by its id": Scene.cancel,
     "RPC cancelled": Scene.rpc_cancel,
     "RPC cancelled, lease": Scene.rpc_cancel,
+    "RPC cancelled, another waits": Scene.rpc_cancel,
     "RPC deadline": Scene.deadline,
     "RPC deadline, lease": Scene.deadline,
+    "RPC deadline, another waits": Scene.deadline,
     "its time limit": Scene.time_limit,
     "its own error": Scene.error,
     "server drains": Scene.drain,
@@ -313,6 +329,7 @@ EVENTS: dict[str, Callable[[Scene], Awaitable[None]]] = {
     "half-close": Scene.half_close,
     "connection lost": Scene.lose,
     "connection lost, lease": Scene.lose,
+    "connection lost, another waits": Scene.lose,
 }
 RUNS_ON = {"finish", "server drains", "half-close"}
 """What lets the request run to its end."""
@@ -357,7 +374,7 @@ def test_the_table_is_whole() -> None:
 
 @asynccontextmanager
 async def scene(
-    kind: str, state: str, *, deadline_s: float | None, lease: bool
+    kind: str, state: str, *, deadline_s: float | None, lease: bool, another: bool
 ) -> AsyncIterator[Scene | None]:
     """A server, and the target in its state; None where the deadline was there first."""
     engine = StagedEngine(auto=False, info=model_info(max_running_requests=1))
@@ -372,7 +389,7 @@ async def scene(
             engine.step()
         caller = Caller(kind, h, GenerationServiceStub(channel))
         try:
-            await caller.start(deadline_s=deadline_s, lease=lease)
+            await caller.start(deadline_s=deadline_s, lease=lease, another=another)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             if deadline_s is None:
                 raise
@@ -407,9 +424,9 @@ async def test_a_cell(kind: str, event: str, state: str) -> None:
 
 
 async def _try(kind: str, event: str, state: str, deadline_s: float | None) -> bool:
-    lease = "lease" in event
+    lease, another = "lease" in event, "another waits" in event
     status, end = TABLE[event, kind].split(", ")
-    async with scene(kind, state, deadline_s=deadline_s, lease=lease) as there:
+    async with scene(kind, state, deadline_s=deadline_s, lease=lease, another=another) as there:
         if there is None or not there.engine.holds(NAME) or there.engine.cancelled:
             return False
         assert is_in(there, state)
@@ -430,6 +447,8 @@ async def _try(kind: str, event: str, state: str, deadline_s: float | None) -> b
             assert engine.holds(NAME)
             assert not engine.cancelled
             await check_resumes(there)
+            if there.caller.other is not None:
+                assert len((await there.caller.other).choices[0].token_ids) == MAX_TOKENS
         elif end == "ended":
             await until(lambda: ("anonymous", NAME) not in registry.requests)
         assert not engine.holds(NAME)
@@ -523,16 +542,18 @@ async def test_on_its_way_without_a_lease_it_is_ended(kind: str, how: str) -> No
 @pytest.mark.parametrize("how", ["cancel", "lose"])
 @pytest.mark.parametrize("kind", ["StreamResult", "AddRequest"])
 async def test_on_its_way_with_a_lease_or_by_addrequest_it_goes_on(kind: str, how: str) -> None:
-    """A caller that lost its connection meanwhile may say the same again: ALREADY_EXISTS means that
-    the request was taken in, and its results are there.
+    """A caller that lost its connection meanwhile may say the same again: AddRequest gets the first
+    answer; another call with that id is refused, once it is known that the request was taken in.
     """
     async with on_its_way(kind, lease=True) as (h, call, proxy, gate):
         call.cancel() if how == "cancel" else proxy.cut()
         await asyncio.gather(call, return_exceptions=True)
         await until(lambda: not h.registry.streams)
         wanted = spec(request_id=NAME, stop={"max_tokens": MAX_TOKENS})
-        again = asyncio.ensure_future(
-            refused(h.generation.AddRequest(rpc.AddRequestRequest(spec=wanted)))
+        again = asyncio.ensure_future(h.generation.AddRequest(rpc.AddRequestRequest(spec=wanted)))
+        changed = spec(request_id=NAME)
+        other = asyncio.ensure_future(
+            refused(h.generation.AddRequest(rpc.AddRequestRequest(spec=changed)))
         )
         session = h.session()
         await session.send(1, open=rpc.OpenCommand(lease={"seconds": 60}))
@@ -542,10 +563,14 @@ async def test_on_its_way_with_a_lease_or_by_addrequest_it_goes_on(kind: str, ho
                 rpc.GetResultRequest(request_id=NAME, until_done=True, wait={"seconds": 30})
             )
         )
-        done, _ = await asyncio.wait({again, reading}, timeout=0.05)
+        done, _ = await asyncio.wait({again, other, reading}, timeout=0.05)
         assert not done  # it is open whether the request exists: they wait for that
         gate.set()
-        assert (await again).code is grpc.StatusCode.ALREADY_EXISTS
+        assert (await other).code is grpc.StatusCode.ALREADY_EXISTS
+        if kind == "AddRequest":
+            assert (await again).accepted.request_id == NAME
+        else:
+            assert (await refused(again)).code is grpc.StatusCode.ALREADY_EXISTS
         await session.read_until(lambda m: m.attached)
         assert not h.engine.cancelled
         h.engine.run()

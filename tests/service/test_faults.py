@@ -172,15 +172,15 @@ class Client:
                 self.lost += 1
 
     async def start(self, stub: Any, name: str) -> None:
-        """AddRequest for one whose start is not certain. That it is there already means that an
-        earlier try was taken in.
+        """AddRequest for one whose start is not certain. An earlier AddRequest is answered again;
+        where it was a session's `add` that was taken in, the name belongs to that.
         """
         if name in self.known:
             return
         try:
             await stub.AddRequest(rpc.AddRequestRequest(spec=self.spec(name)), timeout=DEADLINE_S)
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.ALREADY_EXISTS:
+            if self.kind == "added" or error.code() is not grpc.StatusCode.ALREADY_EXISTS:
                 raise
         self.known.add(name)
 

@@ -336,7 +336,9 @@ async def test_nothing_stays_counted_whatever_the_end() -> None:
         assert nothing()
         await add(h, "a")
         one = control.live_bytes
-        await refused(add(h, "a"))
+        await refused(add(h, "a", stop={"max_tokens": 1}))
+        assert control.live_bytes == one
+        await add(h, "a")  # a retry
         assert control.live_bytes == one
         # Cancelled, failed, timed out, finished.
         for name in ("b", "c", "d"):

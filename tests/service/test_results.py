@@ -153,7 +153,8 @@ async def test_a_kept_name_is_taken_until_it_is_forgotten() -> None:
     async with serving(FakeEngine(script=says("x"))) as h:
         await add(h)
         await until(lambda: h.registry.live == 0)
-        assert (await refused(add(h))).code is grpc.StatusCode.ALREADY_EXISTS
+        error = await refused(add(h, stop={"max_tokens": 3}))
+        assert error.code is grpc.StatusCode.ALREADY_EXISTS
     async with serving(FakeEngine(script=says("x")), result_retention_s=0.02) as h:
         await add(h)
         await until(lambda: not h.registry.requests)
