@@ -36,13 +36,16 @@ class UnsupportedFieldError(FieldError):
 
 
 class CapabilityMissingError(HeadraceError):
-    """A message requires a capability that this server does not have. `available`: those it has."""
+    """A message requires a capability that this server does not have.
 
-    def __init__(self, capability: str, available: Iterable[str]) -> None:
+    `available`: those it has; `why`: why it lacks this one, and what to do, if that is known.
+    """
+
+    def __init__(self, capability: str, available: Iterable[str], why: str | None) -> None:
+        known = ", ".join(sorted(available)) or "none yet"
         super().__init__(
             f"required_capabilities: this server does not have {capability!r}, which the message "
-            f"requires; it has {', '.join(sorted(available)) or 'none yet'}: leave out what needs "
-            "it, or use another server"
+            f"requires: {why or 'leave out what needs it, or use another server'} (it has {known})"
         )
         self.capability = capability
 

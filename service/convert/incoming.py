@@ -28,6 +28,21 @@ MAX_REQUIRED = 64
 """The most capabilities that one message may require."""
 _MAX_NAME = 64
 _REQUIRED = "required_capabilities"
+_NO_TEMPLATE = (
+    "the model's tokenizer has no chat template; send text or token ids, laid out as the model "
+    "expects"
+)
+_WHY_MISSING = {
+    "chat": _NO_TEMPLATE,
+    "tools": _NO_TEMPLATE,
+    "content_parts": _NO_TEMPLATE,
+    "priorities": (
+        "its scheduler heeds none (its option scheduler is neither fair nor priority); leave "
+        "scheduling.priority out"
+    ),
+    "structured_output": "the model has no tokenizer; leave structured_output out",
+}
+"""Of capabilities that some configurations of this server lack."""
 
 
 _SCALAR, _MESSAGE, _MESSAGES, _SCALAR_MAP, _MESSAGE_MAP = range(5)
@@ -63,7 +78,9 @@ class IncomingCheck:
             )
         for name in required:
             if name not in self.capabilities:
-                raise CapabilityMissingError(name[:_MAX_NAME], self.capabilities)
+                raise CapabilityMissingError(
+                    name[:_MAX_NAME], self.capabilities, _WHY_MISSING.get(name)
+                )
         known = type(message)()
         known.CopyFrom(message)
         known.DiscardUnknownFields()
