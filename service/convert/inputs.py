@@ -14,15 +14,15 @@ are arrays of 4 bytes a token, for a list takes ten times as much.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.v1 import generation_pb2
 
-from engine.text import Tokenizer
+from engine.text import JsonObject, Tokenizer
 from service.accounts import Account
 from service.call_errors import FieldError, UnsupportedFieldError
-from service.convert.json_text import json_object
+from service.convert.json_text import JsonReader
 from service.convert.values import check_enum
 from service.text_pool import SHORT_BYTES, TextPool
 
@@ -53,6 +53,8 @@ _ROLES = {
     generation_pb2.CHAT_ROLE_TOOL: "tool",
     generation_pb2.CHAT_ROLE_DEVELOPER: "developer",
 }
+_Reader = Callable[[str, str], JsonObject]
+"""Makes an object of JSON text; told where the text stands."""
 
 
 class InputEncoder:
@@ -123,14 +125,15 @@ class InputEncoder:
         """
 
         def render() -> tuple[str, int, Sequence[int] | None]:
+            read = JsonReader().object
             text = self._tokenizer.apply_chat_template(
-                _messages(chat),
-                tools=[_tool(tool, index) for index, tool in enumerate(chat.tools)] or None,
+                _messages(chat, read),
+                tools=[_tool(tool, index, read) for index, tool in enumerate(chat.tools)] or None,
                 add_generation_prompt=(
                     chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
                 ),
                 continue_final_message=chat.continue_final_message,
-                template_arguments=json_object(
+                template_arguments=read(
                     chat.template_arguments_json, "chat.template_arguments_json"
                 ),
             )
@@ -232,16 +235,18 @@ class Truncation:
         return slice(0, self.most) if self.right else slice(length - self.most, length)
 
 
-def _messages(chat: generation_pb2.ChatInput) -> list[dict[str, object]]:
+def _messages(chat: generation_pb2.ChatInput, read: _Reader) -> list[dict[str, object]]:
     if len(chat.messages) > MAX_MESSAGES:
         raise FieldError(
             "chat.messages",
             f"has {len(chat.messages)} messages; at most {MAX_MESSAGES} are allowed",
         )
-    return [_message(message, f"chat.messages[{i}]") for i, message in enumerate(chat.messages)]
+    return [
+        _message(message, f"chat.messages[{i}]", read) for i, message in enumerate(chat.messages)
+    ]
 
 
-def _message(message: generation_pb2.ChatMessage, field: str) -> dict[str, object]:
+def _message(message: generation_pb2.ChatMessage, field: str, read: _Reader) -> dict[str, object]:
     role = _ROLES.get(message.role)
     if role is None:
         raise FieldError(f"{field}.role", "is not set, or not a role; say who speaks")
@@ -250,7 +255,7 @@ def _message(message: generation_pb2.ChatMessage, field: str) -> dict[str, objec
         converted["name"] = message.name
     if message.tool_calls:
         converted["tool_calls"] = [
-            _tool_call(call, f"{field}.tool_calls[{index}]")
+            _tool_call(call, f"{field}.tool_calls[{index}]", read)
             for index, call in enumerate(message.tool_calls)
         ]
     if message.tool_call_id:
@@ -292,10 +297,10 @@ def _part(part: generation_pb2.ContentPart, field: str) -> dict[str, str]:
             )
 
 
-def _tool_call(call: generation_pb2.ToolCall, field: str) -> dict[str, object]:
+def _tool_call(call: generation_pb2.ToolCall, field: str, read: _Reader) -> dict[str, object]:
     if not call.name:
         raise FieldError(f"{field}.name", "is empty; name the tool")
-    arguments = json_object(call.arguments_json, f"{field}.arguments_json")
+    arguments = read(call.arguments_json, f"{field}.arguments_json")
     return {
         "id": call.id,
         "type": "function",
@@ -303,19 +308,19 @@ def _tool_call(call: generation_pb2.ToolCall, field: str) -> dict[str, object]:
     }
 
 
-def _tool(tool: generation_pb2.Tool, index: int) -> dict[str, object]:
+def _tool(tool: generation_pb2.Tool, index: int, read: _Reader) -> dict[str, object]:
     field = f"chat.tools[{index}]"
     if tool.definition_json:
         if tool.name or tool.HasField("description") or tool.parameters_json:
             raise FieldError(
                 f"{field}.definition_json", "is the whole tool: leave its other fields out"
             )
-        return json_object(tool.definition_json, f"{field}.definition_json")
+        return read(tool.definition_json, f"{field}.definition_json")
     if not tool.name:
         raise FieldError(f"{field}.name", "is empty; name the tool")
     function: dict[str, object] = {"name": tool.name}
     if tool.HasField("description"):
         function["description"] = tool.description
     if tool.parameters_json:
-        function["parameters"] = json_object(tool.parameters_json, f"{field}.parameters_json")
+        function["parameters"] = read(tool.parameters_json, f"{field}.parameters_json")
     return {"type": "function", "function": function}

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.text import JsonObject
 from service.call_errors import FieldError
-from service.convert.json_text import MAX_JSON_BYTES, MAX_JSON_VALUES, count_values, json_object
+from service.convert.json_text import (
+    MAX_JSON_BYTES,
+    MAX_JSON_BYTES_TOGETHER,
+    MAX_JSON_VALUES,
+    MAX_JSON_VALUES_TOGETHER,
+    JsonReader,
+)
 
 VALUES: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -18,6 +25,10 @@ VALUES: Any = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner),
     max_leaves=20,
 )  # fmt: skip
+
+
+def json_object(text: str, field: str) -> JsonObject:
+    return JsonReader().object(text, field)
 
 
 @given(st.dictionaries(st.text(st.characters(codec="utf-8")), VALUES), st.booleans())
@@ -50,7 +61,8 @@ def test_an_empty_text_is_an_empty_object() -> None:
         ('{"\\udc00": 1}', "surrogate"),
         ('{"a": ' + "9" * 5000 + "}", "too many digits"),
         ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "values"),
-        ('{"a": ' + "[" * 9000 + "]" * 9000 + "}", "nested too deeply"),
+        ('{"a": ' + "[" * 9000 + "]" * 9000 + "}", "deeper than 64 levels"),
+        ('{"a": ' + "[" * 64 + "]" * 64 + "}", "deeper than 64 levels"),
         ('{"a": "' + "x" * MAX_JSON_BYTES + '"}', f"at most {MAX_JSON_BYTES}"),
         ('{"a": "' + "ä" * (MAX_JSON_BYTES // 2) + '"}', f"at most {MAX_JSON_BYTES}"),
         ('{"a": [' + "1," * MAX_JSON_VALUES + "1]}", f"more than {MAX_JSON_VALUES} values"),
@@ -70,4 +82,38 @@ def test_pairs_of_surrogates_are_text() -> None:
 def test_commas_in_strings_are_no_values() -> None:
     text = json.dumps({"code": ',[{\\"' * 20_000})
     assert json_object(text, "x") == json.loads(text)
-    assert count_values(text) == 1
+
+
+def test_as_deep_as_it_may_be() -> None:
+    text = '{"a": ' + "[" * 63 + "1" + "]" * 63 + "}"
+    assert json_object(text, "x").text == text
+
+
+@pytest.mark.timeout(20)
+def test_hostile_texts_take_no_longer_than_others() -> None:
+    """Each took minutes where its time grew with the square of its length."""
+    for text, said in [
+        ('{"a": "' + "[," * 9000 + '\\"' * 110_000, "values|not JSON"),
+        ('"' * 200_001, "not JSON"),
+        ("\\" * 200_001, "not JSON"),
+        ("{" + ",".join(f'"{n}":1' for n in range(16_000)) + ',"15999":2}', "'15999' twice"),
+    ]:
+        with pytest.raises(FieldError, match=said):
+            json_object(text, "x")
+
+
+def test_the_texts_of_a_conversation_are_bounded_together() -> None:
+    long = json.dumps({"a": "x" * (MAX_JSON_BYTES - 20)})
+    read = JsonReader().object
+    for _ in range(MAX_JSON_BYTES_TOGETHER // MAX_JSON_BYTES):
+        read(long, "x")
+    with pytest.raises(FieldError, match=f"{MAX_JSON_BYTES_TOGETHER} bytes that all") as caught:
+        read(long, "chat.tools[4].parameters_json")
+    assert caught.value.path == "chat.tools[4].parameters_json"
+
+    many = json.dumps({"a": [0] * (MAX_JSON_VALUES - 10)})
+    read = JsonReader().object
+    for _ in range(MAX_JSON_VALUES_TOGETHER // MAX_JSON_VALUES):
+        read(many, "x")
+    with pytest.raises(FieldError, match=f"{MAX_JSON_VALUES_TOGETHER} values that all"):
+        read(many, "x")
