@@ -12,7 +12,6 @@ are bounded.
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import threading
 import time
@@ -25,7 +24,15 @@ from jinja2 import Template, TemplateSyntaxError, UndefinedError
 from jinja2.exceptions import SecurityError
 
 from engine.errors import InvalidRequestError
-from engine.text.conversation import JsonObject, cut, leave_open, message_for_template, plain
+from engine.text.conversation import (
+    CALL_FORMS,
+    CallForm,
+    JsonObject,
+    cut,
+    leave_open,
+    message_for_template,
+    plain,
+)
 from engine.text.sandbox import ChatEnvironment, RaisedByTemplateError
 from engine.text.text_errors import ChatTemplateError, ChatTemplateUnavailableError
 
@@ -38,9 +45,7 @@ MAX_SECONDS = 10.0
 _MAX_REASON = 500
 """The longest message of raise_exception that is passed on, in characters."""
 
-_TESTS_NONE = re.compile(r"\bis\s+(?:not\s+)?none\b|[!=]=\s*none\b", re.IGNORECASE)
 _PROBE = "headrace_probe"
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z")
 _SET_BY_SERVER = frozenset(
     {
         "messages",
@@ -61,13 +66,17 @@ class ChatTemplate:
     def __init__(
         self,
         source: str,
+        special_tokens: Mapping[str, str] | None = None,
         *,
         max_characters: int = MAX_CHARACTERS,
         max_seconds: float = MAX_SECONDS,
         clock: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Keep a Jinja source, the bounds of what it may make, and the clock that it may read."""
+        """Keep a Jinja source, the special tokens and the clock that it may read, and the bounds of
+        what it may make.
+        """
         self._source = source
+        self._special_tokens = dict(special_tokens or {})
         self._clock = clock
         self._max_characters = max_characters
         self._max_seconds = max_seconds
@@ -101,33 +110,32 @@ class ChatTemplate:
                     ) from error
             return self._template
 
-    @property
-    def tests_none(self) -> bool:
-        """Whether it tests something for None: the content of messages with tool calls, mostly."""
-        return _TESTS_NONE.search(self._source) is not None
-
     @cached_property
-    def takes_arguments_as_text(self) -> bool:
-        """Whether it prints the arguments of a tool call as they are, so that they must be JSON
-        text; most templates read a mapping. Found out with a call of each kind.
+    def call_form(self) -> CallForm:
+        """How it takes messages with tool calls: the first form in which it prints a call. The
+        usual one, if it prints none.
         """
-        text = f'{{"{_PROBE}": "x"}}'
-        return not self._prints(JsonObject({_PROBE: "x"}, text)) and self._prints(text)
+        return next((form for form in CALL_FORMS if self._prints_calls(form)), CALL_FORMS[0])
 
-    def _prints(self, arguments: object) -> bool:
+    def _prints_calls(self, form: CallForm) -> bool:
+        arguments = JsonObject({_PROBE: "x"}, f'{{"{_PROBE}": "x"}}')
         function = {"name": "probe", "arguments": arguments}
         call = {"id": "probe0000", "type": "function", "function": function}
-        messages = [
+        messages: list[dict[str, object]] = [
             {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "probe0000", "name": "probe", "content": "x"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "x", "name": "probe", "tool_call_id": "probe0000"},
         ]
-        values = {"messages": messages, "tools": None, "add_generation_prompt": False}
+        shown = [message_for_template(message, "messages", form) for message in messages]
+        tool = {"type": "function", "function": {"name": "probe", "parameters": {}}}
+        return any(self._prints({"messages": shown, "tools": tools}) for tools in (None, [tool]))
+
+    def _prints(self, values: Mapping[str, object]) -> bool:
         try:
-            made = self._collect(self.compile().generate(values))
+            made = self._make({"add_generation_prompt": False, **values})
         except Exception:  # a stranger's code: anything may come out of it
             return False
-        return _PROBE in made and f"'{_PROBE}'" not in made
+        return _PROBE in made and f"'{_PROBE}'" not in made and f'\\"{_PROBE}' not in made
 
     def render(self, values: Mapping[str, Any]) -> str:
         """The text for these values.
@@ -136,9 +144,9 @@ class ChatTemplate:
             ChatTemplateUnavailableError: the source is not valid.
             ChatTemplateError: the template refused the values or failed on them, or made too much.
         """
-        template = self.compile()
+        self.compile()
         try:
-            return self._collect(template.generate(dict(values)))
+            return self._make(values)
         except ChatTemplateError:
             raise
         except RaisedByTemplateError as error:
@@ -150,7 +158,8 @@ class ChatTemplate:
             _LOG.warning("The chat template failed", exc_info=True)
             raise ChatTemplateError(_describe(error)) from error
 
-    def _collect(self, parts: Iterable[str]) -> str:
+    def _make(self, values: Mapping[str, Any]) -> str:
+        parts = self.compile().generate({**self._special_tokens, **values})
         found: list[str] = []
         left = self._max_characters
         deadline = time.monotonic() + self._max_seconds
@@ -183,9 +192,9 @@ class ChatTemplates:
         clock of templates that print the date.
         """
         self._templates = {
-            name: ChatTemplate(source, clock=clock) for name, source in sources.items()
+            name: ChatTemplate(source, special_tokens, clock=clock)
+            for name, source in sources.items()
         }
-        self._special_tokens = dict(special_tokens)
         self._reserved = _SET_BY_SERVER | set(special_tokens) | set(ChatEnvironment().globals)
 
     @property
@@ -206,9 +215,9 @@ class ChatTemplates:
 
         Args:
             messages: {"role": ..., "content": ...} and whatever else the template reads; members
-                that are None are left out, but for the content. At least one. Nothing given here is
-                changed. Arguments of tool calls that are a JsonObject are shown as the template
-                takes them; others as they are.
+                that are None are left out. At least one. Nothing given here is changed. Arguments
+                of tool calls that are a JsonObject are shown as the template takes them, and so
+                is a content of None beside tool calls; others as they are.
             tools: as templates expect them: {"type": "function", "function": {"name",
                 "description", "parameters"}}. With tools, a template named "tool_use" is used where
                 there is one.
@@ -233,19 +242,12 @@ class ChatTemplates:
             )
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
-        as_text = _have_calls(messages) and template.takes_arguments_as_text
-        tests_none = template.tests_none
+        form = template.call_form if _have_calls(messages) else CALL_FORMS[0]
         chat = [
-            message_for_template(
-                message,
-                f"messages[{index}]",
-                arguments_as_text=as_text,
-                tests_none=tests_none,
-            )
+            message_for_template(message, f"messages[{index}]", form)
             for index, message in enumerate(messages)
         ]
         values = {
-            **self._special_tokens,
             "documents": None,
             **self._arguments(template_arguments or {}),
             "messages": chat,
@@ -274,7 +276,7 @@ class ChatTemplates:
                 raise InvalidRequestError(
                     f"template_arguments.{name}", "is set by the server; choose another name"
                 )
-            if not _NAME.match(name):
+            if not name.isidentifier() or name.startswith("_"):
                 raise InvalidRequestError(
                     "template_arguments",
                     "has a name that is not letters, digits and underscores, a letter first",
@@ -291,7 +293,10 @@ def _have_calls(messages: Iterable[object]) -> bool:
 def _describe(error: Exception) -> str:
     """What a caller can do about a failure, without the template's inside."""
     if isinstance(error, UndefinedError):
-        return "the model's chat template reads a value that this conversation does not have"
+        return (
+            "the model's chat template reads a value that this conversation does not have; "
+            "give each message a content, if only an empty one"
+        )
     if isinstance(error, SecurityError):
         return "the model's chat template does what the sandbox does not allow"
     if isinstance(error, RecursionError):

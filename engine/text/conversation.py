@@ -3,14 +3,16 @@
 Values that come in are copied into plain JSON types, so that a template meets no object with
 methods of its own and cannot change what the caller has.
 
-Templates differ in two things that a caller cannot know. Some read the arguments of a tool call as
-a mapping, others as the JSON text; some test a message without content for null, others would print
-it. Where a caller left that open (`JsonObject`, content of None), the template decides.
+Templates differ in two things that a caller cannot know. Most read the arguments of a tool call as
+a mapping, some as JSON text; most take a message with tool calls and without content as it is, some
+lose the call or fail unless its content is null, or empty. Where a caller left that open
+(`JsonObject`, content of None), the template decides: `CallForm`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InvalidRequestError
@@ -32,6 +34,29 @@ class JsonObject(dict[str, object]):
         self.text = text
 
 
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a template takes messages with tool calls.
+
+    Attributes:
+        arguments_as_text: whether a call's arguments are shown as JSON text, else as a mapping.
+        absent_content: what stands for a content of None: nothing (LEFT_OUT), None or "".
+    """
+
+    arguments_as_text: bool
+    absent_content: str | None
+
+
+LEFT_OUT = "left out"
+"""A message without content has no such member, as transformers shows it."""
+CALL_FORMS = tuple(
+    CallForm(arguments_as_text, absent_content)
+    for absent_content in (LEFT_OUT, None, "")
+    for arguments_as_text in (False, True)
+)
+"""The usual one first."""
+
+
 def plain(value: object, field: str, depth: int = 0, *, as_text: bool = False) -> Any:
     """A copy in plain types. `as_text`: a JsonObject as its text.
 
@@ -43,6 +68,8 @@ def plain(value: object, field: str, depth: int = 0, *, as_text: bool = False) -
     match value:
         case JsonObject() if as_text:
             return value.text
+        case JsonObject() if depth:  # its depth counts from itself on
+            return plain(value, field, as_text=as_text)
         case None | bool():
             return value
         case str():
@@ -63,26 +90,27 @@ def plain(value: object, field: str, depth: int = 0, *, as_text: bool = False) -
 
 
 def message_for_template(
-    message: Mapping[str, object], field: str, *, arguments_as_text: bool, tests_none: bool
+    message: Mapping[str, object], field: str, form: CallForm
 ) -> dict[str, Any]:
     """A copy of a message without members that are None, its reasoning under all names.
 
     Args:
         message: as the caller gave it.
         field: what to call it.
-        arguments_as_text: whether the template prints the arguments of a tool call as they are.
-        tests_none: whether it tests content for None; else None becomes an empty string.
+        form: how the template takes tool calls.
     """
     if not isinstance(message, Mapping):
         raise InvalidRequestError(field, "is not a mapping with role and content")
-    copied = plain(message, field, as_text=arguments_as_text)
-    kept = {name: value for name, value in copied.items() if value is not None}
-    if "content" in copied and "content" not in kept:
-        content = None if tests_none else ""
-        kept = {
-            name: kept.get(name, content) for name in copied if name in kept or name == "content"
+    copied = plain(message, field, as_text=form.arguments_as_text)
+    absent = form.absent_content if copied.get("tool_calls") else LEFT_OUT
+    stays = {"content"} if absent is not LEFT_OUT else set()
+    return _with_reasoning(
+        {
+            name: absent if value is None else value
+            for name, value in copied.items()
+            if value is not None or name in stays
         }
-    return _with_reasoning(kept)
+    )
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

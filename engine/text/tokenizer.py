@@ -13,7 +13,8 @@ and the tables are filled on first use with values that depend on nothing else.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
         vocab_size: int | None = None,
+        clock: Callable[[], datetime] = datetime.now,
     ) -> None:
         """Wrap a tokenizer of the `tokenizers` library, which must not be changed any more.
 
@@ -68,10 +70,13 @@ class Tokenizer:
             special_tokens: by name, such as {"eos_token": "</s>"}.
             chat_templates: Jinja sources by name.
             vocab_size: the model's; token ids are below it. None: the tokenizer's own.
+            clock: what time it is, for chat templates that print the date.
         """
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
-        self._templates = ChatTemplates(dict(chat_templates or {}), self._special_tokens)
+        self._templates = ChatTemplates(
+            dict(chat_templates or {}), self._special_tokens, clock=clock
+        )
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         highest = max(added, default=-1) + 1
@@ -87,9 +92,15 @@ class Tokenizer:
         }
 
     @classmethod
-    def load(cls, directory: Path, vocab_size: int | None = None) -> Tokenizer:
+    def load(
+        cls,
+        directory: Path,
+        vocab_size: int | None = None,
+        *,
+        clock: Callable[[], datetime] = datetime.now,
+    ) -> Tokenizer:
         """Load the tokenizer of a local model directory, as transformers' `PreTrainedTokenizerFast`
-        would.
+        would. `clock`: what time it is, for chat templates that print the date.
 
         Raises:
             TokenizerError: there is no tokenizer.json, or a file cannot be read.
@@ -100,6 +111,7 @@ class Tokenizer:
             special_tokens=files.special_tokens,
             chat_templates=files.chat_templates,
             vocab_size=vocab_size,
+            clock=clock,
         )
 
     @property

@@ -270,10 +270,10 @@ def _message(message: generation_pb2.ChatMessage, field: str, read: _Reader) -> 
 
 
 def _content(message: generation_pb2.ChatMessage, field: str) -> object:
-    """What is said: text, a list of parts, or nothing beside tool calls."""
+    """What is said: text, a list of parts, or nothing."""
     kind = message.WhichOneof("content_kind")
     if kind is None:
-        return None if message.tool_calls else ""
+        return None
     if kind == "content":
         return message.content
     parts = message.content_parts.parts
@@ -301,11 +301,9 @@ def _tool_call(call: generation_pb2.ToolCall, field: str, read: _Reader) -> dict
     if not call.name:
         raise FieldError(f"{field}.name", "is empty; name the tool")
     arguments = read(call.arguments_json, f"{field}.arguments_json")
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": arguments},
-    }
+    function = {"name": call.name, "arguments": arguments}
+    made: dict[str, object] = {"id": call.id} if call.id else {}
+    return {**made, "type": "function", "function": function}
 
 
 def _tool(tool: generation_pb2.Tool, index: int, read: _Reader) -> dict[str, object]:
