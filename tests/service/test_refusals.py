@@ -18,9 +18,30 @@ from tests.service.helpers import Harness, ids_of, refused, serving, spec
 
 USER = {"role": pb.CHAT_ROLE_USER, "content": "hi"}
 
+
+def said_with(*parts: dict[str, Any]) -> dict[str, Any]:
+    """A conversation of one message with these parts."""
+    message = {"role": pb.CHAT_ROLE_USER, "content_parts": {"parts": parts}}
+    return {"chat": {"messages": [message]}}
+
+
+def with_call(**call: Any) -> dict[str, Any]:
+    """A conversation whose second message has a call of a tool."""
+    message = {"role": pb.CHAT_ROLE_ASSISTANT, "tool_calls": [{"name": "f"}, call]}
+    return {"chat": {"messages": [USER, message]}}
+
+
+def with_tool(**tool: Any) -> dict[str, Any]:
+    """A conversation with a second tool."""
+    return {"chat": {"messages": [USER], "tools": [{"name": "f"}, tool]}}
+
+
 UNSUPPORTED = {
     "adapter": {"adapter": "lora"},
     "structured_output.structural_tag": {"structured_output": {"structural_tag": "{}"}},
+    "chat.messages[0].content_parts.parts[1].image": said_with({"text": "a"}, {"image": {}}),
+    "chat.messages[0].content_parts.parts[0].audio": said_with({"audio": {"data": b"x"}}),
+    "chat.messages[0].content_parts.parts[0].video": said_with({"video": {"uri": "x"}}),
 }
 
 INVALID = [
@@ -34,6 +55,21 @@ INVALID = [
     ("chat.messages[0].role", {"chat": {"messages": [{"content": "hi"}]}}),
     ("chat.messages[0].tool_call_id", {"chat": {"messages": [{**USER, "tool_call_id": "x"}]}}),
     ("chat.tools[0].name", {"chat": {"messages": [USER], "tools": [{}]}}),
+    ("chat.tools[1].name", with_tool(parameters_json="{}")),
+    ("chat.tools[1].parameters_json", with_tool(name="g", parameters_json="[]")),
+    ("chat.tools[1].definition_json", with_tool(definition_json='"f"')),
+    ("chat.tools[1].definition_json", with_tool(definition_json="{}", name="g")),
+    ("chat.tools[1].definition_json", with_tool(definition_json="{}", description="")),
+    ("chat.tools[1].definition_json", with_tool(definition_json="{}", parameters_json="{}")),
+    ("chat.messages[1].tool_calls[1].name", with_call(arguments_json="{}")),
+    ("chat.messages[1].tool_calls[1].arguments_json", with_call(name="f", arguments_json="{")),
+    ("chat.messages[1].tool_calls[1].arguments_json", with_call(name="f", arguments_json="3")),
+    (
+        "chat.messages[1].tool_calls[1].arguments_json",
+        with_call(name="f", arguments_json='{"a":' + "[" * 64 + "]" * 64 + "}"),
+    ),
+    ("chat.messages[0].content_parts.parts", said_with()),
+    ("chat.messages[0].content_parts.parts[1]", said_with({"text": "a"}, {})),
     (
         "chat.template_arguments_json.messages",
         {"chat": {"messages": [USER], "template_arguments_json": '{"messages": "x"}'}},
@@ -330,7 +366,7 @@ async def test_a_capability_that_is_missing_is_refused_by_name_everywhere() -> N
 
 async def test_long_texts_in_errors_are_cut() -> None:
     async with serving() as h:
-        arguments = json.dumps({"ä" * 5000: 1})
+        arguments = json.dumps({"ä-" * 2500: 1})
         message = spec(chat={"messages": [USER], "template_arguments_json": arguments})
         error = await refused(h.generate(message))
         assert error.code is grpc.StatusCode.INVALID_ARGUMENT

@@ -2,8 +2,8 @@
 
 Messages and tools are taken as classes of `headrace.messages`, or as dictionaries of the shape that
 OpenAI's API and transformers' chat templates use, as they are: a tool call's name and arguments
-under "function", arguments and schemas as objects or as JSON text, content as text, as parts or
-null. JSON text is sent as it stands; an object is written with its members in their order.
+under "function", arguments as objects or as JSON text, content as text, as parts or null. JSON text
+is sent as it stands; an object is written with its members in their order, and so is a whole tool.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 from headrace.errors import invalid_argument
 from headrace.messages import Message, MessageDict, Tool, ToolCall
 from headrace.v1 import generation_pb2 as pb
 
-_Kind = TypeVar("_Kind", Message, Tool, ToolCall)
+_Kind = TypeVar("_Kind", Message, ToolCall)
 _ROLES = {
     "system": pb.CHAT_ROLE_SYSTEM,
     "user": pb.CHAT_ROLE_USER,
@@ -25,10 +25,8 @@ _ROLES = {
     "tool": pb.CHAT_ROLE_TOOL,
     "developer": pb.CHAT_ROLE_DEVELOPER,
 }
-_MESSAGE_MEMBERS = (
-    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content",
-)  # fmt: skip
-_FUNCTION_MEMBERS = ("name", "description", "parameters")
+_REASONING_MEMBERS = ("thinking", "reasoning")
+"""Other names of `reasoning_content`, as transformers knows them."""
 _EMPTY_MEMBERS = ("refusal", "annotations", "audio", "function_call")
 """Members that OpenAI's answers have, and that say nothing as long as they are empty."""
 
@@ -79,15 +77,8 @@ def tools_to_proto(tools: Sequence[Tool | Mapping[str, Any]]) -> list[pb.Tool]:
 
 
 def _tool(tool: Tool | Mapping[str, Any]) -> pb.Tool:
-    if not isinstance(tool, Tool):
-        function = tool.get("function")
-        if function is None and "type" not in tool:  # the function alone
-            made_of = _made(Tool, tool, "tools")
-        elif list(tool) == ["type", "function"] and _is_plain(function):
-            made_of = Tool(**function)
-        else:  # other members, or in another order: the prompt is to show them so
-            return pb.Tool(definition_json=json_text(tool, "tools"))
-        tool = made_of
+    if isinstance(tool, Mapping):  # the prompt shows it so: its members, and their order
+        return pb.Tool(definition_json=json_text(tool, "tools"))
     try:
         made = pb.Tool(
             name=tool.name,
@@ -97,19 +88,9 @@ def _tool(tool: Tool | Mapping[str, Any]) -> pb.Tool:
         )
         if tool.description is not None:
             made.description = tool.description
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise invalid_argument("tools", f"a value does not fit: {error}") from None
     return made
-
-
-def _is_plain(function: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether it has the members of `Tool` alone, in their order."""
-    return (
-        isinstance(function, Mapping)
-        and list(function) == [name for name in _FUNCTION_MEMBERS if name in function]
-        and None not in function.values()
-        and not isinstance(function.get("parameters"), str)
-    )
 
 
 def json_text(value: Mapping[str, Any] | str, name: str) -> str:
@@ -130,14 +111,15 @@ def _message(message: Mapping[str, Any]) -> Message:
     given = {
         name: value
         for name, value in message.items()
-        if name in _MESSAGE_MEMBERS or not (name in _EMPTY_MEMBERS and not value)
+        if value is not None and (value or name not in _EMPTY_MEMBERS)
     }
-    calls = [_call(call) for call in given.pop("tool_calls", None) or ()]
-    content = given.pop("content", None if calls else "")
-    if content is None and not calls:
-        content = ""
-    given = {name: value for name, value in given.items() if value is not None}
-    return _made(Message, {**given, "content": content, "tool_calls": calls}, "messages")
+    calls = [_call(call) for call in given.pop("tool_calls", ())]
+    for name in _REASONING_MEMBERS:
+        if name in given:
+            given.setdefault("reasoning_content", given.pop(name))
+    return _made(
+        Message, {**given, "content": given.get("content"), "tool_calls": calls}, "messages"
+    )
 
 
 def _call(call: ToolCall | Mapping[str, Any]) -> ToolCall:
@@ -145,11 +127,9 @@ def _call(call: ToolCall | Mapping[str, Any]) -> ToolCall:
         return call
     if not isinstance(call, Mapping):
         raise invalid_argument("messages.tool_calls", f"{call!r} is no tool call")
-    members = dict(call)
-    function = members.pop("function", None)
-    if function is None:
-        return _made(ToolCall, members, "messages.tool_calls")
-    if members.pop("type", "function") != "function" or not isinstance(function, Mapping):
+    members = {"id": "", **call}
+    kind, function = members.pop("type", "function"), members.pop("function", {})
+    if kind != "function" or not isinstance(function, Mapping):
         raise invalid_argument("messages.tool_calls", "only calls of functions are supported")
     members.pop("index", None)  # of OpenAI's streams
     return _made(ToolCall, {**members, **function}, "messages.tool_calls")
@@ -158,21 +138,31 @@ def _call(call: ToolCall | Mapping[str, Any]) -> ToolCall:
 def _part(part: str | Mapping[str, Any]) -> pb.ContentPart:
     if isinstance(part, str):
         return pb.ContentPart(text=part)
+    if not isinstance(part, Mapping):
+        raise invalid_argument("messages.content", f"{part!r} is no part")
     kind = part.get("type", "text")
     if kind != "text":
         raise invalid_argument(
             "messages.content", f"a part of type {kind!r} is not supported; send text"
         )
-    return pb.ContentPart(text=part["text"] if "text" in part else part["content"])
+    if unknown := sorted(str(name) for name in part if name not in ("type", "text")):
+        raise invalid_argument(
+            "messages.content", f"a part of text has unknown members {', '.join(unknown)}"
+        )
+    if "text" not in part:
+        raise invalid_argument("messages.content", "a part of text has no text")
+    return pb.ContentPart(text=part["text"])
 
 
 def _made(kind: type[_Kind], members: Mapping[str, Any], name: str) -> _Kind:
     try:
         return kind(**members)
     except TypeError:
-        known = [field.name for field in dataclasses.fields(kind)]
+        fields = dataclasses.fields(kind)
+        known = [field.name for field in fields]
         unknown = sorted(str(member) for member in members if member not in known)
-        missing = sorted({"role", "name"} & set(known) - set(members))
+        needed = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+        missing = [name for name in needed if name not in members]
         said = f"unknown members {', '.join(unknown)}" if unknown else f"no {missing[0]}"
         raise invalid_argument(
             name, f"a {kind.__name__} has {said}; it has {', '.join(known)}"
