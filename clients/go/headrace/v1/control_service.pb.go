@@ -696,7 +696,7 @@ type FrontEndStatistics struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Requests that have not ended.
 	LiveRequests uint64 `protobuf:"varint,1,opt,name=live_requests,json=liveRequests,proto3" json:"live_requests,omitempty"`
-	// Calls that receive results: StreamResult, GenerateStream, Generate.
+	// Calls that receive results as they come: StreamResult, GenerateStream.
 	OpenStreams uint64 `protobuf:"varint,2,opt,name=open_streams,json=openStreams,proto3" json:"open_streams,omitempty"`
 	// Requests on those streams that run, or have ended with unread results.
 	StreamedRequests uint64 `protobuf:"varint,3,opt,name=streamed_requests,json=streamedRequests,proto3" json:"streamed_requests,omitempty"`

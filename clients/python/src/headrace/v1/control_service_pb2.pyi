@@ -402,7 +402,7 @@ class FrontEndStatistics(_message.Message):
     live_requests: _builtins.int
     """Requests that have not ended."""
     open_streams: _builtins.int
-    """Calls that receive results: StreamResult, GenerateStream, Generate."""
+    """Calls that receive results as they come: StreamResult, GenerateStream."""
     streamed_requests: _builtins.int
     """Requests on those streams that run, or have ended with unread results."""
     kept_results: _builtins.int

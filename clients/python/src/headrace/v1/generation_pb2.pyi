@@ -203,10 +203,11 @@ class GenerationSpec(_message.Message):
     request_id: _builtins.str
     """The caller's id for the request: 1 to 128 characters out of [A-Za-z0-9._:/-]. Empty: the server makes an
     unguessable one, which Accepted has. Ids belong to the caller's identity. While a request with that id is live, or
-    its results are kept, the same call again (AddRequest or Generate with the same content) is a retry and gets the
-    first one's answer; anything else with that id is refused with ALREADY_EXISTS. For a session without a lease and for
-    GenerateStream, results are dropped and the id is free again once the last event was sent; for AddRequest, Generate
-    and leased sessions, results are kept for Limits.result_retention after the end.
+    its results are kept, the same call again (AddRequest or Generate, with the same spec as it was first sent) is a
+    retry and gets the first one's answer; anything else with that id is refused with ALREADY_EXISTS. For a session
+    without a lease and for GenerateStream, results are dropped and the id is free again once the last event was sent;
+    for AddRequest, leased sessions and Generate with an id of the caller's (unless it failed), results are kept for
+    Limits.result_retention after the end.
     """
     adapter: _builtins.str
     """The name of an adapter (such as a LoRA) to apply to the model. Empty: none."""

@@ -74,7 +74,7 @@ class GenerationServiceStub:
     loss of a session that attached to the request affects it.
 
     A caller that sets request ids may retry safely: the same call again, with the same id and content, starts nothing
-    and gets the first answer, while the request is live or its results are kept.
+    and gets the first answer, while the request is live or its results are kept. What was refused is tried anew.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.CancelRequest, _generation_service_pb2.CancelResponse]
     """Ends requests of the caller's identity by their ids. Idempotent; each id gets its own answer. The requests' streams
@@ -82,14 +82,15 @@ class GenerationServiceStub:
     has received.
     """
     Generate: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]
-    """Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. If the
-    request is refused or fails, the RPC's status says so. If it is ended by Cancel, or reaches its time limit, it
-    returns a normal result with the output so far and its FinishReason.
+    """Runs one request and returns its whole result. If the RPC is cancelled, passes its deadline or loses its connection,
+    the request is cancelled. If the request is refused or fails, the RPC's status says so. If it is ended by Cancel, or
+    reaches its time limit, it returns a normal result with the output so far and its FinishReason.
 
     A caller that sets request ids may retry safely: the same call again, with the same id and content, waits for the
     first one's result while that runs, and gets it at once while it is kept (Limits.result_retention; GetResult and
-    attach can read it too). A request is cancelled when the last call that waits for it has left; a retry after that
-    runs it anew. Of one id there are never two computations at a time.
+    attach can read it too). The request is cancelled when the last call that waits for it has left, unless a session
+    has attached it; a retry after that, or after a failure, runs it anew. Of one id there are never two computations at
+    a time. At most 16 calls wait for a request; more are refused with RESOURCE_EXHAUSTED, TOO_MANY_WAITING_CALLS.
     """
     GenerateStream: _grpc.UnaryStreamMultiCallable[_generation_service_pb2.GenerateStreamRequest, _generation_service_pb2.GenerateStreamResponse]
     """Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. If the request is
@@ -138,7 +139,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     loss of a session that attached to the request affects it.
 
     A caller that sets request ids may retry safely: the same call again, with the same id and content, starts nothing
-    and gets the first answer, while the request is live or its results are kept.
+    and gets the first answer, while the request is live or its results are kept. What was refused is tried anew.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.CancelRequest, _generation_service_pb2.CancelResponse]  # type: ignore[assignment]
     """Ends requests of the caller's identity by their ids. Idempotent; each id gets its own answer. The requests' streams
@@ -146,14 +147,15 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     has received.
     """
     Generate: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. If the
-    request is refused or fails, the RPC's status says so. If it is ended by Cancel, or reaches its time limit, it
-    returns a normal result with the output so far and its FinishReason.
+    """Runs one request and returns its whole result. If the RPC is cancelled, passes its deadline or loses its connection,
+    the request is cancelled. If the request is refused or fails, the RPC's status says so. If it is ended by Cancel, or
+    reaches its time limit, it returns a normal result with the output so far and its FinishReason.
 
     A caller that sets request ids may retry safely: the same call again, with the same id and content, waits for the
     first one's result while that runs, and gets it at once while it is kept (Limits.result_retention; GetResult and
-    attach can read it too). A request is cancelled when the last call that waits for it has left; a retry after that
-    runs it anew. Of one id there are never two computations at a time.
+    attach can read it too). The request is cancelled when the last call that waits for it has left, unless a session
+    has attached it; a retry after that, or after a failure, runs it anew. Of one id there are never two computations at
+    a time. At most 16 calls wait for a request; more are refused with RESOURCE_EXHAUSTED, TOO_MANY_WAITING_CALLS.
     """
     GenerateStream: _aio.UnaryStreamMultiCallable[_generation_service_pb2.GenerateStreamRequest, _generation_service_pb2.GenerateStreamResponse]  # type: ignore[assignment]
     """Runs one request and streams its events. The RPC's cancellation or deadline cancels the request. If the request is
@@ -211,7 +213,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         loss of a session that attached to the request affects it.
 
         A caller that sets request ids may retry safely: the same call again, with the same id and content, starts nothing
-        and gets the first answer, while the request is live or its results are kept.
+        and gets the first answer, while the request is live or its results are kept. What was refused is tried anew.
         """
 
     @_abc_1.abstractmethod
@@ -231,14 +233,15 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.GenerateResponse, _abc.Awaitable[_generation_service_pb2.GenerateResponse]]:
-        """Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. If the
-        request is refused or fails, the RPC's status says so. If it is ended by Cancel, or reaches its time limit, it
-        returns a normal result with the output so far and its FinishReason.
+        """Runs one request and returns its whole result. If the RPC is cancelled, passes its deadline or loses its connection,
+        the request is cancelled. If the request is refused or fails, the RPC's status says so. If it is ended by Cancel, or
+        reaches its time limit, it returns a normal result with the output so far and its FinishReason.
 
         A caller that sets request ids may retry safely: the same call again, with the same id and content, waits for the
         first one's result while that runs, and gets it at once while it is kept (Limits.result_retention; GetResult and
-        attach can read it too). A request is cancelled when the last call that waits for it has left; a retry after that
-        runs it anew. Of one id there are never two computations at a time.
+        attach can read it too). The request is cancelled when the last call that waits for it has left, unless a session
+        has attached it; a retry after that, or after a failure, runs it anew. Of one id there are never two computations at
+        a time. At most 16 calls wait for a request; more are refused with RESOURCE_EXHAUSTED, TOO_MANY_WAITING_CALLS.
         """
 
     @_abc_1.abstractmethod

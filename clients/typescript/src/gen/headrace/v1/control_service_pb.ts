@@ -301,7 +301,7 @@ export type FrontEndStatistics = Message<"headrace.v1.FrontEndStatistics"> & {
   liveRequests: bigint;
 
   /**
-   * Calls that receive results: StreamResult, GenerateStream, Generate.
+   * Calls that receive results as they come: StreamResult, GenerateStream.
    *
    * @generated from field: uint64 open_streams = 2;
    */

@@ -1052,7 +1052,7 @@ export const GenerationService: GenService<{
    * loss of a session that attached to the request affects it.
    *
    * A caller that sets request ids may retry safely: the same call again, with the same id and content, starts nothing
-   * and gets the first answer, while the request is live or its results are kept.
+   * and gets the first answer, while the request is live or its results are kept. What was refused is tried anew.
    *
    * @generated from rpc headrace.v1.GenerationService.AddRequest
    */
@@ -1074,14 +1074,15 @@ export const GenerationService: GenService<{
     output: typeof CancelResponseSchema;
   },
   /**
-   * Runs one request and returns its whole result. The RPC's cancellation or deadline cancels the request. If the
-   * request is refused or fails, the RPC's status says so. If it is ended by Cancel, or reaches its time limit, it
-   * returns a normal result with the output so far and its FinishReason.
+   * Runs one request and returns its whole result. If the RPC is cancelled, passes its deadline or loses its connection,
+   * the request is cancelled. If the request is refused or fails, the RPC's status says so. If it is ended by Cancel, or
+   * reaches its time limit, it returns a normal result with the output so far and its FinishReason.
    *
    * A caller that sets request ids may retry safely: the same call again, with the same id and content, waits for the
    * first one's result while that runs, and gets it at once while it is kept (Limits.result_retention; GetResult and
-   * attach can read it too). A request is cancelled when the last call that waits for it has left; a retry after that
-   * runs it anew. Of one id there are never two computations at a time.
+   * attach can read it too). The request is cancelled when the last call that waits for it has left, unless a session
+   * has attached it; a retry after that, or after a failure, runs it anew. Of one id there are never two computations at
+   * a time. At most 16 calls wait for a request; more are refused with RESOURCE_EXHAUSTED, TOO_MANY_WAITING_CALLS.
    *
    * @generated from rpc headrace.v1.GenerationService.Generate
    */
