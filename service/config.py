@@ -289,7 +289,8 @@ class ServiceConfig:
     )
     result_retention_s: float = option(
         300.0,
-        "Seconds that results of AddRequest and of leased sessions are kept after a request's end.",
+        "Seconds that results of AddRequest, of Generate with a request id, and of leased sessions "
+        "are kept after a request's end.",
         low=0.0,
         high=DAY_S,
         group=REQUESTS,

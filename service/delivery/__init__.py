@@ -9,8 +9,8 @@ The journey of a result:
    wakes its writer. That takes all that is pending of all its requests at once: one message per
    engine step and stream, fewer where the client reads slowly. What is taken gets its sequence
    number then, never before.
-4. What may be wanted again (AddRequest, a session with a lease) stays in the log until its
-   retention has passed.
+4. What may be wanted again (AddRequest, Generate, a session with a lease) stays in the log until
+   its retention has passed.
 
 The request decides what becomes of it, by one table of states (`states`); `registry` finds it, and
 counts; `timers` has all timers.

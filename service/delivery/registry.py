@@ -295,7 +295,7 @@ class Registry:
     def keep(self, request: ServedRequest) -> None:
         """Its results are to be kept; the oldest go where there is no room."""
         self.retentions.start(request, self._retention.retention_s)
-        self.kept.add(request, request.log.held_size)
+        self.kept.add(request, request.log.held_size + len(request.digest))
         while (surplus := self.kept.surplus()) is not None:
             surplus.keep_no_more()
 

@@ -34,6 +34,7 @@ from service.delivery.result_errors import OutputNotReadError, TooManyWaitError
 from service.delivery.session import MAX_BATCH_BYTES, ResultStream
 from service.delivery.states import TRANSITIONS, State
 from service.delivery.submission import LivesBy
+from service.delivery.waiters import Waiters
 
 if TYPE_CHECKING:
     from service.admission import Holding
@@ -68,7 +69,7 @@ class ServedRequest:
         cancel_wanted: somebody asked for its end.
         is_held: whether the engine was told to hold it.
         bound: with so many untaken tokens it is held.
-        readers: who waits for its events without a stream.
+        readers: who waits for its events without a stream; woken by each of them.
     """
 
     def __init__(
@@ -106,11 +107,11 @@ class ServedRequest:
         self.bound, self._low = registry.flow.bounds(
             submission.options, request.n, is_kept=submission.lives_by is LivesBy.ITSELF
         )
-        self.readers: list[asyncio.Future[None]] = []
+        self.readers = Waiters()
         self.lives_by = submission.lives_by
         self.digest = submission.digest
         self.waiting = 0
-        self._watchers: list[asyncio.Future[None]] = []  # who waits for another state
+        self._watchers = Waiters()  # for another state
         self._registry = registry
 
     # The state
@@ -134,7 +135,7 @@ class ServedRequest:
             registry.forget(self)
         elif state is State.KEPT:
             registry.keep(self)  # which may be too much, and then it does not stay in this state
-        _wake(self._watchers)
+        self._watchers.wake()
 
     def accept(self, accepted: Accepted, arrival: float, stream: ResultStream | None) -> None:
         """The engine took it in, at this moment of its monotonic clock; its results go to this
@@ -151,7 +152,7 @@ class ServedRequest:
             self._registry.engine.cancel(self.engine_id)
         if self.log.untaken >= self.bound:
             self._reach_bound()
-        _wake(self.readers)
+        self.readers.wake()
 
     def abandon(self) -> None:
         """Nobody wants it any more. Whoever attaches to it before its end gets what there is of it;
@@ -200,7 +201,7 @@ class ServedRequest:
         if stream is not None and log.is_takeable:
             stream.mark(self)
         if self.readers:
-            _wake(self.readers)
+            self.readers.wake()
         if log.ended:
             self._end()
 
@@ -208,7 +209,7 @@ class ServedRequest:
         """Something of it has come: wake who waits for it."""
         if self.stream is not None and self.log.is_takeable:
             self.stream.mark(self)
-        _wake(self.readers)
+        self.readers.wake()
         if self.log.ended:
             self._end()
 
@@ -306,9 +307,9 @@ class ServedRequest:
             if lease_s > 0:
                 self._become(State.LEASED)
                 self._registry.leases.start(self, lease_s)
-                _wake(self.readers)  # one that waits is what reads it now
+                self.readers.wake()  # one that waits is what reads it now
             else:
-                self._leave_alone()
+                self._end_if_alone()
 
     def lease_over(self) -> None:
         """Its lease ended, and no stream has attached to it."""
@@ -317,8 +318,8 @@ class ServedRequest:
         else:
             self.cancel()
 
-    def _leave_alone(self) -> None:
-        """No stream or call has it (any more), or only the other of the two."""
+    def _end_if_alone(self) -> None:
+        """Its stream was lost without a lease, or the last call that waited for it has left."""
         if self.lives_by is LivesBy.CALLS and self.waiting:
             return
         self.abandon()
@@ -418,7 +419,7 @@ class ServedRequest:
                         # It waits for a reader, which is this one. What is read is kept.
                         log.take_from(log.next_seq)
                         self._read_to(log.next_seq)
-                    await self._changed()
+                    await self.readers.wait()
         log.check_from(from_seq)  # it may have been let go meanwhile
         events = at_most(log.take_from(from_seq), MAX_BATCH_BYTES)
         next_seq = events[-1].seq + 1 if events else from_seq
@@ -430,10 +431,6 @@ class ServedRequest:
         if self.stream is None and self.log.cursor < seq:
             self.log.move_to(seq)
             self._have_taken()
-
-    async def _changed(self) -> None:
-        """Wait until something was pushed, or it ended."""
-        await _wait_among(self.readers)
 
     # Calls that wait for it
 
@@ -463,7 +460,7 @@ class ServedRequest:
             if self.state is State.ADMITTING:
                 self._registry.stop_admitting(self)
             elif self.state is State.LIVE:
-                self._leave_alone()
+                self._end_if_alone()
 
     async def whole(self) -> list[NumberedEvent]:
         """Wait for its end; returns all of its events. Only for one that was accepted.
@@ -484,22 +481,4 @@ class ServedRequest:
 
     async def another_state(self) -> None:
         """Wait until its state changes."""
-        await _wait_among(self._watchers)
-
-
-def _wake(waiting: list[asyncio.Future[None]]) -> None:
-    for future in waiting:
-        if not future.done():
-            future.set_result(None)
-    waiting.clear()
-
-
-async def _wait_among(waiting: list[asyncio.Future[None]]) -> None:
-    """Wait until these are woken."""
-    future = asyncio.get_running_loop().create_future()
-    waiting.append(future)
-    try:
-        await future
-    finally:
-        if future in waiting:
-            waiting.remove(future)
+        await self._watchers.wait()

@@ -1,0 +1,28 @@
+"""Tasks that wait for something of a request: a list of futures, so that whoever wakes them sees at
+no cost that there are none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Waiters(list["asyncio.Future[None]"]):
+    """Who waits. Of one event loop."""
+
+    async def wait(self) -> None:
+        """Wait until `wake` is called."""
+        future = asyncio.get_running_loop().create_future()
+        self.append(future)
+        try:
+            await future
+        finally:
+            if future in self:
+                self.remove(future)
+
+    def wake(self) -> None:
+        """Let all go on that wait now."""
+        for future in self:
+            if not future.done():
+                future.set_result(None)
+        self.clear()
