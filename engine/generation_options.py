@@ -20,6 +20,7 @@ from engine.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.request import GenerationRequest
 from engine.sampling.random import derived_seed
 from engine.sampling_params import (
+    DEFAULT_TOP_K,
     SCALARS,
     GrammarParams,
     LogprobParams,
@@ -34,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 20
 """How many tokens transformers generates by default."""
-DEFAULT_TOP_K = 50
-"""The default of top_k in transformers."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     # options of a generation config that change the output and that this engine does not support,

@@ -15,6 +15,8 @@ from engine.errors import InvalidRequestError
 from engine.token_ids import NO_BIASES, NO_IDS, TokenBiases, TokenIds
 from engine.types import TokenId
 
+DEFAULT_TOP_K = 50
+"""The default of top_k in transformers."""
 MAX_LOGPROBS = 128
 """The most candidates that may be requested for each token."""
 MAX_LOGIT_BIAS = 1024

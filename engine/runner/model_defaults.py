@@ -11,7 +11,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from engine.errors import InvalidRequestError
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import DEFAULT_TOP_K, SamplingParams
 from engine.types import TokenId
 
 logger = logging.getLogger(__name__)
@@ -68,10 +68,12 @@ def eos_token_ids(
 
 def default_sampling(generation_config: GenerationConfig | None) -> SamplingParams:
     """What `model.generate` would do with this generation config: greedy unless it asks for
-    sampling.
+    sampling. What limits the choice is the config's in either case, else transformers' default: a
+    request may ask for sampling where the model does not.
     """
+    neutral_params = SamplingParams(top_k=DEFAULT_TOP_K)
     if generation_config is None:
-        return SamplingParams()
+        return neutral_params
 
     def value(name: str, neutral: float) -> float:
         found = getattr(generation_config, name, None)
@@ -81,11 +83,13 @@ def default_sampling(generation_config: GenerationConfig | None) -> SamplingPara
     try:
         return SamplingParams(
             temperature=value("temperature", 1.0) if sampled else 0.0,
-            top_k=int(value("top_k", 0)) if sampled else 0,
-            top_p=value("top_p", 1.0) if sampled else 1.0,
-            min_p=value("min_p", 0.0) if sampled else 0.0,
+            top_k=int(value("top_k", DEFAULT_TOP_K)),
+            top_p=value("top_p", 1.0),
+            min_p=value("min_p", 0.0),
+            typical_p=value("typical_p", 1.0),
             repetition_penalty=value("repetition_penalty", 1.0),
+            no_repeat_ngram_size=int(value("no_repeat_ngram_size", 0)),
         )
     except InvalidRequestError as error:
         logger.warning("the model's generation config is not usable, sampling is greedy: %s", error)
-        return SamplingParams()
+        return neutral_params

@@ -14,6 +14,7 @@ from engine.config import ContinuousBatchingConfig
 from engine.manager import ContinuousBatchingManager
 from engine.offline import LoadedModel, from_model
 from engine.request import GenerationRequest
+from engine.runner.model_defaults import default_sampling
 from tests.tiny_models import FAMILIES, greedy_reference, make_model, make_prompts
 
 SMALL = ContinuousBatchingConfig(block_size=8, num_blocks=64, max_batch_tokens=64)
@@ -144,6 +145,33 @@ def test_sampling_of_one_request_has_generates_top_k(whole: LoadedModel) -> None
     assert _request(manager, do_sample=True).sampling.top_k == 50
     assert _request(manager, temperature=0.5).sampling.top_k == 50
     assert _request(manager).sampling.top_k == 0
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"do_sample": True},
+        {"do_sample": True, "top_k": 0},
+        {"do_sample": True, "top_k": 20, "top_p": 0.8, "min_p": 0.1},
+        {"top_k": 20, "top_p": 0.8, "typical_p": 0.7, "no_repeat_ngram_size": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of transformers, on flags without sampling
+def test_a_service_samples_as_generate_does(
+    own: dict[str, Any], model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=2, **own)
+    ours = default_sampling(model.generation_config)
+    assert ours.is_greedy is not bool(own.get("do_sample"))
+    # As a request does that says only that it is to be sampled.
+    theirs = _of_generate(model, GenerationConfig(do_sample=True), monkeypatch)
+    assert ours.top_k == theirs.top_k
+    assert ours.top_p == theirs.top_p
+    assert ours.min_p == (theirs.min_p or 0.0)
+    assert ours.typical_p == theirs.typical_p
+    assert ours.no_repeat_ngram_size == theirs.no_repeat_ngram_size
 
 
 def test_a_kept_manager_is_of_the_models_config_too(whole: LoadedModel) -> None:

@@ -134,7 +134,7 @@ async def test_start_tells_its_progress_and_the_model(path: Path) -> None:
     assert info.vocab_size == VOCAB
     assert info.eos_token_ids == (2,)
     assert info.max_context_tokens == CONTEXT
-    assert info.default_sampling == SamplingParams()
+    assert info.default_sampling == SamplingParams(top_k=50)
     assert (info.max_running_requests, info.max_queue_size) == (4, 6)
     assert client.failure is None
     await client.close()

@@ -211,6 +211,15 @@ def test_the_model_card(client: headrace.Client, card: headrace.ModelCard) -> No
     assert client.health() is HealthStatus.SERVING
 
 
+def test_a_top_k_that_nobody_gives_is_generates(
+    client: headrace.Client, card: headrace.ModelCard
+) -> None:
+    assert card.default_sampling.top_k == 50  # the demo's generation config has none
+    drawn = client.generate(PROMPT, max_tokens=1)
+    assert (drawn.accepted.sampling.top_k, drawn.accepted.sampling.temperature > 0) == (50, True)
+    assert client.generate(PROMPT, max_tokens=1, top_k=0).accepted.sampling.top_k == 0
+
+
 def test_the_longest_prompt(client: headrace.Client, card: headrace.ModelCard) -> None:
     longest = [5] * card.limits.max_prompt_tokens
     result = client.generate(longest, max_tokens=50, temperature=0, ignore_eos=True)

@@ -187,8 +187,9 @@ def test_length_dependent_rotary_embeddings_limit_the_context(
 
 
 def test_greedy_is_the_default() -> None:
-    assert default_sampling(None) == SamplingParams()
-    assert default_sampling(GenerationConfig()) == SamplingParams()
+    assert default_sampling(None) == SamplingParams(top_k=50)
+    assert default_sampling(GenerationConfig()) == SamplingParams(top_k=50)
+    assert default_sampling(GenerationConfig()).is_greedy
 
 
 def test_sampling_from_a_generation_config() -> None:
@@ -200,16 +201,18 @@ def test_sampling_from_a_generation_config() -> None:
     )
 
 
-def test_sampling_options_do_not_act_without_do_sample() -> None:
+def test_without_do_sample_it_is_greedy_and_sampling_has_the_configs_bounds() -> None:
     config = GenerationConfig(repetition_penalty=1.1)
-    config.temperature, config.top_k = 0.6, 20
-    assert default_sampling(config) == SamplingParams(repetition_penalty=1.1)
+    config.temperature, config.top_k, config.top_p = 0.6, 20, 0.9
+    assert default_sampling(config) == SamplingParams(
+        temperature=0.0, top_k=20, top_p=0.9, repetition_penalty=1.1
+    )
 
 
 def test_an_unusable_generation_config(caplog: pytest.LogCaptureFixture) -> None:
     config = GenerationConfig(do_sample=True)
     config.temperature = -3.0
-    assert default_sampling(config) == SamplingParams()
+    assert default_sampling(config) == SamplingParams(top_k=50)
     assert "not usable" in caplog.text
 
 
