@@ -1,3 +1,3 @@
-"""Bookkeeping of the paged KV cache: which blocks each request holds. Plans only: no tensor is
-touched here.
+"""Bookkeeping of the paged KV cache: which blocks each request holds. No tensors here; copies are
+only planned.
 """

@@ -1,10 +1,8 @@
-"""The blocks of one layer group: which are free, held, or kept for their prefix. Ids only; the
-tensors live in `engine.runner.kv_tensors`.
+"""The blocks of one layer group: which are free, used, or cached for their prefix. Only ids; the
+tensors are in `engine.runner.kv_tensors`.
 
-block id   0          1 … num_blocks
-           null       allocatable
-           (takes the writes of padding, is never allocated, and stands in block tables where a
-           sliding window has moved on)
+block id 0 1 … num_blocks null allocatable (takes the writes of padding, is never allocated, and
+           fills the entries of block tables that a sliding window has left behind)
 
     free ──allocate──▶ used                 `publish` gives a used block its digest
     used ──free──▶ free                     by its last holder, if it has no digest
@@ -22,19 +20,19 @@ from engine.kv_cache.prefix_index import PrefixIndex
 from engine.types import BlockId
 
 NULL_BLOCK = BlockId(0)
-"""The block that belongs to nobody."""
+"""The block that is never allocated."""
 
 
 class BlockPool:
-    """Hands out blocks, counts who holds them, takes them back. free + used + cached = total at all
-    times.
+    """Allocates blocks, counts their holders, and takes them back. free + used + cached = total at
+    all times.
 
     Free blocks go last in, first out: one that was just freed is likely still in the processor's
     cache.
     """
 
     def __init__(self, num_blocks: int, index: PrefixIndex | None = None) -> None:
-        """`index`: what the blocks hold; None: an index of its own."""
+        """`index`: the prefixes that the blocks hold; None: a new index."""
         self.num_blocks = num_blocks
         self.index = index if index is not None else PrefixIndex()
         self._free: list[BlockId] = [BlockId(i) for i in range(num_blocks, 0, -1)]
@@ -53,23 +51,23 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """How many blocks nobody holds that keep a prefix."""
+        """How many blocks keep a prefix and are not held."""
         return len(self._cached)
 
     def is_cached(self, block: BlockId) -> bool:
-        """Whether a block keeps a prefix and nobody holds it."""
+        """Whether a block keeps a prefix and is not held."""
         return block in self._cached
 
     def holders(self, block: BlockId) -> int:
-        """How many hold a block."""
+        """How many holders a block has."""
         return self._holders.get(block, 0)
 
     def used_blocks(self) -> frozenset[BlockId]:
-        """The blocks that are held."""
+        """The blocks that have a holder."""
         return frozenset(self._holders)
 
     def allocate(self, count: int) -> list[BlockId]:
-        """Take `count` blocks, each held once and with no prefix.
+        """Take `count` blocks, each with one holder and no prefix.
 
         Raises:
             ValueError: fewer are free. Callers check `num_free` first; nothing was taken.
@@ -90,7 +88,7 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[BlockId]) -> None:
-        """Hold blocks that others hold, or that are cached, once more.
+        """Add a holder to blocks that are used or cached.
 
         Raises:
             ValueError: a block is free.
@@ -106,11 +104,11 @@ class BlockPool:
                 raise ValueError(f"block {block} holds nothing that could be shared")
 
     def free(self, blocks: Iterable[BlockId]) -> None:
-        """Give blocks back, each once. Those that nobody holds any more become free, or cached if
-        they keep a prefix: the first given are the first evicted.
+        """Remove one holder from each block. Blocks without holders become free, or cached if they
+        keep a prefix; the first in the list are evicted first.
 
         Raises:
-            ValueError: a block is not in use (freed twice, or never allocated).
+            ValueError: a block is not used (freed twice, or never allocated).
         """
         for block in blocks:
             holders = self._holders.get(block)
@@ -127,29 +125,31 @@ class BlockPool:
                 self.index.holders_changed(block)
 
     def publish(self, block: BlockId, digest: bytes) -> bool:
-        """Make a held block sharable: it is full, computed, and holds the prefix of this digest.
+        """Make a used block sharable: it is full and computed, and holds the prefix with this
+        digest.
 
         Returns:
-            Whether it was; False: an equal block is there already, this one stays private.
+            Whether this was done; False: an equal block exists already, and this one stays private.
 
         Raises:
-            ValueError: the block is not in use, or has a digest.
+            ValueError: the block is not used, or has a digest.
         """
         if block not in self._holders:
             raise ValueError(f"block {block} is not in use")
         return self.index.add(block, digest)
 
     def forget_prefixes(self) -> None:
-        """Take all digests away: cached blocks become free."""
+        """Remove all digests; cached blocks become free."""
         self.index.clear()
         self._free.extend(self._cached)
         self._cached.clear()
 
     def check_integrity(self) -> None:
-        """Check that every block is free, used or cached, once; and that the index agrees.
+        """Check that every block is exactly one of free, used and cached, and that the index
+        agrees.
 
         Raises:
-            ValueError: blocks were lost or doubled, or a law of sharing is broken.
+            ValueError: blocks were lost or duplicated, or a rule of sharing is broken.
         """
         self.index.check_integrity()
         free, cached = set(self._free), set(self._cached)

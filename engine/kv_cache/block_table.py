@@ -23,15 +23,14 @@ class BlockTable:
     Attributes:
         blocks: int32 [capacity]; the first `length` entries are in use.
         length: how many entries are in use.
-        released: how many leading entries were given back, or never taken (and hold the null
-            block).
+        released: how many leading entries were freed, or never allocated (and are the null block).
     """
 
     __slots__ = ("blocks", "length", "released")
 
     def __init__(self, num_null: int = 0, blocks: Sequence[BlockId] = ()) -> None:
-        """A table that begins with null entries, which a sliding window has left behind, and then
-        these blocks.
+        """Make a table of `num_null` null entries, which a sliding window has left behind, followed
+        by these blocks.
         """
         self.length = self.released = num_null
         capacity = max(_INITIAL_CAPACITY, num_null + len(blocks))
@@ -49,7 +48,7 @@ class BlockTable:
         self.length = needed
 
     def release_before(self, index: int) -> list[BlockId]:
-        """Null the entries before `index` and return the blocks that they held."""
+        """Set the entries before `index` to the null block and return the blocks that they held."""
         index = min(index, self.length)
         if index <= self.released:
             return []
@@ -59,7 +58,7 @@ class BlockTable:
         return freed
 
     def entries(self, start: int, stop: int) -> list[BlockId]:
-        """The blocks of the entries from `start` to before `stop`."""
+        """The blocks of entries start to stop - 1."""
         return [BlockId(block) for block in self.blocks[start:stop].tolist()]
 
     def held(self) -> list[BlockId]:

@@ -1,10 +1,11 @@
-"""Block copies that a step makes before it computes anything. Planned here, made by the runner.
+"""The block copies that a step makes before it computes anything. Planned in this package, made by
+the runner.
 
-Their order counts: a block that is offloaded may be given to somebody else in the same step.
+Their order matters: an offloaded block may be allocated to another request in the same step.
 
     1. offloads   device block → host block    a preempted request's KV is kept
-    2. restores   host block → device block    and comes back, bit by bit
-    3. forks      device block → device block  choices part where a block is partly shared
+    2. restores host block → device block and comes back unchanged
+    3. forks device block → device block choices diverge within a shared block
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from engine.types import GroupId, RequestKey
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """One block of all layers of one group. Host blocks are counted per group, from 0."""
+    """A copy of one block, in all layers of one group. Host blocks are numbered per group, from
+    0.
+    """
 
     group: GroupId
     source: int
@@ -28,8 +31,8 @@ class StepCopies:
     """A step's block copies, in the order in which they are made.
 
     Attributes:
-        keys: the requests whose KV the copies keep, bring back or divide: without the copies, it is
-            lost. For `KVCacheManager.copies_failed`; the runner needs it not.
+        keys: the requests whose KV is lost if the copies are not made. For
+            `KVCacheManager.copies_failed`; not used by the runner.
     """
 
     offloads: tuple[BlockCopy, ...] = ()
@@ -44,4 +47,4 @@ class StepCopies:
 
 
 NO_COPIES = StepCopies()
-"""What most steps copy."""
+"""No copies, as in most steps."""

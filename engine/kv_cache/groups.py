@@ -1,9 +1,9 @@
-"""Layer groups: the layers of a model that keep their KV in the same way, and so can share block
+"""Layer groups: layers of a model that store their KV in the same way, and so can share block
 tables.
 
 A request has one block table per group. Layers with full attention form one group; layers with a
-sliding window form one group per window. Filled by the load gate, which sees the windows and shapes
-that the model really uses.
+sliding window form one group per window. Filled by the load gate, which observes the windows and
+shapes that the model really uses.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class LayerGroup:
 
     Attributes:
         group_id: index of the group.
-        window: a token attends to this many tokens, itself included; None: to all before it.
+        window: how many tokens a token attends to, itself included; None: all before it.
         layers: the indices of the layers.
-        bytes_per_token: KV bytes of one token over all of the group's layers.
+        bytes_per_token: KV bytes of one token, summed over the group's layers.
     """
 
     group_id: GroupId
@@ -34,7 +34,7 @@ def window_blocks(window: int, block_size: int, num_tokens: int) -> int:
     """The most blocks one request holds in a sliding group while `num_tokens` tokens are computed
     in one step.
 
-    The step reads window − 1 earlier tokens and writes num_tokens; both ends may cut through a
+    The step reads window − 1 earlier tokens and writes num_tokens; both ends may lie within a
     block.
     """
     return (window - 1 + num_tokens + block_size - 1) // block_size + 1
@@ -45,8 +45,8 @@ def sliding_group_blocks(
 ) -> int:
     """How many blocks a sliding group needs so that its own pool is never the bottleneck.
 
-    Every running request holds the blocks of its window, and the step's token budget is spread over
-    them.
+    Every running request holds the blocks of its window, and the step's token budget is divided
+    among them.
     """
     per_request = window_blocks(window, block_size, 1) + 1
     budget = (max_batch_tokens + block_size - 1) // block_size

@@ -1,14 +1,13 @@
-"""What the host keeps of preempted requests, block by block, and the copies there and back.
+"""Keeps the KV of preempted requests in host memory, and plans the copies there and back.
 
     keep ─────▶ kept ─────restore────▶ restoring ─────take────▶ (on the device again)
              ▲   │                        │  │
              │   └──drop──▶ (forgotten) ◀─┘  │
              └───────────cancel_restore──────┘
 
-Host blocks stay with the request until `take` has handed its restore out. So they are given to
-somebody else only in a later step; within one, offloads are made before restores and would
-overwrite them.
-Copies that were not handed out yet can be dropped: nothing was read or written.
+Host blocks belong to the request until `take` has returned its restore, so others get them only in
+a later step; in the same step, an offload comes before the restores and would overwrite them.
+Planned copies that `take` has not returned yet can be dropped: nothing was read or written.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class KeptBlocks:
     """One group's part of a kept request.
 
     Attributes:
-        first: how many leading entries of its table are null.
-        blocks: the host's blocks of the entries that follow.
+        first: how many leading entries of its table are null. blocks: the host blocks for the
+            entries that follow.
     """
 
     first: int
@@ -35,22 +34,23 @@ class KeptBlocks:
 
 @dataclass(frozen=True, slots=True)
 class KeptRequest:
-    """What the host keeps of a request: the KV of its first `num_tokens` tokens."""
+    """What the host keeps for a request: the KV of its first `num_tokens` tokens."""
 
     num_tokens: int
     groups: tuple[KeptBlocks, ...]
 
 
 class HostCache:
-    """The host's blocks of all groups, and who has them. free + used = total in each group.
+    """The host blocks of all groups, and the requests that have them. free + used = total in each
+    group.
 
     Attributes:
         offloads, restores: how often a request's KV went to the host, and came back; counted when
-            the copies are handed out.
+            `take` returns the copies.
     """
 
     def __init__(self, num_blocks: Sequence[int]) -> None:
-        """So many blocks in each group, counted from 0."""
+        """`num_blocks`: the host blocks of each group."""
         self._totals = tuple(num_blocks)
         self._free = [list(range(total - 1, -1, -1)) for total in num_blocks]
         self._kept: dict[RequestKey, KeptRequest] = {}
@@ -61,24 +61,24 @@ class HostCache:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all groups."""
+        """The host blocks of all groups."""
         return sum(self._totals)
 
     @property
     def num_used(self) -> int:
-        """Blocks that requests have."""
+        """How many host blocks requests have."""
         return sum(self._totals) - sum(map(len, self._free))
 
     def kept(self, key: RequestKey) -> KeptRequest | None:
-        """What is kept of a request."""
+        """What is kept for a request."""
         return self._kept.get(key)
 
     def keys(self) -> frozenset[RequestKey]:
-        """The requests of which something is kept."""
+        """The requests for which something is kept."""
         return frozenset(self._kept)
 
     def is_restoring(self, key: RequestKey) -> bool:
-        """Whether a request's restore is planned and was not handed out yet."""
+        """Whether a request's restore is planned but `take` has not returned it yet."""
         return key in self._restores
 
     def keep(
@@ -88,11 +88,13 @@ class HostCache:
         firsts: Sequence[int],
         blocks: Sequence[Sequence[BlockId]],
     ) -> bool:
-        """Find room for a request's blocks in all groups and plan the copies, or change nothing.
+        """Find room for a request's blocks in all groups and plan the copies; if there is none,
+        change nothing.
 
         Args:
             num_tokens: how many tokens' KV the blocks hold.
-            firsts, blocks: for each group, the null entries in front and the blocks that follow.
+            firsts, blocks: for each group, how many null entries come first, and the blocks that
+                follow.
 
         Returns:
             Whether there was room for all.
@@ -110,7 +112,7 @@ class HostCache:
         return True
 
     def restore(self, key: RequestKey, blocks: Sequence[Sequence[BlockId]]) -> None:
-        """Plan the copies of a kept request into these blocks, one list a group."""
+        """Plan the copies of a kept request into these blocks, one list for each group."""
         self._restores[key] = tuple(
             BlockCopy(GroupId(group), source, block)
             for group, (kept, part) in enumerate(zip(self._kept[key].groups, blocks, strict=True))
@@ -133,8 +135,8 @@ class HostCache:
     def take(
         self,
     ) -> tuple[dict[RequestKey, tuple[BlockCopy, ...]], dict[RequestKey, tuple[BlockCopy, ...]]]:
-        """Hand the planned offloads and restores out, by request; what is restored is not kept any
-        more.
+        """Return the planned offloads and restores, by request. Restored requests are no longer
+        kept.
         """
         offloads, self._offloads = self._offloads, {}
         restores, self._restores = self._restores, {}
@@ -145,7 +147,7 @@ class HostCache:
         return offloads, restores
 
     def planned_restores(self) -> dict[RequestKey, tuple[BlockCopy, ...]]:
-        """The restores that were not handed out yet, by request."""
+        """The restores that `take` has not returned yet, by request."""
         return dict(self._restores)
 
     def check_integrity(self) -> None:
@@ -153,7 +155,7 @@ class HostCache:
         of their own requests.
 
         Raises:
-            ValueError: a law is broken.
+            ValueError: a rule is broken.
         """
         for group, (total, free) in enumerate(zip(self._totals, self._free, strict=True)):
             used = [block for kept in self._kept.values() for block in kept.groups[group].blocks]

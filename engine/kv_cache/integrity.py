@@ -1,4 +1,4 @@
-"""The laws of the block tables, checked from the outside: when the engine is idle, and in tests."""
+"""Checks the invariants of the block tables, when the engine is idle and in tests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def check_tables(
     tables: Mapping[RequestKey, Sequence[BlockTable]],
     fork_sources: Iterable[BlockCopy],
 ) -> None:
-    """Check that a request's tables are equally long, and that a used block has as many holders as
-    tables and planned forks hold it.
+    """Check that a request's tables are equally long, and that each used block's holder count is
+    the number of tables and planned forks that hold it.
 
     Raises:
-        ValueError: a law is broken.
+        ValueError: an invariant is broken.
     """
     for key, parts in tables.items():
         if len({table.length for table in parts}) > 1:
@@ -43,8 +43,8 @@ def check_targets(
     tables: Mapping[RequestKey, Sequence[BlockTable]],
     planned: Iterable[tuple[RequestKey, Sequence[BlockCopy]]],
 ) -> None:
-    """Check that each planned restore or fork writes a block that its request holds, alone, and
-    that nobody can find.
+    """Check that each planned restore or fork writes to a block that only its request holds and
+    that is in no prefix index.
 
     Raises:
         ValueError: one does not.

@@ -1,5 +1,5 @@
-"""Which blocks each request holds, group by group: allocation, sharing, release, and the laws that
-they obey.
+"""Which blocks each request holds, group by group: allocation, sharing, release, and their
+invariants.
 
                  find_prefix, can_start
     waiting ───────────start────────────▶ running ── allocate, step, commit ──┐
@@ -9,13 +9,13 @@ they obey.
        │                           fork ──┘  │
        └──────────────preempt────────────────┘  to the host, or to be computed again
 
-A table grows ahead of the tokens that are about to be computed. In a sliding group, entries that
-the window has left behind are given back and become the null block, so that a long generation holds
-a bounded number of blocks.
+Before tokens are computed, the tables grow to cover them. In a sliding group, blocks that the
+window has left behind are freed and their entries become the null block, so that a long generation
+holds a bounded number of blocks.
 
-Nothing is copied here. Copies are planned, kept by request so that they can be dropped with it, and
-handed out by `take_copies` once a step; steps run on the device in the order of these calls. What
-is planned and not handed out yet was not done: blocks that wait for such a copy hold garbage.
+Nothing is copied here. Copies are planned, stored by request so that they can be dropped with it,
+and returned by `take_copies` once a step; steps run on the device in the order of these calls.
+Until the step with its copy has begun, a block that is to be copied into holds garbage.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["BlockTable", "KVCacheManager"]
 
 
 class _Holding:
-    """A request's tables, and how many of its blocks `commit` has dealt with."""
+    """A request's tables, and how many of its blocks `commit` has processed."""
 
     __slots__ = ("num_published", "tables")
 
@@ -50,9 +50,9 @@ class _Holding:
 class KVCacheManager:
     """Block tables of all live requests, over one pool per layer group.
 
-    A request's way: `find_prefix` and `can_start` while it waits, `start` when it enters the batch,
-    `allocate` before each step, `commit` after it; then `free`, or `preempt` and `start` again. The
-    copies that these plan are collected by `take_copies`, once a step.
+    The calls for a request: `find_prefix` and `can_start` while it waits, `start` when it enters
+        the batch, `allocate` before each step, `commit` after it; then `free`, or `preempt` and
+        `start` again. `take_copies` returns the copies that these plan, once a step.
     """
 
     def __init__(
@@ -64,14 +64,15 @@ class KVCacheManager:
         share_blocks: bool = False,
         host_blocks: Sequence[int] | None = None,
     ) -> None:
-        """Plan for pools of these sizes.
+        """Create pools of these sizes.
 
         Args:
-            groups, pool_sizes: the layer groups, and the blocks of each (null blocks not counted).
+            groups, pool_sizes: the layer groups, and the number of blocks of each, without the null
+                block.
             block_size: tokens in a block.
-            share_blocks: whether blocks that hold the same prefix are shared, and kept for later
-                requests while nobody else needs them.
-            host_blocks: for each group, how many blocks the host can keep for preempted requests;
+            share_blocks: whether requests share blocks with the same prefix, and such blocks are
+                kept for later requests until others need them.
+            host_blocks: for each group, how many host blocks there are for preempted requests;
                 None: none.
         """
         self.groups = tuple(groups)
@@ -84,10 +85,10 @@ class KVCacheManager:
         self._prefixes = PrefixCache(self.groups, self.pools, block_size)
         self._host = HostCache(host_blocks if host_blocks is not None else [0] * len(self.groups))
         self._holdings: dict[RequestKey, _Holding] = {}
-        # Copies into children's blocks, not handed out yet. Each holds its source: the parent may
+        # Planned copies into children's blocks. Each holds its source block, because the parent may
         # end before the copy is made.
         self._forks: dict[RequestKey, tuple[BlockCopy, ...]] = {}
-        # Requests that began before the prefixes were forgotten: they leave none.
+        # Requests that started before the prefixes were forgotten: their blocks are not cached.
         self._muted: set[RequestKey] = set()
         self._no_match = PrefixMatch(0, tuple(GroupMatch() for _ in self.groups))
         self._prefix_queries = 0
@@ -97,51 +98,51 @@ class KVCacheManager:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all groups, the null blocks not counted."""
+        """The blocks of all groups, without the null blocks."""
         return sum(pool.num_blocks for pool in self.pools)
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that requests hold, in all groups; a shared one counts once."""
+        """How many blocks requests hold, in all groups; a shared one counts once."""
         return sum(pool.num_used for pool in self.pools)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that no request holds and that keep a prefix, in all groups."""
+        """How many blocks no request holds but keep a prefix, in all groups."""
         return sum(pool.num_cached for pool in self.pools)
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks that the host can keep, of all groups."""
+        """The host blocks of all groups."""
         return self._host.num_blocks
 
     @property
     def num_used_host_blocks(self) -> int:
-        """Blocks that the host keeps now."""
+        """How many host blocks are used now."""
         return self._host.num_used
 
     @property
     def offloads(self) -> int:
-        """How often a preempted request's KV was kept on the host."""
+        """How often a preempted request's KV was copied to the host."""
         return self._host.offloads
 
     @property
     def restores(self) -> int:
-        """How often a request's KV was brought back from the host."""
+        """How often a request's KV was copied back from the host."""
         return self._host.restores
 
     @property
     def prefix_queries(self) -> int:
-        """Prompt tokens of the requests that were looked up when they started."""
+        """How many prompt tokens were looked up when requests started."""
         return self._prefix_queries
 
     @property
     def prefix_hits(self) -> int:
-        """How many of them were found."""
+        """How many of these tokens were found."""
         return self._prefix_hits
 
     def max_tokens_per_request(self, max_step_tokens: int) -> int:
-        """The longest request (in tokens) that fits when it runs alone, with steps of at most
+        """The longest request, in tokens, that fits when it runs alone, with steps of at most
         `max_step_tokens`.
 
         0: a sliding group cannot hold even one step's window.
@@ -158,11 +159,12 @@ class KVCacheManager:
     # ---- a request begins ----------------------------------------------------------------------
 
     def find_prefix(self, request: Request) -> int:
-        """How many tokens at the request's front need not be computed if it starts now: those whose
-        KV is kept on the host, or found in the prefix cache. Less than all: the last token is
-        always computed. Takes nothing.
+        """How many of the request's first tokens need not be computed if it starts now, because
+        their KV is kept on the host or in the prefix cache. Never all: the last token is always
+        computed. Allocates nothing.
 
-        O(blocks of the request); O(1) if it was asked last and none of its blocks has changed.
+        O(blocks of the request); O(1) if the last call was for the same request and none of its
+        blocks has changed.
         """
         kept = self._host.kept(request.key)
         if kept is not None:
@@ -172,18 +174,19 @@ class KVCacheManager:
     def can_start(
         self, request: Request, num_found: int, first_chunk: int, spare_blocks: Sequence[int]
     ) -> bool:
-        """Whether a request that holds nothing has room for all its tokens, leaving `spare_blocks`.
+        """Whether there is room for all tokens of a request that holds nothing, with `spare_blocks`
+        left free.
 
-        A group with full attention must have room for all tokens; a sliding one for what is found
-        and the first chunk, since what the window leaves behind is given back before the next.
-        Found blocks that others hold take no room; cached ones do, since they can be evicted no
-        more.
+        A group with full attention must have room for all tokens; a sliding one for the found
+        prefix and the first chunk, because blocks that the window leaves behind are freed before
+        the next chunk. Found blocks that others hold take no room; cached ones do, because they can
+        then no longer be evicted.
 
         Args:
-            num_found: what `find_prefix` has said.
+            num_found: the result of `find_prefix`.
             first_chunk: how many tokens the first step computes.
-            spare_blocks: for each group, how many blocks must stay free; below zero: so many are
-                taken to be given back first.
+            spare_blocks: for each group, how many blocks must stay free; negative: how many are
+                expected to be freed first.
         """
         kept = self._host.kept(request.key)
         match = self._match(request) if kept is None else self._no_match
@@ -197,13 +200,13 @@ class KVCacheManager:
         return True
 
     def start(self, request: Request) -> int:
-        """Give a request that holds nothing the blocks of what `find_prefix` finds.
+        """Give a request that holds nothing the blocks of the prefix that `find_prefix` finds.
 
         Returns:
-            How many tokens those are: the request's num_computed_tokens from here on.
+            How many tokens the prefix has: the request's new num_computed_tokens.
 
         Raises:
-            ValueError: it holds blocks already, or there is no room; nothing was taken.
+            ValueError: it already holds blocks, or there is no room; nothing was allocated.
         """
         key = request.key
         if key in self._holdings:
@@ -241,15 +244,15 @@ class KVCacheManager:
     def fork(self, parent: Request, child: Request) -> int | None:
         """Let a child, which holds nothing, share its parent's blocks up to the last prompt token.
 
-        Blocks that lie wholly before that token are shared; of the one that it stands in, the child
-        gets a copy (see `take_copies`), or a fresh one if it would hold nothing earlier.
+        Blocks that end before that token are shared. For the block that contains it, the child gets
+        a copy (see `take_copies`), or a new block if no earlier token is in it.
 
         Returns:
-            The child's num_computed_tokens: the prompt's length − 1. None: there is no block for
-            it, or the parent's blocks do not hold the prompt (any more); nothing was taken.
+            The child's num_computed_tokens: the prompt's length − 1. None: there is no free block,
+            or the parent's blocks do not, or no longer, hold the prompt; nothing was allocated.
 
         Raises:
-            ValueError: the child holds something.
+            ValueError: the child holds blocks.
         """
         if child.key in self._holdings or self._host.kept(child.key) is not None:
             raise ValueError(f"request {child.key} has started already")
@@ -286,7 +289,7 @@ class KVCacheManager:
         self, parent: Request, holding: _Holding, position: int, firsts: Sequence[int]
     ) -> bool:
         if parent.num_computed_tokens < position or self._waits_for_copies(parent.key):
-            return False  # it was preempted since, and its blocks hold less, or garbage
+            return False  # it was preempted since, so its blocks hold less, or garbage
         return all(
             table.released <= first and pool.num_free >= 1
             for table, pool, first in zip(holding.tables, self.pools, firsts, strict=True)
@@ -295,11 +298,11 @@ class KVCacheManager:
     # ---- a request runs ------------------------------------------------------------------------
 
     def allocate(self, key: RequestKey, num_tokens: int) -> bool:
-        """Grow the request's tables to cover `num_tokens` positions in every group, or change
-        nothing.
+        """Grow the request's tables to cover `num_tokens` positions in every group; if blocks are
+        missing, change nothing.
 
         Returns:
-            Whether all groups had the blocks.
+            Whether all groups had enough blocks.
         """
         needed = self._blocks_for(num_tokens)
         holding = self._holdings.get(key)
@@ -316,14 +319,14 @@ class KVCacheManager:
         return True
 
     def commit(self, request: Request, num_computed_tokens: int) -> None:
-        """Record that the KV of the request's first tokens is in its blocks: full blocks whose
-        tokens are known become sharable, and blocks of sliding groups that no later token can
-        attend to are given back.
+        """Record that the KV of the request's first tokens is in its blocks. Full blocks with known
+        tokens become sharable; blocks of sliding groups to which no later token can attend are
+        freed.
 
-        To be called only for blocks that the step has computed: a request that gave its blocks up
-        since, and started again, has others.
+        Only call this for blocks that the step has computed: a request that gave up its blocks and
+            started again has others.
 
-        The next token stands at position num_computed_tokens and sees the window − 1 positions
+        The next token is at position num_computed_tokens and attends to the window − 1 positions
         before it. O(blocks that became full or were left behind).
         """
         holding = self._holdings[request.key]
@@ -347,13 +350,14 @@ class KVCacheManager:
     # ---- a request stops -----------------------------------------------------------------------
 
     def preempt(self, request: Request) -> int:
-        """Take a request's blocks. Its KV goes to the host if there is room.
+        """Free a request's blocks. Its KV goes to the host if there is room.
 
-        A request whose restore was not handed out yet stays on the host as it was. One whose fork
-        was not is computed again: its copied block holds nothing yet.
+        If its restore was planned but not yet returned by `take_copies`, the KV stays on the host
+        as it was. If its fork was, the request is computed again, because its copied block is still
+        empty.
 
         Returns:
-            How many of its tokens' KV the host keeps; 0: all are computed again.
+            For how many of its tokens the host keeps the KV; 0: all are computed again.
         """
         key = request.key
         kept = self._host.kept(key)
@@ -377,28 +381,29 @@ class KVCacheManager:
         return 0
 
     def free(self, key: RequestKey) -> None:
-        """Give back all that a request holds, here and on the host, and drop the copies that are
-        planned for it. Harmless if it has nothing.
+        """Free everything that a request holds, on the device and on the host, and drop its planned
+        copies. Harmless if it holds nothing.
         """
         self._release(key)
         self._host.drop(key)
         self._muted.discard(key)
 
     def _release(self, key: RequestKey) -> None:
-        """Give back the blocks, and the sources of copies into them."""
+        """Free the request's blocks, and the sources of copies into them."""
         for copy in self._forks.pop(key, ()):
             self.pools[copy.group].free([BlockId(copy.source)])
         holding = self._holdings.pop(key, None)
         if holding is not None:
             for table, pool in zip(holding.tables, self.pools, strict=True):
-                # From the end: a prefix is of use without its tail, a tail not without its front.
+                # From the end: a prefix is useful without its tail, but a tail is useless without
+                # its front.
                 pool.free(reversed(table.held()))
 
     # ---- copies --------------------------------------------------------------------------------
 
     def take_copies(self) -> StepCopies:
-        """The copies that were planned since the last call: the next step makes them, before all
-        else and in the order that `StepCopies` gives.
+        """The copies that were planned since the last call. The next step makes them first, in the
+        order of `StepCopies`.
         """
         offloads, restores = self._host.take()
         if not (offloads or restores or self._forks):
@@ -414,11 +419,10 @@ class KVCacheManager:
         )
 
     def copies_failed(self, copies: StepCopies) -> frozenset[RequestKey]:
-        """A step failed, so its copies may not have been made.
+        """Handle a failed step, whose copies may not have been made.
 
         Returns:
-            The requests whose KV is thereby lost: each is to be freed and computed again. Those
-            that have ended since are not among them.
+            The live requests whose KV is lost; each must be freed and computed again.
         """
         return frozenset(
             key for key in copies.keys if key in self._holdings or self._host.kept(key) is not None
@@ -431,8 +435,8 @@ class KVCacheManager:
     # ---- prefixes ------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> None:
-        """Forget all prefixes: cached blocks become free, and requests that hold something now,
-        here or on the host, leave no prefixes any more.
+        """Forget all prefixes: cached blocks become free, and blocks of the present requests, on
+        the device or the host, will not be cached.
         """
         for pool in self.pools:
             pool.forget_prefixes()
@@ -442,7 +446,9 @@ class KVCacheManager:
         return self._prefixes.find(request) if self._uses_prefixes(request) else self._no_match
 
     def _uses_prefixes(self, request: Request) -> bool:
-        """A request that reports on its prompt needs the logits of all of it."""
+        """Whether a request may use cached prefixes. If it reports prompt log-probabilities, it
+        needs the logits of the whole prompt.
+        """
         spec = request.spec
         return self._shares_blocks and not spec.bypass_prefix_cache and spec.prompt_logprobs is None
 
@@ -457,18 +463,18 @@ class KVCacheManager:
 
     def tables(self, key: RequestKey) -> tuple[BlockTable, ...]:
         """The request's block tables, one per group; they change as the request grows. A request
-        that started again has new ones.
+        that starts again gets new tables.
         """
         return self._holdings[key].tables
 
     def check_integrity(self) -> None:
-        """Check the laws: in each group free + used + cached = total; a used block has as many
-        holders as tables and planned forks hold it; a request's tables are equally long; the prefix
-        indexes agree with the blocks; host blocks are conserved; a planned copy writes only what
-        its request holds alone.
+        """Check the invariants: in each group free + used + cached = total; a used block's holder
+        count is the number of tables and planned forks that hold it; a request's tables are equally
+        long; the prefix indexes agree with the blocks; no host block is lost; a planned copy writes
+        only to blocks that its request alone holds.
 
         Raises:
-            ValueError: a law is broken; the message names it.
+            ValueError: an invariant is broken; the message names it.
         """
         for pool in self.pools:
             pool.check_integrity()
@@ -479,7 +485,7 @@ class KVCacheManager:
         check_targets(self.pools, tables, planned)
 
     def _first_visible(self, group: LayerGroup, position: int) -> int:
-        """The first entry that the token at `position` attends to, or that later ones do."""
+        """The first entry to which the token at `position`, or a later one, attends."""
         if group.window is None:
             return 0
         return max(0, position - group.window + 1) // self.block_size

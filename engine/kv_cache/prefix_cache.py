@@ -6,9 +6,9 @@
                                               ▲              behind them reaches back 2 blocks or
                                               that token     less: block 0's entry is null
 
-Every group must agree on the length; the longest one counts. The search is O(blocks of the
-request). Its answer is kept and watched, so that the blocked head of the queue, which asks at every
-step, is answered in O(1) until one of its own blocks comes, goes, or changes hands.
+The longest length that every group has is taken. The search is O(blocks of the request). Its answer
+is stored and its blocks are watched. So the blocked head of the queue, which asks at every step,
+gets its answer in O(1) until one of these blocks is added, removed, or finds or loses its holders.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from engine.types import BlockId, RequestKey
 
 @dataclass(frozen=True, slots=True)
 class GroupMatch:
-    """What one group has of a prefix.
+    """One group's part of a prefix.
 
     Attributes:
         first: how many leading entries are null: the window does not reach them.
         blocks: the entries that follow.
-        num_cached: how many of these blocks nobody holds now.
+        num_cached: how many of these blocks have no holder now.
     """
 
     first: int = 0
@@ -47,15 +47,15 @@ class PrefixMatch:
 
 
 class PrefixCache:
-    """The search, and the memory of its last answer. Changes nothing but the request's hashes."""
+    """The search, and its last answer. Changes nothing but the request's hashes."""
 
     def __init__(
         self, groups: Sequence[LayerGroup], pools: Sequence[BlockPool], block_size: int
     ) -> None:
-        """Watch the pools' indexes from now on."""
+        """Start to watch the pools' indexes."""
         self._pools = tuple(pools)
         self._block_size = block_size
-        # How many blocks before a boundary the next token reaches back to; None: all.
+        # How many blocks before a boundary the next token attends to; None: all.
         self._reaches = tuple(
             None if group.window is None else -(-(group.window - 1) // block_size)
             for group in groups
@@ -67,8 +67,8 @@ class PrefixCache:
         self._answer = PrefixMatch(0, tuple(GroupMatch() for _ in groups))
 
     def find(self, request: Request) -> PrefixMatch:
-        """The longest cached prefix, in whole blocks of known tokens, that leaves at least the
-        request's last token to compute.
+        """The longest cached prefix, in whole blocks of known tokens, that excludes at least the
+        request's last token.
         """
         known = request.num_tokens - request.num_pending_tokens
         num_blocks = min(known, request.num_tokens - 1) // self._block_size
@@ -99,9 +99,10 @@ class PrefixCache:
         return PrefixMatch(length, tuple(groups))
 
     def _longest_agreed(self, digests: Sequence[bytes], limit: int) -> int:
-        """The longest length up to `limit` at which every sliding group has what it needs.
+        """The longest length up to `limit` at which every sliding group has the blocks that it
+        needs.
 
-        One pass from the front: `runs` counts the hits in a row that end here.
+        One pass from the front: `runs` counts the consecutive hits that end here.
         """
         sliding = [
             (pool.index, reach)

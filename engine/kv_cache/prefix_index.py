@@ -1,12 +1,12 @@
-"""What the blocks of one layer group hold: digests of prefixes, and who holds which.
+"""Maps digests of prefixes to the blocks of one layer group that hold them.
 
-A full block's KV depends on its tokens and on all tokens before them. So its digest is chained:
+The KV of a full block depends on its tokens and on all tokens before them. So digests are chained:
 
     root   = H(salt)
     digest = H(the digest of the block before it, or the root ‖ the block's token ids)
 
-H is BLAKE2b with 16 bytes (RFC 7693): the salt separates tenants, so nobody may be able to make a
-block of his own that answers to another's digest. Python's hash() can be forged at will.
+H is BLAKE2b with 16 bytes (RFC 7693). The salt separates tenants, so no tenant may be able to make
+a block with the digest of another's block; collisions of Python's hash() are easy to make.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from engine.types import BlockId
 
 _DIGEST_BYTES = 16
 
-# What each digest begins with; `person` keeps a salt from standing for a block. Only ever copied:
-# that takes half the time of making one anew.
+# The initial states of the digests; `person` keeps a salt from being taken for a block. Copying a
+# state takes half the time of making one.
 _SALT_HASH = blake2b(digest_size=_DIGEST_BYTES, person=b"salt")
 _BLOCK_HASH = blake2b(digest_size=_DIGEST_BYTES, person=b"block")
 
 
 def extend_block_hashes(request: Request, num_blocks: int, block_size: int) -> None:
-    """Fill `request.block_hashes` up to its first `num_blocks` blocks, whose tokens must be known.
+    """Fill `request.block_hashes` for its first `num_blocks` blocks, whose tokens must be known.
 
-    Each block is hashed once in the request's life: known tokens do not change.
+    Each block is hashed only once for a request, because known tokens do not change.
     """
     digests = request.block_hashes
     if len(digests) >= num_blocks:
@@ -49,7 +49,7 @@ def _digest(template: blake2b, data: bytes) -> bytes:
 
 
 class PrefixWatch:
-    """The digests that an answer stands on, and whether anything has happened to one of them."""
+    """The digests on which an answer depends, and whether any of them has changed."""
 
     __slots__ = ("digests", "is_stale")
 
@@ -62,7 +62,8 @@ class PrefixIndex:
     """Digest ↔ block, one to one. Filled and emptied by the group's `BlockPool`.
 
     Attributes:
-        watch: is told of every digest that comes, goes, or whose block finds or loses a holder.
+        watch: notified when a digest is added or removed, or its block gets its first or loses its
+            last holder.
     """
 
     __slots__ = ("_blocks", "_digests", "watch")
@@ -76,18 +77,18 @@ class PrefixIndex:
         return len(self._blocks)
 
     def block(self, digest: bytes) -> BlockId | None:
-        """The block that holds this prefix's last tokens."""
+        """The block that holds the last tokens of this prefix, if there is one."""
         return self._blocks.get(digest)
 
     def digest(self, block: BlockId) -> bytes | None:
-        """What a block holds; None: nothing that can be shared."""
+        """The digest of a block's prefix; None: it cannot be shared."""
         return self._digests.get(block)
 
     def add(self, block: BlockId, digest: bytes) -> bool:
-        """Enter a block. False: an equal one is there already, this one stays private.
+        """Add a block. False: an equal one exists already, and this one stays private.
 
         Raises:
-            ValueError: the block holds something else.
+            ValueError: the block has another digest.
         """
         if block in self._digests:
             raise ValueError(f"block {block} has a digest already")
@@ -99,7 +100,7 @@ class PrefixIndex:
         return True
 
     def remove(self, block: BlockId) -> None:
-        """Forget what a block holds."""
+        """Remove a block."""
         digest = self._digests.pop(block)
         del self._blocks[digest]
         self._tell(digest)
@@ -111,11 +112,11 @@ class PrefixIndex:
         self.watch.is_stale = True
 
     def holders_changed(self, block: BlockId) -> None:
-        """Note that a block found its first holder, or lost its last."""
+        """Record that a block got its first holder, or lost its last."""
         self._tell(self._digests[block])
 
     def blocks(self) -> frozenset[BlockId]:
-        """All blocks that hold something."""
+        """All blocks that have a digest."""
         return frozenset(self._digests)
 
     def check_integrity(self) -> None:

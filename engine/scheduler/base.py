@@ -1,26 +1,26 @@
 """What every scheduling policy shares: the queue, the batch, and the blocks that go with them.
 
-There is no prefill phase and no decode phase. Each request has tokens, of which the first
-num_computed_tokens have their KV in the cache; a step computes some of the rest. A new prompt has
-many tokens to compute, a decoding request has one, a preempted request has its prompt and its
-output to compute again (or what the host did not keep), and all of them are the same thing.
+There is no prefill phase and no decode phase. The first num_computed_tokens of a request's tokens
+have their KV in the cache; a step computes some of the rest. A new prompt has many tokens to
+compute, a decoding request has one, and a preempted request has its prompt and output to compute
+again (or the part that the host did not keep). All of them are handled alike.
 
     add ──▶ waiting ──────────▶ running ──remove──▶ (ended)
                ▲                   │
                └─────preempt───────┘   gives up all blocks; no token is lost
                └────set_aside──────┘   keeps them until others need them
 
-A request that is held, because nobody reads what it generates, is in neither: no step takes it, and
-it has no place in the batch. It keeps its blocks until they are needed, and is preempted before
-anybody that runs.
+A request that is held, because nobody reads its output, is in neither: no step includes it, and it
+    has no place in the batch. It keeps its blocks until they are needed, and is preempted before
+    any running request.
 
-    waiting, running ──hold──▶ held ──unhold──▶ waiting; running, where it still has its blocks and
-                                                there is a place for it
+    waiting, running ──hold──▶ held ──unhold──▶ waiting; running, if it still has its blocks and
+    there is a place for it
 
-A step: `schedule` decides it, `launched` records that its tokens are being computed, `computed`
-that they are. Between the two a further step may be scheduled.
+For each step, `schedule` decides it, `launched` records that its tokens are being computed, and
+`computed` that they have been. Between the last two, another step may be scheduled.
 
-docs/schedulers.md shows how a policy is written and registered.
+docs/schedulers.md shows how to write and register a policy.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from engine.scheduler.pace import StepPace
 from engine.scheduler.plan import StepPendingError, StepPlan
 from engine.types import RequestKey
 
-__all__ = ["Scheduler", "StepPendingError", "StepPlan"]  # what a policy is written with
+__all__ = ["Scheduler", "StepPendingError", "StepPlan"]  # re-exported for policies
 
 
 class Scheduler(ABC):
-    """Base of the policies. A policy is the order in which `choose` calls `make_room`, `extend` and
-    `admit`; the bookkeeping is here. Called on the engine's thread only.
+    """Base class of the policies. A policy is the order in which `choose` calls `make_room`,
+    `extend` and `admit`; the bookkeeping is done here. Called on the engine's thread only.
 
     Attributes:
-        heeds_priorities: whether the policy looks at requests' priorities; of the class. Where it
-            does not, a priority other than 0 is refused at admission.
+        heeds_priorities: class attribute: whether the policy uses priorities. If not, a priority
+            other than 0 is refused at admission.
         kv_cache: the blocks.
         max_batch_tokens: the token budget of a step.
         max_requests_per_batch: most requests that run at the same time.
         safety_margin: see ContinuousBatchingConfig.
         waiting: the queue, in the order of arrival; preempted requests at its head.
         running: the batch, in the order in which its requests were started.
-        held: the requests that are held, with their blocks or without.
-        callers: who has requests that run or wait, and how much service each was given.
+        held: the requests that are held, with or without blocks.
+        callers: the callers that have requests running or waiting, and the service each was given.
         num_preemptions: since the start.
         pace: keeps steps in which requests decode to a target time; None: there is no target.
     """
@@ -79,15 +79,15 @@ class Scheduler(ABC):
         self.running: dict[RequestKey, Request] = {}
         self.held: dict[RequestKey, Request] = {}
         self.callers = Callers()
-        # With blocks, and not running: held ones and, of those that wait, the ones that were set
-        # aside, in the order in which they are to lose them; and those that are held no more and go
-        # on with the next step.
+        # Requests that have blocks but do not run, in the order in which they are to lose them:
+        # held ones, and waiting ones that were set aside. Then those that were held and go on with
+        # the next step.
         self._parked: dict[RequestKey, Request] = {}
         self._returning: dict[RequestKey, Request] = {}
         self.num_preemptions = 0
         self.pace: StepPace | None = None
         self._may_preempt = True
-        self._resting: Container[RequestKey] = ()  # of the step that is being chosen
+        self._resting: Container[RequestKey] = ()  # for the step that is being chosen
 
     # ---- the policy ----------------------------------------------------------------------------
 
@@ -95,48 +95,50 @@ class Scheduler(ABC):
     def choose(self, plan: StepPlan, now: float) -> None:
         """Fill the step. Contract:
 
-        - requests are put into it by `extend` (those of `runnable`), `extend_all` (all of these)
-          and `admit` (waiting ones) alone, and taken out of the batch by `make_room`, `preempt` and
-          `set_aside` alone; each is put in at most once, and only while `plan.budget` lasts;
-        - a request for which `extend` found no blocks waits for the next step, or others are
+        - requests are put into it only by `extend` (one of `runnable`), `extend_all` (all of those)
+          and `admit` (a waiting one), and taken out of the batch only by `make_room`, `preempt` and
+          `set_aside`; each is put in at most once, and only while `plan.budget` lasts;
+        - if `extend` finds no blocks for a request, it waits for the next step, or others are
           preempted for it (`make_room`); a request that runs alone always fits;
-        - none that `admit` put in is preempted or set aside for the same step;
-        - if anything is runnable or could be admitted, the step is not empty;
-        - each request is put in after a bounded number of steps in which nothing new arrives: the
-          simplest way is that one request, such as the one that was started first, is never
-          preempted and never left out for long;
+        - a request that `admit` put in is not preempted or set aside in the same step;
+        - the step is not empty if anything is runnable or could be admitted;
+        - if nothing new arrives, each request is put in after a bounded number of steps. The
+          simplest way is that one request, such as the one started first, is never preempted and
+          never left out for long;
         - the cost does not grow with the queue's length;
-        - StepPendingError passes through. `choose` is then called again, for an empty plan.
+        - StepPendingError is not caught; `choose` is then called again, with an empty plan.
 
         Args:
             plan: empty, with the whole token budget.
             now: monotonic seconds.
         """
 
-    def queued(self, request: Request) -> None:  # noqa: B027  # policies may do without
-        """A request has entered the queue, new, preempted or set aside, or was preempted while it
-        was there: for policies that keep an order of their own.
+    def queued(self, request: Request) -> None:  # noqa: B027  # optional
+        """Called when a request enters the queue, new, preempted or set aside, or is preempted
+        while it is there; for policies that keep their own order.
         """
 
-    def unqueued(self, request: Request) -> None:  # noqa: B027  # likewise
-        """A request has left the queue: it is not in `waiting` any more."""
+    def unqueued(self, request: Request) -> None:  # noqa: B027  # optional
+        """Called when a request has left the queue: it is no longer in `waiting`."""
 
-    def served(self, request: Request, service: int) -> None:  # noqa: B027  # likewise
-        """A step that was launched gives a request's caller so much service (see `callers`)."""
+    def served(self, request: Request, service: int) -> None:  # noqa: B027  # optional
+        """Called when a launched step gives a request's caller an amount of service (see
+        `callers`).
+        """
 
     def next_waiting(self) -> Request | None:
-        """The waiting request whose turn is next; None: none waits."""
+        """The waiting request whose turn is next; None: the queue is empty."""
         return next(iter(self.waiting.values()), None)
 
     def take_hopeless(self, now: float) -> Iterable[Request]:
-        """Waiting requests that cannot be done within their time limits: the core ends them. Called
-        after each `schedule`.
+        """Waiting requests that cannot be finished within their time limits, for the core to end.
+        Called after each `schedule`.
         """
         return ()
 
-    def measured(self, num_tokens: int, seconds: float) -> None:  # noqa: B027  # likewise
-        """A step of this many tokens took this long: for policies that estimate. The pace is told
-        by itself.
+    def measured(self, num_tokens: int, seconds: float) -> None:  # noqa: B027  # optional
+        """Called after a step with its number of tokens and its duration, for policies that
+        estimate times. The pace has its own call.
         """
 
     # ---- what the core calls -------------------------------------------------------------------
@@ -153,7 +155,7 @@ class Scheduler(ABC):
         self._enter_queue(request)
 
     def remove(self, request: Request) -> None:
-        """Forget a request, wherever it is, and give its blocks back. O(its blocks)."""
+        """Remove a request, wherever it is, and free its blocks. O(its blocks)."""
         self._leave_queue(request)
         for place in (self.running, self.held, self._parked, self._returning):
             place.pop(request.key, None)
@@ -161,8 +163,8 @@ class Scheduler(ABC):
         self.kv_cache.free(request.key)
 
     def hold(self, request: Request) -> None:
-        """Leave a request out of all steps from the next one on. One whose step is still running
-        gets that step's token. Harmless for one that is in neither queue nor batch. O(1).
+        """Leave a request out of all steps from the next one on. If a step with it is still
+        running, it gets that step's token. Harmless if it is in neither queue nor batch. O(1).
         """
         key = request.key
         if key in self.running or key in self._returning:
@@ -176,8 +178,8 @@ class Scheduler(ABC):
             self.callers.leave(request)
 
     def unhold(self, request: Request) -> None:
-        """Let a request go on with the next step; where it has lost its blocks, or there is no
-        place in the batch, from the head of the queue. Harmless for one that is not held. O(1).
+        """Let a request go on with the next step. If it has lost its blocks, or there is no place
+        in the batch, it goes to the head of the queue. Harmless if it is not held. O(1).
         """
         if self.held.pop(request.key, None) is None:
             return
@@ -189,12 +191,12 @@ class Scheduler(ABC):
 
     @property
     def num_held(self) -> int:
-        """Requests that are held, or go on with the next step."""
+        """How many requests are held, or go on with the next step."""
         return len(self.held) + len(self._returning)
 
     def fork(self, parent: Request, children: Sequence[Request]) -> None:
-        """Take in the other choices of a request whose prompt has just been computed: they share
-        its blocks where there is room, and wait at the head of the queue where there is none.
+        """Add the other choices of a request whose prompt has just been computed. They share its
+        blocks; those for which there is no room wait at the head of the queue.
         """
         left: list[Request] = []
         for child in children:
@@ -215,7 +217,7 @@ class Scheduler(ABC):
 
     @property
     def has_requests(self) -> bool:
-        """Whether there is anything that a step may take."""
+        """Whether any request could be in a step."""
         return bool(self.running) or bool(self.waiting) or bool(self._returning)
 
     def schedule(
@@ -229,12 +231,13 @@ class Scheduler(ABC):
 
         Args:
             now: monotonic seconds.
-            is_step_pending: whether a step is still running, whose tokens and ends are not known.
-            resting: running requests whose turn this step is not; they keep their places.
+            is_step_pending: whether a step is still running, so that its tokens and ends are not
+                known yet.
+            resting: running requests that this step leaves out; they keep their places.
 
         Returns:
-            The step; empty only if nothing can be computed now. None: blocks are short, and the
-            pending step must be awaited before anybody is preempted.
+            The step; empty only if nothing can be computed now. None: there are not enough blocks,
+            and the pending step must be awaited before any request is preempted.
         """
         plan = StepPlan(self.max_batch_tokens, self.pace, self.runnable)
         self._may_preempt = not is_step_pending
@@ -261,7 +264,7 @@ class Scheduler(ABC):
             self.served(request, service)
 
     def computed(self, part: ScheduledRequest) -> None:
-        """Record that a part was computed, and its request still runs."""
+        """Record that a part was computed; its request still runs."""
         self.kv_cache.commit(part.request, part.start + part.num_tokens)
 
     def step_done(self, batch: ScheduledBatch, seconds: float, *, is_decode: bool) -> None:
@@ -269,19 +272,19 @@ class Scheduler(ABC):
 
         Args:
             batch: the step.
-            seconds: of the device; not those in which it waited for the step before.
-            is_decode: whether requests decoded in it.
+            seconds: the device time, without waiting for the step before.
+            is_decode: whether any request decoded in it.
         """
         if self.pace is not None:
             self.pace.measured(batch, seconds, is_decode=is_decode)
         self.measured(batch.num_tokens, seconds)
 
     def step_failed(self, batch: ScheduledBatch) -> list[Request]:
-        """A step failed; the requests in it were removed.
+        """Handle a failed step whose requests were already removed.
 
         Returns:
-            Others, whose blocks were to be copied by it: they wait, and are computed again. What a
-            later step that was launched already says of them is wrong.
+            Other requests whose blocks the step should have copied. They wait, and are computed
+            again; results for them from a later step that is already running are wrong.
         """
         lost: list[Request] = []
         for key in self.kv_cache.copies_failed(batch.copies):
@@ -299,7 +302,7 @@ class Scheduler(ABC):
 
     def runnable(self) -> list[Request]:
         """The running requests that have something to compute, in the order of `running`. The
-        others wait for their last token, or for a later step.
+        others wait for their last token or for a later step.
         """
         resting = self._resting
         return [
@@ -309,11 +312,11 @@ class Scheduler(ABC):
         ]
 
     def extend_all(self, plan: StepPlan) -> bool:
-        """Put all that the running requests have to compute into an empty step, if the budget, the
-        time and the blocks last: then the order among them does not matter.
+        """Put everything that the running requests have to compute into an empty step, if budget,
+        time and blocks are enough for all of it; their order does not matter then.
 
         Returns:
-            Whether that was done; False: nothing is in the step.
+            Whether this was done; False: the step is still empty.
 
         Raises:
             StepPendingError: there are not enough blocks while a step is pending.
@@ -341,15 +344,15 @@ class Scheduler(ABC):
         return True
 
     def extend(self, plan: StepPlan, request: Request) -> bool:
-        """Put as many of a running request's tokens into the step as the budget and the time let.
+        """Put as many of a running request's tokens into the step as budget and time allow.
 
         Returns:
-            Whether it is in the step; False: there are not enough blocks, or it is a prompt and no
-            time is left for it.
+            Whether it is in the step; False: there are not enough blocks, or it is in prefill and
+            no time is left for that.
 
         Raises:
             StepPendingError: there are not enough blocks while a step is pending.
-            ValueError: it is in the step already, or the budget is spent.
+            ValueError: it is already in the step, or the budget is spent.
         """
         if plan.budget < 1 or request.key in plan.parts:
             raise ValueError("a request is put into a step once, while there is a token budget")
@@ -357,15 +360,15 @@ class Scheduler(ABC):
         return num_tokens > 0 and self._put(plan, request, num_tokens)
 
     def make_room(self, plan: StepPlan, request: Request, victims: list[Request]) -> bool:
-        """Get the blocks for a running request's next tokens (as many as the budget and the time
-        let; one where the budget is spent, none where the time is), so that `extend` finds them.
+        """Make sure that `extend` finds blocks for a running request's next tokens: as many as
+        budget and time allow, but one if the budget is spent, and none if the time is.
 
         Args:
-            victims: running requests, from which as many as need be are preempted and removed, the
-                last first. The request is one of them.
+            victims: running requests, this one among them. They are preempted and removed from the
+                list, the last first, until there are enough blocks.
 
         Returns:
-            False: it was preempted itself.
+            Whether it still runs; False: it was preempted itself.
 
         Raises:
             StepPendingError: there are not enough blocks while a step is pending.
@@ -385,9 +388,9 @@ class Scheduler(ABC):
         """Move a waiting request into the batch, and its first tokens into the step.
 
         Returns:
-            Whether that was done; False: the batch is full, or there are not enough blocks for all
-            its tokens beside what the running requests may still need, or there is no time left
-            for its prompt.
+            Whether this was done. False: the batch is full, or there are not enough blocks for all
+                its tokens and the growth of the running requests, or no time is left for its
+                prompt.
 
         Raises:
             StepPendingError: see `could_admit`.
@@ -405,7 +408,8 @@ class Scheduler(ABC):
         self._leave_queue(request)
         self.running[request.key] = request
         request.status = RequestStatus.PREFILLING
-        # Others may have left it other blocks than `could_admit` saw; it goes on all the same.
+        # The blocks that are free now may differ from those that `could_admit` saw; start it all
+        # the same.
         num_tokens = max(1, plan.chunk(request, request.num_computed_tokens))
         if not self._put(plan, request, num_tokens):
             raise RuntimeError("a request was started without room for its first tokens")
@@ -413,17 +417,18 @@ class Scheduler(ABC):
 
     def could_admit(self, plan: StepPlan, request: Request, without: Sequence[Request]) -> bool:
         """Whether `admit` would find a place, time and blocks if some of the running requests were
-        preempted. Where they share blocks with others, it may find fewer than this thinks. Held
-        requests, and those that were set aside, give up their blocks as far as that helps.
+        preempted. If these share blocks with others, this may expect too many. Held requests, and
+        those that were set aside, give up their blocks as far as that helps.
 
         Raises:
-            StepPendingError: such requests have blocks to give up, and a step is pending.
+            StepPendingError: held or set-aside requests have blocks to give up, and a step is
+                pending.
         """
         num_running = len(self.running) - len(without)
         if num_running >= self.max_requests_per_batch:
             return False
         if request.key in self._parked:
-            # Its blocks are there, but perhaps for one.
+            # It has its blocks, except perhaps one.
             return plan.chunk(request, request.num_computed_tokens) > 0
         spare = self._spare_blocks(num_running)
         for other in without:
@@ -440,8 +445,8 @@ class Scheduler(ABC):
                 return False
 
     def preempt(self, plan: StepPlan, request: Request) -> None:
-        """Take a running request out of the batch, and of the step if it is in it: it gives up its
-        blocks and goes back into the queue.
+        """Take a running request out of the batch, and out of the step if it is in it. It gives up
+        its blocks and goes back to the queue.
 
         Raises:
             StepPendingError: a step is pending.
@@ -453,9 +458,9 @@ class Scheduler(ABC):
         self._give_up(request)
 
     def set_aside(self, plan: StepPlan, request: Request) -> None:
-        """Take a running request that has something to compute out of the batch, and of the step if
-        it is in it: it waits at the head of the queue. It keeps its blocks until others need them,
-        and is then preempted before anybody that runs. A step may be pending.
+        """Take a running request that has something to compute out of the batch, and out of the
+        step if it is in it. It waits at the head of the queue. It keeps its blocks until others
+        need them, and is then preempted before any running request. A step may be pending.
         """
         self._take_out(plan, request)
         del self.running[request.key]
@@ -464,21 +469,21 @@ class Scheduler(ABC):
         self.put_back(request)
 
     def _take_out(self, plan: StepPlan, request: Request) -> None:
-        """Take a request that will not run out of a step that is being put together."""
+        """Remove a request that will not run from the step that is being built."""
         plan.take_out(request.key)
         plan.preempted.add(request.key)
 
     def _has_parked_room(self, plan: StepPlan, request: Request) -> bool:
-        """Whether a waiting request that was set aside has, or now got, the blocks for its next
-        tokens. Then it may run.
+        """Try to get the blocks for the next tokens of a waiting request that was set aside. True:
+        it has them, and may run.
 
         Raises:
-            StepPendingError: blocks are short, or its last token must be on the host, and a step is
-                pending.
+            StepPendingError: a step is pending, and there are not enough blocks or its last token
+                must be on the host.
         """
         if not self._may_preempt and request.num_pending_tokens and request.needs_host_tokens:
             raise StepPendingError
-        del self._parked[request.key]  # not to be taken from for itself
+        del self._parked[request.key]  # it must not take blocks from itself
         has_room = False
         try:
             num_tokens = plan.chunk(request, request.num_computed_tokens)
@@ -489,8 +494,8 @@ class Scheduler(ABC):
         return has_room
 
     def _put(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
-        """Put some of a running request's tokens into the step. False: there are not enough
-        blocks.
+        """Put the given number of a running request's tokens into the step. False: there are not
+        enough blocks.
         """
         start = request.num_computed_tokens
         if not self._has_room(request, start + num_tokens):
@@ -507,7 +512,9 @@ class Scheduler(ABC):
         return True
 
     def _has_room(self, request: Request, num_tokens: int) -> bool:
-        """Whether a running request has, or now got, the blocks for its first tokens."""
+        """Try to get the blocks for a running request's first `num_tokens` tokens. True: it has
+        them.
+        """
         while not self.kv_cache.allocate(request.key, num_tokens):
             if not self._take_from_parked():
                 if not self._may_preempt:
@@ -516,10 +523,10 @@ class Scheduler(ABC):
         return True
 
     def _take_from_parked(self) -> bool:
-        """Preempt the first of those that have blocks and do not run. False: none has.
+        """Preempt the first request that has blocks but does not run. False: there is none.
 
         Raises:
-            StepPendingError: one has, and a step is pending.
+            StepPendingError: there is one, and a step is pending.
         """
         if not self._parked:
             return False
@@ -531,10 +538,11 @@ class Scheduler(ABC):
         return True
 
     def _take_back(self) -> None:
-        """Find a place for those that are held no more.
+        """Find a place for the requests that are no longer held.
 
         Raises:
-            StepPendingError: there is none, or a token must be on the host, and a step is pending.
+            StepPendingError: a step is pending, and there is no place or a token must be on the
+                host.
         """
         while self._returning:
             request = next(iter(self._returning.values()))
@@ -549,9 +557,9 @@ class Scheduler(ABC):
                 self._give_up(request)
 
     def _give_up(self, request: Request) -> None:
-        """Record that a request that had blocks has none any more. It waits, unless it is held."""
+        """Record that a request has lost its blocks. It waits, unless it is held."""
         if request.key in self.held or request.key in self._returning:
-            # What is computed again because it was held counts.
+            # Tokens that are computed again because it was held are charged.
             request.num_counted_tokens = min(
                 request.num_counted_tokens, request.num_computed_tokens
             )
@@ -574,9 +582,9 @@ class Scheduler(ABC):
             self.unqueued(request)
 
     def _spare_blocks(self, num_running: int) -> list[int]:
-        """Blocks of each group to leave for the growth of the running requests, so that a newcomer
-        does not make one preempt: the safety margin, or one block a request up to a tenth of the
-        smallest group. None where nothing runs.
+        """How many blocks of each group to leave for the growth of the running requests, so that a
+        new one does not cause a preemption: the safety margin, or one block for each request up to
+        a tenth of the smallest group. None if nothing runs.
         """
         pools = self.kv_cache.pools
         if num_running == 0:
@@ -584,7 +592,7 @@ class Scheduler(ABC):
         if self.safety_margin is None:
             smallest = min((pool.num_blocks for pool in pools), default=0)
             return [min(num_running, smallest // 10)] * len(pools)
-        # Less a hair, so that 0.7 of 10 is 7 however it is rounded.
+        # Slightly less, so that 0.7 of 10 is 7 despite rounding.
         return [math.ceil(self.safety_margin * pool.num_blocks - 1e-6) for pool in pools]
 
 

@@ -1,15 +1,16 @@
-"""Who the live requests' callers are, what each has in the queue, and what service it was given.
+"""The callers of the live requests: what each has in the queue, and how much service it was
+given.
 
-Service is counted in tokens computed, by what they cost: PROMPT_COST for one of a prompt,
-OUTPUT_COST for one of an output. A prompt's tokens are computed many at a time, while each token of
-an output takes a step of its own, in which all weights and the request's whole KV are read for it.
-Measured, it costs as much as a prompt's token where the batch is full and the processor is the
-limit, and about ten times as much where memory is; twice is between them, and what Sheng et al.
-chose ("Fairness in Serving Large Language Models", OSDI 2024).
+Service is counted in computed tokens, weighted by cost: PROMPT_COST for a prompt token, OUTPUT_COST
+    for an output token. Prompt tokens are computed many at a time, while each output token takes a
+    step of its own, which reads all weights and the request's whole KV. As measured, an output
+    token costs as much as a prompt token if the batch is full and compute is the limit, and about
+    ten times as much if memory bandwidth is. A factor of two lies between these, and is what Sheng
+    et al. chose ("Fairness in Serving Large Language Models", OSDI 2024).
 
-Each position of a request counts once, when it is launched: what was found in the prefix cache was
-not computed, and what is computed again after a preemption is not the caller's doing. It is where
-the request was held, because its results were not read: then it counts again.
+Each position of a request counts once, when it is launched. Tokens found in the prefix cache do not
+count, nor do tokens computed again after a preemption, which the caller did not cause. If the
+request lost its KV while it was held, because its results were not read, the tokens count again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from engine.types import CallerKey, RequestKey
 PROMPT_COST = 1
 OUTPUT_COST = 2
 NAMED_CALLERS = 32
-"""How many callers are told of by name; the figures of the others are summed."""
+"""How many callers have figures of their own; those of the others are added up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,10 +34,10 @@ class _Caller:
     """One caller.
 
     Attributes:
-        weight: as its latest request said.
-        group: its name, or that of the group whose weight it shares.
-        live, waiting: its requests that run or wait, and those of them that wait.
-        service: what it was given, as the module says.
+        weight: that of its latest request.
+        group: its own name, or that of the group whose weight it shares.
+        live, waiting: how many requests it has running or waiting, and how many of these wait.
+        service: how much service it was given, as counted in this module.
     """
 
     weight: float
@@ -47,21 +48,21 @@ class _Caller:
 
 
 class Callers:
-    """The callers that have requests, and a few that had. O(1) at each change, on the engine's
-    thread; `named` and `others` may be called on any.
+    """The callers that have requests, and a few that had some. Used on the engine's thread, O(1)
+    for each change; `named` and `others` may be called on any thread.
     """
 
     def __init__(self) -> None:
         self._active: dict[CallerKey, _Caller] = {}
         self._named: dict[CallerKey, _Caller] = {}
-        self._idle: OrderedDict[CallerKey, _Caller] = OrderedDict()  # named; longest idle in front
+        self._idle: OrderedDict[CallerKey, _Caller] = OrderedDict()  # named; longest idle first
         self._of: dict[RequestKey, _Caller] = {}  # of the requests that run or wait
         self._waiting: dict[RequestKey, _Caller] = {}
-        self._groups: dict[CallerKey, int] = {}  # how many of a group have requests
+        self._groups: dict[CallerKey, int] = {}  # how many callers of a group have requests
         self._service = 0
 
     def enter(self, request: Request) -> None:
-        """A request runs or waits. Harmless where that is known."""
+        """Record that a request runs or waits. Harmless if it was recorded before."""
         if request.key in self._of:
             return
         spec = request.spec
@@ -75,20 +76,20 @@ class Callers:
         self._of[request.key] = caller
 
     def queue(self, request: Request) -> None:
-        """A request waits. Harmless where that is known."""
+        """Record that a request waits. Harmless if it was recorded before."""
         self.enter(request)
         if request.key not in self._waiting:
             caller = self._waiting[request.key] = self._of[request.key]
             caller.waiting += 1
 
     def unqueue(self, request: Request) -> None:
-        """A request does not wait any more. Harmless where that is known."""
+        """Record that a request no longer waits. Harmless if it was recorded before."""
         caller = self._waiting.pop(request.key, None)
         if caller is not None:
             caller.waiting -= 1
 
     def leave(self, request: Request) -> None:
-        """A request neither runs nor waits any more. Harmless where that is known."""
+        """Record that a request neither runs nor waits. Harmless if it was recorded before."""
         self.unqueue(request)
         caller = self._of.pop(request.key, None)
         if caller is None:
@@ -104,7 +105,9 @@ class Callers:
                 self._idle[key] = caller
 
     def count(self, part: ScheduledRequest) -> int:
-        """Count what a step computes of a request. Returns the service that it is."""
+        """Charge what a step computes for a request to its caller. Returns the amount of
+        service.
+        """
         request, service = part.request, service_of(part)
         request.num_counted_tokens = max(request.num_counted_tokens, part.start + part.num_tokens)
         self._service += service
@@ -123,15 +126,15 @@ class Callers:
         return 0 if found is None else found.live - found.waiting
 
     def weight(self, caller: CallerKey) -> float:
-        """What a caller that has requests is due beside others: those of a group that have some
-        share its weight in equal parts.
+        """The effective weight of a caller that has requests: callers of a group that have requests
+        divide its weight equally.
         """
         found = self._active[caller]
         return found.weight / self._groups[found.group]
 
     def named(self) -> tuple[CallerStats, ...]:
-        """The callers that are told of by name, those that have requests in front."""
-        named = list(self._named.items())  # at once: the engine's thread may change it meanwhile
+        """The callers with figures of their own, those with requests first."""
+        named = list(self._named.items())  # a copy: the engine's thread may change it meanwhile
         named.sort(key=lambda item: item[1].live == 0)
         return tuple(
             CallerStats(key, one.weight, one.live - one.waiting, one.waiting, one.service)
@@ -139,7 +142,7 @@ class Callers:
         )
 
     def others(self, named: tuple[CallerStats, ...]) -> CallerStats | None:
-        """All but those together; None: there were none."""
+        """The sum over all other callers; None: there were none."""
         num_waiting = len(self._waiting)
         running = len(self._of) - num_waiting - sum(one.running for one in named)
         waiting = num_waiting - sum(one.waiting for one in named)
@@ -151,8 +154,8 @@ class Callers:
         )
 
     def _make(self, key: CallerKey, weight: float) -> _Caller:
-        """The record of a caller that has its first request. It gets a name if there is one left,
-        or one whose caller has been without requests the longest.
+        """Make the record of a new caller. It gets figures of its own if there is room, or in place
+        of the named caller that has been without requests the longest.
         """
         known = self._idle.pop(key, None)
         if known is not None:
@@ -166,7 +169,7 @@ class Callers:
 
 
 def service_of(part: ScheduledRequest) -> int:
-    """The service that a part of a step is, of what was not counted before."""
+    """The service that a part of a step counts as, without tokens that were charged before."""
     request, end = part.request, part.start + part.num_tokens
     start = max(part.start, request.num_counted_tokens)
     if start >= end:

@@ -1,4 +1,4 @@
-"""Service is shared among the callers that have work: the least served comes first."""
+"""Shares service among the callers that have work: the least served comes first."""
 
 from __future__ import annotations
 
@@ -17,39 +17,40 @@ from engine.scheduler.time_limits import TimeLimits
 from engine.types import RequestKey
 
 LEAD = 16 * OUTPUT_COST
-"""Service that a caller without more than its share of the places is given before it gives one up
-to a caller that has none.
+"""How much more service a caller within its share of the places gets before it gives up a place to
+a caller that has none.
 """
 MAX_LEAD = 128 * OUTPUT_COST
-"""The same where tokens must be computed again for the change."""
+"""The same, if the change means that tokens must be computed again."""
 _DECODES, _PREFILLS, _QUEUE = 0, 1, 2
-"""What a caller's turn is about."""
+"""What a caller's turn is used for."""
 
 
 class FairScheduler(Scheduler):
     """Virtual token counters (see `engine.scheduler.shares`), with chunks and preemption.
 
-    1. Decoding requests come first, as long as a quarter of the token budget is left for prompts;
-       where it is not, they take their turns with the prompts. What is left goes to the callers'
-       prompts, of the least served caller first, and of each before its queue. So neither
-       streams nor prompts of one caller keep out another's.
-    2. A caller's waiting requests come by priority, then those that were begun, then by arrival. A
-       higher priority takes the place of a lower one of the same caller.
-    3. A caller that has nothing in the batch waits for no end of another's request. Where places
-       or blocks are short, a request of the most served caller gives its own up: at once, if that
-       caller holds more than its weighted share of the places; else when it has been given LEAD
-       more than the caller that waits. So each place that changes hands between two callers
-       that hold no more than their shares was paid for with service. A place that is given up
-       loses no KV as long as there are blocks (`set_aside`).
-    4. When blocks run out, a caller that holds more than its share of the places gives up a request
-       before one that does not; of these, the most served caller does; and of its requests the one
-       of the lowest priority that came last.
-    5. The least served caller's head of the queue is not passed by where blocks are short.
+    1. Decoding requests come first if that leaves a quarter of the token budget for prompts;
+      otherwise they take turns with the prompts. The rest of the budget goes to prompts, those of
+      the least served caller first; each caller's running prompts come before its queue. So one
+      caller's streams and prompts do not keep out another's.
+    2. A caller's waiting requests are ordered by priority, then those that were started before,
+      then by arrival. A request takes the place of one of the same caller that has a lower
+      priority.
+    3. A caller that has nothing in the batch does not wait until another's request ends. If places
+      or blocks run out, a request of the most served caller gives up its own: at once if that
+      caller holds more than its weighted share of the places, otherwise when it was given LEAD more
+      service than the waiting caller. So a place moves between two callers within their shares only
+      after LEAD of service. A request that gives up its place keeps its KV as long as there are
+      blocks (`set_aside`).
+    4. If blocks run out, a request is preempted. Callers that hold more than their share of the
+      places come first; among these, the most served caller; and of its requests, the last one of
+      the lowest priority.
+    5. If blocks are short, no request overtakes the first one of the least served caller.
     6. A waiting request whose time limit cannot be met is ended instead of run (see TimeLimits).
 
-    Nobody starves: whoever waits keeps its counter, and the counters of all who are served before
-    it rise above it, also those of new callers. Within a caller, a low priority waits for as long
-    as higher ones keep coming.
+    No caller starves: a waiting caller keeps its counter, and the counters of all that are served
+        before it rise above that, also those of new callers. Within a caller, a request of low
+        priority waits for as long as higher ones keep coming.
     """
 
     heeds_priorities: ClassVar[bool] = True
@@ -75,18 +76,19 @@ class FairScheduler(Scheduler):
     # ---- the queue -----------------------------------------------------------------------------
 
     def queued(self, request: Request) -> None:
-        """Enter it into its caller's queue."""
-        # Who gives a place up was served until now: there is no idle time to be no credit.
+        """Add the request to its caller's queue."""
+        # A request that gives up its place was served until now, so there is no idle time to
+        # discount.
         self._shares.queued(request, lifts=not self._is_choosing)
         self._limits.queued(request)
 
     def unqueued(self, request: Request) -> None:
-        """Take it out of its caller's queue."""
+        """Remove the request from its caller's queue."""
         self._shares.unqueued(request)
         self._limits.tidy()
 
     def unhold(self, request: Request) -> None:
-        """Let a held request go on. The time in which it was held is no credit."""
+        """Let a held request go on. Its caller gets no credit for the time in which it was held."""
         if request.key in self.held:
             self._shares.wake(request)
         super().unhold(request)
@@ -102,7 +104,7 @@ class FairScheduler(Scheduler):
         self._shares.left(request)
 
     def next_waiting(self) -> Request | None:
-        """The first of the least served caller."""
+        """The first waiting request of the least served caller."""
         share = self._shares.peek()
         return None if share is None else share.head()
 
@@ -115,7 +117,7 @@ class FairScheduler(Scheduler):
         self._limits.measured(num_tokens, seconds)
 
     def take_hopeless(self, now: float) -> Iterable[Request]:
-        """Those whose time limits cannot be met."""
+        """The waiting requests whose time limits cannot be met."""
         return self._limits.take(now)
 
     def _busiest(self) -> float:
@@ -145,12 +147,12 @@ class FairScheduler(Scheduler):
 
 
 class _FairStep:
-    """One step that is put together.
+    """One step while it is built.
 
     Attributes:
-        given: what each caller gets by it, divided by its weight, as far as that is known.
-        begun: the requests that are started by it.
-        victims: who is preempted when blocks run out, the last first.
+        given: what each caller gets in the step so far, divided by its weight.
+        begun: the requests that the step starts.
+        victims: the requests to preempt when blocks run out, the last first.
     """
 
     def __init__(
@@ -176,12 +178,12 @@ class _FairStep:
         self._is_queue_open = True
 
     def fill(self) -> None:
-        """Put the requests in."""
+        """Put the requests into the step."""
         plan = self._plan
         runnable = self._scheduler.runnable()
         has_prompts = any(one.num_tokens_to_compute > 1 for one in runnable)
         for_decodes = plan.budget - plan.budget // 4
-        # Mostly all that run decode, and all of them can: then their order does not matter.
+        # Usually all running requests decode and all fit; then their order does not matter.
         is_simple = not has_prompts and len(runnable) <= for_decodes
         if not is_simple or not self._scheduler.extend_all(plan):
             self._extend_by_order({one.key for one in runnable}, for_decodes)
@@ -203,12 +205,12 @@ class _FairStep:
         self._shares.put_back(self._popped)
 
     def _extend_by_order(self, runnable: set[RequestKey], for_decodes: int) -> None:
-        """Put those that decode in, if the budget lasts for all of them, and let the others have
-        their turns.
+        """Put in the decoding requests if the budget is enough for all of them; the others take
+        turns.
         """
         places = self._places()
         order = [one for share in sorted(places, key=_level) for one in places[share]]
-        # Who holds more than its share gives up what is beyond it before all others.
+        # A caller above its share first gives up what is beyond it.
         due = self._due(places)
         beyond = {one.key for share, ones in places.items() for one in ones[due[share] :]}
         self.victims = sorted(order, key=lambda one: one.key in beyond)
@@ -222,7 +224,7 @@ class _FairStep:
         self._add_work([one for one in order if one.num_tokens_to_compute > 1], _PREFILLS)
 
     def _places(self) -> dict[Share, list[Request]]:
-        """The requests in the batch that were there before, by caller, in their order."""
+        """The requests that were already in the batch, by caller, in order."""
         places: dict[Share, list[Request]] = {}
         for key, request in self._scheduler.running.items():
             if key not in self.begun:
@@ -246,7 +248,9 @@ class _FairStep:
         heapq.heappush(self._turns, (order, kind, next(self._serial), share))
 
     def _next_turn(self) -> tuple[Share, int] | None:
-        """The least served caller, with what it got by this step, and what its turn is about."""
+        """The least served caller, counting what it got in this step, and what its turn is used
+        for.
+        """
         while True:
             first = self._shares.peek() if self._is_queue_open else None
             lowest = self._turns[0][0] if self._turns else None
@@ -265,14 +269,14 @@ class _FairStep:
     # ---- requests that run -----------------------------------------------------------------------
 
     def _extend(self, request: Request) -> None:
-        """Put a request into the step, if it still runs and blocks can be had."""
+        """Put a request into the step, if it still runs and there are blocks."""
         scheduler, plan = self._scheduler, self._plan
         if request.key not in scheduler.running:
             return
         num_preempted = len(plan.preempted)
         if scheduler.make_room(plan, request, self.victims) and scheduler.extend(plan, request):
             self._note(request)
-        # While those who run are short of blocks, nobody is begun.
+        # While running requests are short of blocks, none is started.
         self._is_queue_open = self._is_queue_open and len(plan.preempted) == num_preempted
 
     def _note(self, request: Request) -> None:
@@ -283,7 +287,7 @@ class _FairStep:
     # ---- requests that wait ----------------------------------------------------------------------
 
     def _begin(self, share: Share) -> None:
-        """Start the head of a caller's queue, if need be in another's place."""
+        """Start the first request of a caller's queue, in place of another's if necessary."""
         scheduler, plan = self._scheduler, self._plan
         head = share.head()
         if head is None or head.key in plan.preempted:
@@ -299,18 +303,20 @@ class _FairStep:
             self._note(head)
             self._push(share, _QUEUE)
         elif not is_full or not has_place:
-            # Blocks are short, and nobody passes it by; or there is no time; or there is no place
-            # even for a caller that has none, and the others have no better claim.
+            # Either blocks are short, and nobody may overtake it; or there is no time; or there is
+            # no place even for a caller that has none, and no other caller has a better claim.
             self._is_queue_open = False
 
     def _take_place(self, share: Share, head: Request, is_full: bool) -> bool:
-        """Start a request in the place of others. Nobody is disturbed where that does not help."""
+        """Start a request in place of others. If that would not make room, the others are left
+        alone.
+        """
         scheduler, plan = self._scheduler, self._plan
         if scheduler.callers.num_running(share.caller):
             victims = self._lower(head)
         else:
             victims = self._overserved(share, head, is_full)
-        # Who has nothing to compute ends by itself.
+        # A request that has nothing to compute ends by itself.
         victims = [one for one in victims if not one.is_generated]
         if not victims or not scheduler.could_admit(plan, head, victims):
             return False
@@ -323,7 +329,7 @@ class _FairStep:
         return False
 
     def _lower(self, head: Request) -> list[Request]:
-        """The caller's own requests of a lower priority; the lowest first."""
+        """The caller's own running requests of lower priority, the lowest first."""
         caller, priority = head.spec.caller, head.spec.priority
         lower = [
             one
@@ -335,7 +341,7 @@ class _FairStep:
         return sorted(lower, key=_rank, reverse=True)
 
     def _overserved(self, share: Share, head: Request, is_full: bool) -> list[Request]:
-        """Who gives a place or blocks up for a caller that has none; the first at first."""
+        """The requests that give up a place or blocks for a caller that has none, in that order."""
         places = self._places()
         due = self._due(places, self._shares.weight(share))
         wanted = LEAD + max(0, head.num_counted_tokens - head.num_computed_tokens)
@@ -353,8 +359,8 @@ class _FairStep:
         return beyond + ahead
 
     def _due(self, places: Mapping[Share, list[Request]], more: float = 0.0) -> dict[Share, int]:
-        """How many of the places that are taken are each caller's by its weight, at least one.
-        `more`: the weight of one that has none yet.
+        """How many of the taken places each caller is due by its weight, at least one. `more`: the
+        weight of a caller that has none yet.
         """
         num_running = sum(map(len, places.values()))
         weights = {share: self._shares.weight(share) for share in places}
@@ -366,11 +372,11 @@ class _FairStep:
 
 
 def _level(share: Share) -> tuple[float, int]:
-    """Who of those that run was served the least."""
+    """A key that sorts callers that run by service, the least served first."""
     return share.counter, share.since
 
 
 def _rank(request: Request) -> tuple[int, bool, float, int]:
-    """The order of a caller's requests in the batch: the last one gives up its place first."""
+    """A key that sorts a caller's requests in the batch; the last one gives up its place first."""
     prefills = request.num_tokens_to_compute > 1
     return -request.spec.priority, prefills, request.arrival, request.key

@@ -11,13 +11,11 @@ from engine.scheduler.base import Scheduler, StepPlan
 class FIFOScheduler(Scheduler):
     """The default policy.
 
-    1. Every decoding request gets its one token, every prefilling one a chunk of what is left of
-       the token budget. When blocks run out, the request that comes last in this order is
-       preempted, until the others have what they need. One request alone always fits: admission saw
-       to that.
-    2. What is left of the budget goes to the queue, in its order, as long as a request's whole
-       prompt has room. No one is preempted for a newcomer, and nobody overtakes the head of the
-       queue.
+    1. Every decoding request gets its one token, then every prefilling one a chunk from the rest of
+      the token budget. If blocks run out, the last request in this order is preempted, until the
+      others have what they need. One request alone always fits, as admission checks.
+    2. The rest of the budget goes to the queue, in its order, as long as a request's whole prompt
+      has room. No request is preempted for a new one, and none overtakes the head of the queue.
     """
 
     def choose(self, plan: StepPlan, now: float) -> None:

@@ -1,18 +1,18 @@
-"""How many prompt tokens a step takes beside requests that decode, so that it takes about as long
-as it may: the target step time.
+"""How many prompt tokens a step may have beside decoding requests without exceeding the target step
+time.
 
     steps measured ──▶ StepCost ──▶ a step that must not take long: ChunkLimit ──▶ chunks
 
-A limit holds for one step. It begins with the target, less a tenth for what the estimate does not
-know and less what the step costs without prompts, with every request that could decode: whether the
-policy puts prompts or decodes in first, there are time and tokens left for both. Each chunk then
-takes its part of the time. One that is cut ends at a block's boundary; where steps are padded to
-certain sizes (captured on CUDA), where the step has such a size.
+A limit is made for each step. It starts with the target time, less a tenth for errors of the
+estimate, and less what the step would cost without prompts if all requests that could decode did.
+So there are time and tokens for both, whether the policy puts prompts or decodes in first. Each
+chunk then takes its part of the time. A chunk that is cut ends at a block boundary, or, if steps
+are padded to certain sizes (captured on CUDA), where the step has such a size.
 
-The first prompt of a step gets at least the rest of a block, however little time there is: a
-prompt of n tokens is computed within n / block_size + 1 steps in which it is the first. Before a
-prompt was measured that is all it gets; from then on a step has at most twice as many prompt tokens
-as the last ones, so that an estimate is not believed far beyond what it rests on.
+The first prompt of a step gets at least the rest of a block, however little time there is; so a
+prompt of n tokens takes at most n / block_size + 1 steps in which it is the first. Until a step
+with prompts has been measured, it gets no more than that. After that a step has at most twice as
+many prompt tokens as the last ones, so that the estimate is not used far beyond what was measured.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from engine.scheduler.step_cost import StepCost, StepCosts, StepShape, pairs
 from engine.types import RequestKey
 
 _AIM = 0.9
-"""The part of the target for which steps are planned."""
+"""The fraction of the target time for which steps are planned."""
 _GROWTH = 2
-"""How many times as many prompt tokens as the last steps had, a step may have at most."""
+"""The most prompt tokens of a step, as a multiple of the most in recent steps."""
 
 
 class ChunkLimit:
-    """What prompts may take of one step. Made by `StepPace.limit`.
+    """How much of one step prompts may take. Made by `StepPace.limit`.
 
     Attributes:
-        decoding: the requests that decode and are not in the step yet.
+        decoding: the decoding requests that are not in the step yet.
     """
 
     __slots__ = (
@@ -57,7 +57,7 @@ class ChunkLimit:
         block_size: int,
         fit_tokens: Callable[[int], int] | None,
     ) -> None:
-        """`seconds`, `tokens`: what prompts may take. For the others see StepPace."""
+        """`seconds`, `tokens`: how much prompts may take. For the other arguments see StepPace."""
         self.decoding = decoding
         self._costs = costs
         self._seconds = seconds
@@ -70,12 +70,12 @@ class ChunkLimit:
         """How many of the next tokens of a prompt the step may take; 0: none.
 
         Args:
-            start: position of the first of them.
-            wanted: how many there are.
+            start: position of the first of these tokens.
+            wanted: how many tokens there are.
             budget: how many tokens of any kind the step may still take.
-            num_taken: how many it has.
+            num_taken: how many tokens the step has already.
         """
-        # Who decodes has a place in the step, if it has one for anybody else.
+        # Keep room in the step for the decoding requests.
         free = budget - len(self.decoding)
         most = min(wanted, free if free > 0 else budget)
         if self._costs is None:
@@ -90,7 +90,9 @@ class ChunkLimit:
         return allowed
 
     def has_time_for(self, parts: Iterable[tuple[int, int]]) -> bool:
-        """Whether an empty step has time for all of these: where each begins, and its tokens."""
+        """Whether an empty step has time for all of these chunks: (start, number of tokens)
+        each.
+        """
         seconds, tokens = self._seconds, self._tokens
         for start, num_tokens in parts:
             if num_tokens > 1:
@@ -101,12 +103,12 @@ class ChunkLimit:
         return seconds >= 0 and tokens >= 0
 
     def put(self, part: ScheduledRequest) -> None:
-        """A part has come into the step."""
+        """Record that a part was put into the step."""
         self.decoding.discard(part.request.key)
         self._count(part, 1)
 
     def take_out(self, key: RequestKey, part: ScheduledRequest | None) -> None:
-        """A request has gone, with its part if it had one."""
+        """Record that a request left the step, with its part if it had one."""
         self.decoding.discard(key)
         if part is not None:
             self._count(part, -1)
@@ -119,7 +121,7 @@ class ChunkLimit:
                 self._seconds -= times * self._costs.of_chunk(part.start, part.num_tokens)
 
     def _cut(self, start: int, allowed: int, num_taken: int) -> int:
-        """Where a chunk of at most so many tokens ends well."""
+        """The best size of a chunk of at most `allowed` tokens: it ends at a boundary."""
         if self._fit_tokens is not None:
             others = num_taken + len(self.decoding)
             fitting = self._fit_tokens(others + allowed) - others
@@ -132,9 +134,9 @@ class StepPace:
     """Keeps steps in which requests decode to a target time.
 
     Attributes:
-        target_s: the target, in seconds; above 0.
-        cost: what steps cost.
-        num_over_target: steps in which requests decoded that took longer; since the start.
+        target_s: the target in seconds; above 0.
+        cost: the estimate of what steps cost.
+        num_over_target: how many steps in which requests decoded took longer, since the start.
     """
 
     def __init__(
@@ -143,10 +145,10 @@ class StepPace:
         """Set a pace.
 
         Args:
-            target_s: seconds.
+            target_s: the target in seconds.
             block_size: tokens in a block.
-            fit_tokens: of a number of tokens, the most up to it that a step computes without
-                padding, or 0. None: steps are not padded.
+            fit_tokens: returns, for a number of tokens, the largest number up to it that a step
+                computes without padding, or 0. None: steps are not padded.
         """
         self.target_s = target_s
         self.cost = StepCost()
@@ -155,14 +157,14 @@ class StepPace:
         self._fit_tokens = fit_tokens
 
     def measured(self, batch: ScheduledBatch, seconds: float, *, is_decode: bool) -> None:
-        """Take in a step. `is_decode`: whether requests decoded in it."""
+        """Record a step. `is_decode`: whether any request decoded in it."""
         self.num_over_target += is_decode and seconds > self.target_s
         if batch.requests:
             self.cost.add(shape_of(batch), seconds)
 
     def limit(self, decoding: Iterable[Request]) -> ChunkLimit | None:
-        """What prompts may take of a step in which these requests decode; None: as much as they
-        like, since there are none.
+        """How much prompts may take of a step in which these requests decode; None: no limit,
+        because none decodes.
         """
         keys: set[RequestKey] = set()
         context = 0

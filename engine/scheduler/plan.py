@@ -1,4 +1,4 @@
-"""A step that is being put together."""
+"""A step while a policy builds it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from engine.types import RequestKey
 
 
 class StepPendingError(Exception):
-    """There are not enough blocks, and a step is still running whose end may free some: nothing is
-    decided now. Raised by what a policy calls, caught by `Scheduler.schedule`; policies let it
-    pass.
+    """There are not enough blocks now, but a step is still running whose end may free some. Raised
+    by the methods that a policy calls and caught by `Scheduler.schedule`; policies do not catch it.
     """
 
 
 class StepPlan:
-    """A step that is being put together.
+    """A step while a policy builds it.
 
     Attributes:
-        budget: how many tokens it may still take.
-        parts: what is in it.
+        budget: how many more tokens it may take.
+        parts: what it contains.
         preempted: the requests that were preempted for it.
     """
 
@@ -47,8 +46,8 @@ class StepPlan:
 
         Args:
             budget: how many tokens it may take.
-            pace: keeps steps in which requests decode to a time; None: there is no such time.
-            runnable: the requests that could be in it, of those that run.
+            pace: keeps steps in which requests decode to a target time; None: there is no target.
+            runnable: the running requests that could be in it.
         """
         self.budget = self._size = budget
         self.parts: dict[RequestKey, ScheduledRequest] = {}
@@ -59,14 +58,14 @@ class StepPlan:
         self._knows_limit = False
 
     def put(self, part: ScheduledRequest) -> None:
-        """Put a part in."""
+        """Add a part."""
         self.parts[part.request.key] = part
         self.budget -= part.num_tokens
         if self._limit is not None:
             self._limit.put(part)
 
     def take_out(self, key: RequestKey) -> None:
-        """A request runs no more: take its part out, if it has one."""
+        """Remove the part of a request that no longer runs, if it has one."""
         part = self.parts.pop(key, None)
         if part is not None:
             self.budget += part.num_tokens
@@ -74,7 +73,7 @@ class StepPlan:
             self._limit.take_out(key, part)
 
     def chunk(self, request: Request, start: int) -> int:
-        """How many of a request's tokens from `start` on it may take now; 0: none."""
+        """How many of a request's tokens from `start` on the step may take now; 0: none."""
         wanted = len(request.token_ids) - start
         limit = self._find_limit() if wanted > 1 else None
         if limit is None:
@@ -82,15 +81,15 @@ class StepPlan:
         return limit.chunk(start, wanted, self.budget, self._size - self.budget)
 
     def has_time_for(self, requests: Iterable[Request]) -> bool:
-        """Whether it has time, while it is empty, for all that these have to compute."""
+        """Whether the empty step has time for everything that these requests have to compute."""
         limit = self._find_limit()
         return limit is None or limit.has_time_for(
             (one.num_computed_tokens, one.num_tokens_to_compute) for one in requests
         )
 
     def _find_limit(self) -> ChunkLimit | None:
-        """What prompts may take, found out when the first one is looked at; None: there is no limit
-        but the budget.
+        """How much prompts may take, computed when the first one is considered; None: only the
+        budget limits them.
         """
         if self._pace is not None and not self._knows_limit:
             self._knows_limit = True
@@ -101,5 +100,5 @@ class StepPlan:
 
 
 def _decodes(request: Request) -> bool:
-    """Whether somebody who has had a token waits for the next one."""
+    """Whether the request waits for its next output token."""
     return request.num_tokens_to_compute == 1 and request.num_output_tokens > 0

@@ -8,23 +8,23 @@ from engine.scheduler.base import Scheduler, StepPlan
 from engine.types import RequestKey
 
 PATIENCE = 8
-"""Steps in a row from which a decoding request may be left out."""
+"""How many steps in a row may leave out a decoding request."""
 
 
 class PrefillFirstScheduler(Scheduler):
-    """Prefill requests have priority.
+    """Prefilling requests come before decoding ones.
 
-    1. Decoding requests that were left out of PATIENCE steps in a row come first, the one that has
-       waited longest before the others.
-    2. Then the prefilling requests get their chunks, then the queue is admitted in its order, as
-       in FIFOScheduler; then the other decoding requests share what is left of the token budget.
+    1. Decoding requests that were left out of PATIENCE steps in a row come first, longest wait
+      first.
+    2. Then the prefilling requests get their chunks, then the queue is admitted in its order, as in
+      FIFOScheduler; then the other decoding requests share the rest of the token budget.
 
     So a decoding request gets a token within PATIENCE + ⌈max_requests_per_batch /
     max_batch_tokens⌉ steps, unless it is preempted.
 
-    The blocks for one more token of each decoding request are taken before anybody is admitted.
-    When they run out, the request that was started last is preempted, so that the one that was
-    started first always goes on.
+    The blocks for one more token of each decoding request are taken before any request is admitted.
+    If they run out, the request that was started last is preempted, so the one that was started
+    first always goes on.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PrefillFirstScheduler(Scheduler):
             max_requests_per_batch=max_requests_per_batch,
             safety_margin=safety_margin,
         )
-        self._left_out: dict[RequestKey, int] = {}  # steps in a row, of the decoding requests
+        self._left_out: dict[RequestKey, int] = {}  # by request: steps in a row without it
 
     def choose(self, plan: StepPlan, now: float) -> None:
         """Fill the step; see the class."""
@@ -73,7 +73,7 @@ class PrefillFirstScheduler(Scheduler):
         }
 
     def _extend(self, plan: StepPlan, request: Request, victims: list[Request]) -> None:
-        """Put a request into the step if it still runs, is not in it, and there is a budget."""
+        """Put a request into the step if it still runs, is not in it yet, and budget is left."""
         is_open = plan.budget > 0 and request.key not in plan.parts
         if is_open and request.key in self.running and self.make_room(plan, request, victims):
             self.extend(plan, request)

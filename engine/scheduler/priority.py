@@ -1,4 +1,4 @@
-"""By priority, then by arrival; and nothing is begun that cannot be done in time."""
+"""Orders requests by priority, then by arrival, and starts none that cannot finish in time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from engine.scheduler.time_limits import TimeLimits
 
 
 class PriorityScheduler(Scheduler):
-    """Higher priority first; within one, the request that arrived first.
+    """Higher priority first; within a priority, the request that arrived first.
 
-    1. Requests come level by level. Within a level, running ones come before waiting ones, and
-       decoding ones before those that still prefill.
-    2. When blocks run out, the request of the lowest priority that arrived last is preempted.
+    1. Within a priority, running requests come before waiting ones, and decoding ones before those
+      that still prefill.
+    2. If blocks run out, the last request to arrive of the lowest priority is preempted.
     3. A waiting request for which there is no place or no room preempts running ones of lower
-       priority, the least of them first, if that makes room for it. One of equal priority waits for
-       them. Nobody overtakes the head of the queue: the highest priority that arrived first.
+        priority, the lowest first, if that makes room for it. It does not preempt requests of equal
+        priority. No request overtakes the head of the queue: the first to arrive of the highest
+        priority.
     4. A waiting request whose time limit cannot be met is ended instead of run (see TimeLimits).
 
-    A low priority waits for as long as higher ones keep coming.
+    A request of low priority waits for as long as higher ones keep coming.
     """
 
     heeds_priorities: ClassVar[bool] = True
@@ -49,20 +50,20 @@ class PriorityScheduler(Scheduler):
     # ---- the queue -----------------------------------------------------------------------------
 
     def queued(self, request: Request) -> None:
-        """Enter it into the heaps. One that was held while it waited is entered once more, so they
-        are tidied here too.
+        """Add a request to the heaps. One that was held while it waited is added again, so the
+        heaps are tidied here too.
         """
         self._queue.tidy()
         self._queue.push(_rank(request), request)
         self._limits.queued(request)
 
     def next_waiting(self) -> Request | None:
-        """The highest priority that arrived first."""
+        """The first request to arrive of the highest priority."""
         first = self._queue.peek()
         return None if first is None else first[1]
 
     def remove(self, request: Request) -> None:
-        """Forget a request; the heaps drop it by and by."""
+        """Remove a request; the heaps drop it later."""
         super().remove(request)
         self._queue.tidy()
         self._limits.tidy()
@@ -74,7 +75,7 @@ class PriorityScheduler(Scheduler):
         self._limits.measured(num_tokens, seconds)
 
     def take_hopeless(self, now: float) -> Iterable[Request]:
-        """Those whose time limits cannot be met."""
+        """The waiting requests whose time limits cannot be met."""
         return self._limits.take(now)
 
     # ---- a step --------------------------------------------------------------------------------
@@ -99,13 +100,13 @@ class PriorityScheduler(Scheduler):
                 request, num_preempted = turns.popleft(), len(plan.preempted)
                 if self.make_room(plan, request, victims):
                     self.extend(plan, request)
-                # While those who run are short of blocks, nobody is begun.
+                # While running requests are short of blocks, none is started.
                 is_open = is_open and len(plan.preempted) == num_preempted
             else:
                 return
 
     def _admit(self, plan: StepPlan, head: Request, victims: list[Request], now: float) -> bool:
-        """Start the head of the queue, if need be in place of requests of lower priority."""
+        """Start the head of the queue, in place of requests of lower priority if necessary."""
         if head.key in plan.preempted:
             return False
         if self.admit(plan, head, now):
@@ -121,11 +122,11 @@ class PriorityScheduler(Scheduler):
 
 
 def _rank(request: Request) -> tuple[float, float, int]:
-    """Who comes first, and who is preempted last."""
+    """A sort key: the first request runs first and is preempted last."""
     return -request.spec.priority, request.arrival, request.key
 
 
 def _turn(request: Request) -> tuple[int, bool, float, int]:
-    """In which order the running requests get their parts of the token budget."""
+    """A sort key: the order in which running requests get their parts of the token budget."""
     prefills = request.num_tokens_to_compute > 1
     return -request.spec.priority, prefills, request.arrival, request.key

@@ -1,5 +1,5 @@
-"""The scheduling policies by name, for ContinuousBatchingConfig.scheduler_type; others by where
-their classes are (`engine.plugins`).
+"""The scheduling policies by name, for ContinuousBatchingConfig.scheduler_type. Policies that are
+not registered are imported as package.module:Class (`engine.plugins`).
 
 The registry is process-wide: it is filled when modules are imported or a program starts, and read
 when an engine is assembled.
@@ -27,12 +27,13 @@ _SCHEDULERS: dict[str, type[Scheduler]] = {
 
 
 def register_scheduler(name: str, cls: type[Scheduler]) -> None:
-    """Make a policy known under a name. Its constructor takes what Scheduler's does.
+    """Register a policy under a name. Its constructor takes the same arguments as Scheduler's.
 
     Raises:
-        ConfigError: the name is empty or taken, or the class is no Scheduler with a `choose`.
+        ConfigError: the name is empty or taken, or the class is not a subclass of Scheduler that
+            defines `choose`.
     """
-    given: object = cls  # callers' types are not always checked
+    given: object = cls  # not all callers check types
     if not name or is_outside(name):
         raise ConfigError(_OPTION, f"{name!r} is no name; give one without a colon")
     if not (isinstance(given, type) and issubclass(given, Scheduler)) or inspect.isabstract(given):
@@ -45,7 +46,7 @@ def register_scheduler(name: str, cls: type[Scheduler]) -> None:
 
 
 def scheduler_class(name: str) -> type[Scheduler]:
-    """The policy of a name, or the class at package.module:Class.
+    """The policy with a name, or the class at package.module:Class.
 
     Raises:
         ConfigError: there is none.

@@ -1,4 +1,4 @@
-"""The waiting requests in an order of one's own, at O(log n) a change whatever leaves the queue."""
+"""Keeps the waiting requests in a policy's own order, O(log n) for each change."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from engine.types import RequestKey
 
 
 class RequestHeap:
-    """A heap over the queue with lazy deletion: an entry whose request is not in the queue any more
-    is dropped when it comes up, or when such entries are the most.
+    """A heap over the queue with lazy deletion: entries of requests that have left the queue are
+    dropped when they reach the top, or once they are the majority.
 
-    A request may have several entries, such as an old one from before it was preempted. They are
-    harmless where the rank is the request's own, as are early ones where the rank is a time at
-    which something is to be looked at.
+    A request may have several entries, such as an old one from before it was preempted. That is
+        harmless: either the rank never changes for a request, or it is a time at which to check the
+        request, and checking early does no harm.
     """
 
     def __init__(self, waiting: Mapping[RequestKey, Request]) -> None:
-        """`waiting`: the queue; it changes by itself."""
+        """`waiting`: the queue, which others change."""
         self._waiting = waiting
         self._entries: list[tuple[tuple[float, ...], RequestKey, Request]] = []
 
     def __len__(self) -> int:
-        """How many entries there are, of requests that wait and of others."""
+        """How many entries there are, including those of requests that no longer wait."""
         return len(self._entries)
 
     def push(self, rank: tuple[float, ...], request: Request) -> None:
-        """Enter a request that waits; the lowest rank comes up first, then the lowest key."""
+        """Add a waiting request; the lowest rank comes first, then the lowest key."""
         heapq.heappush(self._entries, (rank, request.key, request))
 
     def peek(self) -> tuple[tuple[float, ...], Request] | None:
-        """The first rank and its request; None: nothing waits. O(log n), amortised."""
+        """The first rank and its request; None: no request waits. O(log n), amortised."""
         while self._entries:
             rank, key, request = self._entries[0]
             if key in self._waiting:
@@ -45,8 +45,8 @@ class RequestHeap:
         heapq.heappop(self._entries)
 
     def tidy(self) -> None:
-        """Drop what does not wait any more, if that is the most. O(1), amortised over the requests
-        that leave the queue.
+        """Drop the entries of requests that no longer wait, if they are the majority. O(1),
+        amortised over the requests that leave the queue.
         """
         if len(self._entries) > 2 * len(self._waiting) + 64:
             firsts: dict[RequestKey, tuple[tuple[float, ...], RequestKey, Request]] = {}

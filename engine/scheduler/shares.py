@@ -1,19 +1,19 @@
-"""What each caller was given beside the others: virtual token counters.
+"""Compares the service that callers were given, with virtual token counters.
 
 After Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. A caller's counter is
 the service that it was given (see `engine.scheduler.callers`), divided by its weight; of the
-callers that wait, the one with the lowest comes first. A caller that begins to wait is lifted to
-the floor, so that the time in which it asked for nothing is no credit:
+waiting callers, the one with the lowest counter comes first. When a caller begins to wait, its
+counter is raised to a floor, so that it gets no credit for the time in which it asked for nothing:
 
-- where others wait, to the lowest counter among them;
-- where nobody waits, nobody lacks anything: to the counter of whoever holds the most places in the
-  batch for its weight, since a place is what the caller may want of it;
-- where nobody holds a place either, to the counter of whoever left last.
+- if others wait, to the lowest counter among them;
+- if nobody waits, to the counter of the caller that holds the most places in the batch for its
+  weight, because the new caller may need one of these places;
+- if nobody holds a place either, to the counter of the caller that left last.
 
-The paper's floor alone lets new callers without end keep out an old one, whose counter is a little
-above theirs: each of them begins at the lowest counter there is, which then does not rise. So those
-that were given nothing yet make no floor for others, and of equal ones without a place in the batch
-the one that has waited longest comes first.
+With the paper's floor alone, an endless series of new callers could keep out an old one whose
+counter is slightly above theirs: each begins at the lowest counter, so the lowest never rises. So
+callers that were given nothing yet do not count for the floor, and among callers with equal
+counters and no place in the batch, the one that has waited longest comes first.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from engine.scheduler.request_heap import RequestHeap
 from engine.types import CallerKey, RequestKey
 
 _REMEMBERED = 1024
-"""Callers without requests that are remembered, those that are the most ahead of the floor."""
+"""How many callers without requests are remembered: those furthest above the floor."""
 
 Order = tuple[float, bool, int]
-"""Who comes first, the lowest: the counter, whether it has a place in the batch, and since when it
-waits.
+"""The sort key of a caller, lowest first: its counter, whether it has a place in the batch, and
+since when it has waited.
 """
 
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """One caller's.
+    """One caller's counter and queue.
 
     Attributes:
         caller: its name.
         counter: the service that it was given, divided by its weight at that time.
-        is_new: it was lifted when it began to wait, and was given nothing since.
-        since: when it began to wait, counted in such beginnings.
-        waiting: its requests in the queue.
-        queue: them in their order: by priority, then those that were begun, then by arrival.
+        is_new: whether it was raised to the floor and has been given nothing since.
+        since: when it began to wait, as a running number.
+        waiting: its requests in the queue. queue: the same requests, ordered by priority, then
+            those that were started before, then by arrival.
     """
 
     caller: CallerKey
@@ -61,29 +61,29 @@ class Share:
         self.queue = RequestHeap(self.waiting)
 
     def head(self) -> Request | None:
-        """The one of its waiting requests whose turn is next."""
+        """The waiting request whose turn is next."""
         first = self.queue.peek()
         return None if first is None else first[1]
 
 
 class _Lowest:
-    """A heap of callers with lazy deletion. Of each only the entry that was made last counts; one
-    whose order has risen since is moved when it comes up.
+    """A heap of callers with lazy deletion. Only the latest entry of a caller counts; if its order
+    has risen since, the entry is moved when it reaches the top.
     """
 
     def __init__(self, order: Callable[[Share], Order | None]) -> None:
-        """`order`: a caller's; None: it does not belong here any more."""
+        """`order`: returns a caller's order; None: it no longer belongs here."""
         self._order = order
         self._entries: list[tuple[Order, int, Share]] = []
         self._latest: dict[Share, int] = {}
         self._serial = 0
 
     def __len__(self) -> int:
-        """How many entries there are, of those that count and of others."""
+        """How many entries there are, including outdated ones."""
         return len(self._entries)
 
     def push(self, share: Share) -> None:
-        """Enter a caller, or enter it anew."""
+        """Add a caller, or update its entry."""
         order = self._order(share)
         if order is None:
             return
@@ -95,7 +95,7 @@ class _Lowest:
             heapq.heapify(self._entries)
 
     def peek(self) -> Share | None:
-        """The lowest. None: there is nobody."""
+        """The caller with the lowest order. None: there is no caller."""
         while self._entries:
             entry = self._entries[0]
             share = entry[2]
@@ -109,12 +109,12 @@ class _Lowest:
         return None
 
     def pop(self) -> None:
-        """Leave out the one that `peek` has returned, until it is pushed again."""
+        """Leave out the caller that `peek` has returned, until it is pushed again."""
         _, _, share = heapq.heappop(self._entries)
         del self._latest[share]
 
     def discard(self, share: Share) -> None:
-        """Forget a caller. Harmless where it is not here."""
+        """Remove a caller. Harmless if it is not here."""
         self._latest.pop(share, None)
 
     def _counts(self, entry: tuple[Order, int, Share]) -> bool:
@@ -122,17 +122,18 @@ class _Lowest:
 
 
 class Shares:
-    """The shares of the callers that have requests, and of some that had.
+    """The shares of the callers that have requests, and of some that had requests before.
 
-    O(log n) at each change, n callers that wait; amortised.
+    O(log n) for each change, amortised, with n waiting callers.
     """
 
     def __init__(self, callers: Callers, busiest: Callable[[], float]) -> None:
-        """Begin with none.
+        """Start with no shares.
 
         Args:
-            callers: who has requests that run or wait.
-            busiest: the counter of whoever holds the most places for its weight; 0: nobody does.
+            callers: the callers with requests that run or wait.
+            busiest: returns the counter of the caller that holds the most places for its weight; 0:
+                nobody holds one.
         """
         self._callers = callers
         self._busiest = busiest
@@ -141,16 +142,16 @@ class Shares:
         self._floor = _Lowest(
             lambda one: self.order(one) if one.waiting and not one.is_new else None
         )
-        self._last = 0.0  # the counter of whoever left last
+        self._last = 0.0  # the counter of the caller that left last
         self._begun = 0
-        self._kept = 0  # how many there were when it was last looked who can be forgotten
+        self._kept = 0  # how many there were after the last clean-up
 
     def __len__(self) -> int:
         """How many callers are remembered."""
         return len(self._shares)
 
     def of(self, request: Request) -> Share:
-        """The share of a request's caller. One that is not known yet begins at the floor."""
+        """The share of a request's caller. A new caller begins at the floor."""
         caller = request.spec.caller
         share = self._shares.get(caller)
         if share is None:
@@ -160,23 +161,25 @@ class Shares:
         return share
 
     def order(self, share: Share, given: float = 0.0) -> Order:
-        """A caller's place among the others; `given`: of this step, not counted yet."""
+        """A caller's place among the others; `given`: service in this step that is not counted
+        yet.
+        """
         has_place = given > 0 or self._callers.num_running(share.caller) > 0
         return share.counter + given, has_place, share.since
 
     def weight(self, share: Share) -> float:
-        """What a caller that has requests is due beside others."""
+        """The effective weight of a caller that has requests."""
         return self._callers.weight(share.caller)
 
     def wake(self, request: Request) -> None:
-        """A request will run that neither ran nor waited."""
+        """Record that a request will run that neither ran nor waited before."""
         share = self.of(request)
         if not self._callers.has(share.caller):
             share.counter = max(share.counter, self.floor())
 
     def queued(self, request: Request, *, lifts: bool) -> None:
-        """A request has entered the queue. Harmless where it was there. `lifts`: whether its caller
-        is lifted to the floor if it begins to wait by that.
+        """Record that a request has entered the queue. Harmless if it was there already. `lifts`:
+        whether the caller is raised to the floor if this is its first waiting request.
         """
         share = self.of(request)
         is_begun = request.first_scheduled is not None
@@ -193,7 +196,7 @@ class Shares:
         self._enter(share)
 
     def unqueued(self, request: Request) -> None:
-        """A request has left the queue."""
+        """Record that a request has left the queue."""
         share = self.of(request)
         del share.waiting[request.key]
         share.queue.tidy()
@@ -202,14 +205,14 @@ class Shares:
             self._floor.discard(share)
 
     def left(self, request: Request) -> None:
-        """A request has ended, or is held: its caller may have no place any more."""
+        """Record that a request has ended or is held: its caller may no longer have a place."""
         share = self._shares.get(request.spec.caller)
         if share is not None:
             self._last = share.counter
             self._enter(share)
 
     def served(self, request: Request, service: int) -> None:
-        """A request's caller was given service."""
+        """Record the service that a request's caller was given."""
         share = self.of(request)
         share.counter += service / self.weight(share)
         if share.is_new:
@@ -217,16 +220,16 @@ class Shares:
             self._enter(share)
 
     def floor(self) -> float:
-        """Where a caller that begins to wait comes in, if it is not above that already."""
+        """The lowest counter at which a caller may begin to wait."""
         lowest = self._floor.peek() or self._first.peek()
         return lowest.counter if lowest is not None else self._busiest() or self._last
 
     def peek(self) -> Share | None:
-        """The one that waits and comes first. None: nobody waits."""
+        """The waiting caller that comes first. None: nobody waits."""
         return self._first.peek()
 
     def pop(self) -> None:
-        """Leave the first one out, until it is put back."""
+        """Leave the first caller out, until it is put back."""
         self._first.pop()
 
     def put_back(self, shares: Iterable[Share]) -> None:
@@ -239,8 +242,9 @@ class Shares:
         self._floor.push(share)
 
     def _forget(self) -> None:
-        """Make room for a new caller: of those without requests, the ones that are not above the
-        floor would be lifted to it anyway, and few of the others are kept. Amortised O(1).
+        """Make room for a new caller. Callers without requests are dropped if they are not above
+        the floor, to which they would be raised anyway; only a few of the others are kept.
+        Amortised O(1).
         """
         if len(self._shares) < self._kept + _REMEMBERED:
             return

@@ -1,21 +1,21 @@
-"""What a step costs, learned from the steps that were measured.
+"""Estimates what a step costs, from measured steps.
 
     seconds = step + prefill·[there are prompt tokens] + prompt token·n + attended pair·p
               + decoding request·d + attended token·k
 
-Of a step, n prompt tokens attend to p tokens in all, each to those before it and itself; d requests
-decode, and attend to k tokens. A deep chunk of a long prompt therefore costs more than its first
-one. No coefficient is below zero.
+A step has n prompt tokens, which attend to p tokens in all (each to itself and those before it),
+and d decoding requests, which attend to k tokens. So a late chunk of a long prompt costs more than
+its first one. No coefficient is below zero.
 
-The last steps of each kind, with prompt tokens and without, are remembered: however long nothing
-but decoding goes on, what prompts cost is not forgotten. Newer ones weigh more. What counts is how
-many times a step's estimate is off, and from a tenth on it counts no more than in proportion: one
-step that was delayed by something else hardly moves the estimate, and of a change that stays it
-takes a handful of steps to be believed.
+The last steps with prompt tokens and the last steps without are remembered separately, so the cost
+of prompts is not forgotten during long stretches of decoding. Newer steps weigh more. The fit uses
+relative errors, and errors above a tenth count linearly instead of squared. So one step that was
+delayed by something else hardly changes the estimate, while a lasting change is learned within a
+handful of steps.
 
-Where the steps do not tell two costs apart, since they were all alike, the costs share what was
-measured. The estimate is then right for steps like those, and only for those: whoever asks for
-larger ones grows by `most_measured`.
+If the steps were too similar to tell two costs apart, the measured time is divided between these
+costs. The estimate is then right only for similar steps, so callers that plan larger ones grow
+gradually from `most_measured`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ import numpy as np
 import numpy.typing as npt
 
 _REMEMBERED = 32
-"""Steps of each kind."""
+"""How many steps of each kind are remembered."""
 _FADING = 0.9
-"""What a step weighs beside the one of its kind that came behind it."""
+"""The weight of a step relative to the next one of its kind."""
 _RECENT = 8
-"""Steps with prompt tokens whose sizes count for `most_measured`."""
+"""How many steps with prompt tokens count for `most_measured`."""
 _TOLERANCE = 0.1
-"""An estimate that is off by more (as a logarithm) counts in proportion, no more as its square."""
+"""Errors (of the logarithm) above this count linearly instead of squared."""
 _KEPT = 8
-"""For so many steps a fit is kept, if none of them says that it is off: it takes a while."""
+"""For how many steps a fit is kept if it agrees with them, because fitting takes time."""
 _PASSES = 3
-"""How often the weights are made anew for a fit."""
+"""How often a fit recomputes its weights."""
 _SHARING = 1e-4
-"""How strongly costs that the steps do not tell apart are drawn to share what was measured."""
+"""How strongly the measured time is divided between costs that cannot be told apart."""
 _NUM_COSTS = 6
 _Numbers = npt.NDArray[np.float64]
 
@@ -49,10 +49,10 @@ class StepShape(NamedTuple):
     """What the cost of a step depends on.
 
     Attributes:
-        num_prompt_tokens: tokens in parts of more than one.
-        prompt_pairs: how many tokens each of them attends to, itself included, summed.
+        num_prompt_tokens: tokens in parts of more than one token.
+        prompt_pairs: the sum of how many tokens each of these attends to, itself included.
         num_decodes: parts of one token.
-        decode_context: how many tokens these attend to, summed.
+        decode_context: the sum of how many tokens these attend to.
     """
 
     num_prompt_tokens: int
@@ -72,11 +72,11 @@ class StepCosts(NamedTuple):
     decode_token: float
 
     def of_chunk(self, start: int, num_tokens: int) -> float:
-        """Of prompt tokens from a position on, without what the step costs anyway."""
+        """The cost of prompt tokens from a position on, without the fixed costs of a step."""
         return self.prompt_token * num_tokens + self.prompt_pair * pairs(start, num_tokens)
 
     def of_step(self, shape: StepShape) -> float:
-        """Of a whole step."""
+        """The cost of a whole step."""
         return (
             self.step
             + (self.prefill if shape.num_prompt_tokens else 0.0)
@@ -87,34 +87,36 @@ class StepCosts(NamedTuple):
         )
 
     def most_tokens(self, start: int, seconds: float) -> float:
-        """How many prompt tokens from a position on `of_chunk` lets in these seconds; infinite
-        where they cost nothing.
+        """How many prompt tokens from a position on fit in these seconds by `of_chunk`; infinite if
+        they cost nothing.
         """
         if seconds <= 0:
             return 0.0
         half = self.prompt_pair / 2
         linear = self.prompt_token + self.prompt_pair * (start + 0.5)
-        # The larger root of half·n² + linear·n = seconds, in the form that loses no digits.
+        # The larger root of half·n² + linear·n = seconds, in the numerically stable form.
         below = linear + math.sqrt(linear * linear + 4 * half * seconds)
         return 2 * seconds / below if below > 0 else math.inf
 
 
 def pairs(start: int, num_tokens: int) -> int:
-    """To how many tokens those from `start` on attend, each to those before it and itself."""
+    """How many tokens the tokens from `start` on attend to in all: each to itself and those before
+    it.
+    """
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
 class StepCost:
-    """The steps that are remembered, and what follows from them."""
+    """The remembered steps, and the estimate from them."""
 
     def __init__(self) -> None:
         self._prefills: deque[tuple[StepShape, float]] = deque(maxlen=_REMEMBERED)
         self._decodes: deque[tuple[StepShape, float]] = deque(maxlen=_REMEMBERED)
         self._costs: StepCosts | None = None  # to be fitted anew
-        self._num_new = 0  # since they were fitted
+        self._num_new = 0  # steps since the last fit
 
     def add(self, shape: StepShape, seconds: float) -> None:
-        """Remember a step. One that took no time, by a coarse clock, says nothing."""
+        """Remember a step. If a coarse clock shows no time for it, it is ignored."""
         if seconds <= 0:
             return
         kind = self._prefills if shape.num_prompt_tokens else self._decodes
@@ -128,12 +130,12 @@ class StepCost:
 
     @property
     def most_measured(self) -> int:
-        """The most prompt tokens of a step among the last few that had any; 0: none had."""
+        """The most prompt tokens in one of the last few steps that had any; 0: none had."""
         last = list(self._prefills)[-_RECENT:]
         return max((shape.num_prompt_tokens for shape, _ in last), default=0)
 
     def costs(self) -> StepCosts | None:
-        """What fits the steps that are remembered; None: there is none with prompt tokens."""
+        """The costs that best fit the remembered steps; None: no step had prompt tokens."""
         if self._costs is None and self._prefills:
             self._costs, self._num_new = self._fit(), 0
         return self._costs
@@ -147,15 +149,15 @@ class StepCost:
                 weights.append(_FADING**age)
         features = np.array(rows, dtype=np.float64)
         measured_s, fading = np.array(seconds), np.array(weights)
-        # The first pass weighs steps as if what was measured were right, so that none counts for
-        # being long; the others by what the pass before made of them.
+        # The first pass weighs errors by the measured times, so that long steps do not count more;
+        # later passes by the estimates of the pass before.
         weight = fading / measured_s**2
         costs = _least_squares(features, measured_s, weight)
         for _ in range(_PASSES):
             estimate = np.maximum(features @ costs, 1e-12)
             ratio = measured_s / estimate
             ratio[np.abs(ratio - 1) < 1e-6] = 1 + 1e-6
-            # The square of an error that is weighted by this pulls as its logarithm does, bounded.
+            # With this weight, a squared error acts like the bounded error of the logarithm.
             pull = np.minimum(np.abs(np.log(ratio)), _TOLERANCE) / np.abs(ratio - 1)
             weight = fading * pull / estimate**2
             costs = _least_squares(features, measured_s, weight)
@@ -163,9 +165,9 @@ class StepCost:
 
 
 def _least_squares(features: _Numbers, seconds: _Numbers, weight: _Numbers) -> _Numbers:
-    """The coefficients, none below zero, with the least weighted squares of errors.
+    """The non-negative coefficients with the least weighted sum of squared errors.
 
-    What comes out negative is set to zero, the worst first, until nothing does.
+    Negative coefficients are set to zero, the lowest first, until there are none.
     """
     scale = np.sqrt((weight[:, None] * features**2).sum(axis=0))
     scale[scale == 0] = 1.0

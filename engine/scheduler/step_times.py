@@ -1,4 +1,4 @@
-"""How long steps take at least, from those that were measured last."""
+"""A lower bound on the duration of steps, from recently measured ones."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _REMEMBERED = 64
 class StepTimes:
     """The durations of the last 64 steps.
 
-    The estimate leans to one side: that a request could be done in time is believed too often
-    rather than too rarely.
+    The estimate is optimistic: it is more likely to keep a request that cannot finish in time than
+        to end one that could.
     """
 
     def __init__(self, max_batch_tokens: int) -> None:
@@ -26,11 +26,12 @@ class StepTimes:
             self._full.append(seconds)
 
     def at_least(self, num_tokens: int) -> float:
-        """Seconds that it takes at least to compute so many tokens of one request; 0 before
+        """The least seconds in which so many tokens of one request can be computed; 0 before
         anything was measured.
 
         Alone in every step, the request needs ⌊tokens / budget⌋ full steps and one for the rest.
-        Each is taken to be as fast as the fastest remembered one of its kind: full, or any.
+        Full steps are assumed to be as fast as the fastest remembered full one, the last as fast as
+        the fastest of all.
         """
         if not self._all:
             return 0.0
