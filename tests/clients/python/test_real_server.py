@@ -14,6 +14,7 @@ from engine.outputs import RequestFailure
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer, says
+from tests.service.fault_proxy import fault_proxy
 from tests.service.helpers import until
 
 
@@ -222,6 +223,56 @@ async def test_another_session_takes_a_request_over(
         assert (await taken).text == "once upon a time"
         assert (await first.submit("hi", max_tokens=4)).text == "once"
         assert engine.cancelled == []
+
+
+@pytest.mark.parametrize("call", ["add_request", "generate"])
+async def test_a_call_whose_connection_is_lost_is_tried_again(
+    engine: FakeEngine, real: HeadraceServer, call: str
+) -> None:
+    """While the engine is yet to answer; and (Generate) while the request runs."""
+    engine.submit_gate = asyncio.Event()
+    engine.hold_at = 0
+    registry = real.registry
+
+    def waiting() -> int:
+        return sum(request.waiting for request in registry.requests.values())
+
+    async with (
+        fault_proxy(real.addresses[0]) as proxy,
+        AsyncClient(proxy.target) as client,
+    ):
+        answer = asyncio.ensure_future(getattr(client, call)("hi", max_tokens=9))
+        await until(waiting)
+        [name] = registry.requests
+        proxy.cut()
+        await until(lambda: not waiting())
+        await until(waiting)
+        assert list(registry.requests) == [name]
+        engine.submit_gate.set()
+        await until(lambda: engine.num_live == 1)
+        if call == "generate":
+            proxy.cut()
+            await until(lambda: len(engine.cancelled) == 2)
+            engine.step()
+            await until(lambda: engine.num_live == 1 and len(engine.submitted) == 2)
+        engine.run()
+        async with asyncio.timeout(30):
+            result = await answer
+        assert result.request_id == name[1]
+        assert len(engine.submitted) == (1 if call == "add_request" else 2)
+        assert (await client.get_result(name[1])).text == "once upon"
+        assert len(engine.submitted) == (1 if call == "add_request" else 2)
+
+
+async def test_the_same_call_again(engine: FakeEngine, aclient: AsyncClient) -> None:
+    first = await aclient.generate("hi", request_id="a", max_tokens=4)
+    assert await aclient.generate("hi", request_id="a", max_tokens=4) == first
+    accepted = await aclient.add_request("hi", request_id="b", max_tokens=4)
+    assert await aclient.add_request("hi", request_id="b", max_tokens=4) == accepted
+    assert len(engine.submitted) == 2
+    for call in (aclient.generate, aclient.add_request):
+        with pytest.raises(headrace.AlreadyExistsError, match="other content"):
+            await call("hi", request_id="a", max_tokens=5)
 
 
 async def test_a_failure_after_a_choice_finished(engine: FakeEngine, aclient: AsyncClient) -> None:

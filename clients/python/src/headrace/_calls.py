@@ -60,7 +60,7 @@ def open_call(method: Any, request: Any, metadata: Any) -> Any:
 
 def name_request(spec: GenerationSpec) -> None:
     """Gives a request an unguessable id if it has none, so that it can be cancelled by its id from
-    the start.
+    the start, and that a unary call with it can be tried again without harm.
     """
     if not spec.request_id:
         spec.request_id = uuid.uuid4().hex

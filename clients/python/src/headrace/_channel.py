@@ -164,7 +164,9 @@ def _options(
 def service_config(retries: int, load_balancing: LoadBalancing) -> dict[str, Any]:
     """The retry policy: unary calls only, and none of them after an answer has begun.
 
-    Streams are not retried: only the caller knows what their requests did before the loss.
+    AddRequest and Generate have an id, by which the server knows a call that comes again: it gets
+    the first one's answer. Streams are not retried: only the caller knows what their requests did
+    before the loss.
     """
     config: dict[str, Any] = {"loadBalancingConfig": [{load_balancing: {}}]}
     if retries > 0:

@@ -31,7 +31,6 @@ from headrace.async_control import AsyncControl
 from headrace.async_session import AsyncSession
 from headrace.async_streams import AsyncCallEvents, AsyncPolledEvents, AsyncStream
 from headrace.errors import (
-    AlreadyExistsError,
     CallCancelledError,
     NotFoundError,
     UnavailableError,
@@ -181,11 +180,15 @@ class AsyncClient:
     async def generate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Result:
         """Runs one request and returns its whole result. An exception (Ctrl-C too) cancels it.
 
+        If the connection is lost meanwhile, gRPC tries again, with the same id: what has finished
+        is not computed twice.
+
         Raises:
             HeadraceError: the request was refused or failed; the class says why.
             TypeError: there is no option of this name, or the prompt has an unsupported type.
         """
         spec = build_spec(prompt, options)
+        _calls.name_request(spec)
         request = with_capabilities(pb.GenerateRequest(spec=spec))
         response = await self._call(self._generation.Generate, request, None, spec.request_id)
         return result_from_proto(response)
@@ -287,27 +290,17 @@ class AsyncClient:
     async def add_request(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Accepted:
         """Starts a request that runs without a stream, and returns once the server has accepted it.
 
-        Its result is kept for `get_result` and `attach`, and for a while after its end.
+        Its result is kept for `get_result` and `attach`, and for a while after its end. To call it
+        again with the same `request_id`, prompt and options starts nothing, and returns the same.
 
         Raises:
+            AlreadyExistsError: there is another request with that `request_id`.
             HeadraceError: the request was refused.
         """
         spec = build_spec(prompt, options)
-        is_named = bool(spec.request_id)
         _calls.name_request(spec)
-        try:
-            request = with_capabilities(pb.AddRequestRequest(spec=spec))
-            response = await self._short(self._generation.AddRequest, request, spec.request_id)
-        except AlreadyExistsError:
-            if is_named:
-                raise
-            # Our own fresh id: the first try arrived, its answer was lost, and gRPC tried again.
-            fold = Fold(spec.request_id, n=0)
-            for event in (await self._get_result(_calls.poll_request(fold, wait=0))).events:
-                fold.add(event)
-            if fold.accepted is None:
-                raise
-            return fold.accepted
+        request = with_capabilities(pb.AddRequestRequest(spec=spec))
+        response = await self._short(self._generation.AddRequest, request, spec.request_id)
         return accepted_from_proto(response.request_id, response.accepted)
 
     async def get_result(self, request_id: str, *, timeout: float | None = None) -> Result:  # noqa: ASYNC109
