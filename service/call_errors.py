@@ -4,7 +4,7 @@ classes to gRPC codes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from engine.errors import EngineUnavailableError, HeadraceError
 
@@ -48,6 +48,23 @@ class CapabilityMissingError(HeadraceError):
             f"requires: {why or 'leave out what needs it, or use another server'} (it has {known})"
         )
         self.capability = capability
+
+
+class ModelNotFoundError(HeadraceError):
+    """A request is for a model that this server does not have.
+
+    Attributes:
+        model: the name that it gives.
+        served: the names of the one that is here.
+    """
+
+    def __init__(self, field: str, model: str, served: Sequence[str]) -> None:
+        super().__init__(
+            f"{field}: {model[:64]!r} is not served here; leave the field out, use another server, "
+            f"or name the model that is: {', '.join(served)}"
+        )
+        self.model = model
+        self.served = served
 
 
 class WrongInstanceError(HeadraceError):

@@ -19,6 +19,8 @@ from service.receiving import MIN_RECEIVE_BYTES
 SCHEDULERS = ("fair", "priority", "fifo", "prefill_first")
 SLOW_READERS = ("hold", "end")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_ALIASES = 16
+MAX_ALIAS = 128
 MIB = 1 << 20
 DAY_S = 86_400.0
 NETWORK = "Network"
@@ -48,6 +50,13 @@ class ServiceConfig:
     served_name: str | None = option(
         None,
         "The model's name in the model card; without it, the last part of the path.",
+        group=MODEL,
+    )
+    served_alias: tuple[str, ...] = option(
+        (),
+        "Another name by which requests may call the model.",
+        more="The flag may be given several times; in the variable, names are separated by blanks. "
+        "At most 16, each of at most 128 characters without blanks.",
         group=MODEL,
     )
     insecure: bool = option(
@@ -398,6 +407,18 @@ class ServiceConfig:
         if self.health_listen is not None:
             parse_address(self.health_listen, "health_listen")
         check_bounds(self)
+        if len(self.served_alias) > MAX_ALIASES:
+            raise ConfigError(
+                "served_alias",
+                f"has {len(self.served_alias)} names; at most {MAX_ALIASES} are allowed",
+            )
+        for alias in self.served_alias:
+            if not (1 <= len(alias) <= MAX_ALIAS and alias.isprintable() and " " not in alias):
+                raise ConfigError(
+                    "served_alias",
+                    f"is {alias[:MAX_ALIAS]!r}; a name must be 1 to {MAX_ALIAS} printable "
+                    "characters without blanks",
+                )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError(
                 "tls_cert",

@@ -122,7 +122,7 @@ class Flag:
         elif isinstance(default, bool):
             shown = "on" if default else "off"
         elif isinstance(default, tuple):
-            shown = f"`{default[0]}`"
+            shown = f"`{default[0]}`" if default else "none"
         else:
             text = f"{default:04o}" if option.base == 8 else default
             shown = f"`{text:g}`" if isinstance(text, float) else f"`{text}`"

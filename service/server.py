@@ -345,12 +345,13 @@ class HeadraceServer:
             max_choices=config.max_choices,
             max_send_bytes=config.max_send_bytes,
         )
+        card = model_card(info, tokenizer, config, self.instance_id)
         return FrontEnd(
             info=info,
-            card=model_card(info, tokenizer, config, self.instance_id),
+            card=card,
             tokenizer=tokenizer,
             encoder=encoder,
-            converter=Converter(info, tokenizer, encoder, limits),
+            converter=Converter(info, tokenizer, encoder, limits, (card.name, *card.aliases)),
             responder=Responder(tokenizer, self.instance_id),
             registry=self.registry,
             loads=self.loads,

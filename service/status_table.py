@@ -47,6 +47,7 @@ from service.call_errors import (
     MessageMissingError,
     MessageTimeoutError,
     MessageTooLargeError,
+    ModelNotFoundError,
     NotReadyError,
     PreconditionError,
     TooManyCallsError,
@@ -214,6 +215,14 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
         ),
     ),
     (CapabilityMissingError, _capability),
+    (
+        ModelNotFoundError,
+        _as(
+            _Code.NOT_FOUND,
+            "MODEL_NOT_FOUND",
+            lambda error: {"model": error.model, "served": ",".join(error.served)},
+        ),
+    ),
     (
         WrongInstanceError,
         _as(

@@ -39,8 +39,10 @@ def model_card(
     info: ModelInfo, tokenizer: Tokenizer, config: ServiceConfig, instance_id: str
 ) -> model_service_pb2.ModelCard:
     """Describe the model and the server's limits."""
+    name = config.served_name or info.name
     return model_service_pb2.ModelCard(
-        name=config.served_name or info.name,
+        name=name,
+        aliases=[alias for alias in dict.fromkeys(config.served_alias) if alias != name],
         architecture=info.architecture,
         parameters=info.parameters,
         dtype=info.dtype,

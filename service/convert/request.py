@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headrace.v1 import generation_pb2, generation_service_pb2
@@ -28,7 +29,7 @@ from engine.text import StopStrings, TextStream, Tokenizer
 from engine.token_ids import NO_IDS, TokenIds
 from engine.types import CallerKey, RequestId
 from service.accounts import Account
-from service.call_errors import FieldError
+from service.call_errors import FieldError, ModelNotFoundError
 from service.convert.inputs import InputEncoder, Truncation
 from service.convert.sampling import check_min_tokens, grammar_params, sampling_params
 from service.convert.unsupported import refuse_unsupported
@@ -127,12 +128,19 @@ class Converter:
     """Converts specs for one loaded model."""
 
     def __init__(
-        self, info: ModelInfo, tokenizer: Tokenizer, encoder: InputEncoder, limits: RequestLimits
+        self,
+        info: ModelInfo,
+        tokenizer: Tokenizer,
+        encoder: InputEncoder,
+        limits: RequestLimits,
+        names: Sequence[str],
     ) -> None:
+        """`names`: by which requests may call the model, its own first."""
         self._info = info
         self._tokenizer = tokenizer
         self._encoder = encoder
         self._limits = limits
+        self._names = tuple(names)
 
     def draft(self, message: SpecMessage, field: str = "spec") -> Draft:
         """Look at a message's spec, before any work is done for it. `field`: where it is in what
@@ -140,12 +148,15 @@ class Converter:
 
         Raises:
             FieldError: there is none, or the request's id does not fit.
+            ModelNotFoundError: it is for another model.
         """
         if not message.HasField("spec"):
             raise FieldError(field, "is missing; say what to generate")
         spec = message.spec
         if spec.request_id:
             check_request_id(spec.request_id, f"{field}.request_id")
+        if spec.model and spec.model not in self._names:
+            raise ModelNotFoundError(f"{field}.model", spec.model, self._names)
         return Draft(
             spec=spec,
             field=field,

@@ -19,8 +19,6 @@ def refuse_unsupported(spec: generation_pb2.GenerationSpec, *, heeds_priorities:
     Raises:
         UnsupportedFieldError: with the field's path in the spec.
     """
-    if spec.model:
-        raise UnsupportedFieldError("model", _NOT_YET)
     if spec.labels:
         raise UnsupportedFieldError("labels", _NOT_YET)
     if spec.adapter:

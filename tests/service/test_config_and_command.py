@@ -45,6 +45,11 @@ ROOT = Path(__file__).resolve().parents[2]
         ("listen", ("0.0.0.0:50051",)),
         ("listen", ("[::]:50051",)),
         ("listen", ("example.org:50051",)),
+        ("served_alias", ("a",) * 17),
+        ("served_alias", ("",)),
+        ("served_alias", ("a b",)),
+        ("served_alias", ("a\n",)),
+        ("served_alias", ("a" * 129,)),
         ("tls_cert", "cert.pem"),
         ("tls_client_ca", "ca.pem"),
         ("max_requests_per_identity", -1),
@@ -217,12 +222,14 @@ def test_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         HEADRACE_MAX_QUEUE_SIZE="9",
         HEADRACE_DRAIN_TIMEOUT="4.5",
         HEADRACE_UNIX_SOCKET_MODE="0600",
+        HEADRACE_SERVED_ALIAS="small org/model:7b",
     )
     assert result.exit_code == 0, result.output
     assert model == "/models/m"
     assert (batching.block_size, batching.max_queue_size) == (32, 7)
     assert load.dtype == "float32"
     assert config.listen == ("127.0.0.1:1",)
+    assert config.served_alias == ("small", "org/model:7b")
     assert (config.drain_timeout_s, config.unix_socket_mode) == (4.5, 0o600)
 
 
