@@ -1,5 +1,5 @@
-"""Sends to the log what Python would write to stderr by itself: warnings, exceptions of threads and
-finalizers, what libraries print.
+"""Sends to the log what Python would write to stderr: warnings, exceptions in threads and
+finalizers, and the output of libraries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def install(take: Take) -> ExitStack:
-    """Take all of it over, until the result is closed.
+    """Redirect all of it, until the result is closed.
 
     Args:
         take: called with each line that is written to sys.stderr; neither waits nor raises.

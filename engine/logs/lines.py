@@ -1,4 +1,4 @@
-"""Makes lines of what is written to a stream: to a pipe, or to Python's sys.stderr."""
+"""Splits what is written to a stream into lines: to a pipe, or to Python's sys.stderr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 MAX_LINE_BYTES = 256 * 1024
-"""A longer line is cut in pieces; a record's line is never as long."""
+"""Longer lines are cut in pieces; the line of a record is always shorter."""
 
 _CHUNK = 64 * 1024
 
@@ -16,14 +16,14 @@ Take = Callable[[str], None]
 
 
 class LineReader:
-    """Hands on the lines of a pipe, in a thread of its own, until nobody can write to it."""
+    """Passes on the lines of a pipe, in its own thread, until the pipe has no writer."""
 
     def __init__(self, fd: int, take: Take) -> None:
         """Start the thread.
 
         Args:
-            fd: the pipe's end for reading; closed at its end.
-            take: called with each line, without its end; raises nothing.
+            fd: the pipe's read end; closed when the pipe has no writer.
+            take: called with each line, without the line break; must not raise.
         """
         self._fd = fd
         self._take = take
@@ -31,7 +31,7 @@ class LineReader:
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end."""
+        """Wait until the pipe has no writer and all lines are passed on."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -53,21 +53,21 @@ class LineReader:
 
 
 class LineWriter(io.TextIOBase):
-    """Stands in for sys.stderr: what is written there is handed on by lines."""
+    """Replaces sys.stderr, and passes on line by line what is written there."""
 
     def __init__(self, take: Take) -> None:
-        """`take`: called with each line, without its end; neither waits nor raises."""
+        """`take`: called with each line, without the line break; neither waits nor raises."""
         self._take = take
         self._rest = ""
         self._own = threading.RLock()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # a property here
-        """As a file would say it."""
+        """The encoding, as a file has it."""
         return "utf-8"
 
     def writable(self) -> bool:
-        """It is there to be written to."""
+        """True, as for any output stream."""
         return True
 
     def write(self, text: str) -> int:
@@ -84,8 +84,8 @@ class LineWriter(io.TextIOBase):
 
 
 def open_pipe() -> tuple[int, int]:
-    """A pipe for `LineReader`: its two ends. Who writes to it never waits, even where nothing that
-    could read it runs: what a full pipe cannot take is lost.
+    """Make a pipe for `LineReader`, and return its two ends. Writers never wait, even if nothing
+    reads: what does not fit in the pipe is lost.
     """
     reading, writing = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writing, False)

@@ -1,8 +1,8 @@
-"""A queue of lines before a file that may take them slowly, or not at all.
+"""A queue of lines for a file that may be slow to write to, or block.
 
-Whoever puts a line in neither waits nor fails: a full queue drops it, and so does a file that
-cannot be written. What was dropped is counted, and said in its place as soon as something can be
-written again.
+Adding a line neither waits nor fails: if the queue is full or the file cannot be written, the line
+    is dropped. Dropped lines are counted, and the count is written in their place as soon as
+    writing works again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What was put in, and how many that were dropped stood before it."""
+    """A line, and how many lines were dropped before it."""
 
     data: bytes
     dropped: int
@@ -41,24 +41,23 @@ class LogQueue:
         """Start the thread.
 
         Args:
-            fd: the file, which stays the caller's. It may be blocking or not.
-            notice: makes the line that says how many were dropped.
-            max_lines: how many entries may wait.
-            max_bytes: how many bytes they may have together.
+            fd: the file, blocking or not; the caller keeps ownership.
+            notice: makes the line that says how many lines were dropped.
+            max_lines: how many entries may wait. max_bytes: how many bytes they may have in all.
         """
         self._fd = fd
         self._notice = notice
         self._max_lines = max_lines
         self._max_bytes = max_bytes
-        # SimpleQueue.put may interrupt itself, as in a signal's handler; so may an RLock's holder.
+        # SimpleQueue.put is reentrant, as signal handlers need; so is an RLock.
         self._entries: SimpleQueue[_Entry | threading.Event] = SimpleQueue()
         self._lock = threading.RLock()
         self._lines = self._bytes = self._dropped = 0
         threading.Thread(target=self._run, name="log-writer", daemon=True).start()
 
     def put(self, line: str) -> None:
-        """Have a line written, or dropped; it may consist of several that belong together. Callable
-        from any thread, from signal handlers and from finalizers.
+        """Add a line to be written or dropped; it may consist of several that belong together. May
+        be called from any thread, from signal handlers and from finalizers.
         """
         data = _encode(line)
         with self._lock:
@@ -71,7 +70,9 @@ class LogQueue:
             self._entries.put(entry)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until what was put in has been written, or dropped; False: it takes longer."""
+        """Wait until everything in the queue was written or dropped; False: the time ran out
+        first.
+        """
         done = threading.Event()
         self._entries.put(done)
         return done.wait(timeout_s)
@@ -87,8 +88,8 @@ class LogQueue:
             with self._lock:
                 self._lines -= 1
                 self._bytes -= len(entry.data)
-                # Nobody may have anything to say for hours: what is missing is said at once. Only
-                # where writing works, else this would go round for ever.
+                # The next line may come hours later, so the number of missing lines is written at
+                # once. Only if writing works; otherwise this would loop for ever.
                 tells = not lost and not self._lines and self._dropped
                 if tells:
                     lost, self._dropped = self._dropped, 0
@@ -96,7 +97,9 @@ class LogQueue:
                 lost = self._write(b"", lost) and lost
 
     def _write(self, data: bytes, lost: int) -> int:
-        """Write something behind the notice of what was lost before; returns what is lost then."""
+        """Write the notice of earlier losses, then the data; returns how many lines are lost
+        now.
+        """
         if lost:
             data = _encode(self._notice(lost)) + data
         try:
@@ -114,7 +117,7 @@ def _write_all(fd: int, data: bytes) -> None:
     """Write to a file, however long it takes.
 
     Raises:
-        OSError: it cannot be written; a part may have been.
+        OSError: writing failed; a part may have been written.
     """
     rest = memoryview(data)
     while rest:
@@ -123,7 +126,7 @@ def _write_all(fd: int, data: bytes) -> None:
         except OSError as error:
             if error.errno != errno.EAGAIN:
                 raise
-            # Somebody who has it too made it non-blocking.
+            # Another process that shares the file made it non-blocking.
             poll = select.poll()
             poll.register(fd, select.POLLOUT)
             poll.poll()

@@ -1,6 +1,6 @@
-"""How a log record of the engine's process travels to the server's, which has its stderr: as a
-line that begins with a record separator, as in a JSON text sequence (RFC 7464). Any other line
-there was written past logging, by native code or by a program that died.
+"""Encodes log records of the engine's process for the server's, which reads its stderr: each is a
+line that begins with a record separator, as in a JSON text sequence (RFC 7464). Any other line did
+not come through logging, but from native code or from a program that died.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE = 4096
 MAX_TRACEBACK = 16 * 1024
-"""Characters of a record's parts; the rest is left out."""
+"""The longest part of a record, in characters; the rest is left out."""
 
 STDERR_LOGGER = "stderr"
-"""Under this name goes what was written past logging."""
+"""The logger's name for lines that did not come through logging."""
 
 _MARK = "\x1e"
 _formatter = logging.Formatter()
@@ -30,14 +30,14 @@ class _Wire(msgspec.Struct, array_like=True):
     name: str
     line: int
     message: str
-    traceback: str  # empty: there is none
+    traceback: str  # empty: none
 
 
 class RecordHandler(logging.Handler):
     """Puts records in a queue, as lines for the process that reads them."""
 
     FLUSH_S = 1.0
-    """How long the end of the process waits for the file."""
+    """How long the process waits for the file at its end."""
 
     def __init__(self, queue: LogQueue) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class RecordHandler(logging.Handler):
             self._queue.put(f"a log record of {record.name} cannot be formatted")
 
     def flush(self) -> None:
-        """Wait for a moment until all is written."""
+        """Wait until all is written, but no longer than FLUSH_S."""
         self._queue.flush(self.FLUSH_S)
 
 
@@ -72,10 +72,10 @@ def encode(record: logging.LogRecord) -> str:
 
 
 def decode(line: str, process: str) -> logging.LogRecord:
-    """The record that a line holds, or one that says it.
+    """Decode the record in a line; for any other line, make a record of it.
 
     Args:
-        line: what the process wrote.
+        line: a line that the process wrote.
         process: its name, for the log.
     """
     wire = None
@@ -94,13 +94,13 @@ def decode(line: str, process: str) -> logging.LogRecord:
 
 
 def dropped(count: int) -> logging.LogRecord:
-    """A record that says how many lines are missing where it stands."""
+    """Make a record that says how many lines are missing in its place."""
     message = "%d lines were dropped: stderr did not take them"
     return logging.LogRecord(__name__, logging.WARNING, "", 0, message, (count,), None)
 
 
 def foreign(line: str, process: str) -> logging.LogRecord:
-    """A record of a line that was written past logging."""
+    """Make a record of a line that did not come through logging."""
     record = logging.LogRecord(
         STDERR_LOGGER, logging.WARNING, "", 0, "%s", (cut(line, MAX_MESSAGE),), None
     )
@@ -109,12 +109,12 @@ def foreign(line: str, process: str) -> logging.LogRecord:
 
 
 def _sendable(text: str) -> str:
-    """The text without halves of characters, which UTF-8 does not have."""
+    """The text without lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def cut(text: str, length: int) -> str:
-    """The beginning and the end of a text that is too long."""
+    """Cut the middle out of a text that is too long."""
     if len(text) <= length:
         return text
     head = length // 4

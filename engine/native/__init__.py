@@ -1,8 +1,8 @@
-"""Kernels for CPUs, in C++: built at set-up, loaded here, replaced by torch where they are not.
+"""Kernels for CPUs, in C++: built at set-up and loaded here. Without them, torch is used.
 
     src/*.cpp ──build.py──▶ libheadrace.so ──library.py──▶ NativeLibrary ──▶ attention
 
-The library has a plain C interface and knows neither Python nor torch: it is handed pointers. So it
-is built in seconds by any C++ compiler, for all versions of torch at once. It runs its loops on
-torch's own OpenMP threads.
+The library has a plain C interface that takes pointers, and depends on neither Python nor torch. So
+any C++ compiler builds it in seconds, for all versions of torch. It runs its loops on torch's own
+OpenMP threads.
 """

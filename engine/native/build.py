@@ -1,10 +1,10 @@
 """Builds the kernels: `python -m engine.native.build`. Needs nothing but the standard library and a
 C++ compiler (g++ 11 or clang++ 14, or newer).
 
-Each source is compiled once for every instruction set in VARIANTS, into a namespace of that name;
-the library chooses one when it is loaded, so that it may be built on one machine and run on
-another. Objects of the most modest set are linked first: where a template of the standard library
-exists in several of them, the linker keeps the first one.
+Each source is compiled once for every instruction set in VARIANTS, into a namespace of that name.
+    The library chooses one when it is loaded, so it may be built on one machine and run on another.
+    Objects of the lowest set are linked first: if several objects contain the same template of the
+    standard library, the linker keeps the first one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FLAGS = (
     "-Wextra",
     "-Wno-psabi",
     "-Wno-unknown-warning-option",
-    "-Wno-maybe-uninitialized",  # the compiler's own headers set it off
+    "-Wno-maybe-uninitialized",  # the compiler's own headers cause this warning
 )
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -57,12 +57,12 @@ class BuildError(Exception):
 
 
 def variants(machine: str) -> dict[str, tuple[str, ...]]:
-    """The instruction sets to build for on such a machine, the most modest first."""
+    """The instruction sets to build for on a type of machine, the lowest first."""
     return _X86 if machine in ("x86_64", "AMD64") else {"portable": ()}
 
 
 def fingerprint() -> str:
-    """Of the sources: a library that was built from others is not used."""
+    """A hash of the sources: a library that was built from other sources is not used."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         if path.suffix in (".cpp", ".h"):
@@ -71,7 +71,7 @@ def fingerprint() -> str:
 
 
 def find_compiler(wanted: str | None = None) -> str:
-    """The path of a C++ compiler: the one that is wanted, or the first of COMPILERS.
+    """The path of a C++ compiler: the requested one, or the first of COMPILERS that exists.
 
     Raises:
         BuildError: there is none.
@@ -85,10 +85,10 @@ def find_compiler(wanted: str | None = None) -> str:
 
 
 def build(compiler: str, output: Path = LIBRARY) -> None:
-    """Compile and link, in parallel. `output` is replaced in one piece.
+    """Compile and link, in parallel. `output` is replaced atomically.
 
     Raises:
-        BuildError: with what the compiler said.
+        BuildError: compiling failed; the message has the compiler's output.
     """
     stamp = f'-DHEADRACE_FINGERPRINT="{fingerprint()}"'
     with tempfile.TemporaryDirectory(dir=output.parent) as name:
@@ -103,8 +103,8 @@ def build(compiler: str, output: Path = LIBRARY) -> None:
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             list(pool.map(lambda job: _run([compiler, *_FLAGS, *job[1], "-o", str(job[0])]), jobs))
         linked = folder / output.name
-        # Without -fopenmp: the library takes the OpenMP functions that torch has brought in. A
-        # second copy of them would mean a second set of threads.
+        # Without -fopenmp: the library uses the OpenMP runtime that torch has loaded. A second copy
+        # would start a second set of threads.
         static = ["-static-libgcc", "-static-libstdc++"]
         objects = [str(path) for path, _ in jobs]
         _run([compiler, "-shared", "-fPIC", *static, *objects, "-o", str(linked)])

@@ -1,4 +1,4 @@
-"""The kernels as Python sees them: the library is loaded, or it is said why not."""
+"""Loads the kernels, or says why they cannot be loaded, and declares their interface."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _REBUILD = "run `make setup`, or `python -m engine.native.build`"
 
 
 class AttentionCall(ctypes.Structure):
-    """One layer's attention. Field by field src/calls.h.
+    """One layer's attention. Mirrors the struct in src/calls.h.
 
     Attributes:
-        query, key, value: the step's tokens, [Hq, T, D], [Hkv, T, D] and [Hkv, T, Dv], each head's
-            elements in one piece; the strides count elements.
+        query, key, value: the step's tokens, [Hq, T, D], [Hkv, T, D] and [Hkv, T, Dv]. The elements
+            of a head are contiguous; the strides count elements.
         keys, values: the layer's cache, [num_slots, Hkv, D] and [num_slots, Hkv, Dv].
-        output: [T, Hq, Dv]. All of the above are of one dtype.
+        output: [T, Hq, Dv]. All of the above have the same dtype.
         sinks: float32 [Hq], or null.
         starts, counts: int64 [R]. tables: int32 [R, table_width].
         scratch: float32 [scratch_floats].
-        window: most positions that a token sees, itself included; 0: all.
+        window: the most positions that a token attends to, itself included; 0: all.
         dtype: 0 float32, 1 bfloat16, 2 float16.
-        threads: how many work.
+        threads: how many threads to use.
         softcap: 0: none.
     """
 
@@ -70,20 +70,23 @@ class AttentionCall(ctypes.Structure):
 
 
 FROM_ONE, ROUNDED_FIRST = 1, 2
-"""How a norm's weight is applied: it is a distance from 1; the input is rounded before it."""
+"""How a norm applies its weight: FROM_ONE: as 1 + weight; ROUNDED_FIRST: the normed input is
+rounded before it is multiplied.
+"""
 SILU, GELU_TANH = 0, 1
 """What gates."""
 
 
 class HeadsCall(ctypes.Structure):
-    """Queries and keys of one layer: normed, then turned, in place. Field by field src/calls.h.
+    """Queries and keys of one layer: normed, then rotated, in place. Mirrors the struct in
+    src/calls.h.
 
     Attributes:
-        query, key: bfloat16 [T, Hq * D] and [T, Hkv * D], whose rows are so many elements apart as
-            the strides say. Of each head the first rotary_dim elements are rotated.
+        query, key: bfloat16 [T, Hq * D] and [T, Hkv * D]; the strides are the distances between
+            rows, in elements. The first rotary_dim elements of each head are rotated.
         cos, sin: bfloat16 [T, rotary_dim].
-        query_weight, key_weight: of the norms, bfloat16 [D]; null: there is none.
-        form: of both norms: 0, FROM_ONE or ROUNDED_FIRST.
+        query_weight, key_weight: the norms' weights, bfloat16 [D]; null: no norm.
+        form: the form of both norms: 0, FROM_ONE or ROUNDED_FIRST.
     """
 
     _fields_ = (
@@ -99,7 +102,7 @@ class HeadsCall(ctypes.Structure):
 
 
 class NormWeight(ctypes.Structure):
-    """A root-mean-square norm: bfloat16 [width]. Field by field src/calls.h."""
+    """A root-mean-square norm: bfloat16 [width]. Mirrors the struct in src/calls.h."""
 
     _fields_ = (
         ("weight", _POINTER),
@@ -110,7 +113,7 @@ class NormWeight(ctypes.Structure):
 
 
 class LinearWeight(ctypes.Structure):
-    """A packed linear layer: [outputs, inputs]. Field by field src/calls.h."""
+    """A packed linear layer: [outputs, inputs]. Mirrors the struct in src/calls.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("packed", "bias", "scales")),
@@ -119,15 +122,16 @@ class LinearWeight(ctypes.Structure):
 
 
 class LayerSpec(ctypes.Structure):
-    """A whole decoder layer: all that is known before a step is. Field by field src/calls.h.
+    """A whole decoder layer: everything that does not depend on the step. Mirrors the struct in
+    src/calls.h.
 
     Attributes:
-        first_norm, second_norm: in front of attention and of the gated layer.
+        first_norm, second_norm: the norms before attention and before the gated layer.
         projection, output, gate_up, down: q_proj, k_proj and v_proj as one; o_proj; gate_proj and
             up_proj as one; down_proj.
-        heads: without its queries, keys, tokens, cosines and sines.
+        heads: a HeadsCall without queries, keys, tokens, cosines and sines.
         activation: SILU or GELU_TANH.
-        scaling, softcap: of attention; see AttentionCall.
+        scaling, softcap: for attention; see AttentionCall.
     """
 
     _fields_ = (
@@ -140,18 +144,18 @@ class LayerSpec(ctypes.Structure):
 
 
 class LayersCall(ctypes.Structure):
-    """A step through layers that follow one another. Field by field src/calls.h.
+    """A step through consecutive layers. Mirrors the struct in src/calls.h.
 
     Attributes:
         layers: the address of each layer's LayerSpec.
-        attention: of each layer, the address of what is known of the step's attention.
+        attention: the address of each layer's AttentionCall for this step.
         keys, values: the address of each layer's cache.
         x, y: bfloat16 [tokens, K].
         cos, sin: bfloat16 [tokens, rotary_dim].
-        scratch: bfloat16, as much as layer_scratch says for the largest layer.
+        scratch: bfloat16; layer_scratch tells the size for the largest layer.
         attention_scratch: float32 [attention_floats].
         count: how many layers.
-        next: the first that was not computed.
+        next: the first layer that was not computed.
     """
 
     _fields_ = (
@@ -166,22 +170,22 @@ class NativeLibrary:
     """The kernels, loaded.
 
     Attributes:
-        isa: the instruction set that they use here.
-        attention: takes an AttentionCall by reference. Returns 0, or how many floats of scratch are
-            needed; then nothing was done.
-        linear_size, linear_pack, linear_rows, linear: of packed linear layers; see the last lines
-            of src/library.cpp, and `engine.runner.packed`, which calls them.
-        rms_norm, gate, heads: what stands between a model's matrix products; see
+        isa: the instruction set in use.
+        attention: takes an AttentionCall by reference. Returns 0, or, without having done anything,
+            how many floats of scratch it needs.
+        linear_size, linear_pack, linear_rows, linear: packed linear layers; see the last lines of
+            src/library.cpp, and `engine.runner.packed`, which calls them.
+        rms_norm, gate, heads: the operations between a model's matrix products; see
             src/elementwise.cpp, and `engine.runner.fused`, which calls them.
-        layer_scratch: takes a LayerSpec by reference and a number of tokens. How many elements of
-            scratch they need; proportional to the tokens.
-        layers: takes a LayersCall by reference. 0, or how many floats of scratch the attention of
-            the layer that comes next needs; call it again then.
+        layer_scratch: takes a LayerSpec by reference and a number of tokens. Returns how many
+            elements of scratch they need, which is proportional to the tokens.
+        layers: takes a LayersCall by reference. Returns 0, or how many floats of scratch the
+            attention of the next layer needs; then call it again with these.
         greedy: the most likely tokens; see src/greedy.cpp, and `engine.sampling.greedy`.
     """
 
     isa: str
-    attention: Any  # a ctypes function: it has no better type
+    attention: Any  # a ctypes function has no better type
     linear_size: Any
     linear_pack: Any
     linear_rows: Any
@@ -202,8 +206,8 @@ def load_library(path: Path = LIBRARY) -> NativeLibrary:
     """Load the kernels. torch must have been imported: its OpenMP threads are used.
 
     Raises:
-        NativeUnavailableError: they were not built, or not from these sources, or this processor
-            cannot run them.
+        NativeUnavailableError: they were not built, were built from other sources, or cannot run on
+            this processor.
     """
     if not path.exists():
         raise NativeUnavailableError(f"the native kernels were not built; {_REBUILD}")

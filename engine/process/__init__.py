@@ -1,1 +1,1 @@
-"""The engine in a process of its own: the same seam, over a private socket."""
+"""Runs the engine in its own process, with the same interface over a private socket."""

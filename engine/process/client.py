@@ -3,15 +3,15 @@
     event loop ── Call, for each verb ───▶ socket ──▶ engine.process.worker
     event loop ◀─ Step, Answer, … ──────── socket ◀──
 
-The process is started by exec, with one end of a private socket pair as its only channel. Its
-death shows at once (the socket closes); a hang shows because live requests get no step, or because
-an idle process does not answer. Either way every live request ends here with an error that says
-"try again", and `start` may be called for another process. Its stderr is a pipe that is read here:
-what it logs becomes records of this process' log, and what it wrote before it crashed is not lost.
-Neither torch nor transformers is imported on this side.
+The process is started by exec, with one end of a private socket pair as its only channel. If it
+dies, the socket closes at once. If it hangs, live requests get no steps, or an idle process does
+not answer. Either way every live request ends here with an error that says "try again", and `start`
+may be called for another process. Its stderr is a pipe that is read here: its log lines become
+records of this process's log, and what it wrote before a crash is not lost. Neither torch nor
+transformers is imported on this side.
 
-What a verb does is `engine.local_client`'s affair, in the process. Here it is sent, and noted where
-it changes whether steps are to be expected.
+In the process, `engine.local_client` carries out the verbs. This side sends them, and keeps track
+of those that change whether steps are to be expected.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_HANG_TIMEOUT_S = 10.0
 _HANG_FACTOR = 20
-"""A step may take so many times the slowest of the recent ones."""
+"""A step may take this many times as long as the slowest recent one."""
 _RECENT_STEPS = 64
 _WATCH_INTERVAL_S = 0.25
 _BUSY_SHARE = 0.05
-"""Of one CPU, over `_WATCH_INTERVAL_S`: a process that used more of it computes."""
+"""The fraction of one CPU, over `_WATCH_INTERVAL_S`, above which a process counts as computing."""
 _EXIT_GRACE_S = 5.0
 _LAST_WORDS_S = 0.5
-"""How long the end of an ended process' stderr is waited for: its children may have it too."""
+"""How long to wait for the end of an ended process's stderr, which its children may also hold."""
 _REAP_S = 0.2
-"""How long the exit code is waited for, before live requests are told."""
+"""How long to wait for the exit code before live requests are ended."""
 _LOST = "the engine failed before the request was complete; try again"
 
 _PROGRAM = (
     f"import sys; sys.path.insert(0, {str(Path(engine.__file__).parents[1])!r}); "
     "from engine.process.worker import main; main()"
 )
-"""Whatever the new process would find by itself, it runs the code of this one."""
+"""Makes the new process run the code of this one, whatever its own import path has."""
 
 As = TypeVarTuple("As")
 R = TypeVar("R")
@@ -73,8 +73,8 @@ R = TypeVar("R")
 
 @sends_the_rest
 class ProcessEngineClient(EngineClient):
-    """See the module and `engine.client.EngineClient`. All methods run on one event loop. The verbs
-    that are not here are sent as they are, and their answers awaited.
+    """See the module and `engine.client.EngineClient`. All methods run on one event loop. Verbs
+    without a method here are sent as they are, and their answers awaited.
     """
 
     def __init__(
@@ -86,19 +86,20 @@ class ProcessEngineClient(EngineClient):
         log_level: str = "info",
         hang_timeout_s: float = DEFAULT_HANG_TIMEOUT_S,
     ) -> None:
-        """Prepare; nothing is started before `start`.
+        """Create the client; `start` starts the process.
 
         Args:
             model: a directory, or a hub id.
             config, load_config: as in LocalEngineClient.
-            log_level: of the process.
-            hang_timeout_s: the process is ended if, with requests to compute, no step is done for
-                this long or 20 times the slowest recent step, whichever is longer; with a model on
-                a CPU only if it does not compute meanwhile. Without such requests: if it answers
-                nothing for as long; while it loads: if it is stopped for as long. 0: never.
+            log_level: the process's log level.
+            hang_timeout_s: the process is ended if there are requests to compute and no step is
+                done for this long, or for 20 times the slowest recent step if that is longer; with
+                a model on a CPU, only if it uses no CPU time either. Without such requests, it is
+                ended if it does not answer for as long; while it loads, if it is stopped for as
+                long. 0: never.
 
         Raises:
-            ConfigError: an option cannot be sent to another process, or is out of its bounds.
+            ConfigError: an option cannot be sent to another process, or is out of bounds.
         """
         if not 0 <= hang_timeout_s <= 86_400:
             raise ConfigError(
@@ -133,13 +134,13 @@ class ProcessEngineClient(EngineClient):
 
     async def start(self, sink: StepSink, progress: ProgressSink) -> ModelInfo:
         """Start a process and load the model in it; see the protocol. May be called again once the
-        process before has died.
+        previous process has died.
 
         Raises:
             ModelRefusedError, InsufficientMemoryError, ConfigError: with the reason.
             EngineUnavailableError: the process died while it loaded.
         """
-        await self._end_process()  # of the one before
+        await self._end_process()  # of the previous process
         progress("starting the engine's process")
         self._sink, self._failure, self._closing = sink, None, False
         self._is_paused = False
@@ -166,7 +167,7 @@ class ProcessEngineClient(EngineClient):
     async def _spawn(self) -> socket.socket:
         """Start the process; returns this side's end of the socket pair."""
         reading, stderr = open_pipe()
-        self._stderr = LineReader(reading, _log)  # ends when nobody has the other end any more
+        self._stderr = LineReader(reading, _log)  # ends when the other end is closed everywhere
         try:
             ours, theirs = socket.socketpair()
             with theirs:
@@ -182,7 +183,7 @@ class ProcessEngineClient(EngineClient):
                     stdout=stderr,
                     stderr=stderr,
                     pass_fds=(theirs.fileno(),),
-                    start_new_session=True,  # a terminal's Ctrl-C is the front end's affair
+                    start_new_session=True,  # the front end handles a terminal's Ctrl-C
                 )
         finally:
             os.close(stderr)
@@ -198,7 +199,7 @@ class ProcessEngineClient(EngineClient):
 
     @property
     def is_restartable(self) -> bool:
-        """Whether another process can be started: not if the model is divided, since then the
+        """Whether another process can be started; False if the model is split, because then the
         other ranks have ended too.
         """
         return self._is_restartable
@@ -215,13 +216,13 @@ class ProcessEngineClient(EngineClient):
 
     @property
     def pid(self) -> int | None:
-        """The process's id, None if none was started."""
+        """The process's id; None: no process was started."""
         return None if self._process is None else self._process.pid
 
     # ---- calls ---------------------------------------------------------------------------------
 
     async def submit(self, request: GenerationRequest) -> Admission:
-        """Take a request in; see the protocol."""
+        """Accept a request; see the protocol."""
         if request.request_id in self._live:
             raise DuplicateRequestError(request.request_id)
         now = time.monotonic()
@@ -231,11 +232,11 @@ class ProcessEngineClient(EngineClient):
         try:
             admission = await self._call(EngineVerbs.submit, request)
         except Exception:
-            # Not where this is cancelled: the process may have the request then, and `cancel`, its
-            # end or the process's death forgets it.
+            # But not if this is cancelled: the process may have the request, which is then
+            # forgotten at `cancel`, at its end or when the process dies.
             self._forget(request.request_id)
             raise
-        if request.request_id in self._live:  # else it has ended already
+        if request.request_id in self._live:  # else it has already ended
             if not self._makes_steps:
                 self._last_step = time.monotonic()
             self._admitted.add(request.request_id)
@@ -256,7 +257,7 @@ class ProcessEngineClient(EngineClient):
             self._tell(EngineVerbs.finish, request_id, num_tokens, choice)
 
     async def hold(self, request_id: RequestId) -> None:
-        """Take no step for a request; see the protocol."""
+        """Leave a request out of all steps; see the protocol."""
         if self._writer is not None and request_id in self._admitted:
             self._held.add(request_id)
             self._tell(EngineVerbs.hold, request_id)
@@ -278,19 +279,19 @@ class ProcessEngineClient(EngineClient):
         """End a pause; see the protocol."""
         await self._call(EngineVerbs.resume)
         self._is_paused = False
-        self._last_step = time.monotonic()  # the time of the pause does not count as a hang
+        self._last_step = time.monotonic()  # the pause itself does not count as a hang
 
     async def set_log_level(self, level: str) -> None:
-        """Set what the process logs, and those after it; see the protocol."""
+        """Set the log level of this process and of later ones; see the protocol."""
         self._start_message = msgspec.structs.replace(self._start_message, log_level=level)
         if self._writer is not None and self._failure is None:
-            with contextlib.suppress(EngineUnavailableError):  # it has died: the next one knows
+            with contextlib.suppress(EngineUnavailableError):  # dead: the next one has this level
                 await self._call(EngineVerbs.set_log_level, level)
 
     async def _call(
         self, verb: Callable[[EngineVerbs, Unpack[As]], Awaitable[R]], *arguments: *As
     ) -> R:
-        """Have a verb carried out, and wait for its answer."""
+        """Send a verb, and wait for its answer."""
         if self._failure is not None:
             raise EngineUnavailableError("the engine has failed and is being started again")
         if self._writer is None:
@@ -310,14 +311,14 @@ class ProcessEngineClient(EngineClient):
         *arguments: *As,
         call_id: int = 0,
     ) -> None:
-        """Have a verb carried out; call_id: of the answer, 0 if there is to be none."""
+        """Send a verb; call_id: the id of the answer, 0 if none is expected."""
         if self._writer is not None:
             self._writer.write(messages.Call(call_id, VERBS[verb].name, raw(arguments)))
 
     # ---- what the process says -----------------------------------------------------------------
 
     async def _read(self, frames: FrameReader[messages.Message], progress: ProgressSink) -> None:
-        """Take messages until the process is gone."""
+        """Handle messages until the process is gone."""
         reason = "its process ended"
         try:
             while (message := await frames.read()) is not None:
@@ -354,7 +355,7 @@ class ProcessEngineClient(EngineClient):
             case messages.Refused() | messages.Answer() if message.call_id in self._calls:
                 verb, answer = self._calls[message.call_id]
                 if answer.done():
-                    pass  # who asked waits no more
+                    pass  # the caller no longer waits
                 elif isinstance(message, messages.Refused):
                     answer.set_exception(messages.from_wire(message.error))
                 else:
@@ -381,17 +382,19 @@ class ProcessEngineClient(EngineClient):
         return len(self._admitted) > len(self._held)
 
     async def _watch(self) -> None:
-        """End the process if it hangs: if it has taken requests in and makes no step of them, or
-        says nothing at all. While nothing waits for a step (it is idle, or compiles forms, or is
-        paused, or all its requests are held), it is asked for something that it has at hand.
+        """End the process if it hangs: if it has requests but makes no steps, or sends nothing at
+        all. If no request needs a step (the process is idle, paused or compiling grammars, or all
+        requests are held), it is sent a call that it can answer at once.
 
-        On a CPU a step of a large model and a long prompt may take minutes, and the first one comes
-        before any was measured: there a process that computes does not hang, however long it takes.
-        (Who waits for a GPU may look busy, so this says nothing there.) While it loads it may say
-        nothing for minutes, and wait for disks meanwhile: then it hangs only if it is stopped.
+        On a CPU, a step of a large model with a long prompt may take minutes, and there is no
+        measured step before the first; so a process that uses CPU time does not count as hung,
+        however long it takes. (A process that waits for a GPU may also use CPU time, so this does
+        not apply there.) A process that loads may be silent and wait for disks for minutes; it
+        counts as hung only if it is stopped.
 
-        It is looked at twice, so that a machine that stood still does not make it look hung before
-        what it sent meanwhile was read; and only once it is silent, for a look takes up to 1 ms.
+        The process must look hung twice in a row: if the whole machine stood still, messages that
+            it sent may not have been read yet. It is only looked at when it is silent, because a
+            look takes up to 1 ms.
         """
         suspected = False
         used: float | None = None  # at the last look, if it was silent then
@@ -425,8 +428,8 @@ class ProcessEngineClient(EngineClient):
         return self._started is not None and not self._started.done()
 
     def _look(self) -> tuple[float, bool]:
-        """CPU seconds that the process has used, and whether it is stopped (as by SIGSTOP); 0 and
-        False if that cannot be known.
+        """The CPU seconds that the process has used, and whether it is stopped (as by SIGSTOP); 0
+        and False if they cannot be read.
         """
         try:
             status = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
@@ -439,7 +442,9 @@ class ProcessEngineClient(EngineClient):
     # ---- ends ----------------------------------------------------------------------------------
 
     def _fail(self, what: str, failure: Exception | None = None) -> None:
-        """The process is gone, or will be: everything that waits for it ends, once."""
+        """End everything that waits for the process, which is gone or about to be. Takes effect
+        once.
+        """
         if self._failure is not None:
             return
         self._failure = failure or EngineUnavailableError(what)
@@ -454,7 +459,7 @@ class ProcessEngineClient(EngineClient):
             self._failed.set()
 
     def _end_live(self, what: str) -> None:
-        """Give every live request its end. Times are of the machine's one monotonic clock."""
+        """End every live request. Both processes use the same monotonic clock."""
         now = time.monotonic()
         failure = RequestFailure(what, secrets.token_hex(6), retryable=True)
         outputs = tuple(
@@ -468,7 +473,7 @@ class ProcessEngineClient(EngineClient):
             self._sink(StepOutputs(now, outputs))
 
     async def _end_process(self) -> None:
-        """Close the socket, which ends the process; kill it if that does not help."""
+        """Close the socket, which ends the process; kill the process if it does not end."""
         process, self._process = self._process, None
         for task in self._tasks:
             task.cancel()
@@ -494,6 +499,6 @@ class ProcessEngineClient(EngineClient):
 
 
 def _log(line: str) -> None:
-    """Log what the process wrote: it has judged already whether it is to be logged."""
+    """Log a line that the process wrote. The process has already applied the log level."""
     record = records.decode(line, "engine")
     logging.getLogger(record.name).handle(record)

@@ -1,10 +1,10 @@
-"""What the front end and the engine's process say to each other.
+"""The messages between the front end and the engine's process.
 
     front end ── Start, then a Call for each verb ───────────────────▶ engine process
     front end ◀─ Progress, Started, Answer | Refused, Step, Died ───── engine process
 
-Each message is one msgpack frame (see `engine.process.wire`), typed on both sides: nothing that
-arrives is executed, and a message that does not fit its type is an error.
+Each message is one msgpack frame (see `engine.process.wire`), typed on both sides: nothing received
+is executed, and a message that does not match its type is an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from engine.outputs import StepOutputs
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """The first message: what to load. Options as the config classes take them."""
+    """The first message: what to load. Options are keyword arguments of the config classes."""
 
     model: str
     config: dict[str, Any]
@@ -41,8 +41,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """A verb of `EngineVerbs`, with its arguments (see `engine.process.verbs`). Answered by Answer
-    or Refused of the same id; 0 is not answered.
+    """A verb of `EngineVerbs`, with its arguments (see `engine.process.verbs`). The answer is an
+    Answer or Refused with the same id; a call with id 0 gets none.
     """
 
     call_id: int
@@ -54,7 +54,7 @@ Command = Start | Call
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """A line for whoever waits for the model."""
+    """A line of start-up progress."""
 
     line: str
 
@@ -66,7 +66,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class WireError(msgspec.Struct, frozen=True):
-    """An error of the engine, by the name of its class and the arguments that make it again."""
+    """An error of the engine: the name of its class and the arguments to recreate it."""
 
     kind: str
     arguments: tuple[str | int | float, ...]
@@ -74,14 +74,14 @@ class WireError(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The call of that id could not be carried out; 0 is Start."""
+    """The call with this id could not be carried out; 0 is Start."""
 
     call_id: int
     error: WireError
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The call of that id was carried out; what it returned."""
+    """The result of the call with this id."""
 
     call_id: int
     value: msgspec.Raw
@@ -125,7 +125,9 @@ def options_of(config: ContinuousBatchingConfig | LoadConfig) -> dict[str, Any]:
 
 
 def batching_config(options: dict[str, Any]) -> ContinuousBatchingConfig:
-    """The config that `options_of` was made of. Raises ConfigError like the config itself."""
+    """The config from which `options_of` made these options. Raises ConfigError like the config
+    itself.
+    """
     pairs: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
     }
@@ -133,7 +135,7 @@ def batching_config(options: dict[str, Any]) -> ContinuousBatchingConfig:
 
 
 def to_wire(error: HeadraceError) -> WireError:
-    """An error as it is sent."""
+    """Convert an error to the form in which it is sent."""
     match error:
         case InvalidRequestError() | UnsupportedFeatureError():
             return WireError(type(error).__name__, (error.field, error.description))
@@ -175,6 +177,6 @@ _CLASSES: dict[str, type[HeadraceError]] = {
 
 
 def from_wire(error: WireError) -> HeadraceError:
-    """The error that was sent."""
+    """Recreate an error that was sent."""
     found = _CLASSES.get(error.kind, EngineUnavailableError)(*error.arguments)
     return found.naming(*error.mentions) if error.mentions else found

@@ -1,14 +1,15 @@
-"""The verbs as they cross the socket, made of the signatures of `engine.client.EngineVerbs`.
+"""Derives how each verb is sent over the socket from the signatures of
+`engine.client.EngineVerbs`.
 
-    front end        EngineVerbs.finish, ("a", 3, 0) ──Call "finish"──▶ engine process
-    engine process   decodes the arguments as (RequestId, int, int), and calls its engine's `finish`
-    front end        ◀──Answer── decodes what it returned, as the signature says
+    front end EngineVerbs.finish, ("a", 3, 0) ──Call "finish"──▶ engine process engine process
+    decodes the arguments as (RequestId, int, int), and calls its engine's `finish` front end
+    ◀──Answer── decodes the result by the signature
 
-Most verbs need nothing else on the front end's side: `sends_the_rest` makes the client's methods
-for them. The client writes those whose effect it has to know itself.
+Most verbs need no other code in the front end: `sends_the_rest` makes the client's methods for
+    them. The client defines the others itself, because it has to know their effects.
 
-The set is closed: it is made of the protocol when this module is imported, and what arrives only
-chooses from it. Arguments and answers that do not fit the signature are errors.
+The set of verbs is fixed when this module is imported: a received name only selects one of them.
+    Arguments and answers that do not match the signature are errors.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class Verb:
-    """One method of the protocol: its name, and what reads its arguments and its answer."""
+    """One method of the protocol: its name, and the decoders of its arguments and its answer."""
 
     def __init__(self, method: Callable[..., object]) -> None:
         types = typing.get_type_hints(method)
@@ -43,7 +44,7 @@ class Verb:
 
 
 def raw(value: object) -> msgspec.Raw:
-    """Arguments or an answer, as they are sent."""
+    """Encode arguments or an answer."""
     return msgspec.Raw(_ENCODER.encode(value))
 
 
@@ -52,12 +53,12 @@ VERBS: dict[object, Verb] = {
     for method in vars(EngineVerbs).values()
     if inspect.iscoroutinefunction(method)
 }
-"""The verbs, by the protocol's methods."""
+"""The verbs, by method name."""
 
 
 def sends_the_rest(kind: type[T]) -> type[T]:
-    """Give a client a method for each verb that it does not write itself: the verb is sent by the
-    client's `_call`, which waits for the answer.
+    """Give a client class a method for each verb that it does not define itself. The method sends
+    the verb with the client's `_call`, which waits for the answer.
     """
     for method, verb in VERBS.items():
         if verb.name not in vars(kind):

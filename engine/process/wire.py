@@ -1,4 +1,4 @@
-"""Frames on a stream: four bytes of length, little end first, then one msgpack message."""
+"""Frames on a stream: four bytes of length, little-endian, then one msgpack message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-"""A longer frame is not ours: the stream is out of step."""
+"""The longest frame; a longer one means that the stream is corrupt."""
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ class FrameReader(Generic[T]):
         """The next message; None: the other side has gone.
 
         Raises:
-            ValueError: what arrives is no message of that type.
+            ValueError: the data is not a message of that type.
         """
         try:
             size = int.from_bytes(await self._reader.readexactly(4), "little")
@@ -38,7 +38,7 @@ class FrameReader(Generic[T]):
 
 
 class FrameWriter:
-    """Writes messages. A message is whole in the stream's buffer when `write` returns."""
+    """Writes messages. When `write` returns, the whole message is in the stream's buffer."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -51,7 +51,7 @@ class FrameWriter:
 
     @property
     def pending_bytes(self) -> int:
-        """What the other side has not taken yet."""
+        """How many bytes the other side has not received yet."""
         return self._writer.transport.get_write_buffer_size()
 
     async def flush(self) -> None:
@@ -59,7 +59,7 @@ class FrameWriter:
         await self._writer.drain()
 
     async def close(self) -> None:
-        """Close the stream; what the other side did not take is lost."""
+        """Close the stream; bytes that the other side has not received are lost."""
         self._writer.close()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()

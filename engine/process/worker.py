@@ -1,8 +1,8 @@
 """The engine's process: its `main` is started by `ProcessEngineClient`, with the socket FD.
 
-It drives a `LocalEngineClient` for whoever holds the other end of the socket FD, and ends when that
-end is closed, or the process that started it dies: an engine never outlives its front end. What it
-logs goes to its stderr, a pipe that the front end reads (`engine.logs`).
+It drives a `LocalEngineClient` for the process at the other end of the socket. It ends when that
+end is closed or the process that started it dies, so an engine never outlives its front end. Its
+log goes to stderr, a pipe that the front end reads (`engine.logs`).
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ from engine.types import RequestId
 logger = logging.getLogger(__name__)
 
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
-"""So much is kept for a front end that does not read; then it is taken for dead."""
+"""How much is buffered for a front end that does not read; beyond that the front end counts as
+dead.
+"""
 
 _STDERR = 2
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 _END_WAIT_S = 3.0
-"""How long a step that runs may keep the ranks of a divided model from being told to end."""
+"""How long to wait for a running step before the ranks of a split model are told to end."""
 
 Method = Callable[..., Awaitable[object]]
 
@@ -80,8 +82,8 @@ class Worker:
         }
 
     async def run(self, *, close: bool) -> None:
-        """Load, then serve until the front end goes away. `close`: whether the engine, if it has
-        loaded, is closed then.
+        """Load, then serve until the front end goes away. `close`: whether to close the engine
+        then, if it has loaded.
         """
         working = asyncio.ensure_future(self._work())
         reading = asyncio.ensure_future(self._read())
@@ -105,10 +107,10 @@ class Worker:
         await self._writer.flush()
 
     async def _read(self) -> None:
-        """Have calls carried out, each in a task, begun in the order in which they came.
+        """Carry out calls, each in a task; the tasks start in the order of the calls.
 
         Raises:
-            ValueError: what came is no call of a verb.
+            ValueError: a message is not a call of a verb.
         """
         while (command := await self._reader.read()) is not None:
             if isinstance(command, Start):
@@ -123,7 +125,7 @@ class Worker:
             task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, call: Call, result: Awaitable[object]) -> None:
-        """Send what came of a call, or why nothing did."""
+        """Send the result of a call, or its error."""
         reply: Answer | Refused
         try:
             reply = Answer(call.call_id, raw(await result))
@@ -149,7 +151,7 @@ class Worker:
     async def _cancel(self, request_id: RequestId) -> bool:
         submitting = self._submitting.get(request_id)
         if submitting is not None and submitting.cancel():
-            # Its form is being compiled: the engine does not have it, and never will.
+            # Its grammar is being compiled: the engine does not have the request, and never will.
             return False
         return await self._engine.cancel(request_id)
 
@@ -165,7 +167,7 @@ class Worker:
 
 
 async def serve(connection: socket.socket) -> None:
-    """Work for whoever holds the other end of a socket, until it is closed. The first message says
+    """Work for the process at the other end of a socket, until it is closed. The first message says
     what to load.
     """
     stream, writer = await asyncio.open_connection(sock=connection)
@@ -181,20 +183,20 @@ async def serve(connection: socket.socket) -> None:
         await answers.flush()
         return
     engine = LocalEngineClient(start.model, config, load_config, owns_process=True)
-    # Other processes may wait for this one; they end well if they are told to.
+    # Other ranks may wait for this one; they end cleanly if they are told to.
     await Worker(engine, frames, answers).run(close=load_config.tensor_parallel == "auto")
 
 
 def _exit(code: int) -> NoReturn:
-    """End without waiting for anything: a thread that loads or computes cannot be interrupted."""
+    """End at once, without waiting: a thread that loads or computes cannot be interrupted."""
     for handler in logging.getLogger().handlers:
         handler.flush()
     os._exit(code)
 
 
 def main() -> NoReturn:
-    """Run the process. Its arguments are the number of an inherited, connected socket, and the id
-    of the process that started it.
+    """Run the process. Its arguments are the file descriptor of an inherited, connected socket, and
+    the id of the process that started it.
     """
     _, connection, parent = sys.argv
     _die_with(int(parent))
@@ -212,13 +214,13 @@ def main() -> NoReturn:
 
 
 def _die_with(parent: int) -> None:
-    """Be killed when the process that started this one ends, even while this one is stopped and
-    could not see its socket close. (Strictly, when the thread ends that started it: the front end's
+    """Ask the kernel to kill this process when its parent ends, even if this process is stopped and
+    cannot see its socket close. (Strictly, when the thread that started it ends: the front end's
     main thread.)
     """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "PR_SET_PDEATHSIG")
-    if os.getppid() != parent:  # it has ended already
+    if os.getppid() != parent:  # the parent has already ended
         os._exit(1)
 
 

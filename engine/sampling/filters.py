@@ -1,9 +1,10 @@
-"""Which tokens may be drawn: top_k, then top_p of what is left, then min_p, then typical_p.
+"""Filters the tokens that may be drawn: top_k, then top_p of the rest, then min_p, then
+typical_p.
 
 Each filter keeps the tokens on one side of a threshold, as the warpers of transformers do; tokens
-that are exactly as likely as the last one that is kept are kept too. So it does not matter how
-a threshold was found, and in which order equal entries came: small top_k look at the top of a
-row only, other rows are sorted.
+exactly as likely as the last kept one are kept too. So the result does not depend on how a
+threshold is found, or on the order of equal entries. For a small top_k only the top of a row is
+searched; other rows are sorted.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch
 from engine.sampling import ops
 
 TOPK_LIMIT = 256
-"""Up to this top_k, only the k most likely tokens are looked at; above, the row is sorted."""
+"""Up to this top_k, only the k most likely tokens are searched for; above it, the row is sorted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """The filters of some rows. None: none of them has that filter.
+    """The filters of some rows. None: no row has that filter.
 
     Attributes:
         top_k: int64 [R, 1], 1 to V; max_top_k: the largest, on the host.
@@ -47,12 +48,12 @@ def filtered_weights(scaled: torch.Tensor, filters: Filters) -> torch.Tensor:
     likelihood = torch.exp(scaled)
     threshold = _threshold(scaled, filters)
     if threshold is not None:
-        # Ones as float32 are computed and multiplied several times as fast as booleans.
+        # A float32 mask of ones is computed and multiplied several times as fast as a boolean one.
         keep = torch.empty_like(scaled)
         likelihood.mul_(torch.ge(scaled, threshold, out=keep))
     if filters.min_p is not None:
         keep = torch.empty_like(scaled)
-        # The most likely token has 1.
+        # Relative to the most likely token, which has 1.
         likelihood.mul_(torch.ge(likelihood, filters.min_p, out=keep))
     weights = ops.as_weights(likelihood)
     if filters.typical_p is not None:
@@ -61,7 +62,7 @@ def filtered_weights(scaled: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 
 def _threshold(scaled: torch.Tensor, filters: Filters) -> torch.Tensor | None:
-    """The least of the entries that top_k and top_p keep: float32 [R, 1]. None: all are kept."""
+    """The smallest entry that top_k and top_p keep: float32 [R, 1]. None: all are kept."""
     top_k, top_p = filters.top_k, filters.top_p
     if top_k is None:
         if top_p is None:
@@ -76,8 +77,7 @@ def _threshold(scaled: torch.Tensor, filters: Filters) -> torch.Tensor | None:
     if top_p is None:
         return kth
     weights = ops.weigh(ordered)
-    # Others that are exactly as likely as the k-th are kept, and count in the sum, wherever they
-    # are.
+    # Other entries equal to the k-th are kept too, and count in the sum, wherever they are.
     tied = ops.count_least(scaled, kth).unsqueeze(-1) - top_k
     tied_weight = tied * weights.gather(-1, width - top_k)
     weights.mul_(torch.arange(width, 0, -1, device=scaled.device) <= top_k)
@@ -87,18 +87,18 @@ def _threshold(scaled: torch.Tensor, filters: Filters) -> torch.Tensor | None:
 def _nucleus(
     ordered: torch.Tensor, weights: torch.Tensor, others: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """The least of the fewest largest entries that reach top_p of the sum: float32 [R, 1].
+    """The smallest of the fewest largest entries that reach top_p of the sum: float32 [R, 1].
 
     Args:
-        ordered: float32 [R, N], ascending. weights: int64 [R, N], theirs.
-        others: [R, 1], what else is in the sum, at the lower end.
+        ordered: float32 [R, N], ascending. weights: int64 [R, N], their weights. others: [R, 1],
+            the weight of smaller entries that are not listed.
         top_p: float64 [R, 1].
     """
     upto = torch.cumsum(weights, dim=-1)
     listed = upto[:, -1:]
     limit = top_p * (listed + others)
-    # Removed is what has the limit before it already, among more likely ones. In whole numbers,
-    # listed - upto >= limit is upto <= listed - ceil(limit).
+    # An entry is removed if the more likely ones already reach the limit. For integers, listed -
+    # upto >= limit is upto <= listed - ceil(limit).
     last = torch.searchsorted(upto, listed - limit.ceil().to(torch.int64), right=True)
     return ordered.gather(-1, last.clamp(max=ordered.shape[-1] - 1))
 
@@ -106,17 +106,18 @@ def _nucleus(
 def _is_typical(
     scaled: torch.Tensor, weights: torch.Tensor, typical_p: torch.Tensor
 ) -> torch.Tensor:
-    """Locally typical sampling (Meister et al. 2022, arXiv:2202.00666): the tokens whose
-    information content is closest to the distribution's entropy, up to their probability: bool.
+    """Locally typical sampling (Meister et al. 2022, arXiv:2202.00666): keeps the tokens with an
+    information content closest to the distribution's entropy, until their probabilities reach
+    typical_p. Returns bool [R, V].
 
     Args:
-        scaled: float32 [R, V]. weights: int64 [R, V], of what the other filters left.
+        scaled: float32 [R, V]. weights: int64 [R, V], after the other filters.
     """
     total = weights.sum(dim=-1, keepdim=True)
     log_total = torch.log(total.double() / ops.WEIGHT_ONE).float()
     information = log_total - scaled
-    # The expected information, added up in whole numbers. It is below 2^6 where the weight is not
-    # 0; the division keeps the sum below 2^63.
+    # The expected information, added up in integers. It is below 2^6 if the weight is not 0; the
+    # division keeps the sum below 2^63.
     parts = torch.where(weights > 0, weights * information.double(), 0.0).div_(256.0)
     expected = parts.to(torch.int64).sum(dim=-1, keepdim=True).double() * 256.0
     entropy = (expected / total.double()).float()
@@ -137,14 +138,14 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _sort(values: torch.Tensor) -> torch.Tensor:
-    """Each row, ascending. On a CPU numpy sorts many times as fast as torch."""
+    """Sort each row, ascending. On a CPU numpy sorts many times as fast as torch."""
     if values.device.type == "cpu":
         return torch.from_numpy(np.sort(values.numpy(), axis=-1))
     return torch.sort(values, dim=-1).values
 
 
 def _sort_with_places(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row, ascending, and where the entries were."""
+    """Sort each row, ascending; also returns where the entries were."""
     if values.device.type == "cpu":
         order = torch.from_numpy(values.numpy().argsort(axis=-1))
         return values.gather(-1, order), order

@@ -1,10 +1,9 @@
-"""The most likely token of each row: what greedy requests get, and most steps are full of.
+"""The most likely token of each row, for greedy requests, which most steps consist of.
 
-choose_greedy(device) ─▶ the kernel for bfloat16 on a CPU ─▶ tokens
-                      └▶ torch's, for all else            ─▶ tokens
+choose_greedy(device) ─▶ the kernel for bfloat16 on a CPU ─▶ tokens └▶ torch's, otherwise ─▶ tokens
 
-In torch a row is read four times (as float32, for the largest, for that entry, whether it is
-finite), in the kernel once.
+torch reads a row four times (conversion to float32, argmax, the entry itself, the check that it is
+finite), the kernel once.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from engine.sampling import ops
 
 Greedy = Callable[[torch.Tensor], torch.Tensor]
 """Logits [R, V] to tokens, int64 [R] on the same device: the first of a row's largest entries;
-INVALID_TOKEN where that is not finite, or there is a NaN.
+INVALID_TOKEN if that is not finite, or the row has a NaN.
 """
 
 
 def choose_greedy(device: torch.device) -> Greedy:
-    """The best that there is for a device."""
+    """The fastest implementation for a device."""
     if device.type != "cpu":
         return in_torch
     try:
@@ -39,8 +38,8 @@ def in_torch(logits: torch.Tensor) -> torch.Tensor:
 
 
 def valid(tokens: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """INVALID_TOKEN for rows whose largest logit is not finite: there is a NaN, or nothing is left
-    to choose.
+    """Replace the tokens of rows without a finite largest logit by INVALID_TOKEN: these have a NaN,
+    or nothing is left to choose.
     """
     return tokens.masked_fill(~torch.isfinite(best), INVALID_TOKEN)
 
@@ -52,7 +51,7 @@ class InLibrary:
         self._greedy = library.greedy
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """See Greedy. What is not bfloat16, or lies in pieces, goes to torch."""
+        """See Greedy. Logits that are not bfloat16, or not contiguous, go to torch."""
         rows, width = logits.shape
         if logits.dtype is not torch.bfloat16 or logits.stride(1) != 1 or not width:
             return in_torch(logits)

@@ -1,8 +1,8 @@
-"""What sampling keeps of one request's tokens, on the host: nothing here is as large as the
-vocabulary times the batch.
+"""What sampling remembers about one request's tokens, on the host. Nothing here has the size of
+vocabulary times batch.
 
-Both records grow with `token_ids` and never look at what was computed: chunks of a prefill and
-preemptions change nothing in them.
+Both records follow `token_ids`, not what was computed, so prefill chunks and preemptions do not
+affect them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BASE = 0x1B873593CC9E2D51 % _PRIME
 
 
 class TokenCounts:
-    """Which tokens were seen, and how often in the output: what penalties need."""
+    """Which tokens were seen, and how often each in the output; for penalties."""
 
     __slots__ = ("_counts", "_ids", "_num_prompt_tokens", "_num_read", "_places")
 
@@ -30,7 +30,7 @@ class TokenCounts:
         self._num_read = len(prompt)
 
     def catch_up(self, token_ids: Sequence[int]) -> None:
-        """Count in what came since; `token_ids`: prompt and output."""
+        """Count the tokens that were added since the last call; `token_ids`: prompt and output."""
         for token in token_ids[self._num_read :]:
             place = self._places.setdefault(token, len(self._places))
             if place == len(self._ids):
@@ -43,7 +43,7 @@ class TokenCounts:
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """The tokens that were seen, each once: int64 [N]."""
+        """The tokens that were seen, without duplicates: int64 [N]."""
         return self._ids[: len(self._places)]
 
     @property
@@ -55,15 +55,15 @@ class TokenCounts:
 class NgramIndex:
     """Which tokens followed each sequence of n - 1 tokens.
 
-    The sequences are known by a hash that rolls with the text (Karp and Rabin 1987), modulo
-    2^61 - 1: the index takes memory for each token, not for each token times n. Two of a million
-    sequences have the same hash with a chance of 2^-22; a token is then kept out once too often.
+    Sequences are identified by a rolling hash (Karp and Rabin 1987), modulo 2^61 - 1, so the index
+    takes memory for each token, not for each token times n. Among a million sequences, two have the
+    same hash with a probability of 2^-22; one token too many is then forbidden.
     """
 
     __slots__ = ("_dropped", "_followers", "_hash", "_num_read", "_width")
 
     def __init__(self, size: int) -> None:
-        """Begin empty.
+        """Start empty.
 
         Args:
             size: n, at least 1.
@@ -75,7 +75,7 @@ class NgramIndex:
         self._num_read = 0
 
     def catch_up(self, token_ids: Sequence[int]) -> None:
-        """Index what came since; `token_ids`: prompt and output."""
+        """Index the tokens that were added since the last call; `token_ids`: prompt and output."""
         followers, width, value = self._followers, self._width, self._hash
         for position in range(self._num_read, len(token_ids)):
             token = token_ids[position]
@@ -93,7 +93,7 @@ class NgramIndex:
         self._hash, self._num_read = value, len(token_ids)
 
     def repeating(self) -> Sequence[int]:
-        """The tokens that would end a sequence of n tokens which was there before."""
+        """The tokens that would complete a sequence of n tokens that already occurred."""
         if self._num_read < self._width:
             return ()
         known = self._followers.get(self._hash)

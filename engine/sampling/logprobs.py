@@ -1,4 +1,4 @@
-"""Log-probabilities of the model's own distribution, as they are reported."""
+"""Log-probabilities to report, from the model's own distribution."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class RowLogprobs:
     """Log-probabilities of some rows, still on the device.
 
     Attributes:
-        logprobs: of the rows' tokens: float32 [R]. ranks: int64 [R].
+        logprobs: those of the rows' tokens: float32 [R]. ranks: their ranks, int64 [R].
         ids, values: the most likely tokens: int64, float32 [R, n].
-        requested: of each row's requested ids, padded with any: float32 [R, m].
+        requested: those of each row's requested ids, padded with arbitrary ones: float32 [R, m].
     """
 
     logprobs: torch.Tensor
@@ -41,7 +41,7 @@ class RowLogprobs:
     def entries(
         self, top_n: Sequence[int], requested_ids: Sequence[Sequence[TokenId]]
     ) -> list[TokenLogprobs]:
-        """What is reported of each row; waits for the device.
+        """What to report for each row; waits for the device.
 
         Args:
             top_n: how many candidates each row has. requested_ids: its requested ids.
@@ -64,15 +64,17 @@ class RowLogprobs:
 def row_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, top_n: int, requested: torch.Tensor
 ) -> RowLogprobs:
-    """Log-probabilities of one token of each row, of the most likely ones, and of others.
+    """Log-probabilities of one token of each row, of the most likely tokens, and of requested
+    ones.
 
     Args:
         logits: float32 [R, V], as the model gave them.
         tokens: int64 [R].
-        top_n: how many of the most likely; those that there are, if they are fewer.
+        top_n: how many of the most likely, at most.
         requested: int64 [R, m], ids whose log-probabilities are wanted.
     """
-    # The largest is subtracted first: of large logits the sum's logarithm would lose digits.
+    # The largest logit is subtracted first: with large logits, the logarithm of the sum would lose
+    # digits.
     best = logits.amax(dim=-1, keepdim=True)
     log_sum = (logits - best).exp_().sum(dim=-1, keepdim=True).log_()
     chosen = logits.gather(-1, tokens.unsqueeze(-1))

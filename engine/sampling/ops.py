@@ -1,8 +1,8 @@
 """The steps of sampling as pure tensor functions. R is rows (requests), V the vocabulary.
 
-Each row's result depends on that row alone, bit for bit: what is added up along a row is added as
-whole numbers, whose sum does not depend on the order, so that neither the number of rows, nor the
-device, nor the number of threads can change a draw.
+Each row's result depends only on that row, bit for bit. Sums along a row are integer sums, which do
+not depend on the order. So the number of rows, the device and the number of threads cannot change a
+draw.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ weights stay below 2^63 up to a vocabulary of 2^22.
 """
 
 _BLOCK = 512
-"""Entries that are added up first when a row is searched."""
+"""The block size for sums when a row is searched."""
 _TOP_BLOCK = 128
-"""Entries of which first the largest is looked for when a row's top is wanted."""
+"""The block size for maxima when a row's largest entries are searched."""
 
 
 def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,7 +32,7 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         Its id, int64 [R], and the entry itself [R].
     """
     if logits.device.type == "cpu":
-        # numpy's is several times as fast as torch's.
+        # numpy's argmax is several times as fast as torch's.
         ids = torch.from_numpy(logits.float().numpy().argmax(axis=-1))
     else:
         ids = torch.argmax(logits, dim=-1)
@@ -49,7 +49,7 @@ def penalize(
     """Repetition penalty (CTRL, arXiv:1909.05858), then presence and frequency penalties.
 
     Args:
-        logits: float32 [N], of tokens that were seen in prompt or output.
+        logits: float32 [N], those of tokens that were seen in prompt or output.
         counts: float32 [N], how often each was seen in the output.
         repetition, presence, frequency: float32 [N].
 
@@ -61,7 +61,7 @@ def penalize(
 
 
 def pack(allowed: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """One bit for each token, little end first, as token matchers write them.
+    """Pack one bit for each token, least significant bit first, as token matchers do.
 
     Args:
         allowed: bool [V].
@@ -75,12 +75,13 @@ def pack(allowed: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
 
 
 def mask_width(vocab_size: int) -> int:
-    """How many int32 hold one bit for each token."""
+    """How many int32 words hold one bit for each token."""
     return (vocab_size + 31) // 32
 
 
 def mask_table(device: torch.device) -> torch.Tensor:
-    """For each value of a byte, inf where a bit is set and -inf where it is not: float32 [256, 8].
+    """For each value of a byte: inf for each bit that is set and -inf for the others: float32 [256,
+    8].
 
     For `apply_masks`.
     """
@@ -89,7 +90,7 @@ def mask_table(device: torch.device) -> torch.Tensor:
 
 
 def apply_masks(logits: torch.Tensor, packed: torch.Tensor, table: torch.Tensor) -> None:
-    """Put -inf where a bit is not set, in place.
+    """Set the logits of tokens without a bit to -inf, in place.
 
     Args:
         logits: float32 [R, V].
@@ -102,7 +103,7 @@ def apply_masks(logits: torch.Tensor, packed: torch.Tensor, table: torch.Tensor)
 
 
 def weigh(scaled: torch.Tensor) -> torch.Tensor:
-    """exp(scaled) in whole numbers: 0 to WEIGHT_ONE.
+    """exp(scaled) as integers from 0 to WEIGHT_ONE.
 
     Args:
         scaled: float32 [R, V], at most 0.
@@ -114,19 +115,19 @@ def weigh(scaled: torch.Tensor) -> torch.Tensor:
 
 
 def as_weights(likelihood: torch.Tensor) -> torch.Tensor:
-    """Numbers between 0 and 1 as whole numbers: int64. Overwrites them."""
+    """Scale values between 0 and 1 to integers: int64. Overwrites them."""
     return likelihood.mul_(WEIGHT_ONE).to(torch.int64)
 
 
 def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Draw a token of each row with probabilities in proportion to the weights: the first one, by
-    id, up to which they add up to more than the uniform part of their sum.
+    """Draw a token for each row with probabilities proportional to the weights: the first token at
+    which the cumulative weight exceeds uniform × the total.
 
     Args:
         weights: int64 [R, V], none negative. uniforms: float64 [R, 1] in [0, 1).
 
     Returns:
-        int64 [R]: never a token of weight 0, as long as there is another one.
+        int64 [R]: never a token of weight 0, unless all weights are 0.
     """
     size = weights.shape[-1]
     whole = size // _BLOCK * _BLOCK
@@ -135,9 +136,9 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         sums = torch.cat([sums, weights[:, whole:].sum(dim=-1, keepdim=True)], dim=-1)
     ends = torch.cumsum(sums, dim=-1)
     total = ends[:, -1:]
-    # Rounding up to the sum itself must not pass the last token.
+    # If rounding gives the total itself, the last token must still be chosen.
     target = torch.minimum((uniforms * total).to(torch.int64), total - 1)
-    # The clamps matter for rows of NaN only: the sampler refuses their tokens.
+    # The clamps only matter for rows with a NaN, for which the sampler refuses the token.
     block = torch.searchsorted(ends, target, right=True).clamp(max=sums.shape[-1] - 1)
     rest = target - (ends - sums).gather(-1, block)
     ids = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
@@ -147,14 +148,15 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def looks_at_blocks(size: int, count: int) -> bool:
-    """Whether so few of so many entries are wanted that most blocks hold none of them."""
+    """Whether so few of the entries are wanted that most blocks contain none of them."""
     return count * _TOP_BLOCK * 2 <= size // _TOP_BLOCK * _TOP_BLOCK
 
 
 def top_values(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest entries of each row, largest first, and where they are. No NaN may be among them.
+    """The largest entries of each row, largest first, and their indices. The rows must not contain
+    a NaN.
 
-    A CPU searches the blocks whose largest entries are the largest only: the others hold none.
+    On a CPU, only the blocks with the largest maxima are searched; the others cannot contain any.
 
     Args:
         values: float [R, V]. count: 1 to V.
@@ -184,12 +186,12 @@ def count_above(values: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 [R].
     """
-    # Ones as float32 are computed and added several times as fast as booleans, and as exactly.
+    # Ones as float32 are computed and added several times as fast as booleans, and exactly.
     ones = torch.gt(values, bound, out=torch.empty_like(values))
     return ones.sum(dim=-1).to(torch.int64)
 
 
 def count_least(values: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """How many entries of each row are a bound or above; see `count_above`."""
+    """How many entries of each row are at or above a bound; see `count_above`."""
     ones = torch.ge(values, bound, out=torch.empty_like(values))
     return ones.sum(dim=-1).to(torch.int64)

@@ -1,4 +1,6 @@
-"""What each row of a batch needs done, and what is kept from step to step to do it."""
+"""Which sampling operations each row of a batch needs, and the state that they keep between
+steps.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +14,25 @@ from engine.sampling.history import NgramIndex, TokenCounts
 from engine.sampling_params import SamplingParams, SamplingSteps
 
 ARGMAX = SamplingSteps()
-"""Greedy, and nothing else."""
+"""Greedy, without any other operation."""
 
 
 def holds_back_endings(request: Request) -> bool:
-    """Whether min_tokens keeps ending tokens out of the next choice."""
+    """Whether min_tokens forbids ending tokens for the next token."""
     return request.num_output_tokens < request.spec.stop.min_tokens and bool(
         request.ending_token_ids
     )
 
 
 def has_lists(request: Request) -> bool:
-    """Whether a request names tokens that alone are, or are not, allowed."""
+    """Whether a request has a list of allowed or banned tokens."""
     params = request.spec.sampling
     return bool(params.allowed_token_ids) or bool(params.banned_token_ids)
 
 
 def steps_of(request: Request, vocab_size: int) -> SamplingSteps:
-    """What a request's next token needs. Filters that keep everything are not needed. What does not
-    change while it lives is found once, and kept with the request.
+    """The operations that a request's next token needs. Filters that keep everything are left out.
+    The part that never changes is computed once and stored in the request.
     """
     steps = request.sampling_steps
     if steps is None:
@@ -60,11 +62,11 @@ def _lasting_steps(request: Request, vocab_size: int) -> SamplingSteps:
 
 
 class ChoiceState:
-    """What is kept for one live choice: nothing but what its parameters need.
+    """The state of one live choice, as far as its parameters need it.
 
     Attributes:
         counts: for penalties. ngrams: for no_repeat_ngram_size.
-        mask: the ids that are allowed and not banned, see `ops.pack`; None: all are.
+        mask: the allowed ids without the banned ones, see `ops.pack`; None: all ids.
     """
 
     __slots__ = ("counts", "mask", "ngrams")

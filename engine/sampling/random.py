@@ -1,9 +1,9 @@
-"""One uniform number per token, from (seed, choice, position) alone.
+"""One uniform random number per token, which depends only on (seed, choice, position).
 
-A counter-based generator has no state: a request's draws do not depend on its neighbours, on
-preemption, or on how the batch was cut. The mixing function is the finalizer of SplitMix64 (Steele,
-Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014), applied once per word of
-the key.
+A counter-based generator has no state, so a request's draws do not depend on other requests, on
+preemption, or on how the batch was split. The mixing function is the finalizer of SplitMix64
+(Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014), applied once per
+word of the key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """One of many seeds that follow from one: 64 bits.
+    """Derive one of many seeds from a seed: 64 bits.
 
     Args:
         seed: 64 bits.

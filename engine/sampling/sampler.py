@@ -4,13 +4,13 @@
            ─▶ banned ids, allowed ids, grammar ─▶ ending tokens kept out (min_tokens)
            ─▶ temperature ─▶ top_k ─▶ top_p ─▶ min_p ─▶ typical_p ─▶ one uniform number ─▶ token
 
-The order is that of transformers' `generate`: what changes logits comes before what filters a
-distribution. Among the steps that only forbid tokens the order makes no difference, but that
-min_tokens comes last: it holds ending tokens back only if something else is left.
+The order is that of transformers' `generate`: logits are changed before the distribution is
+filtered. Among the steps that only forbid tokens the order makes no difference, except that
+min_tokens comes last: it forbids ending tokens only if another token is left.
 
-Rows that need the same steps are computed together; a row that is greedy and asks for nothing else
-is one argmax. How rows are grouped and cut does not change their tokens (see
-`engine.sampling.ops`). Log-probabilities are taken from the logits as they came from the model.
+Rows that need the same steps are computed together; a greedy row that needs nothing else is one
+argmax. How rows are grouped and split does not change their tokens (see `engine.sampling.ops`).
+Log-probabilities are taken from the model's unchanged logits.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from engine.sampling_params import LogprobParams, SamplingSteps
 from engine.types import RequestKey, TokenId
 
 _CHUNK_ON_CPU = 1 << 19
-"""Entries of logits that are worked on at a time on a CPU, whose caches then hold them."""
+"""How many logits are processed at a time on a CPU, so that they fit in its caches."""
 _CHUNK_ON_DEVICE = 1 << 25
-"""Elsewhere; it bounds the memory of what is computed on the way, some 30 bytes an entry."""
+"""The same on other devices; limits the memory of intermediate results, some 30 bytes per logit."""
 _LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 _FORBIDDEN = float("-inf")
 
@@ -51,7 +51,7 @@ class SampledRows:
     """The tokens of a step's rows, which may still be being computed.
 
     Attributes:
-        token_ids: int64 [R] on the device; INVALID_TOKEN for a row that has none.
+        token_ids: int64 [R] on the device; INVALID_TOKEN for a row without a valid token.
     """
 
     __slots__ = ("_logprobs", "token_ids")
@@ -61,13 +61,13 @@ class SampledRows:
         token_ids: torch.Tensor,
         logprobs: Sequence[tuple[Sequence[int], Sequence[LogprobParams], RowLogprobs]],
     ) -> None:
-        """logprobs: pieces of (rows, what each reports, its values)."""
+        """logprobs: pieces of (rows, what to report for each, the values)."""
         self.token_ids = token_ids
         self._logprobs = logprobs
 
     def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> SampledRows:
-        """The same, with every tensor replaced by its copy on the host. The copies may be late:
-        then `result` is called when they are there.
+        """The same rows, with every tensor replaced by its copy on the host. If the copies are
+        asynchronous, call `result` only when they are complete.
         """
         return SampledRows(
             copy(self.token_ids),
@@ -88,7 +88,7 @@ class SampledRows:
 
 
 class Sampler:
-    """Samples, and keeps for each live choice what its parameters need, until its `release`."""
+    """Samples tokens, and keeps the sampling state of each live choice until its `release`."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         """vocab_size: the logits' width."""
@@ -101,7 +101,7 @@ class Sampler:
         self._chunk = max(1, entries // vocab_size)
 
     def release(self, key: RequestKey) -> None:
-        """Forget what is kept for a choice. Harmless if nothing is."""
+        """Drop the state of a choice. Harmless if it has none."""
         self._states.pop(key, None)
 
     def sample(
@@ -115,14 +115,14 @@ class Sampler:
 
         Returns:
             R tokens (INVALID_TOKEN for a row without finite logits, or with nothing left to
-            choose), and their log-probabilities where asked for (None if nobody asked).
+            choose), and the log-probabilities of rows that asked for them (None if none did).
         """
         return self.begin(logits, requests).result()
 
     def begin(self, logits: torch.Tensor, requests: Sequence[Request]) -> SampledRows:
         """Choose a token for each row, without waiting for the device; see `sample`.
 
-        What is needed of the requests is read before this returns.
+        Everything needed from the requests is read before this returns.
         """
         kinds = [steps_of(request, self._vocab_size) for request in requests]
         if kinds.count(ARGMAX) == len(kinds):
@@ -137,7 +137,7 @@ class Sampler:
         requests: Sequence[Request],
         kinds: Sequence[SamplingSteps],
     ) -> torch.Tensor:
-        """Each row's token, int64 [R]; the rows of a kind together."""
+        """Each row's token, int64 [R]; rows with the same steps are computed together."""
         tokens = torch.empty(len(requests), dtype=torch.int64, device=self._device)
         groups: dict[SamplingSteps, list[int]] = {}
         for row, steps in enumerate(kinds):
@@ -163,8 +163,8 @@ class Sampler:
         """The log-probabilities of given tokens, such as a prompt's.
 
         Args:
-            logits: [R, V] as the model gave them, on the device; row i is of the position before
-                token i.
+            logits: [R, V] from the model, on the device; row i belongs to the position before token
+                i.
             token_ids: R ids below V.
             top_n: how many most likely candidates to report with each.
         """
@@ -185,7 +185,7 @@ class Sampler:
         steps: SamplingSteps,
         masks: torch.Tensor | None,
     ) -> None:
-        """All steps before temperature, in place. logits: float32 [R, V], contiguous."""
+        """Apply all steps before temperature, in place. logits: float32 [R, V], contiguous."""
         if steps.edits:
             self._add_bias(logits, requests)
             self._penalize(logits, requests)
@@ -227,7 +227,7 @@ class Sampler:
         flat.index_copy_(0, places, ops.penalize(seen, counts, repetition, presence, frequency))
 
     def _forbid_repetition(self, logits: torch.Tensor, requests: Sequence[Request]) -> None:
-        """Keep out what would end an n-gram that was there before."""
+        """Forbid tokens that would complete an n-gram that already occurred."""
         repeating: list[Sequence[int]] = []
         for request in requests:
             ngrams = None
@@ -241,8 +241,8 @@ class Sampler:
             logits.view(-1).index_fill_(0, places, _FORBIDDEN)
 
     def _hold_back_endings(self, logits: torch.Tensor, requests: Sequence[Request]) -> None:
-        """Keep out the ending tokens of requests that are too short, unless nothing else is left
-        of a row.
+        """Forbid the ending tokens of requests that are still too short, unless a row has no other
+        token left.
         """
         endings = [tuple(q.ending_token_ids) if holds_back_endings(q) else () for q in requests]
         if not any(endings):
@@ -262,7 +262,7 @@ class Sampler:
             if request.matcher is None:
                 packed[row] = -1
             else:
-                # Tokens that it says nothing of, because its tokenizer has none, stay 0.
+                # Tokens that the matcher does not cover, because the tokenizer lacks them, stay 0.
                 request.matcher.fill_mask(packed[row])
             listed = self._state(request).mask if has_lists(request) else None
             if listed is not None:
@@ -280,7 +280,7 @@ class Sampler:
         best = logits.amax(dim=-1, keepdim=True)
         numbers = self._upload(np.array([self._numbers(q) for q in requests], dtype=np.float64))
         uniforms, temperature, top_k, top_p, min_p, typical_p = torch.split(numbers, 1, dim=-1)
-        # Subtracting the largest first keeps a small temperature from overflowing.
+        # Subtracting the largest logit first avoids overflow with a small temperature.
         scaled = logits.sub_(best).div_(temperature.float())
         highest_k = max(self._top_k(request) for request in requests)
         has_top_k = any(0 < q.spec.sampling.top_k < self._vocab_size for q in requests)
@@ -341,13 +341,13 @@ class Sampler:
         return state
 
     def _places(self, ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of tokens of each row: their rows, and where they are in the logits laid flat."""
+        """The rows of the given tokens, and their indices in the flattened logits."""
         rows = np.repeat(np.arange(len(ids)), [len(row_ids) for row_ids in ids])
         tokens = np.fromiter(itertools.chain.from_iterable(ids), np.int64, len(rows))
         return self._upload(rows), self._upload(rows * self._vocab_size + tokens)
 
     def _upload(self, values: npt.ArrayLike) -> torch.Tensor:
-        """To the device, without waiting for it."""
+        """Copy to the device, without waiting for it."""
         host = torch.from_numpy(np.ascontiguousarray(values))
         if self._device.type == "cpu":
             return host

@@ -1,8 +1,10 @@
-"""Outputs of a given form: grammars compiled by llguidance, and what follows an output through one.
+"""Structured output: grammars compiled by llguidance, and matchers that follow an output through
+one.
 
-    GrammarParams ─▶ source (checked) ─▶ GrammarCompiler (own threads, cache) ─▶ a matcher a choice
+    GrammarParams ─▶ source (checked) ─▶ GrammarCompiler (own threads, cache) ─▶ a matcher per
+    choice
 
-llguidance is imported by this package alone, and this package by the wiring alone.
+Only this package imports llguidance, and only `engine.assembly` imports this package.
 """
 
 from engine.structured.compiler import GrammarCompiler

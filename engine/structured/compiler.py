@@ -1,24 +1,26 @@
-"""Compiles grammars beside the engine: on threads of their own, within bounds, each once.
+"""Compiles grammars outside the engine's thread: on their own threads, within bounds, each only
+once.
 
     any thread ── begin ──▶ cache? ──▶ done at once
                               │ no
                               ▼
                             queue ──▶ at most `workers` threads ──▶ cache, and all that wait for it
 
-What may share cached prefixes shares compiled forms, and nobody else, since the matchers of one
-compiled grammar can fail together. Each caller has a share of the queue: callers take turns, and
-when the queue is full, the one that fills it loses its last place to one that has fewer. A group of
-callers is first one among the groups, and then its callers are among each other.
+Compiled grammars are shared only among requests that may share cached prefixes, because the
+    matchers of one compiled grammar can fail together. Each caller has a share of the queue:
+    callers take turns, and if the queue is full, the caller with the most places loses its last one
+    to a caller with fewer. Turns and places are first divided among groups of callers, then among
+    the callers of a group.
 
 llguidance compiles without the interpreter's lock, and cannot be interrupted. Its own limits, and
-the checks of `source`, keep a compilation at seconds. Should one take longer than the time limit,
-whoever waits for it is refused; it goes on on its thread until it ends, and the thread is not
-replaced meanwhile, so that no more than `workers` ever run. What waits behind it is refused in turn
-when its own time is up, or at once when the queue is full, and told to come again when, by the rate
-at which forms left the queue lately, there is room (`engine.drain_rate`).
+the checks of `source`, keep a compilation to seconds. If one takes longer than the time limit, the
+requests that wait for it are refused. It still runs to its end on its thread, which is not replaced
+meanwhile, so no more than `workers` ever run. Grammars that wait behind it are refused when their
+own time is up, or at once if the queue is full. The refusal says when to try again, by the rate at
+which grammars recently left the queue (`engine.drain_rate`).
 
-The threads have large stacks, because llguidance follows definitions that refer to each other by
-recursion. They live as long as there is something to compile.
+The threads have large stacks, because llguidance follows definitions that refer to each other
+recursively. They live as long as there is something to compile.
 """
 
 from __future__ import annotations
@@ -57,24 +59,26 @@ from engine.types import NO_CALLER, CallerKey, TokenId
 logger = logging.getLogger(__name__)
 
 _STACK_BYTES = 256 << 20
-"""Of address space; what is not used takes no memory. No chain of definitions that was
-tried within the bounds of a grammar's size needs more than a quarter of it; 8 MB overflow.
+"""Address space of a thread's stack; unused parts take no memory. Within the bounds on a grammar's
+size, no chain of definitions that was tried needs more than a quarter of it; 8 MB overflow.
 """
 _LEXER_FUEL = 200_000
-"""What building the lexer may cost: large enough for thousands of strings to choose from."""
+"""The cost limit for building the lexer: enough for a choice of thousands of strings."""
 _LARK_LEXER_FUEL = 50_000
-"""The same of Lark grammars, whose terminals double with every line where they use others twice:
-at this bound a compilation takes at most about a second and 250 MB.
+"""The same for Lark grammars, whose terminals can double in size with every line if each uses
+another twice. At this limit a compilation takes at most about a second and 250 MB.
 """
 _MAX_CACHED_BYTES = 16 << 20
-"""Of the cached grammars' own texts; what llguidance holds of one is larger and not known."""
+"""The limit on the text of all cached grammars; llguidance needs more memory for each, how much is
+unknown.
+"""
 
 MatcherFactory = Callable[[], TokenMatcher]
 _Value = TypeVar("_Value")
 
 
 class _Key(NamedTuple):
-    """What is compiled, and who may share it."""
+    """A grammar, and what else must be equal to share it."""
 
     salt: bytes
     params: GrammarParams
@@ -82,7 +86,7 @@ class _Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Root:
-    """A compiled form, at its beginning, and what a token of it costs (see `Trial.token_s`)."""
+    """A compiled grammar at its start, and what a token of it costs (see `Trial.token_s`)."""
 
     matcher: LLMatcher
     token_s: float
@@ -97,7 +101,7 @@ class _Job:
 
 
 class GrammarCompiler:
-    """Compiles forms for one model. All methods may be called from any thread."""
+    """Compiles grammars for one model. All methods may be called from any thread."""
 
     def __init__(
         self,
@@ -110,16 +114,15 @@ class GrammarCompiler:
         max_cached: int = 256,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare; the vocabulary is read by `warm_up`, or when the first grammar comes.
+        """Create the compiler; `warm_up`, or else the first grammar, reads the vocabulary.
 
         Args:
             tokenizer: the model's; None: every grammar is refused.
             vocab_size: V, the width of the logits.
             time_limit_s: seconds from `begin` after which a grammar is refused.
             workers: how many are compiled at the same time.
-            max_waiting: how many may wait for their turn.
-            max_cached: how many compiled ones are kept.
-            clock: monotonic seconds, by which it is told when to come again.
+            max_waiting: how many may wait for their turn. max_cached: how many compiled ones are
+                kept. clock: monotonic seconds, for the advice when to try again.
         """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -139,8 +142,8 @@ class GrammarCompiler:
         self._drain_rate = DrainRate(clock)  # of the queue
 
     def warm_up(self) -> None:
-        """Read the vocabulary: up to seconds, in which the interpreter's lock is held. A tokenizer
-        with which no form can be followed is told with the first form.
+        """Read the vocabulary, which takes up to seconds and holds the interpreter's lock. If the
+        tokenizer does not support structured output, the first grammar reports it.
         """
         with contextlib.suppress(UnsupportedFeatureError):
             self._read_vocabulary()
@@ -148,7 +151,7 @@ class GrammarCompiler:
     def compile(
         self, params: GrammarParams, ending_token_ids: frozenset[TokenId]
     ) -> MatcherFactory:
-        """`begin`, and wait for it, at most the time limit.
+        """Like `begin`, but wait for the result, at most for the time limit.
 
         Raises:
             InvalidRequestError, UnsupportedFeatureError, CompileQueueFullError: see `begin`.
@@ -163,20 +166,19 @@ class GrammarCompiler:
         caller: CallerKey = NO_CALLER,
         group: CallerKey = NO_CALLER,
     ) -> Future[MatcherFactory]:
-        """Begin to compile a form, or find it in the cache. Does not block.
+        """Start to compile a grammar, or find it in the cache. Does not block.
 
         Args:
-            params: the form.
-            ending_token_ids: the ids that end the request's output.
-            salt: forms that were compiled under the same one are shared.
-            caller, group: whose it is, and which callers share places in the queue; NO_CALLER: the
-                caller is a group by itself.
+            params: the grammar. ending_token_ids: the ids that end the request's output. salt:
+                compiled grammars are shared only under the same salt. caller, group: who asked for
+                it, and which callers share places in the queue; NO_CALLER: the caller is a group by
+                itself.
 
         Returns:
-            What makes the matchers of the request, or the error for which it is refused:
-            InvalidRequestError (the form is wrong, empty, too complex, or takes too long),
-            UnsupportedFeatureError (the tokenizer is missing or of a kind that cannot be
-            followed), CompileQueueFullError (too many wait; try again). It may be cancelled.
+            A future of the factory of the request's matchers, or of the error with which to refuse
+            it: InvalidRequestError (the grammar is wrong, empty, too complex, or takes too long),
+            UnsupportedFeatureError (the tokenizer is missing or of an unsupported kind),
+            CompileQueueFullError (too many wait; try again). It may be cancelled.
         """
         result: Future[MatcherFactory] = Future()
         key = _Key(salt, params)
@@ -207,7 +209,7 @@ class GrammarCompiler:
     # ---- cache and queue -----------------------------------------------------------------------
 
     def _root(self, key: _Key, caller: CallerKey, group: CallerKey) -> Future[_Root]:
-        """A place in the line for a form, with the time limit on it."""
+        """Queue a grammar, with its time limit."""
         waiter: Future[_Root] = Future()
         displaced: _Job | None = None
         full: CompileQueueFullError | None = None
@@ -243,21 +245,22 @@ class GrammarCompiler:
         return waiter
 
     def _drop_deserted(self) -> None:
-        """Forget what waits for its turn, but nobody waits for any more."""
+        """Drop queued grammars that no request waits for any more."""
         for job in [job for job in self._queue if all(w.done() for w in job.waiters)]:
             self._leave_queue(job)
 
     def _full(self, waited_s: float = 0.0) -> CompileQueueFullError:
-        """The refusal of a form for which there is no room now, or, after `waited_s`, no turn."""
+        """The error for a grammar that finds no room in the queue, or got no turn in `waited_s`."""
         present = len(self._queue)
         missing = present if waited_s else present + 1 - self._max_waiting
         delay = self._drain_rate.advise(missing, 1)
         return CompileQueueFullError(self._max_waiting, delay, present, waited_s)
 
     def _displace_for(self, caller: CallerKey, group: CallerKey) -> _Job | None:
-        """Take a job out of the full queue: of the group that has most, if it has at least two more
-        than this one, else of this one; of the caller there that has most, in its own group if it
-        has at least two more. The last one of them goes. None: there is no such caller.
+        """Remove a job from the full queue to make room. It is the last job of the caller with the
+        most jobs, in the group with the most if that has at least two more than this group, else in
+        this group. Within its own group, that caller must have at least two more than this one.
+        None: there is no such caller.
         """
         groups = Counter(job.group for job in self._queue)
         crowd, most = groups.most_common(1)[0]
@@ -278,8 +281,8 @@ class GrammarCompiler:
         del self._jobs[job.key]
 
     def _take_next(self) -> _Job | None:
-        """The next job for a worker: the first of a group that has none in work and was not the
-        last one served, else of such a caller, else the first of all.
+        """The next job for a worker: the first one of a group that has none in progress and was not
+        served last; else the first one of such a caller; else the first of all.
         """
         self._drop_deserted()
         if not self._queue:
@@ -295,7 +298,9 @@ class GrammarCompiler:
         return job
 
     def _forget(self, key: _Key, root: _Root) -> None:
-        """A grammar's lexer has reached a limit: who comes next begins with a new one."""
+        """Drop a grammar whose lexer has reached a limit, so that the next request starts with a
+        new one.
+        """
         with self._lock:
             if self._cache.get(key) is root:
                 del self._cache[key]
@@ -329,7 +334,7 @@ class GrammarCompiler:
                 root = self._compile(job.key.params)
             except HeadraceError as refusal:
                 error = refusal
-            except BaseException as failure:  # a panic in Rust is no Exception
+            except BaseException as failure:  # a panic in Rust is not an Exception
                 error_id = secrets.token_hex(6)
                 logger.error("error %s: a grammar failed to compile", error_id, exc_info=failure)
                 error = InvalidRequestError(
@@ -349,7 +354,9 @@ class GrammarCompiler:
                     _fail(waiter, error)
 
     def _compile(self, params: GrammarParams) -> _Root:
-        """Compile a form and take its first steps, which show whether it can be followed at all."""
+        """Compile a grammar and take its first steps, which show whether it can be followed at
+        all.
+        """
         vocabulary = self._read_vocabulary()
         source = LLMatcher.grammar_from_lark(to_lark(params))
         root = LLMatcher(vocabulary, source, log_level=0, limits=_limits(params.kind))
@@ -379,7 +386,7 @@ class GrammarCompiler:
             return self._vocabulary
 
     def _keep(self, key: _Key, root: _Root) -> None:
-        """Put a grammar into the cache; the ones that were not used for longest go."""
+        """Put a grammar into the cache; the least recently used ones are dropped."""
         self._cache[key] = root
         self._cached_bytes += _size(key.params)
         while len(self._cache) > self._max_cached or self._cached_bytes > _MAX_CACHED_BYTES:
@@ -390,8 +397,8 @@ class GrammarCompiler:
 def _limits(kind: GrammarKind) -> LLParserLimits:
     return LLParserLimits(
         initial_lexer_fuel=_LARK_LEXER_FUEL if kind is GrammarKind.LARK else _LEXER_FUEL,
-        # Since the steps are taken on the engine's thread: some milliseconds each, with few
-        # exceptions. `engine.form_budget` bounds their sum.
+        # Because the steps are taken on the engine's thread: some milliseconds each, with few
+        # exceptions. `engine.form_budget` limits their sum.
         step_lexer_fuel=50_000,
         step_max_items=5_000,
         max_lexer_states=50_000,
@@ -405,7 +412,7 @@ def _size(params: GrammarParams) -> int:
 
 
 def _succeed(future: Future[_Value], value: _Value) -> None:
-    """Set a result, unless the future was cancelled or settled before."""
+    """Set a result, unless the future is already done or cancelled."""
     with contextlib.suppress(InvalidStateError):
         future.set_result(value)
 
@@ -419,10 +426,10 @@ _stack_lock = threading.Lock()
 
 
 def _start_with_stack(target: Callable[[], None], stack_bytes: int) -> None:
-    """Start a daemon thread with a stack of its own size.
+    """Start a daemon thread with a given stack size.
 
-    The size is a setting of the process that new threads read; one that happens to start at the
-    same time gets more address space than it needs, which does no harm.
+    The size is a process-wide setting for new threads; a thread that happens to start at the same
+    time gets more address space than it needs, which does no harm.
     """
     thread = threading.Thread(target=target, name="headrace-grammar", daemon=True)
     with _stack_lock:

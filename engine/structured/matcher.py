@@ -1,12 +1,12 @@
 """Follows one output through a compiled grammar.
 
-The state moves with `accept` only. One mask is computed a token at most: either when it is asked
-for, or when a token was accepted behind which the output may end, to know whether anything can
-follow.
+Only `accept` changes the state. At most one mask is computed for each token: when it is asked for,
+    or earlier if the output may end after an accepted token, to know whether anything can follow.
 
-The matchers of one compiled grammar share its lexer, whose states are made as they are needed: what
-one has paid for costs the others nothing. But when it reaches a limit, none of them can go on; so
-it is shared by one caller's requests only, and forgotten then (`CompiledGrammar.failed`).
+The matchers of one compiled grammar share its lexer. Its states are made when they are needed, and
+a state made for one matcher costs the others nothing. But if the lexer reaches a limit, none of
+them can go on. So only requests with the same salt share it, and it is dropped after such a failure
+(`CompiledGrammar.failed`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class CompiledGrammar:
     """A grammar, ready for one request.
 
     Attributes:
-        root: at the grammar's beginning; never moved on.
+        root: a matcher at the grammar's start; never advanced.
         vocab_size: V, the width of the logits.
         ending_token_ids: the ids that end the request's output.
-        expected_s: what a token of its output is expected to cost, in seconds of the processor.
-        failed: called when it cannot be followed any more.
+        expected_s: what a token of its output is expected to cost, in seconds of CPU time. failed:
+            called when the grammar can no longer be followed.
     """
 
     root: LLMatcher
@@ -51,7 +51,7 @@ class CompiledGrammar:
     failed: Callable[[], None]
 
     def make_matcher(self) -> GrammarMatcher:
-        """A matcher at the beginning; cheap, one for each choice."""
+        """Make a matcher at the grammar's start; cheap, one for each choice."""
         return GrammarMatcher(
             self.root.deep_copy(),
             self.vocab_size,
@@ -64,9 +64,9 @@ class CompiledGrammar:
 class GrammarMatcher:
     """See `engine.request.TokenMatcher`.
 
-    A mask has the tokens whose text fits, in whatever way it is cut into tokens. The request's
-    ending ids are in it where the output may end, and nowhere else, even where their text would
-    fit: an output that an ending id ends is always whole.
+    A mask allows every token with a text that fits, in any tokenization. It allows the request's
+    ending ids only if the output may end here, even if their text would fit elsewhere; so an output
+    that an ending id ends is always complete.
     """
 
     __slots__ = (
@@ -94,8 +94,8 @@ class GrammarMatcher:
         failed: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """Begin at the matcher's state; it belongs to this object from now on. `expected_s`,
-        `failed`: see CompiledGrammar. `clock`: seconds of the thread that uses it.
+        """Start at the state of `matcher`, which this object now owns. `expected_s`, `failed`: see
+        CompiledGrammar. `clock`: CPU seconds of the thread that uses this object.
         """
         self.expected_s = expected_s
         self.spent_s = 0.0
@@ -106,20 +106,20 @@ class GrammarMatcher:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._endings = _words_of(ending_token_ids, vocab_size)
-        self._mask = np.zeros(_num_words(vocab_size + 1), np.int32)  # with the token behind them
+        self._mask = np.zeros(_num_words(vocab_size + 1), np.int32)  # with the extra token
         self._is_known = False  # whether _mask is that of the matcher's state
         self._is_complete = False
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output is whole and nothing can follow it."""
+        """Whether the output is complete and nothing can follow it."""
         return self._is_complete
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
         """Write which tokens may come next; none if the grammar became too complex to follow, or
         the vocabulary has no token that fits.
 
-        row: int32 [ceil(V / 32)], overwritten whole.
+        row: int32 [ceil(V / 32)], completely overwritten.
         """
         self._compute()
         row[:] = self._mask[: len(row)]
@@ -132,13 +132,13 @@ class GrammarMatcher:
             row[-1] &= (1 << self._vocab_size % _BITS) - 1
 
     def accept(self, token: TokenId) -> bool:
-        """Go on with a token. False: the grammar does not allow it, and the state is unchanged; or
-        it cannot be followed any more (`failure`).
+        """Advance by a token. False: the grammar does not allow it, and the state is unchanged; or
+        the grammar can no longer be followed (`failure`).
         """
         if self._is_complete or not 0 <= token < self._vocab_size:
             return False
         begin = self._clock()
-        # A token of the mask is not tried first: that costs as much as to take it.
+        # A token of the mask is not tried first, because that costs as much as accepting it.
         if self._is_known and self._has(token):
             is_taken = self._matcher.consume_token(token)
         else:
@@ -199,7 +199,7 @@ def _num_words(bits: int) -> int:
 def _words_of(
     token_ids: frozenset[TokenId], vocab_size: int
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int32]]:
-    """The words of a mask in which ids have their bits, each once, and these bits."""
+    """The mask's words that contain the bits of these ids, each once, and the bits in each."""
     words: dict[int, int] = {}
     for token in token_ids:
         if 0 <= token < vocab_size:

@@ -1,4 +1,4 @@
-"""What llguidance says of a grammar, in the words of whoever sent it."""
+"""Rewrites llguidance's errors about a grammar in terms of what the caller sent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PLAIN = {
 
 
 def explain(kind: GrammarKind, error: str) -> str:
-    """A refusal's text, without the excerpt of the translated grammar that llguidance adds."""
+    """The text of a refusal, without llguidance's excerpt of the translated grammar."""
     for said, plain in _PLAIN.items():
         if said in error:
             return plain

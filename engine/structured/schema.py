@@ -1,20 +1,21 @@
-"""A JSON Schema on its way to llguidance: read without changing a number, checked, and completed.
+"""Prepares a JSON Schema for llguidance: reads it without changing a number, checks it, and
+completes it.
 
     text ─▶ values (numbers as they are written) ─▶ checks, each with its place ─▶ text
 
-llguidance holds every number of a schema as a float64, computes with it, and writes what it then
-has: `{"const": 1234567890123456789}` would give another number, and no error. So a number that a
-float64 does not hold is refused here, with its place. Four more things that it would follow in a
-way that JSON Schema does not mean are refused or completed here:
+llguidance stores every number of a schema as a float64, and writes that: `{"const":
+    1234567890123456789}` would give another number, and no error. So a number that a float64 cannot
+    represent exactly is refused here, with its place. In four more cases llguidance deviates from
+    JSON Schema; they are refused or corrected here:
 
-- A calendar: `format` knows months, but neither leap years nor when a minute has a 60th second. A
-  pattern is added that does.
-- An open interval above (or below) an integer that ends before the next one: the integer itself
-  would be allowed. Refused.
-- The names of an object's members may be repeated, so `minProperties` could be reached with one
-  name. Refused where it would have to count names that are not required.
-- Escapes such as \\u0061, with which a declared name could be written as if it were another one,
-  are never written (`JSON_ESCAPES`); a constant that needs one is refused.
+- Dates: `format` checks months, but neither leap years nor when a minute may have a 60th second. A
+  pattern that does is added.
+- An open interval that starts at an integer and ends before the next one: the integer itself would
+  be allowed. Refused.
+- Repeated names: an object could reach `minProperties` by repeating one name. Refused if it would
+  have to count names that are not required.
+- Escapes such as \\u0061, which could make a declared name look like another one, are never
+  generated (`JSON_ESCAPES`); a constant that needs one is refused.
 
 The text has at most MAX_GRAMMAR_BYTES, nesting is bounded before anything is walked, and no walk
 recurses.
@@ -31,30 +32,32 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 from engine.errors import InvalidRequestError
 
 MAX_PATTERN_BYTES = 16 * 1024
-"""All patterns of a schema together, in bytes."""
+"""The most bytes of all patterns in a schema together."""
 MAX_SCHEMA_DEPTH = 96
-"""How deep arrays and objects may be nested in a schema's text."""
+"""The deepest nesting of arrays and objects in a schema's text."""
 MAX_MULTIPLE_OF = 100_000
 """The largest product of a schema's different multipleOf values, each without its decimal point."""
 MAX_DECIMAL_PLACES = 9
 """Of a multipleOf."""
 MAX_OPTIONAL_PROPERTIES = 256
-"""How many properties of one object may be left out: each is one more way to go on, at once. Some
-more could be followed with small vocabularies, and fail in the middle of an output with large ones.
+"""The most optional properties of one object: each is one more way to continue at the same point. A
+few more would work with small vocabularies, but fail in the middle of an output with large ones.
 """
 MAX_EXACT_INTEGER = 2**53
-"""The largest integer up to which a float64 holds all of them."""
+"""A float64 represents every integer up to this one."""
 JSON_ESCAPES = 'nrbtf\\"'
-"""What may follow a backslash in JSON that is generated: each character has one spelling."""
+"""The characters that may follow a backslash in generated JSON, so that each character has one
+spelling.
+"""
 
 _MAX_LCM = 2**32 - 1  # llguidance multiplies multipleOf values as 32-bit integers
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
 _CONSTANTS = frozenset(["const", "enum"])
 _DATA = _CONSTANTS | {"default", "examples"}
-"""Keywords whose values are values, not schemas."""
+"""Keywords with plain values, not schemas."""
 _NAMES = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])
-"""Keywords whose values have schemas by name."""
+"""Keywords with an object of schemas by name."""
 
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _DATE = (
@@ -65,11 +68,11 @@ _CALENDAR = {
     "date-time": f"{_DATE}.[0-9]{{2}}:[0-9]{{2}}:[0-5]",
     "time": "^[0-9]{2}:[0-9]{2}:[0-5]",
 }
-"""By format, what its strings must match beside llguidance's own pattern for it."""
+"""For each format, a pattern that its strings must match in addition to llguidance's own."""
 
 
 class _Unheld(str):
-    """A number that a float64 does not hold, as it is written."""
+    """A number, as it is written, that a float64 cannot represent."""
 
     __slots__ = ()
 
@@ -78,12 +81,10 @@ class _Place(NamedTuple):
     """A value within a schema.
 
     Attributes:
-        value: it.
-        depth: of the root: 1.
-        above: what it is in; None: nothing.
-        key: its name or index there.
-        is_data, is_names: whether it is (part of) a value such as a constant, or has schemas by
-            name; else it is a schema, or may be one that is referred to.
+        value: the value. depth: its depth; 1 for the root. above: the place that contains it; None:
+            it is the root. key: its name or index there.
+        is_data, is_names: whether it is (part of) a plain value such as a constant, or an object of
+            schemas by name; otherwise it is a schema, or may be referred to as one.
     """
 
     value: object
@@ -95,14 +96,14 @@ class _Place(NamedTuple):
 
     @property
     def is_constant(self) -> bool:
-        """Whether it is data that is generated, and not a default or an example."""
+        """Whether it is data that may be generated, not a default or an example."""
         place: _Place | None = self
         while place is not None and (place.above is None or place.above.is_data):
             place = place.above
         return place is not None and place.key in _CONSTANTS
 
     def parts(self) -> Iterator[_Place]:
-        """What is in it."""
+        """The places within it."""
         value, depth = self.value, self.depth + 1
         if isinstance(value, list):
             for index, part in enumerate(value):
@@ -120,7 +121,7 @@ class _Place(NamedTuple):
                 )
 
     def __str__(self) -> str:
-        """The path, such as $.properties.age.maximum; the middle of a long one is left out."""
+        """The path, such as $.properties.age.maximum; the middle of a long path is left out."""
         keys: list[str] = []
         place: _Place | None = self
         while place is not None:
@@ -131,14 +132,14 @@ class _Place(NamedTuple):
 
 
 def prepare_schema(text: str, options: dict[str, object]) -> str:
-    """The schema that llguidance is given.
+    """The schema to give to llguidance.
 
     Args:
         text: a JSON Schema, at most MAX_GRAMMAR_BYTES.
-        options: llguidance's own, which are put in front.
+        options: llguidance's own options, which are put first.
 
     Raises:
-        InvalidRequestError: it is no JSON, too large or too deep to be compiled safely, or has
+        InvalidRequestError: it is not JSON, too large or too deep to be compiled safely, or has
             something that would not be followed exactly.
     """
     schema = _parse(text)
@@ -174,7 +175,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _integer(literal: str) -> int | _Unheld:
-    # More digits than that are not even read: int() takes time in the square of their number.
+    # More digits than that are not parsed: int() takes quadratic time.
     if len(literal) > 20 or abs(value := int(literal)) > MAX_EXACT_INTEGER:
         return _Unheld(literal)
     return value
@@ -203,13 +204,13 @@ def _walk(schema: dict[str, Any]) -> Iterator[_Place]:
 
 
 _Starts = dict[str, dict[float, _Place]]
-"""By "minimum" and "maximum": the integers that are excluded as such, and where."""
+"""For "minimum" and "maximum": the excluded integers, and where they are."""
 _Ends = dict[str, set[float]]
-"""By "minimum" and "maximum": all numbers that are."""
+"""For "minimum" and "maximum": all their values."""
 
 
 class _Check:
-    """What is wrong with a schema, place by place, and then with all of it."""
+    """Checks a schema, first place by place, then as a whole."""
 
     def __init__(self) -> None:
         self._pattern_bytes = 0
@@ -229,7 +230,7 @@ class _Check:
             self._add_schema(place, value)
 
     def finish(self) -> None:
-        """Check what only the whole tells."""
+        """Check what depends on the whole schema."""
         if self._pattern_bytes > MAX_PATTERN_BYTES:
             _refuse(
                 f"has {self._pattern_bytes} bytes of patterns; at most {MAX_PATTERN_BYTES} are "
@@ -276,7 +277,7 @@ class _Check:
 
 
 def _check_constant(place: _Place, value: str) -> None:
-    """A constant has no character that only an escape such as \\u0001 could write."""
+    """Refuse a constant with a character that needs an escape such as \\u0001."""
     for character in value:
         if (character < " " and character not in "\n\r\b\t\f") or character == "\x7f":
             _refuse(
@@ -307,8 +308,8 @@ def _check_properties(place: _Place, schema: dict[str, Any]) -> None:
 
 
 def _check_intervals(exclusive: _Starts, ends: _Ends) -> None:
-    """No interval is open at an integer and ends before the next one. (From the integer towards
-    zero it may: that is followed exactly.)
+    """Refuse intervals that are open at an integer and end before the next one. (From the integer
+    towards zero they are allowed, because llguidance follows these exactly.)
     """
     for name, other, nearest in (
         ("minimum", "maximum", math.floor),
@@ -326,8 +327,8 @@ def _check_intervals(exclusive: _Starts, ends: _Ends) -> None:
 
 
 def _check_multiples(multiples: set[Decimal]) -> None:
-    """What following multipleOf costs grows with its digits; and llguidance multiplies the values
-    of schemas that are combined as 32-bit integers, with as many places as the longest has.
+    """Limit multipleOf: its cost grows with its digits, and llguidance multiplies the values of
+    combined schemas as 32-bit integers, with as many decimal places as the longest has.
     """
     product = scaled = 1
     places = max((-_exponent(multiple) for multiple in multiples), default=0)
@@ -347,13 +348,13 @@ def _check_multiples(multiples: set[Decimal]) -> None:
 
 
 def _exponent(multiple: Decimal) -> int:
-    """Of ten; at most 0, which it is for integers."""
+    """The decimal exponent; at most 0, as for integers."""
     exponent = multiple.normalize().as_tuple().exponent
     return min(0, exponent) if isinstance(exponent, int) else 0
 
 
 def _add_pattern(schema: dict[str, Any], pattern: str) -> None:
-    """Have a schema's strings match one pattern more."""
+    """Add a pattern that a schema's strings must match too."""
     if "pattern" not in schema:
         schema["pattern"] = pattern
     elif _is_list(schema.get("allOf", [])):

@@ -1,14 +1,15 @@
-"""From a request's form to llguidance's grammar language, with the checks that it does not make.
+"""Translates a request's grammar to llguidance's language, with the checks that llguidance does not
+make.
 
-The text of a form is a stranger's. llguidance bounds most of what it does with it, but not all: a
-chain of thousands of definitions overflows its stack, `multipleOf` costs time and memory in
-proportion to the number, and a long regular expression of optional parts in proportion to the
-square of its length. So those are bounded before it sees them: schemas in `schema`, the others
-here.
+The text comes from untrusted callers. llguidance limits most of its own work, but not all: a chain
+    of thousands of definitions overflows its stack, `multipleOf` costs time and memory in
+    proportion to its value, and a long regular expression of optional parts in proportion to the
+    square of its length. So these are limited before llguidance gets them: schemas in `schema`, the
+    others here.
 
-Every form becomes a grammar in llguidance's dialect of Lark, since only there can forced tokens be
-turned off: with them on, text that the form dictates may be written in one tokenization alone,
-which the tokenizer is asked for, in Python, in the middle of a step.
+Everything is translated to llguidance's dialect of Lark, because only there can forced tokens be
+turned off. With forced tokens, text that the grammar dictates may only be written in one
+tokenization, for which llguidance calls the tokenizer, in Python, in the middle of a step.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ MAX_REGEX_BYTES = 16 * 1024
 MAX_LARK_BYTES = 64 * 1024
 """The longest Lark grammar, in bytes."""
 MAX_BLANKS = 32
-"""How many blanks and line ends, at most, may stand between two parts of a JSON text."""
+"""The most white-space characters between two parts of a JSON text."""
 
 _OPTIONS = '\n%llguidance {"no_forcing": true, "allow_invalid_utf8": false}\n'
-"""Comes last, so that it holds whatever a grammar's own options say."""
+"""Put last, so that it overrides the grammar's own options."""
 _ESCAPES: dict[str, object] = {"json_allowed_escapes": JSON_ESCAPES}
 _ONE_LINE: dict[str, object] = {
     **_ESCAPES,
@@ -38,7 +39,9 @@ _ONE_LINE: dict[str, object] = {
     "item_separator": ", ",
     "key_separator": ": ",
 }
-"""JSON as most programs write it, in one form alone: a model cannot fill its output with blanks."""
+"""JSON with the white space that most programs use, and no other, so that a model cannot fill its
+output with white space.
+"""
 _FLEXIBLE: dict[str, object] = {
     **_ESCAPES,
     "whitespace_pattern": f"[ \\n\\r\\t]{{1,{MAX_BLANKS}}}",
@@ -46,10 +49,11 @@ _FLEXIBLE: dict[str, object] = {
 
 
 def to_lark(params: GrammarParams) -> str:
-    """The grammar of a form, in llguidance's Lark dialect.
+    """Translate to llguidance's dialect of Lark.
 
     Raises:
-        InvalidRequestError: it is no JSON, or too large or too deep to be compiled safely.
+        InvalidRequestError: the schema is not JSON, or the text is too large or too deep to be
+            compiled safely.
     """
     options = _FLEXIBLE if params.flexible_whitespace else _ONE_LINE
     match params.kind:
@@ -63,8 +67,8 @@ def to_lark(params: GrammarParams) -> str:
         case GrammarKind.LARK:
             source = _checked_lark(params.text)
         case GrammarKind.CHOICE:
-            # A terminal, not a rule: the lexer does not mind how many alternatives there are.
-            # In JSON's ASCII form they can hold nothing that the grammar's syntax would read.
+            # A terminal, not a rule: the lexer handles any number of alternatives. As ASCII JSON,
+            # the strings contain nothing that is special in the grammar's syntax.
             source = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, params.choices))
     return source + _OPTIONS
 

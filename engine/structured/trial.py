@@ -1,6 +1,6 @@
-"""Follows a new grammar a little, off the engine's thread: what soon fails is refused in time, what
-is costly is known to be so, and the lexer's first states are there when the first request needs
-them.
+"""Takes a few steps in a new grammar, off the engine's thread. So a grammar that soon fails is
+refused in time, a costly one is known to be costly, and the lexer's first states are ready for the
+first request.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from llguidance import LLMatcher
 _NUM_WALKS = 3
 _NUM_TOKENS = 64
 _MAX_S = 0.5
-"""Of the processor's time for a walk, about: it bounds what a trial costs, not what is taken."""
+"""About the most CPU seconds of one walk; limits the cost of a trial, not what is accepted."""
 _NUM_FIRST = 16
-"""A walk that takes the vocabulary's first tokens that fit chooses among so many: in most
-vocabularies the first are single bytes, such as brackets and quotes.
+"""One walk chooses among this many of the first tokens that fit: in most vocabularies the first
+tokens are single bytes, such as brackets and quotes.
 """
 
 
 class Trial(NamedTuple):
-    """What following a grammar was like.
+    """The result of a trial.
 
     Attributes:
-        error: why llguidance could not go on; None: it could, or came to an end.
-        token_s: what a token costs, in seconds of the processor, once the lexer has its states.
+        error: why llguidance could not go on; None: it could, or the output was complete. token_s:
+            the cost of a token, in seconds of CPU time, once the lexer has its states.
     """
 
     error: str | None
@@ -35,11 +35,11 @@ class Trial(NamedTuple):
 
 
 def try_out(root: LLMatcher, vocab_size: int) -> Trial:
-    """Take a few steps with tokens that fit, the same ones every time.
+    """Take a few steps with tokens that fit; the same ones in every run.
 
     Args:
-        root: at the grammar's beginning; not moved.
-        vocab_size: V. The token behind the vocabulary, which ends the output, is not taken.
+        root: a matcher at the grammar's start; not advanced. vocab_size: V. The extra token after
+            the vocabulary, which ends the output, is never chosen.
     """
     mask = np.zeros(vocab_size // 32 + 1, np.int32)
     costs: list[float] = []

@@ -1,10 +1,10 @@
-"""The model's vocabulary, as llguidance sees it: the bytes that each token puts into the text.
+"""The model's vocabulary for llguidance: the bytes that each token adds to the text.
 
-They come from our own tables, so that a mask means the text that the front end will deliver. A
-token of no text (special ones, ids of the model that the tokenizer lacks) can be chosen only where
-a Lark grammar names it, as in <|call|> or <[7]>. Behind the vocabulary stands one token more, which
-no model has: llguidance says with it that the output may end here, and `matcher` puts the request's
-own ending ids in its place.
+The bytes come from our own tables, so that masks match the text that the front end delivers. A
+token without text (a special one, or an id that the tokenizer lacks) can be chosen only if a Lark
+grammar names it, as in <|call|> or <[7]>. After the vocabulary comes one extra token, which no
+model has: llguidance uses it to say that the output may end here, and `matcher` replaces it by the
+request's own ending ids.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from engine.text import Tokenizer
 
 _END_NAME = b"<|end of the output|>"
 _NO_TEXT = 0xFF
-"""Is in no text, since it is in no UTF-8; llguidance marks special tokens with it."""
+"""A byte that never occurs in UTF-8; llguidance marks special tokens with it."""
 
 
 def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> LLTokenizer:
-    """Make llguidance's view of a tokenizer.
+    """Convert a tokenizer for llguidance.
 
     Args:
-        tokenizer: the model's; None: it has none.
-        vocab_size: V, the width of the logits. The token behind the vocabulary has this id.
+        tokenizer: the model's; None: it has none. vocab_size: V, the width of the logits. The extra
+            token after the vocabulary has this id.
 
     Raises:
-        UnsupportedFeatureError: forms cannot be followed with this tokenizer; says why.
+        UnsupportedFeatureError: this tokenizer does not support structured output; the message says
+            why.
     """
     if tokenizer is None:
         raise UnsupportedFeatureError(
@@ -45,7 +46,7 @@ def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> LLTokenizer
 
 
 class _Vocabulary:
-    """What llguidance reads of a tokenizer object."""
+    """The attributes that llguidance reads from a tokenizer object."""
 
     is_tokenizer_wrapper = True
 
@@ -66,5 +67,5 @@ class _Vocabulary:
 
 
 def _text(piece: bytes) -> bytes:
-    """A token's bytes; none where no text can have them."""
+    """A token's bytes; empty if no text can contain them."""
     return b"" if _NO_TEXT in piece else piece
