@@ -67,6 +67,16 @@ class ModelNotFoundError(HeadraceError):
         self.served = served
 
 
+class NoTokenizerError(HeadraceError):
+    """A call needs the model's tokenizer, and there is none."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model has no tokenizer, so no text becomes token ids here, nor token ids text: "
+            "send tokens, read token_ids, and use the tokenizer where the text is"
+        )
+
+
 class WrongInstanceError(HeadraceError):
     """A call names another server process as the one that has the request.
 

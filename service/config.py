@@ -482,7 +482,8 @@ class ProcessConfig:
 
     model: str | None = option(
         None,
-        "A directory with `config.json`, safetensors and `tokenizer.json`, or a hub id.",
+        "A directory with `config.json`, safetensors and `tokenizer.json` (without: token ids "
+        "only), or a hub id.",
         group=MODEL,
         shown="the demo model",
     )

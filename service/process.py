@@ -134,6 +134,7 @@ class _Process:
                 self._server.bound,
                 self._server.health_bound,
                 seconds,
+                has_tokenizer=state.front.encoder is not None,
             )
         )
         failed = asyncio.create_task(self._server.failed())

@@ -46,7 +46,7 @@ from headrace.v1 import (
 
 from engine.client import EngineClient, ModelInfo, ProgressSink
 from engine.outputs import StepOutputs
-from engine.text import Tokenizer
+from engine.text import Tokenizer, TokenizerMissingError
 from service import telemetry
 from service.address import Address, parse_address
 from service.admission import AdmissionControl, Limits
@@ -91,12 +91,20 @@ _CALLS_GRACE_S = 3.0
 _CONNECTIONS_GRACE_S = 2.0
 _CANCEL_GRACE_S = 5.0
 
-TokenizerLoader = Callable[[ModelInfo], Tokenizer]
+TokenizerLoader = Callable[[ModelInfo], Tokenizer | None]
 
 
-def load_tokenizer(info: ModelInfo) -> Tokenizer:
-    """The tokenizer of the loaded model."""
-    return Tokenizer.load(Path(info.path), info.vocab_size)
+def load_tokenizer(info: ModelInfo) -> Tokenizer | None:
+    """The tokenizer of the loaded model; None: it has none, and token ids alone are served.
+
+    Raises:
+        TokenizerError: it has one that cannot be read.
+    """
+    try:
+        return Tokenizer.load(Path(info.path), info.vocab_size)
+    except TokenizerMissingError as error:
+        logger.warning("%s", error)
+        return None
 
 
 def _limits(config: ServiceConfig) -> Limits:
@@ -330,14 +338,16 @@ class HeadraceServer:
         if self._telemetry.metrics is not None:
             self._telemetry.metrics.on_step(step)
 
-    def _front_end(self, info: ModelInfo, tokenizer: Tokenizer) -> FrontEnd:
+    def _front_end(self, info: ModelInfo, tokenizer: Tokenizer | None) -> FrontEnd:
         config = self._config
-        encoder = InputEncoder(
-            tokenizer,
-            self.text_pool,
-            max_context_tokens=info.max_context_tokens,
-            max_receive_bytes=config.max_receive_bytes,
-        )
+        encoder = None
+        if tokenizer is not None:
+            encoder = InputEncoder(
+                tokenizer,
+                self.text_pool,
+                max_context_tokens=info.max_context_tokens,
+                max_receive_bytes=config.max_receive_bytes,
+            )
         limits = RequestLimits(
             default_max_tokens=config.default_max_tokens,
             default_time_limit_s=config.default_time_limit_s or None,
@@ -349,9 +359,8 @@ class HeadraceServer:
         return FrontEnd(
             info=info,
             card=card,
-            tokenizer=tokenizer,
             encoder=encoder,
-            converter=Converter(info, tokenizer, encoder, limits, (card.name, *card.aliases)),
+            converter=Converter(info, encoder, limits, (card.name, *card.aliases)),
             responder=Responder(tokenizer, self.instance_id),
             registry=self.registry,
             loads=self.loads,

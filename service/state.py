@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from headrace.v1 import model_service_pb2
 
 from engine.client import ModelInfo
-from engine.text import Tokenizer
 from service.call_errors import NotReadyError, WrongInstanceError
 from service.convert.incoming import IncomingCheck
 from service.convert.inputs import InputEncoder
@@ -67,8 +66,7 @@ class FrontEnd:
 
     info: ModelInfo
     card: model_service_pb2.ModelCard
-    tokenizer: Tokenizer
-    encoder: InputEncoder
+    encoder: InputEncoder | None
     converter: Converter
     responder: Responder
     registry: Registry

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.client import ModelInfo
@@ -14,10 +15,33 @@ from service.address import Address
 from service.config import ServiceConfig
 
 _DEFAULT_TARGET = "127.0.0.1:50051"
-_PROMPT = "Once upon a time"
-_SPEC = '{"spec":{"text":{"text":"Once upon a time"},"stop":{"max_tokens":32}}}'
+
 _METHOD = "headrace.v1.GenerationService/GenerateStream"
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """A prompt as the command, Python and the contract have it, and the name of its output."""
+
+    command: str
+    prompt: str
+    spec: str
+    output: str
+
+
+_TEXT = _Example(
+    '"Once upon a time"',
+    '"Once upon a time"',
+    '{"spec":{"text":{"text":"Once upon a time"},"stop":{"max_tokens":32}}}',
+    "text",
+)
+_IDS = _Example(
+    '--token-ids "1 2 3"',
+    "[1, 2, 3]",
+    '{"spec":{"tokens":{"ids":[1,2,3]},"stop":{"max_tokens":32}}}',
+    "token_ids",
+)
 
 
 def welcome(
@@ -26,8 +50,13 @@ def welcome(
     bound: tuple[Address, ...],
     health: Address | None,
     seconds: float,
+    *,
+    has_tokenizer: bool = True,
 ) -> str:
-    """The lines. `health`: the address that answers health alone."""
+    """The lines. `health`: the address that answers health alone. `has_tokenizer`: whether prompts
+    may be text.
+    """
+    example = _TEXT if has_tokenizer else _IDS
     name = config.served_name or info.name
     where = ", ".join(address.target for address in bound)
     needs = "Try it:"
@@ -39,11 +68,12 @@ def welcome(
         f"{info.max_context_tokens} tokens each.",
         f"Listening on {where}" + (" with TLS" if config.uses_tls else "") + ".",
         *([] if health is None else [f"Health alone on {health.target}."]),
+        *([] if has_tokenizer else ["No tokenizer: prompts and outputs are token ids."]),
         "",
         needs,
-        f"  {_command(config, bound[0])}",
-        f"  {_python(config, bound[0])}",
-        f"  {_grpcurl(config, bound[0])}",
+        f"  {_command(config, bound[0], example)}",
+        f"  {_python(config, bound[0], example)}",
+        f"  {_grpcurl(config, bound[0], example)}",
         "",
         "Stop it with Ctrl-C (twice: at once).",
     ]
@@ -77,7 +107,7 @@ def _secure(config: ServiceConfig, address: Address) -> bool:
     return config.uses_tls and address.path is None
 
 
-def _command(config: ServiceConfig, address: Address) -> str:
+def _command(config: ServiceConfig, address: Address, example: _Example) -> str:
     target = _client_target(address)
     options = "" if target == _DEFAULT_TARGET else f" --target {target}"
     if _secure(config, address):
@@ -86,10 +116,10 @@ def _command(config: ServiceConfig, address: Address) -> str:
             options += " --client-cert CERT --client-key KEY"
     if config.auth_file is not None:
         options += " --token TOKEN"
-    return f'{installed("headrace")} generate "{_PROMPT}"{options}'
+    return f"{installed('headrace')} generate {example.command}{options}"
 
 
-def _python(config: ServiceConfig, address: Address) -> str:
+def _python(config: ServiceConfig, address: Address, example: _Example) -> str:
     target = _client_target(address)
     arguments = [] if target == _DEFAULT_TARGET else [f'"{target}"']
     if _secure(config, address):
@@ -100,11 +130,11 @@ def _python(config: ServiceConfig, address: Address) -> str:
         arguments.append('token="TOKEN"')
     return (
         f"{installed('python')} -c 'import headrace; print(headrace.Client({', '.join(arguments)})"
-        f'.generate("{_PROMPT}", max_tokens=32).text)\''
+        f".generate({example.prompt}, max_tokens=32).{example.output})'"
     )
 
 
-def _grpcurl(config: ServiceConfig, address: Address) -> str:
+def _grpcurl(config: ServiceConfig, address: Address, example: _Example) -> str:
     security = f"-cacert {config.tls_cert}" if _secure(config, address) else "-plaintext"
     if _secure(config, address) and config.tls_client_ca is not None:
         security += " -cert CERT -key KEY"
@@ -113,4 +143,4 @@ def _grpcurl(config: ServiceConfig, address: Address) -> str:
         security, target = "-plaintext -unix", address.path
     if config.auth_file is not None:
         security += ' -H "authorization: Bearer TOKEN"'
-    return f"grpcurl {security} -d '{_SPEC}' {target} {_METHOD}"
+    return f"grpcurl {security} -d '{example.spec}' {target} {_METHOD}"

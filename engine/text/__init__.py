@@ -13,7 +13,12 @@ from engine.text.conversation import JsonObject
 from engine.text.detokenizer import IncrementalDetokenizer, incremental_detokenizer
 from engine.text.stop_strings import StopMatch, StopMatcher, StopStrings
 from engine.text.stream import TextStream
-from engine.text.text_errors import ChatTemplateError, ChatTemplateUnavailableError, TokenizerError
+from engine.text.text_errors import (
+    ChatTemplateError,
+    ChatTemplateUnavailableError,
+    TokenizerError,
+    TokenizerMissingError,
+)
 from engine.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -29,5 +34,6 @@ __all__ = [
     "TextStream",
     "Tokenizer",
     "TokenizerError",
+    "TokenizerMissingError",
     "incremental_detokenizer",
 ]

@@ -23,7 +23,7 @@ from typing import Any, TypeGuard
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from engine.text.text_errors import TokenizerError
+from engine.text.text_errors import TokenizerError, TokenizerMissingError
 
 _NAMED = (
     "bos_token",
@@ -36,7 +36,7 @@ _NAMED = (
 )
 _REMEDY = (
     "Convert the tokenizer once, with transformers: "
-    "AutoTokenizer.from_pretrained(...).save_pretrained(...); or send and receive token ids only"
+    "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
 )
 
 
@@ -59,11 +59,14 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
     """Read a directory.
 
     Raises:
-        TokenizerError: no tokenizer.json, or a file that cannot be read.
+        TokenizerMissingError: there is no tokenizer.json.
+        TokenizerError: a file cannot be read.
     """
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise TokenizerError(f"{directory} has no tokenizer.json. {_REMEDY}")
+        raise TokenizerMissingError(
+            f"{directory} has no tokenizer.json: token ids alone can be sent and read. {_REMEDY}"
+        )
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the library raises plain Exception

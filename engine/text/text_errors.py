@@ -11,6 +11,10 @@ class TokenizerError(HeadraceError):
     """
 
 
+class TokenizerMissingError(TokenizerError):
+    """There is none: token ids alone can be sent and read."""
+
+
 class ChatTemplateUnavailableError(HeadraceError):
     """The model has no chat template, or one that cannot be compiled: conversations cannot be laid
     out.

@@ -103,7 +103,8 @@ class Tokenizer:
         would. `clock`: what time it is, for chat templates that print the date.
 
         Raises:
-            TokenizerError: there is no tokenizer.json, or a file cannot be read.
+            TokenizerMissingError: there is no tokenizer.json.
+            TokenizerError: a file cannot be read.
         """
         files = read_tokenizer_files(Path(directory))
         return cls(

@@ -29,8 +29,8 @@ MAX_REQUIRED = 64
 _MAX_NAME = 64
 _REQUIRED = "required_capabilities"
 _NO_TEMPLATE = (
-    "the model's tokenizer has no chat template; send text or token ids, laid out as the model "
-    "expects"
+    "the model has no chat template; send token ids (or text, where the model card's input.text "
+    "says so), laid out as the model expects"
 )
 _WHY_MISSING = {
     "chat": _NO_TEMPLATE,

@@ -60,6 +60,9 @@ _Reader = Callable[[str, str], JsonObject]
 class InputEncoder:
     """Makes token ids of inputs, and text of token ids. Each method raises what
     `TextPool.run` does, where there is too much to do already.
+
+    Attributes:
+        tokenizer: the model's.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class InputEncoder:
             max_receive_bytes: the largest message that is received; so are texts that templates
                 make.
         """
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._pool = pool
         self._longest = tokenizer.longest_token
         self._fitting = max_context_tokens * self._longest
@@ -106,7 +109,7 @@ class InputEncoder:
         content = text.text
         size = self._check_length("text.text", content, fits=fits)
         if len(content) <= INLINE_CHARACTERS:
-            return self._tokenizer.encode(content, add_special_tokens=special)
+            return self.tokenizer.encode(content, add_special_tokens=special)
         return await self._pool.run(
             account,
             size,
@@ -126,7 +129,7 @@ class InputEncoder:
 
         def render() -> tuple[str, int, Sequence[int] | None]:
             read = JsonReader().object
-            text = self._tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 _messages(chat, read),
                 tools=[_tool(tool, index, read) for index, tool in enumerate(chat.tools)] or None,
                 add_generation_prompt=(
@@ -154,7 +157,7 @@ class InputEncoder:
         """The text of token ids, of which there are not too many."""
 
         def decode() -> str:
-            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+            return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
         if len(ids) <= INLINE_IDS:
             return decode()
@@ -166,13 +169,13 @@ class InputEncoder:
         """The token ids of a text of `size` bytes, in a thread."""
         if size > self._most_tokens:
             self._check_tokens(field, text)
-        return array("I", self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return array("I", self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _check_tokens(self, field: str, text: str) -> None:
         """Refuse a text that comes to far too many tokens, before there are so many."""
         count = 0
         for start in range(0, len(text), _PART_CHARACTERS):
-            count += self._tokenizer.count(text[start : start + _PART_CHARACTERS])
+            count += self.tokenizer.count(text[start : start + _PART_CHARACTERS])
             if count > self._most_tokens:
                 raise FieldError(
                     field,

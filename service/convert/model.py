@@ -36,9 +36,9 @@ def server_version() -> str:
 
 
 def model_card(
-    info: ModelInfo, tokenizer: Tokenizer, config: ServiceConfig, instance_id: str
+    info: ModelInfo, tokenizer: Tokenizer | None, config: ServiceConfig, instance_id: str
 ) -> model_service_pb2.ModelCard:
-    """Describe the model and the server's limits."""
+    """Describe the model and the server's limits. `tokenizer`: None: the model has none."""
     name = config.served_name or info.name
     return model_service_pb2.ModelCard(
         name=name,
@@ -79,29 +79,30 @@ def model_card(
 
 
 def _capabilities(
-    info: ModelInfo, tokenizer: Tokenizer, config: ServiceConfig
+    info: ModelInfo, tokenizer: Tokenizer | None, config: ServiceConfig
 ) -> model_service_pb2.Capabilities:
     """What this server can do with its model. The names are those that fields of the contract are
     marked with (capability.proto).
     """
-    chat = tokenizer.has_chat_template
+    text = tokenizer is not None
+    chat = tokenizer is not None and tokenizer.has_chat_template
     return model_service_pb2.Capabilities(
         names=sorted(
             {
-                "structured_output",
+                *(("structured_output",) if text else ()),
                 *(("chat", "tools", "content_parts") if chat else ()),
                 *(("priorities",) if info.heeds_priorities else ()),
             }
         ),
         input=model_service_pb2.InputCapabilities(
-            text=True,
+            text=text,
             token_ids=True,
             chat=chat,
             tools=chat,
             content_parts=["text"] if chat else [],
         ),
         output=model_service_pb2.OutputCapabilities(
-            logprobs=True, prompt_logprobs=True, structured_output=FORMS
+            logprobs=True, prompt_logprobs=True, structured_output=FORMS if text else ()
         ),
         scheduling=model_service_pb2.SchedulingCapabilities(
             priorities=info.heeds_priorities,

@@ -25,11 +25,11 @@ from engine.sampling_params import (
     StopParams,
     check_stop_strings,
 )
-from engine.text import StopStrings, TextStream, Tokenizer
+from engine.text import StopStrings, TextStream
 from engine.token_ids import NO_IDS, TokenIds
 from engine.types import CallerKey, RequestId
 from service.accounts import Account
-from service.call_errors import FieldError, ModelNotFoundError
+from service.call_errors import FieldError, ModelNotFoundError, NoTokenizerError
 from service.convert.inputs import InputEncoder, Truncation
 from service.convert.sampling import check_min_tokens, grammar_params, sampling_params
 from service.convert.unsupported import refuse_unsupported
@@ -130,17 +130,23 @@ class Converter:
     def __init__(
         self,
         info: ModelInfo,
-        tokenizer: Tokenizer,
-        encoder: InputEncoder,
+        encoder: InputEncoder | None,
         limits: RequestLimits,
         names: Sequence[str],
     ) -> None:
-        """`names`: by which requests may call the model, its own first."""
+        """`encoder`: None where the model has no tokenizer. `names`: by which requests may call the
+        model, its own first.
+        """
         self._info = info
-        self._tokenizer = tokenizer
         self._encoder = encoder
         self._limits = limits
         self._names = tuple(names)
+
+    @property
+    def _text(self) -> InputEncoder:
+        if self._encoder is None:
+            raise NoTokenizerError
+        return self._encoder
 
     def draft(self, message: SpecMessage, field: str = "spec") -> Draft:
         """Look at a message's spec, before any work is done for it. `field`: where it is in what
@@ -203,14 +209,14 @@ class Converter:
         if not spec.stop.HasField("max_tokens") and stop.max_tokens > room:
             stop = replace(stop, max_tokens=room)
         skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
-        echo = await self._encoder.decode(account, prompt, skip) if output.echo else ""
+        echo = await self._text.decode(account, prompt, skip) if output.echo else ""
         request = replace(request, prompt=prompt, stop=stop)
         texts: list[TextStream | None] = [None] * request.n
-        if not output.omit_text:
+        if self._encoder is not None and not output.omit_text:
             stops = StopStrings(stop_strings) if stop_strings else ()
             texts = [
                 TextStream(
-                    self._tokenizer,
+                    self._encoder.tokenizer,
                     stop_strings=stops,
                     include_stop=spec.stop.include_stop,
                     min_tokens=stop.min_tokens,
@@ -250,7 +256,11 @@ class Converter:
         engine_id: RequestId,
     ) -> GenerationRequest:
         """What the engine gets, but for the prompt and what depends on its length."""
-        refuse_unsupported(spec, heeds_priorities=self._info.heeds_priorities)
+        refuse_unsupported(
+            spec,
+            heeds_priorities=self._info.heeds_priorities,
+            has_tokenizer=self._encoder is not None,
+        )
         output = spec.output
         check_enum(generation_pb2.Delivery, output.delivery, "output.delivery")
         request = GenerationRequest(
@@ -299,9 +309,9 @@ class Converter:
                 size = self._info.vocab_size
                 return check_ids(ids, field, size, most=len(ids), kept=kept)
             case "text":
-                encoded = await self._encoder.encode_text(account, spec.text, fits=whole)
+                encoded = await self._text.encode_text(account, spec.text, fits=whole)
             case "chat":
-                encoded = await self._encoder.encode_chat(account, spec.chat, fits=whole)
+                encoded = await self._text.encode_chat(account, spec.chat, fits=whole)
             case _:
                 raise FieldError("input", "is missing; set one of text, tokens and chat")
         encoded = encoded[truncation.kept(len(encoded))]

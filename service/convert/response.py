@@ -109,7 +109,8 @@ def _timings(finish: Finish, last_token: float | None) -> generation_pb2.Timings
 class Responder:
     """Makes messages of events."""
 
-    def __init__(self, tokenizer: Tokenizer, instance_id: str) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, instance_id: str) -> None:
+        """What makes them in this process. `tokenizer`: of tokens' texts; None: they have none."""
         self._tokenizer = tokenizer
         self._instance_id = instance_id
 
@@ -208,14 +209,17 @@ class Responder:
 
     def token(self, token_id: int) -> generation_pb2.TokenInfo:
         """One token with its text and bytes."""
-        raw = self._tokenizer.token_bytes(token_id)
+        raw = self._bytes(token_id)
         return generation_pb2.TokenInfo(id=token_id, text=raw.decode("utf-8", "replace"), bytes=raw)
+
+    def _bytes(self, token_id: int) -> bytes:
+        return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
 
     def _add_logprobs(self, info: generation_pb2.TokenInfo, logprobs: TokenLogprobs) -> None:
         info.logprob = logprobs.logprob
         info.rank = logprobs.rank
         for token_id, logprob in (*logprobs.candidates, *logprobs.requested):
-            raw = self._tokenizer.token_bytes(token_id)
+            raw = self._bytes(token_id)
             info.candidates.add(
                 id=token_id,
                 text=raw.decode("utf-8", "replace"),

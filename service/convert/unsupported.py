@@ -13,8 +13,13 @@ from service.call_errors import UnsupportedFieldError
 _NOT_YET = "is not supported by this server yet; leave it out"
 
 
-def refuse_unsupported(spec: generation_pb2.GenerationSpec, *, heeds_priorities: bool) -> None:
-    """Refuse what is not done yet, and what this server's configuration leaves out.
+_NO_TOKENIZER = "the model has no tokenizer"
+
+
+def refuse_unsupported(
+    spec: generation_pb2.GenerationSpec, *, heeds_priorities: bool, has_tokenizer: bool
+) -> None:
+    """Refuse what is not done yet, and what this server's configuration or model leaves out.
 
     Raises:
         UnsupportedFieldError: with the field's path in the spec.
@@ -31,3 +36,44 @@ def refuse_unsupported(spec: generation_pb2.GenerationSpec, *, heeds_priorities:
             "is not heeded by this server's scheduler (its option scheduler is neither fair nor "
             "priority); leave it out",
         )
+    if not has_tokenizer:
+        _refuse_text(spec)
+
+
+def _refuse_text(spec: generation_pb2.GenerationSpec) -> None:
+    """Refuse what needs text."""
+    instead = f"{_NO_TOKENIZER}; send token ids (tokens)"
+    stop, output = spec.stop, spec.output
+    for field, asked, why in (
+        ("text", spec.HasField("text"), instead),
+        ("chat", spec.HasField("chat"), instead),
+        (
+            "stop.stop_strings",
+            stop.stop_strings,
+            f"are matched in the text, and {_NO_TOKENIZER}; send stop_token_ids",
+        ),
+        (
+            "stop.include_stop",
+            stop.include_stop,
+            f"is about the text, and {_NO_TOKENIZER}; leave it out: token_ids have the token that "
+            "ended the output",
+        ),
+        (
+            "output.echo",
+            output.echo,
+            f"asks for the prompt's text, and {_NO_TOKENIZER}; leave it out",
+        ),
+        (
+            "output.token_details",
+            output.token_details,
+            f"asks for the tokens' texts, and {_NO_TOKENIZER}; leave it out: token_ids come anyway",
+        ),
+        (
+            "structured_output",
+            spec.HasField("structured_output"),
+            f"needs the tokens' texts, and {_NO_TOKENIZER}; leave it out, or list "
+            "sampling.allowed_token_ids",
+        ),
+    ):
+        if asked:
+            raise UnsupportedFieldError(field, why)

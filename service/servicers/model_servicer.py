@@ -9,7 +9,8 @@ from headrace.v1 import model_service_pb2, model_service_pb2_grpc
 
 from service.accounts import Account
 from service.auth import current_permit
-from service.call_errors import FieldError
+from service.call_errors import FieldError, NoTokenizerError
+from service.convert.inputs import InputEncoder
 from service.convert.values import check_ids
 from service.delivery.events import detail_bytes
 from service.state import FrontEnd, current_front
@@ -58,6 +59,7 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
     ) -> model_service_pb2.DetokenizeResponse:
         """Token ids as text."""
         front, account = current_front.get(), current_permit.get().account
+        encoder = _encoder(front)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         ids = check_ids(
             request.token_ids,
@@ -65,18 +67,23 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
             front.info.vocab_size,
             most=max(MIN_MOST_TOKENS, front.info.max_context_tokens),
         )
-        return model_service_pb2.DetokenizeResponse(
-            text=await front.encoder.decode(account, ids, skip)
-        )
+        return model_service_pb2.DetokenizeResponse(text=await encoder.decode(account, ids, skip))
+
+
+def _encoder(front: FrontEnd) -> InputEncoder:
+    if front.encoder is None:
+        raise NoTokenizerError
+    return front.encoder
 
 
 async def _encode(
     front: FrontEnd, account: Account, request: model_service_pb2.TokenizeRequest
 ) -> Sequence[int]:
+    encoder = _encoder(front)
     match request.WhichOneof("input"):
         case "text":
-            return await front.encoder.encode_text(account, request.text)
+            return await encoder.encode_text(account, request.text)
         case "chat":
-            return await front.encoder.encode_chat(account, request.chat)
+            return await encoder.encode_chat(account, request.chat)
         case _:
             raise FieldError("input", "is missing; set one of text and chat")

@@ -152,6 +152,7 @@ async def serving(
     engine: FakeEngine | None = None,
     *,
     tokenizer: Tokenizer | None = None,
+    has_tokenizer: bool = True,
     ready: bool = True,
     clock: Callable[[], float] = time.monotonic,
     **options: Any,
@@ -160,7 +161,8 @@ async def serving(
     advice when to come again has no jitter.
     """
     engine = engine or FakeEngine()
-    tokenizer = tokenizer or byte_tokenizer()
+    if has_tokenizer:
+        tokenizer = tokenizer or byte_tokenizer()
     config = ServiceConfig(**{"listen": ("127.0.0.1:0",), **options})
     server = HeadraceServer(
         config,

@@ -133,6 +133,13 @@ def test_welcome_lines_fit_the_address() -> None:
     assert "grpcurl -plaintext -unix" in unix
     assert 'headrace.Client("unix:/run/s")' in unix
     assert "float32 on cpu)" in plain
+    assert "tokenizer" not in plain
+    info_and_place = (info, (Address("127.0.0.1", 50051),), None, 1.0)
+    ids = welcome(ServiceConfig(), *info_and_place, has_tokenizer=False)
+    assert "No tokenizer: prompts and outputs are token ids.\n" in ids
+    assert 'headrace generate --token-ids "1 2 3"\n' in ids
+    assert ".generate([1, 2, 3], max_tokens=32).token_ids)'\n" in ids
+    assert '{"spec":{"tokens":{"ids":[1,2,3]},"stop":{"max_tokens":32}}}' in ids
     light = welcome(
         ServiceConfig(),
         model_info(dtype="bfloat16", quantization="int8"),

@@ -65,7 +65,11 @@ def chat(
     with connection.open() as client:
         card = client.model()
         if not card.capabilities.input.chat:
-            common.fail(f"{card.name} has no chat template; use `headrace generate`")
+            common.fail(
+                f"{card.name} has no chat template; use `headrace generate`"
+                if card.capabilities.input.text
+                else f"{card.name} has no tokenizer; use `headrace generate --token-ids`"
+            )
         conversation = _Chat(client, options, system, interactive=sys.stdin.isatty())
         conversation.run(card.name)
     if conversation.failed and not conversation.interactive:

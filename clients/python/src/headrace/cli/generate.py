@@ -44,6 +44,14 @@ def generate(
         bool, typer.Option("--chat", help="Lay the prompt out by the model's chat template.")
     ] = False,
     system: common.System = None,
+    token_ids: Annotated[
+        bool,
+        typer.Option(
+            "--token-ids",
+            help="The prompt is token ids (blanks or commas between them), and so is what is "
+            "written; all that a model without a tokenizer takes.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Write the whole result as one JSON object.")
     ] = False,
@@ -64,6 +72,8 @@ def generate(
         headrace generate "Is water wet? " --choice yes --choice no
 
         headrace generate "A mill, as JSON: " --json-schema @mill.json -n 3
+
+        headrace generate --token-ids "5 17 42" --max-tokens 8
     """
     text = common.read_text(prompt)
     options = common.make_options(
@@ -84,7 +94,11 @@ def generate(
         choices=choice,
     )
     asked: Prompt = text
-    if chat or system is not None:
+    if token_ids:
+        if chat or system is not None:
+            common.fail("--token-ids excludes --chat and --system", common.EXIT_USAGE)
+        asked = _ids(text)
+    elif chat or system is not None:
         messages = [Message.system(system)] if system is not None else []
         asked = [*messages, Message.user(text)]
     connection = common.connection(context, target, tls, ca, token, client_cert, client_key)
@@ -94,9 +108,12 @@ def generate(
     ):
         last = ""
         for chunk in stream:
-            if not as_json and chunk.choice_index == 0 and chunk.text:
-                typer.echo(chunk.text, nl=False)
-                last = chunk.text
+            if as_json or chunk.choice_index != 0:
+                continue
+            new = "".join(f"{i} " for i in chunk.token_ids) if token_ids else chunk.text
+            if new:
+                typer.echo(new, nl=False)
+                last = new
         result = stream.result()
     if as_json:
         typer.echo(json.dumps(result.to_dict(), ensure_ascii=False))
@@ -104,9 +121,17 @@ def generate(
         if not last.endswith("\n"):
             typer.echo()
         for other in result.choices[1:]:
-            typer.echo(f"--- {other.index}\n{other.text}")
+            said = " ".join(map(str, other.token_ids)) if token_ids else other.text
+            typer.echo(f"--- {other.index}\n{said}")
     if stats:
         typer.echo(describe(result), err=True)
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError as error:
+        common.fail(f"--token-ids: {error}", common.EXIT_USAGE)
 
 
 def describe(result: Result) -> str:
