@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 from engine.errors import DuplicateRequestError, InvalidRequestError, UnsupportedFeatureError
 from service.admission import Charge
@@ -38,25 +38,27 @@ async def called_request(
     """
     registry, account = front.registry, permit.account
     identity, request_id = account.identity, draft.request_id
-    while True:
-        found = await registry.retried(identity, request_id, draft.digest)
-        if found is None:
-            try:
-                started = await start_request(front, permit, draft, None, lives_by=lives_by)
-            except DuplicateRequestError:
-                continue  # another call was quicker: see which
-            try:
-                yield started
-            finally:
-                started.left()
-            return
-        with found.joined(), registry.admission.holding(account) as holding:
-            holding.take(Charge(size=draft.footprint.size), draft.footprint.field)
-            await registry.settled(identity, request_id)
-            if found.log.accepted is not None:
-                yield found
-                return
-        # The engine refused it: the next try is this call's own.
+    with ExitStack() as waiting:
+        with registry.arriving():
+            while True:
+                found = await registry.retried(identity, request_id, draft.digest)
+                if found is None:
+                    try:
+                        found = await start_request(front, permit, draft, None, lives_by=lives_by)
+                    except DuplicateRequestError:
+                        continue  # another call was quicker: see which
+                    waiting.callback(found.left)
+                    break
+                with ExitStack() as joining:
+                    joining.enter_context(found.joined())
+                    holding = joining.enter_context(registry.admission.holding(account))
+                    holding.take(Charge(size=draft.footprint.size), draft.footprint.field)
+                    await registry.settled(identity, request_id)
+                    if found.log.accepted is not None:
+                        waiting.push(joining.pop_all())
+                        break
+                # The engine refused it: the next try is this call's own.
+        yield found
 
 
 async def start_request(

@@ -345,6 +345,27 @@ async def test_a_drain_lets_all_who_wait_have_the_result() -> None:
         await draining
 
 
+async def test_a_drain_waits_for_a_retry_that_waits_for_the_end_of_the_first() -> None:
+    engine = counting(auto=False)
+    async with serving(engine) as h:
+        [call] = await many(h, 1)
+        call.cancel()
+        request = h.registry.find("anonymous", "a")
+        await until(lambda: request.state is State.ABANDONED and engine.cancelled)
+        again = asyncio.ensure_future(generate(h))
+        await until(lambda: request.waiting == 1)
+        draining = asyncio.ensure_future(h.server.drain(60))
+        await until(lambda: h.server.state.phase.value == "draining")
+        idle = asyncio.ensure_future(h.registry.wait_idle())
+        engine.step()
+        await until(lambda: len(engine.submitted) == 2)
+        assert not idle.done()
+        engine.run()
+        assert (await again).choices[0].text == "computed 00002"
+        await draining
+        await idle
+
+
 @pytest.mark.parametrize("max_kept", [0, 10])
 async def test_a_session_that_attaches_and_a_call_that_waits_both_get_it(max_kept: int) -> None:
     engine = counting(auto=False)
