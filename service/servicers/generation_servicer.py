@@ -116,7 +116,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                 make = partial(front.responder.batch, batch, instance_id, load)
                 yield await front.text_pool.answer(permit.account, batch.size, make)
                 instance_id = ""
-                del batch  # nor its texts, nor the frames of a refusal
+                del batch, make  # nor its texts, nor the frames of a refusal
             registry.complete(stream)
         finally:
             registry.lost(stream)
