@@ -14,9 +14,8 @@ from benchmarks.hostile.sending import CONTROL, GENERATION, HEALTH, MODEL, Sende
 
 GENERATE = GENERATION + "Generate"
 TOKENIZE = MODEL + "Tokenize"
-NULL = wire.count(1, 0)  # a google.protobuf.Value
-DEEPEST = 45
-"""Lists in lists: each is two messages, and protobuf reads at most 100 of them in each other."""
+DEEPEST = 60
+"""Lists in lists: a template is shown at most 64 of them in each other."""
 
 
 async def _chats(s: Sender, part: bytes) -> None:
@@ -63,43 +62,65 @@ async def chat_tool_calls(s: Sender) -> None:
     await s.again(2, one)
 
 
-def _arguments(values: bytes) -> bytes:
-    """`template_arguments` with one list of these values."""
-    entry = wire.field(1, "a") + wire.field(2, wire.field(6, values))
-    return wire.field(5, wire.field(1, entry))
+def _arguments(value: str, size: int) -> bytes:
+    """`template_arguments_json` of about this size, with a list of these values."""
+    values = ",".join([value] * max(1, size // (len(value) + 1)))
+    return wire.field(5, f'{{"a":[{values}]}}')
 
 
 async def template_nulls(s: Sender) -> None:
     """A list of nulls among the template's arguments."""
-    await _chats_once(s, lambda size: _arguments(wire.filled(wire.field(1, NULL), size)))
+    await _chats_once(s, lambda size: _arguments("null", size))
 
 
 async def template_deep(s: Sender) -> None:
-    """Lists in lists, as deep as protobuf reads, as many as fit."""
-    deep = NULL
-    for _ in range(DEEPEST):
-        deep = wire.field(6, wire.field(1, deep))
-    await _chats_once(s, lambda size: _arguments(wire.filled(wire.field(1, deep), size)))
+    """Lists in lists, as many as fit: one of them is as deep as it is long."""
+    await _chats_once(s, lambda size: _arguments("[" * (size // 2) + "]" * (size // 2), size))
+    await _chats_once(s, lambda size: _arguments("[" * DEEPEST + "]" * DEEPEST, size))
 
 
 async def deep_tool_schema(s: Sender) -> None:
-    """Tools whose parameters are objects in objects, as deep as protobuf reads, as many as fit."""
-    deep = NULL
-    for _ in range(DEEPEST // 2):
-        deep = wire.field(5, wire.field(1, wire.field(1, "a") + wire.field(2, deep)))
-    parameters = wire.field(1, wire.field(1, "a") + wire.field(2, deep))
-    tool = wire.field(2, wire.field(1, "f") + wire.field(3, parameters))
+    """Tools whose parameters are objects in objects, as many as fit."""
+    deep = '{"a":' * DEEPEST + "1" + "}" * DEEPEST
+    tool = wire.field(2, wire.field(1, "f") + wire.field(3, deep))
     await _chats_once(s, lambda size: wire.filled(tool, size))
 
 
 async def template_keys(s: Sender) -> None:
     """Many arguments of the template, each of another name."""
 
-    entries = b"".join(
-        wire.field(1, wire.field(1, f"k{number}") + wire.field(2, NULL))
-        for number in range(s.below // 16)
-    )
-    await _chats_once(s, lambda size: wire.field(5, wire.filled(entries, size)))
+    def arguments(size: int) -> bytes:
+        names = ",".join(f'"k{number}":0' for number in range(size // 12))
+        return wire.field(5, f"{{{names}}}")
+
+    await _chats_once(s, arguments)
+
+
+async def template_names_twice(s: Sender) -> None:
+    """An object that names one member as often as fits."""
+    await _chats_once(s, lambda size: wire.field(5, "{" + ",".join(['"k":0'] * (size // 6)) + "}"))
+
+
+async def content_parts(s: Sender) -> None:
+    """A message of as many empty parts as fit."""
+
+    def message(size: int) -> bytes:
+        parts = wire.filled(wire.field(1, wire.field(1, "")), size)
+        return wire.field(1, wire.count(1, 2) + wire.field(7, parts))
+
+    await _chats_once(s, message)
+
+
+async def required_capabilities(s: Sender) -> None:
+    """As many names of capabilities as fit, and one as long as fits."""
+    short = wire.field(15, "x")
+
+    async def one(_: int) -> None:
+        for size in s.sizes:
+            for body in (wire.filled(short, size), wire.field(15, "x" * size)):
+                await s.call(GENERATE, wire.request(wire.text_input("hi")) + body, gzip=True)
+
+    await s.again(2, one)
 
 
 async def _chats_once(s: Sender, more: Callable[[int], bytes]) -> None:
@@ -286,13 +307,28 @@ MESSAGES = Group(
         ),
         Input(
             name="template-deep",
-            meaning="lists in lists among the template's arguments, 90 messages deep",
+            meaning="lists in lists among the template's arguments, some as deep as they are long",
             send=template_deep,
         ),
         Input(
             name="deep-tool-schema",
-            meaning="tools whose parameters are 90 messages deep",
+            meaning="tools whose parameters are 60 objects deep",
             send=deep_tool_schema,
+        ),
+        Input(
+            name="template-names-twice",
+            meaning="template arguments that name one member as often as fits",
+            send=template_names_twice,
+        ),
+        Input(
+            name="content-parts",
+            meaning="a message of as many empty parts as fit",
+            send=content_parts,
+        ),
+        Input(
+            name="required-capabilities",
+            meaning="as many required capabilities as fit, and one of the largest size",
+            send=required_capabilities,
         ),
         Input(
             name="unknown-fields",
