@@ -11,6 +11,7 @@ request's message takes before that.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.request import GenerationRequest
@@ -34,6 +35,8 @@ _SEEN = 130
 """Of a token whose occurrences are counted, for penalties."""
 _NGRAM = 160
 """Of a token that an n-gram ends with."""
+_LABEL = 200
+"""Of a label, beside its characters: two texts in a map."""
 _DESCRIBED = 200
 _CANDIDATE = 130
 """Of a prompt's token that is described, and of each candidate with it; once in each process."""
@@ -60,6 +63,7 @@ class Footprint:
         output_tokens: int,
         stop_strings: tuple[str, ...],
         echo: str,
+        labels: Mapping[str, str],
     ) -> Footprint:
         """Of what was made of the message.
 
@@ -67,7 +71,7 @@ class Footprint:
             request: what the engine gets.
             input_field: what to call the prompt.
             output_tokens: the most that each choice may have.
-            stop_strings, echo: what the front end keeps.
+            stop_strings, echo, labels: what the front end keeps.
         """
         n, length, sampling = request.n, len(request.prompt), request.sampling
         tokens = length + output_tokens
@@ -81,6 +85,7 @@ class Footprint:
             "stop": _ENDING * (len(request.stop.stop_token_ids) + len(request.stop.eos_token_ids)),
             "stop.stop_strings": _STOP_CHARACTER * sum(map(len, stop_strings)),
             "output.echo": len(echo),
+            "labels": sum(_LABEL + len(name) + 4 * len(text) for name, text in labels.items()),
         }
         if request.grammar is not None:
             form = request.grammar

@@ -190,6 +190,20 @@ def interceptors(provider: trace.TracerProvider) -> tuple[grpc.aio.ServerInterce
     )
 
 
+def label_span(request_id: str, labels: Mapping[str, str], *, is_session: bool) -> None:
+    """Put a request's labels on the span of the RPC that brought it. A session's span is that of
+    many requests: there they are in an event of the span.
+    """
+    span = trace.get_current_span()
+    if not labels or not span.is_recording():
+        return
+    attributes = {f"headrace.label.{name}": value for name, value in labels.items()}
+    if is_session:
+        span.add_event("headrace.request", {"headrace.request.id": request_id, **attributes})
+    else:
+        span.set_attributes(attributes)
+
+
 class SpanStatus(grpc.aio.ServerInterceptor):
     """Sets the span's status to what the RPC's will be."""
 

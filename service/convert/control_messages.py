@@ -227,6 +227,7 @@ def live_request(request: ServedRequest, now: float) -> pb.LiveRequest:
         priority=request.priority,
         time_limit=None if request.time_limit_s is None else to_duration(request.time_limit_s),
         streaming=request.stream is not None,
+        labels=request.labels,
     )
 
 

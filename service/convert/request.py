@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.v1 import generation_pb2, generation_service_pb2
@@ -33,10 +33,10 @@ from service.call_errors import FieldError, ModelNotFoundError, NoTokenizerError
 from service.convert.inputs import InputEncoder, Truncation
 from service.convert.sampling import check_min_tokens, grammar_params, sampling_params
 from service.convert.unsupported import refuse_unsupported
-from service.convert.values import check_enum, check_ids, seconds
+from service.convert.values import check_enum, check_ids, check_labels, seconds
 from service.convert.weight import input_field, message_footprint
 from service.delivery.events import DeliveryOptions, prompt_size
-from service.delivery.submission import LivesBy, Submission
+from service.delivery.submission import NO_LABELS, LivesBy, Submission
 from service.footprint import Footprint
 
 MAX_SALT_BYTES = 128
@@ -98,6 +98,7 @@ class Draft:
         spec: the caller's.
         field: where it is in what the caller sent; errors name its fields by their whole path.
         request_id: the client's, or a new one.
+        labels: the caller's.
         footprint: about how many bytes the message takes.
         digest: of what the call says, where it may be retried; else empty.
     """
@@ -105,6 +106,7 @@ class Draft:
     spec: generation_pb2.GenerationSpec
     field: str
     request_id: str
+    labels: Mapping[str, str]
     footprint: Footprint
     digest: bytes
 
@@ -153,7 +155,7 @@ class Converter:
         the caller sent.
 
         Raises:
-            FieldError: there is none, or the request's id does not fit.
+            FieldError: there is none, or the request's id or its labels do not fit.
             ModelNotFoundError: it is for another model.
         """
         if not message.HasField("spec"):
@@ -167,6 +169,7 @@ class Converter:
             spec=spec,
             field=field,
             request_id=spec.request_id or make_request_id(),
+            labels=check_labels(spec.labels, f"{field}.labels") if spec.labels else NO_LABELS,
             footprint=message_footprint(spec),
             digest=_digest(message, spec) if spec.request_id else b"",
         )
@@ -238,6 +241,7 @@ class Converter:
                 output_tokens=output_tokens,
                 stop_strings=stop_strings,
                 echo=echo,
+                labels=draft.labels,
             ),
             options=options,
             texts=texts,
@@ -245,6 +249,7 @@ class Converter:
             include_stop=spec.stop.include_stop,
             lives_by=lives_by,
             digest=draft.digest,
+            labels=draft.labels,
         )
 
     def _without_prompt(

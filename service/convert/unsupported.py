@@ -24,8 +24,6 @@ def refuse_unsupported(
     Raises:
         UnsupportedFieldError: with the field's path in the spec.
     """
-    if spec.labels:
-        raise UnsupportedFieldError("labels", _NOT_YET)
     if spec.adapter:
         raise UnsupportedFieldError("adapter", _NOT_YET)
     if spec.structured_output.WhichOneof("format") == "structural_tag":

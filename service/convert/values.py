@@ -1,8 +1,9 @@
-"""Small values: durations, enums, token ids."""
+"""Small values: durations, labels, enums, token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,10 @@ from service.call_errors import FieldError
 
 MIN_INTERVAL_S = 0.1
 MAX_INTERVAL_S = 3600.0
+MAX_LABELS = 16
+MAX_LABEL_BYTES = 128
+_LABEL_NAME = re.compile(r"[A-Za-z0-9._/-]{1,64}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _MAX_SECONDS = 315_576_000_000
 _NANO = 1_000_000_000
 
@@ -51,6 +56,29 @@ def to_duration(value: float) -> duration_pb2.Duration:
     """Seconds as a duration; never negative."""
     nanos = max(0, round(value * _NANO))
     return duration_pb2.Duration(seconds=nanos // _NANO, nanos=nanos % _NANO)
+
+
+def check_labels(labels: Mapping[str, str], field: str) -> dict[str, str]:
+    """A request's labels, by name.
+
+    Raises:
+        FieldError: there are too many, or a name or a value does not fit.
+    """
+    if len(labels) > MAX_LABELS:  # before they are looked at
+        raise FieldError(field, f"has {len(labels)} labels; at most {MAX_LABELS} are allowed")
+    found = dict(sorted(labels.items()))
+    for name, value in found.items():
+        if _LABEL_NAME.fullmatch(name) is None:
+            raise FieldError(
+                field,
+                f"has the name {name[:64]!a}; a name must be 1 to 64 characters out of "
+                "[A-Za-z0-9._/-]",
+            )
+        if len(value.encode()) > MAX_LABEL_BYTES:
+            raise FieldError(f"{field}[{name}]", f"is longer than {MAX_LABEL_BYTES} bytes")
+        if _CONTROL.search(value) is not None:
+            raise FieldError(f"{field}[{name}]", "has a control character; leave it out")
+    return found
 
 
 def check_enum(enum: Any, value: int, field: str) -> None:

@@ -17,7 +17,7 @@ _LISTED_ID = 14
 """Of an allowed or banned one: two lists that grow in turns leave more behind."""
 _ID_ON_THE_WIRE = 3
 _MESSAGE = 115
-"""Of a chat's message, and of a bias."""
+"""Of a chat's message, of a bias and of a label."""
 _CALL = 600
 """Of a tool, and of a tool call."""
 _CHOICE = 45
@@ -43,7 +43,7 @@ def message_footprint(spec: generation_pb2.GenerationSpec) -> Footprint:
         + max(size - _ID_ON_THE_WIRE * (ids + listed), 0)
         + _ID * ids
         + _LISTED_ID * listed
-        + _MESSAGE * (len(chat.messages) + len(sampling.logit_bias))
+        + _MESSAGE * (len(chat.messages) + len(sampling.logit_bias) + len(spec.labels))
         + _CHOICE * len(spec.structured_output.choice.choices)
         + _CALL * (len(calls) + len(chat.tools))
         + _JSON * sum(map(len, texts))

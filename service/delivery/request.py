@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import secrets
 import time
@@ -28,12 +29,12 @@ from typing import TYPE_CHECKING
 
 from engine.errors import EngineUnavailableError
 from engine.outputs import RequestFailure, RequestOutput
-from service.delivery.events import Accepted, NumberedEvent, ReadResult, at_most
+from service.delivery.events import Accepted, Failed, NumberedEvent, ReadResult, at_most
 from service.delivery.log import EventLog
 from service.delivery.result_errors import OutputNotReadError, TooManyWaitError
 from service.delivery.session import MAX_BATCH_BYTES, ResultStream
 from service.delivery.states import TRANSITIONS, State
-from service.delivery.submission import LivesBy
+from service.delivery.submission import NO_LABELS, LivesBy
 from service.delivery.waiters import Waiters
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class ServedRequest:
         lives_by: what keeps it from being cancelled before its end.
         digest: of what its call has said; the same call again gets it. Empty: it is not to be had
             again.
+        labels: as the caller gave them; none once it has ended.
         waiting: how many calls wait for it.
         stream: where its results go; None: they wait to be read.
         cancel_wanted: somebody asked for its end.
@@ -110,6 +112,7 @@ class ServedRequest:
         self.readers = Waiters()
         self.lives_by = submission.lives_by
         self.digest = submission.digest
+        self.labels = submission.labels
         self.waiting = 0
         self._watchers = Waiters()  # for another state
         self._registry = registry
@@ -129,6 +132,7 @@ class ServedRequest:
             registry.unkeep(self)
         if before.is_live and not state.is_live:
             self.is_held = False
+            self.labels = NO_LABELS  # what is kept of it is counted without them
             registry.has_ended(self)
         if state is State.GONE:
             registry.holds.stop(self)
@@ -226,6 +230,8 @@ class ServedRequest:
         if not self.state.is_live:
             return
         self._watch_hold()
+        if self.log.failure is not None:
+            self._log_failure(self.log.failure)
         if self.stream is not None:
             self._registry.expect_reader(self.stream, self)
         is_calls = self.lives_by is LivesBy.CALLS and self.stream is None
@@ -238,6 +244,23 @@ class ServedRequest:
             self._become(State.GONE)
         else:  # Its stream has it, or (ADMITTING) is about to; else `accept` forgets it.
             self._become(State.ENDED)
+
+    def _log_failure(self, failed: Failed) -> None:
+        """Say which request failed, whose fault it was not. Why stands in the log of what failed,
+        under the same id. Those that an engine has lost which died are not told one by one.
+        """
+        failure = failed.finish.failure
+        if failed.error is not None or failure is None:
+            return
+        if failure.field is None and not failure.retryable:
+            labels = f": {json.dumps(dict(self.labels))}" if self.labels else ""
+            logger.warning(
+                "request %s of %s failed [error_id=%s]%s",
+                self.request_id,
+                self.identity,
+                failure.error_id,
+                labels,
+            )
 
     def cancel(self) -> None:
         """End it: its terminal event follows within one step."""

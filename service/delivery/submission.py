@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from engine.request import GenerationRequest
 from engine.text import TextStream
 from service.accounts import Account
 from service.delivery.events import DeliveryOptions
 from service.footprint import Footprint
+
+NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 class LivesBy(enum.Enum):
@@ -33,6 +37,7 @@ class Submission:
         texts: of each choice, where its text is made; None: none is wanted.
         stop_strings, include_stop: as asked for.
         lives_by: what keeps it from being cancelled.
+        labels: as the caller gave them.
         digest: of what its call has said; the same call again gets the same request. Empty: it is
             not to be had again.
     """
@@ -47,4 +52,5 @@ class Submission:
     stop_strings: tuple[str, ...]
     include_stop: bool
     lives_by: LivesBy
+    labels: Mapping[str, str]
     digest: bytes

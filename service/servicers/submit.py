@@ -15,6 +15,7 @@ from service.delivery.request import ServedRequest
 from service.delivery.session import ResultStream
 from service.delivery.submission import LivesBy
 from service.state import FrontEnd
+from service.telemetry import label_span
 
 
 @asynccontextmanager
@@ -49,6 +50,7 @@ async def called_request(
                         continue  # another call was quicker: see which
                     waiting.callback(found.left)
                     break
+                label_span(request_id, draft.labels, is_session=False)
                 with ExitStack() as joining:
                     joining.enter_context(found.joined())
                     holding = joining.enter_context(registry.admission.holding(account))
@@ -86,6 +88,8 @@ async def start_request(
         HeadraceError: it is refused for another reason.
     """
     registry, account = front.registry, permit.account
+    is_session = stream is not None and stream.is_session
+    label_span(draft.request_id, draft.labels, is_session=is_session)
     unread = registry.undelivered_bytes
     try:
         with registry.arriving():
@@ -107,7 +111,7 @@ async def start_request(
                     return await registry.start(submission, holding, stream, command_id=command_id)
                 finally:
                     # Else gRPC holds it as long as the RPC is.
-                    if lives_by is LivesBy.ITSELF or (stream is not None and stream.is_session):
+                    if lives_by is LivesBy.ITSELF or is_session:
                         holding.drop(draft.footprint)
     except (FieldError, InvalidRequestError, UnsupportedFeatureError) as error:
         raise field_error(error, f"{draft.field}.") from None

@@ -155,8 +155,12 @@ def test_the_commands(server: Server, client: headrace.Client, run: Callable[...
     said = run("control", "list").stdout
     assert said.startswith("anonymous a waiting age=")
     assert said.endswith(" prompt=3 output=0 n=1 priority=0\n")
+    client.add_request("abc", request_id="c", labels={"team": "search", "a": "é"}, max_tokens=5)
+    assert run("control", "list").stdout.endswith(
+        ' priority=0 labels={"a": "\\u00e9", "team": "search"}\n'
+    )
     assert run("control", "list", "--identity", "nobody").stdout == ""
-    assert json.loads(run("control", "stats").stdout)["front_end"]["live_requests"] == "1"
+    assert json.loads(run("control", "stats").stdout)["front_end"]["live_requests"] == "2"
     assert run("control", "pause", "--reason", "why").stdout == "paused\n"
     assert run("control", "pause").stdout == "paused (it was already)\n"
     assert run("control", "resume").stdout == "resumed\n"
@@ -169,9 +173,9 @@ def test_the_commands(server: Server, client: headrace.Client, run: Callable[...
     done = run("control", "cancel", "a", "--identity", "other")
     assert (done.stdout, done.exit_code) == ("a not_found\n", 1)
     assert run("control", "drain", "--timeout", "60").stdout == (
-        "drains: 1 live requests, at most 60 s\n"
+        "drains: 2 live requests, at most 60 s\n"
     )
-    assert run("control", "drain").stdout.startswith("drains already: 1 live")
+    assert run("control", "drain").stdout.startswith("drains already: 2 live")
     server.do(server.engine.run)
 
 

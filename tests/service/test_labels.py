@@ -1,0 +1,156 @@
+"""A request's labels: what they may be, and where they are told."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import grpc
+import pytest
+from headrace.v1 import control_service_pb2 as control
+from headrace.v1 import generation_service_pb2 as rpc
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from engine.errors import InvalidRequestError
+from engine.outputs import RequestFailure
+from service import telemetry
+from service.call_errors import FieldError
+from service.convert.values import check_labels
+from service.convert.weight import message_footprint
+from tests.service.fake_engine import FakeEngine, says
+from tests.service.helpers import Harness, details, refused, serving, spec, until
+
+LABELS = {"team": "search", "job/step": "nightly \N{SNOWMAN}"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "field", "said"),
+    [
+        ({f"name{i}": "" for i in range(17)}, "labels", "at most 16"),
+        ({"": "x"}, "labels", "1 to 64"),
+        ({"n" * 65: "x"}, "labels", "1 to 64"),
+        ({"a b": "x"}, "labels", "1 to 64"),
+        ({"a\n": "x"}, "labels", "1 to 64"),
+        ({"\N{SNOWMAN}": "x"}, "labels", "1 to 64"),
+        ({"a": "x" * 129}, "labels[a]", "128 bytes"),
+        ({"a": "\N{SNOWMAN}" * 43}, "labels[a]", "128 bytes"),
+        ({"a": "one\ntwo"}, "labels[a]", "control"),
+        ({"a": "\x1b[1m"}, "labels[a]", "control"),
+        ({"a": "\x9b"}, "labels[a]", "control"),
+    ],
+)
+async def test_labels_out_of_bounds_are_refused(
+    labels: dict[str, str], field: str, said: str
+) -> None:
+    with pytest.raises(FieldError, match=said):
+        check_labels(labels, "labels")
+    async with serving() as h:
+        session = h.session()
+        await session.add(spec(labels=labels))
+        [rejection] = (await session.read()).rejections
+        error = await refused(h.generate(spec(labels=labels)))
+        await session.end()
+        assert not h.engine.submitted
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, f"spec.{field}")
+    info = details(rejection.status)["ErrorInfo"]
+    assert info.metadata["field"] == f"add.spec.{field}"
+
+
+def test_the_largest_labels_pass() -> None:
+    labels = {f"{i:064}": "é" * 64 for i in range(16)}
+    assert check_labels(labels, "labels") == labels
+
+
+async def listed(h: Harness) -> list[dict[str, str]]:
+    """The labels of the live requests, as operators see them."""
+    answer = await h.control.ListRequests(control.ListRequestsRequest())
+    return [dict(one.labels) for one in answer.requests]
+
+
+async def test_operators_see_the_labels_of_live_requests() -> None:
+    async with serving(FakeEngine(script=says("abc"), auto=False)) as h:
+        session = h.session()
+        await session.add(spec(request_id="a", labels=LABELS))
+        await session.add(spec(request_id="b"))
+        await session.read_until(lambda _: len(session.events()) == 2)
+        await h.generation.AddRequest(rpc.AddRequestRequest(spec=spec(labels={"x": ""})))
+        assert await listed(h) == [LABELS, {}, {"x": ""}]
+        kept = h.registry.requests["anonymous", "a"]
+        h.engine.run()
+        await session.end()
+        assert await listed(h) == []
+        assert not kept.labels  # nothing of what is kept is uncounted
+
+
+async def test_a_failed_request_is_logged_with_its_labels(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = FakeEngine(auto=False)
+    async with serving(engine) as h:
+        session = h.session()
+        for name in ("ours", "theirs", "died"):
+            await session.add(spec(request_id=name, labels=LABELS))
+        await session.read_until(lambda _: len(session.events()) == 3)
+        ours, theirs, died = (request.request_id for request in engine.submitted)
+        with caplog.at_level(logging.WARNING, "service"):
+            engine.fail(ours, RequestFailure("it broke", "id1"))
+            engine.fail(theirs, RequestFailure("too complex", "id2", field="grammar"))
+            engine.fail(died, RequestFailure("the engine stopped", "id3", retryable=True))
+            engine.step()
+            await session.end()
+    [line] = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+    said, _, told = line.partition(": ")
+    assert said == "request ours of anonymous failed [error_id=id1]"
+    assert json.loads(told) == LABELS
+
+
+async def test_spans_have_the_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    made = telemetry.Telemetry(telemetry.interceptors(provider))
+    monkeypatch.setattr(telemetry, "set_up", lambda _environ, **_figures: made)
+    engine = FakeEngine(script=says("x"))
+    async with serving(engine) as h:
+        await h.generate(spec(labels=LABELS))
+        retried = rpc.AddRequestRequest(spec=spec(request_id="r", labels=LABELS))
+        for _ in range(2):
+            await h.generation.AddRequest(retried)
+        await h.stream(spec(labels=LABELS))
+        engine.refuse_next.append(InvalidRequestError("n", "is refused"))
+        await refused(h.generate(spec(labels=LABELS)))
+        session = h.session()
+        for name in ("a", "b"):
+            await session.add(spec(request_id=name, labels={"name": name}))
+        await session.add(spec(request_id="c"))
+        await session.end()
+        await until(lambda: len(exporter.get_finished_spans()) == 6)
+    *calls, of_session = sorted(
+        exporter.get_finished_spans(), key=lambda span: span.name.endswith("StreamResult")
+    )
+    expected = {f"headrace.label.{name}": value for name, value in LABELS.items()}
+
+    def labels_of(attributes: Any) -> dict[str, Any]:
+        return {name: value for name, value in attributes.items() if "label" in name}
+
+    assert [labels_of(span.attributes) for span in calls] == [expected] * 5
+    assert not labels_of(of_session.attributes)
+    told = [dict(event.attributes or {}) for event in of_session.events]
+    assert sorted(told, key=str) == [
+        {"headrace.request.id": name, "headrace.label.name": name} for name in ("a", "b")
+    ]
+
+
+async def test_labels_count_as_what_a_request_holds() -> None:
+    plain, labelled = spec(), spec(labels={f"{i:064}": "é" * 64 for i in range(16)})
+    more = message_footprint(labelled).size - message_footprint(plain).size
+    assert more > 16 * 192
+    held = []
+    for asked in (plain, labelled):
+        async with serving(FakeEngine(auto=False)) as h:
+            await h.generation.AddRequest(rpc.AddRequestRequest(spec=asked))
+            held.append(h.registry.admission.live_bytes)
+    assert held[1] - held[0] > 16 * 192
