@@ -1,0 +1,157 @@
+"""Tool calls that are JSON: an object with a name and arguments, or the arguments alone.
+
+The arguments are handed on as the model wrote them, character for character, as they come. They
+are checked while they do: where they stop being JSON the call ends, incomplete, and the rest is
+text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+
+from service.replies.json_scanner import JsonScanner, is_json
+from service.replies.pieces import PieceWriter
+from service.replies.reader import MalformedError, Reader, Steps, checked_name
+
+MAX_CALLS = 128
+"""The most calls of a reply; those that follow are text."""
+_MAX_ID = 64
+_ARGUMENTS = ("arguments", "parameters")
+
+
+def begin(reader: Reader, out: PieceWriter, name: str, id: str | None = None) -> None:
+    """A call begins with all that is held.
+
+    Raises:
+        MalformedError: there are too many.
+    """
+    if out.num_calls >= MAX_CALLS:
+        raise MalformedError
+    out.begin(reader.take(), name, id)
+
+
+def arguments(reader: Reader, out: PieceWriter) -> Steps:
+    """The arguments of the call that has begun, which come next.
+
+    Raises:
+        MalformedError: they stopped being JSON, or the output ended. The call has its end.
+    """
+    scanner = JsonScanner()
+    while True:
+        reader.pos = scanner.feed(reader.text, reader.pos, reader.end)
+        fragment = reader.take()
+        out.arguments(fragment, fragment)
+        if scanner.done or scanner.failed:
+            break
+        if reader.pos >= reader.end and not (yield from reader.more()):
+            break
+    out.end(complete=scanner.done)
+    if not scanner.done:
+        raise MalformedError
+
+
+def call_object(
+    reader: Reader, out: PieceWriter, *, needs_arguments: bool = False
+) -> Generator[None, None, bool]:
+    """A call as an object: {"name": …, "arguments": {…}}, or "parameters"; in any order. Other
+    members are passed over, as is all but the first of a kind. Arguments may also be a string that
+    has the object's text, null, or (unless `needs_arguments`) left out.
+
+    Returns:
+        Whether the object was whole. Where the call itself was, but not what follows in the object,
+        that comes as text.
+
+    Raises:
+        MalformedError: it is not a call, or not a whole one. What was read and not handed on is
+            held.
+    """
+    if (yield from _as_far_as_arguments(reader, out, needs_arguments)):
+        try:
+            while (yield from _separator(reader)) != "}":
+                yield from _key(reader)
+                yield from reader.value()
+        except MalformedError:
+            rest = reader.take()
+            (out.mark if rest.isspace() else out.text)(rest)
+            return False
+    out.mark(reader.take())
+    return True
+
+
+def _as_far_as_arguments(
+    reader: Reader, out: PieceWriter, needs_arguments: bool
+) -> Generator[None, None, bool]:
+    """Reads an object until the arguments could be handed on as they came (True), or to its end."""
+    name: str | None = None
+    id: str | None = None
+    held: str | None = None  # arguments that came before the name, or as a string
+    yield from reader.expect("{")
+    while True:
+        key = yield from _key(reader)
+        kind = yield from reader.peek()
+        if key == "name" and name is None:
+            name = checked_name((yield from reader.string()))
+        elif key == "id" and kind == '"':
+            id = _checked_id((yield from reader.string()))
+        elif key not in _ARGUMENTS or held is not None:
+            yield from reader.value()
+        elif name is not None and kind == "{":
+            begin(reader, out, name, id)
+            yield from arguments(reader, out)
+            return True
+        else:
+            held = yield from _held_arguments(reader, kind)
+        if (yield from _separator(reader)) == "}":
+            break
+    if name is None or (held is None and needs_arguments):
+        raise MalformedError
+    begin(reader, out, name, id)
+    out.arguments(held or "{}", "")
+    out.end(complete=True)
+    return False
+
+
+def _key(reader: Reader) -> Generator[None, None, str]:
+    """A member's name, up to its value."""
+    yield from reader.blanks()
+    key = yield from reader.string()
+    yield from reader.blanks()
+    yield from reader.expect(":")
+    yield from reader.blanks()
+    return key
+
+
+def _separator(reader: Reader) -> Generator[None, None, str]:
+    """What stands behind a member: a comma, or the object's end."""
+    yield from reader.blanks()
+    return (yield from reader.expect(",}"))
+
+
+def _held_arguments(reader: Reader, kind: str) -> Generator[None, None, str]:
+    """Arguments that cannot be handed on yet."""
+    text = yield from reader.value()
+    if kind == "n":
+        return "{}"
+    if kind == '"':
+        text = _decoded(text)
+    if not text.startswith("{") or not is_json(text):
+        raise MalformedError
+    return text
+
+
+def _decoded(string: str) -> str:
+    text = str(json.loads(string)).strip(" \t\r\n")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise MalformedError from None
+    return text
+
+
+def _checked_id(id: str) -> str | None:
+    """An id that the model wrote, if it can be one."""
+    fits = (
+        0 < len(id) <= _MAX_ID and id.isascii() and id.replace("-", "").replace("_", "").isalnum()
+    )
+    return id if fits else None

@@ -1,0 +1,74 @@
+"""DeepSeek's marks. V3 and R1 have the arguments in a block of Markdown, V3.1 as they are:
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name
+```json
+{…}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from service.replies.calls import arguments, begin
+from service.replies.format import Context, marked
+from service.replies.pieces import PieceWriter
+from service.replies.reader import MalformedError, Reader, Steps
+
+_CALLS = "<｜tool▁calls▁begin｜>"
+_CALLS_END = "<｜tool▁calls▁end｜>"
+_CALL = "<｜tool▁call▁begin｜>"
+_CALL_END = "<｜tool▁call▁end｜>"
+_SEPARATOR = "<｜tool▁sep｜>"
+_FENCE = "```"
+
+
+def _calls(reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    """What follows the mark of all calls."""
+    yield from reader.blanks()
+    if (yield from reader.literal(_CALL)):
+        yield from _call(reader, out, context)
+    elif not (yield from reader.literal(_CALLS_END)):
+        raise MalformedError
+
+
+def _call(reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    """What follows the mark of one call: that one, and those behind it."""
+    while True:
+        name = yield from reader.name("<")
+        if not (yield from reader.literal(_SEPARATOR)):
+            raise MalformedError
+        yield from reader.blanks()
+        fenced = (yield from reader.peek()) != "{"
+        if fenced:
+            name = yield from reader.name("`")
+            if not (yield from reader.literal(_FENCE + "json")):
+                raise MalformedError
+            yield from reader.blanks()
+            if (yield from reader.peek()) != "{":
+                raise MalformedError
+        begin(reader, out, name)
+        yield from arguments(reader, out)
+        if fenced:
+            yield from _past(reader, _FENCE)
+        yield from _past(reader, _CALL_END)
+        if not (yield from _past(reader, _CALL)):
+            yield from _past(reader, _CALLS_END)
+            return
+
+
+def _past(reader: Reader, literal: str) -> Generator[None, None, bool]:
+    """Read this behind blanks, if it comes next."""
+    if (yield from reader.behind_blanks()) != literal[0]:
+        return False
+    yield from reader.blanks()
+    return (yield from reader.literal(literal))
+
+
+DEEPSEEK = marked(
+    "deepseek",
+    {_CALLS: _calls, _CALL: _call},
+    marks=(_CALLS_END, _CALL_END, _SEPARATOR),
+)

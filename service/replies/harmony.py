@@ -1,0 +1,131 @@
+"""gpt-oss' harmony: a reply is messages, each with a header, told apart by special tokens.
+
+    <|channel|>analysis<|message|>…<|end|>                                        reasoning
+    <|start|>assistant<|channel|>commentary to=functions.name <|constrain|>json
+        <|message|>{…}<|call|>                                                    a call
+    <|start|>assistant<|channel|>final<|message|>…<|return|>                      text
+
+The prompt ends with `<|start|>assistant`, so the first header is there without its beginning. A
+commentary to nobody is text: it is meant for the user. Only functions are called: a message to a
+tool that the model brings along is what its channel's other messages are. A header that is none, or
+of a channel that is not known, comes as text. Nothing is trimmed: the tokens say where a message
+begins and ends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+
+from service.replies.calls import arguments, begin
+from service.replies.format import Context, Format
+from service.replies.pieces import PieceWriter
+from service.replies.reader import MAX_BLANKS, MalformedError, Marks, Reader, Steps, checked_name
+
+_START = "<|start|>"
+_CHANNEL = "<|channel|>"
+_CONSTRAIN = "<|constrain|>"
+_MESSAGE = "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_BETWEEN = Marks({_START, _CHANNEL})
+_WITHIN = Marks({_START, _CHANNEL, *_ENDS})
+_MAX_HEADER = 1_024
+_CHANNELS = ("analysis", "commentary", "final")
+_RECIPIENT = re.compile(r"(?:\A|\s)to=functions\.([^\s<]+)")
+_IN_HEADER = re.compile(re.escape(_CHANNEL) + r"([a-z]+)")
+_TO = " to="
+
+
+def _read(reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    mark = _START if (yield from reader.literal(_TO)) else ""
+    before = _TO if mark else ""
+    while True:
+        if not mark:
+            mark = yield from reader.until(_BETWEEN, out.text, blanks="", most=0)
+            if not mark:
+                return
+        try:
+            channel, recipient = yield from _header(
+                reader, before + (_CHANNEL if mark == _CHANNEL else "")
+            )
+            mark = before = ""
+            mark = yield from _message(reader, out, channel, recipient)
+        except MalformedError:
+            out.text(reader.take())
+            mark = before = ""
+
+
+def _header(reader: Reader, before: str) -> Generator[None, None, tuple[str, str | None]]:
+    """The rest of a header, after what was read of it: its channel, and whom it calls."""
+    found = [before]
+    size = 0
+    while True:
+        character = yield from reader.peek()
+        if not character or size > _MAX_HEADER:
+            raise MalformedError
+        if character == "<":
+            if (yield from reader.literal(_MESSAGE)):
+                break
+            character = ""
+            for mark in (_CHANNEL, _CONSTRAIN):
+                if not character and (yield from reader.literal(mark)):
+                    character = mark
+            if not character:
+                raise MalformedError
+        else:
+            reader.pos += 1
+        found.append(character)
+        size += len(character)
+    text = "".join(found)
+    channel = _IN_HEADER.search(text)
+    if channel is None or channel.group(1) not in _CHANNELS:
+        raise MalformedError
+    # Marks are no part of a word.
+    words = text.replace(_CHANNEL, " ").replace(_CONSTRAIN, " ")
+    recipient = _RECIPIENT.search(words)
+    return channel.group(1), None if recipient is None else checked_name(recipient.group(1))
+
+
+def _message(
+    reader: Reader, out: PieceWriter, channel: str, recipient: str | None
+) -> Generator[None, None, str]:
+    """What follows a header: up to the mark that ends it. Gives the mark if it begins the next
+    header, which is held then.
+    """
+    if recipient is not None:
+        begin(reader, out, recipient)
+        yield from _arguments(reader, out)
+    else:
+        out.mark(reader.take())
+    hand_on = out.reasoning if channel == "analysis" else out.text
+    mark = yield from reader.until(_WITHIN, hand_on, blanks="", most=0)
+    if mark in (_START, _CHANNEL):
+        return mark
+    out.mark(reader.take())
+    return ""
+
+
+def _arguments(reader: Reader, out: PieceWriter) -> Steps:
+    """A call's arguments, and the blanks around them. None at all are an empty object, where the
+    message is closed.
+    """
+    ahead = yield from reader.behind_blanks()
+    yield from reader.blanks(MAX_BLANKS)
+    out.mark(reader.take())
+    if ahead == "{":
+        try:
+            yield from arguments(reader, out)
+        except MalformedError:
+            return
+        yield from reader.blanks(MAX_BLANKS)
+        out.mark(reader.take())
+        return
+    for mark in _ENDS:
+        if (yield from reader.literal(mark)):
+            out.arguments("{}", reader.take())
+            out.end(complete=True)
+            return
+    out.end(complete=False)
+
+
+HARMONY = Format("harmony", frozenset({_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS}), "", _read)

@@ -1,0 +1,208 @@
+"""Finds the end of a JSON value in text that comes in parts, and whether it is one so far.
+
+Strict: what it takes is JSON as RFC 8259 has it. The text itself is not changed or kept; each
+character is looked at once.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum, auto
+
+MAX_DEPTH = 64
+"""The deepest nesting: as deep as arguments of a call may be where they are sent back as a part of
+a conversation."""
+
+BLANKS = " \t\r\n"
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+_HEX = frozenset("0123456789abcdefABCDEF")
+_DIGITS = "0123456789"
+_LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
+
+
+class _At(Enum):
+    VALUE = auto()
+    FIRST_ITEM = auto()  # a value, or the array's end
+    FIRST_KEY = auto()  # a key, or the object's end
+    KEY = auto()
+    COLON = auto()
+    NEXT = auto()  # a comma, or the container's end
+    STRING = auto()
+    ESCAPE = auto()
+    HEX = auto()
+    LITERAL = auto()
+    MINUS = auto()
+    ZERO = auto()
+    INTEGER = auto()
+    POINT = auto()
+    FRACTION = auto()
+    E = auto()
+    SIGN = auto()
+    EXPONENT = auto()
+
+
+def _numbers() -> dict[_At, dict[str, _At]]:
+    exponent = {"e": _At.E, "E": _At.E}
+    first = {"0": _At.ZERO} | dict.fromkeys("123456789", _At.INTEGER)
+    digits = dict.fromkeys(_DIGITS, _At.EXPONENT)
+    return {
+        _At.MINUS: first,
+        _At.ZERO: {".": _At.POINT, **exponent},
+        _At.INTEGER: {".": _At.POINT, **exponent} | dict.fromkeys(_DIGITS, _At.INTEGER),
+        _At.POINT: dict.fromkeys(_DIGITS, _At.FRACTION),
+        _At.FRACTION: exponent | dict.fromkeys(_DIGITS, _At.FRACTION),
+        _At.E: {"+": _At.SIGN, "-": _At.SIGN} | digits,
+        _At.SIGN: digits,
+        _At.EXPONENT: digits,
+    }
+
+
+_NUMBER = _numbers()
+_WHOLE_NUMBER = frozenset({_At.ZERO, _At.INTEGER, _At.FRACTION, _At.EXPONENT})
+
+
+class JsonScanner:
+    """Looks for the end of one value, which begins with its first character.
+
+    Attributes:
+        done: the value is whole.
+        failed: the next character cannot follow, or it would be nested too deeply.
+    """
+
+    __slots__ = ("_at", "_is_key", "_left", "_literal", "_stack", "done", "failed")
+
+    def __init__(self) -> None:
+        self._at = _At.VALUE
+        self._stack: list[str] = []  # the closing bracket of each container around
+        self._is_key = False  # whether the string is a key
+        self._left = 0  # hexadecimal digits of \uXXXX
+        self._literal = ""
+        self.done = False
+        self.failed = False
+
+    def feed(self, text: str, start: int, end: int) -> int:
+        """Look at text[start:end]; gives the place behind what was taken. Less is taken only where
+        the value is done or has failed, which it does before the character that cannot follow.
+        """
+        place = start
+        while place < end and not self.done and not self.failed:
+            if self._at is _At.STRING:
+                place = self._string(text, place, end)
+            elif self._take(text[place]):
+                place += 1
+        return place
+
+    def finish(self) -> bool:
+        """The text is over: whether the value is whole. A number's end is known only then."""
+        if not self.failed and not self._stack and self._at in _WHOLE_NUMBER:
+            self.done = True
+        return self.done
+
+    def _string(self, text: str, place: int, end: int) -> int:
+        found = _PLAIN.match(text, place, end)
+        place = found.end() if found is not None else place
+        if place == end:
+            return place
+        match text[place]:
+            case '"':
+                if self._is_key:
+                    self._at = _At.COLON
+                else:
+                    self._value_ended()
+            case "\\":
+                self._at = _At.ESCAPE
+            case _:
+                self.failed = True
+                return place
+        return place + 1
+
+    def _take(self, character: str) -> bool:
+        """One character outside of a string's plain text; whether it was taken."""
+        at = self._at
+        if (following := _NUMBER.get(at)) is not None:
+            if (then := following.get(character)) is not None:
+                self._at = then
+                return True
+            if at in _WHOLE_NUMBER:
+                self._value_ended()
+            else:
+                self.failed = True
+            return False
+        if at is _At.ESCAPE:
+            return self._escape(character)
+        if at is _At.HEX:
+            self._left -= 1
+            if not self._left:
+                self._at = _At.STRING
+            return self._check(character in _HEX)
+        if at is _At.LITERAL:
+            fits = character == self._literal[0]
+            self._literal = self._literal[1:]
+            if fits and not self._literal:
+                self._value_ended()
+            return self._check(fits)
+        return character in BLANKS or self._structure(at, character)
+
+    def _structure(self, at: _At, character: str) -> bool:
+        if character in "}]" and at in (_At.NEXT, _At.FIRST_ITEM, _At.FIRST_KEY):
+            if not self._stack or self._stack[-1] != character:
+                return self._check(False)
+            self._stack.pop()
+            self._value_ended()
+            return True
+        match at:
+            case _At.VALUE | _At.FIRST_ITEM:
+                return self._value(character)
+            case _At.KEY | _At.FIRST_KEY:
+                self._is_key = True
+                self._at = _At.STRING
+                return self._check(character == '"')
+            case _At.COLON:
+                self._at = _At.VALUE
+                return self._check(character == ":")
+            case _:  # NEXT
+                self._at = _At.KEY if self._stack[-1] == "}" else _At.VALUE
+                return self._check(character == ",")
+
+    def _value(self, character: str) -> bool:
+        if character in "{[":
+            self._stack.append("}" if character == "{" else "]")
+            self._at = _At.FIRST_KEY if character == "{" else _At.FIRST_ITEM
+            return self._check(len(self._stack) <= MAX_DEPTH)
+        if character == '"':
+            self._is_key = False
+            self._at = _At.STRING
+        elif character == "-":
+            self._at = _At.MINUS
+        elif character in _DIGITS:
+            self._at = _At.ZERO if character == "0" else _At.INTEGER
+        elif character in _LITERALS:
+            self._at = _At.LITERAL
+            self._literal = _LITERALS[character]
+        else:
+            return self._check(False)
+        return True
+
+    def _escape(self, character: str) -> bool:
+        if character == "u":
+            self._at = _At.HEX
+            self._left = 4
+            return True
+        self._at = _At.STRING
+        return self._check(character in '"\\/bfnrt')
+
+    def _check(self, fits: bool) -> bool:
+        if not fits:
+            self.failed = True
+        return fits
+
+    def _value_ended(self) -> None:
+        self._at = _At.NEXT
+        if not self._stack:
+            self.done = True
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is one JSON value, without blanks around it."""
+    scanner = JsonScanner()
+    return scanner.feed(text, 0, len(text)) == len(text) and scanner.finish()

@@ -1,0 +1,57 @@
+"""Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, and the newer
+`[TOOL_CALLS]name[ARGS]{…}`, perhaps with `[CALL_ID]id` before the arguments. Reasoning stands in
+`[THINK]…[/THINK]`.
+"""
+
+from __future__ import annotations
+
+from service.replies.calls import arguments, begin, call_object
+from service.replies.format import Context, marked
+from service.replies.pieces import PieceWriter
+from service.replies.reader import MalformedError, Reader, Steps
+
+_CALLS = "[TOOL_CALLS]"
+_ID = "[CALL_ID]"
+_ARGUMENTS = "[ARGS]"
+
+
+def _calls(reader: Reader, out: PieceWriter, context: Context) -> Steps:
+    yield from reader.blanks()
+    if (yield from reader.peek()) == "[":
+        yield from _array(reader, out)
+    else:
+        yield from _named(reader, out)
+
+
+def _array(reader: Reader, out: PieceWriter) -> Steps:
+    yield from reader.expect("[")
+    yield from reader.blanks()
+    if (yield from reader.peek()) == "]":
+        yield from reader.expect("]")
+        return
+    while True:
+        yield from reader.blanks()
+        if not (yield from call_object(reader, out)):
+            return
+        yield from reader.blanks()
+        if (yield from reader.expect(",]")) == "]":
+            return
+
+
+def _named(reader: Reader, out: PieceWriter) -> Steps:
+    name = yield from reader.name("[{")
+    id = None
+    if (yield from reader.literal(_ID)):
+        id = yield from reader.name("[{")
+    if not (yield from reader.literal(_ARGUMENTS)) and (yield from reader.peek()) != "{":
+        raise MalformedError
+    yield from reader.blanks()
+    if (yield from reader.peek()) != "{":
+        raise MalformedError
+    begin(reader, out, name, id if id is not None and id.isalnum() and id.isascii() else None)
+    yield from arguments(reader, out)
+
+
+MISTRAL = marked(
+    "mistral", {_CALLS: _calls}, reasoning=("[THINK]", "[/THINK]"), marks=(_ID, _ARGUMENTS)
+)

@@ -1,0 +1,207 @@
+"""What a reply is made of: text, reasoning and tool calls, in pieces, as they come.
+
+    raw      Let me see.\\n<tool_call>\\n{"name": "f", "arguments": {"a": 1}}\\n</tool_call>
+    pieces   Text        Mark, CallBegin               Arguments, CallEnd  Mark
+
+Each piece keeps the raw text that it was made of, so that the reply as the model wrote it is the
+concatenation of its pieces' `raw`, whatever was recognised in it. `fold` puts pieces together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_ID_LENGTH = 9
+"""Templates of the Mistral family refuse an id that is not 9 letters and digits; the others take
+any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A part of the answer itself."""
+
+    raw: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A part of what the model thought before it answered."""
+
+    raw: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What only the format needs: marks, the blanks beside them, a call's other members."""
+
+    raw: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A tool is called; its arguments follow.
+
+    Attributes:
+        raw: all that was held back until the call was certain.
+        index: which of the reply's calls it is, from 0.
+        id: of 9 letters and digits, or what the model wrote where the format has ids; no other call
+            of the reply has it.
+        name: the tool's.
+    """
+
+    raw: str
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A fragment of a call's arguments. A call's fragments concatenate to the text of a JSON
+    object.
+    """
+
+    raw: str
+    index: int
+    json: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """No more arguments come. `complete`: whether they are a whole JSON object; they are not where
+    the output ended, or stopped being JSON, before it.
+    """
+
+    index: int
+    complete: bool
+    raw: str = ""
+
+
+Piece = Text | Reasoning | Mark | CallBegin | Arguments | CallEnd
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call as a whole; see `CallBegin` and `CallEnd`."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply as a whole."""
+
+    text: str
+    reasoning: str
+    calls: tuple[ToolCall, ...]
+    raw: str
+
+
+def fold(pieces: Iterable[Piece]) -> Reply:
+    """The reply that these pieces are."""
+    raw: list[str] = []
+    text: list[str] = []
+    reasoning: list[str] = []
+    begun: list[CallBegin] = []
+    arguments: list[list[str]] = []
+    complete: set[int] = set()
+    for piece in pieces:
+        raw.append(piece.raw)
+        match piece:
+            case Text():
+                text.append(piece.raw)
+            case Reasoning():
+                reasoning.append(piece.raw)
+            case CallBegin():
+                begun.append(piece)
+                arguments.append([])
+            case Arguments():
+                arguments[piece.index].append(piece.json)
+            case CallEnd():
+                if piece.complete:
+                    complete.add(piece.index)
+            case Mark():
+                pass
+    calls = tuple(
+        ToolCall(call.index, call.id, call.name, "".join(fragments), call.index in complete)
+        for call, fragments in zip(begun, arguments, strict=True)
+    )
+    return Reply("".join(text), "".join(reasoning), calls, "".join(raw))
+
+
+class PieceWriter:
+    """Collects one reply's pieces, and numbers its calls.
+
+    Attributes:
+        has_text: whether there was text other than blanks.
+        num_calls: the calls that have begun.
+    """
+
+    __slots__ = ("_ids", "_pieces", "_seed", "has_text", "num_calls")
+
+    def __init__(self, seed: str) -> None:
+        """`seed`: what the calls' ids are made from; one's own for each reply."""
+        self._seed = seed
+        self._ids: set[str] = set()
+        self._pieces: list[Piece] = []
+        self.has_text = False
+        self.num_calls = 0
+
+    def drain(self) -> list[Piece]:
+        """The pieces since the last call."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def text(self, raw: str) -> None:
+        """Text of the answer; may be empty."""
+        if raw:
+            self._pieces.append(Text(raw))
+            self.has_text = self.has_text or not raw.isspace()
+
+    def reasoning(self, raw: str) -> None:
+        """Reasoning; may be empty."""
+        if raw:
+            self._pieces.append(Reasoning(raw))
+
+    def mark(self, raw: str) -> None:
+        """What only the format needs; may be empty."""
+        if raw:
+            self._pieces.append(Mark(raw))
+
+    def begin(self, raw: str, name: str, id: str | None = None) -> None:
+        """A call begins. `id`: the model's own, taken if no other call has it."""
+        index = self.num_calls
+        self.num_calls += 1
+        if id is None or id in self._ids:
+            id = self._new_id(index)
+        self._ids.add(id)
+        self._pieces.append(CallBegin(raw, index, id, name))
+
+    def arguments(self, json: str, raw: str) -> None:
+        """A fragment of the arguments of the call that began last."""
+        if json or raw:
+            self._pieces.append(Arguments(raw, self.num_calls - 1, json))
+
+    def end(self, *, complete: bool) -> None:
+        """The call that began last has its arguments."""
+        self._pieces.append(CallEnd(self.num_calls - 1, complete))
+
+    def _new_id(self, index: int) -> str:
+        attempt = 0
+        while True:
+            digest = hashlib.sha256(f"{self._seed}/{index}/{attempt}".encode()).digest()
+            value = int.from_bytes(digest)
+            digits = []
+            for _ in range(_ID_LENGTH):
+                value, digit = divmod(value, len(_ALPHABET))
+                digits.append(_ALPHABET[digit])
+            if (id := "".join(digits)) not in self._ids:
+                return id
+            attempt += 1

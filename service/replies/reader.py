@@ -1,0 +1,284 @@
+"""A reply's text, read by a format's generator as it comes.
+
+A format is written as if the whole text were there. Where it needs more than has come, it yields
+(in `more`), and goes on when the next text is there:
+
+    push(text) ──▶ Reader.add ──▶ the generator goes on ──▶ pieces
+
+What it decides depends on the characters alone, not on how they were divided: so a reply comes to
+the same whether it is given as a whole, by token or by character.
+
+What was read and not yet handed on (`take`) is held, up to MAX_HELD characters; what was looked at
+and not read (`literal`, `until`) is shorter than a mark and the blanks before it. So every
+character is read once, looked at a bounded number of times, and a reply takes bounded memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator, Iterable
+
+from service.replies.json_scanner import BLANKS, JsonScanner
+
+MAX_HELD = 65_536
+"""The most characters that are held until it is certain what they are; beyond, they are text."""
+MAX_BLANKS = 64
+"""The most blanks before and behind a mark that belong to it; those further off are text."""
+MAX_NAME = 256
+"""The longest name of a tool, in characters; a call with a longer one is text."""
+
+Steps = Generator[None, None, None]
+"""A format at work: yields where it needs more text."""
+
+
+class MalformedError(Exception):
+    """What is held is not what the format would have there."""
+
+
+class Reader:
+    """Text to read from; for one reply.
+
+    Attributes:
+        text: what has come, from the first character that was not read.
+        pos: the next character's place in it.
+        end: how far it may be read before something must be taken.
+    """
+
+    __slots__ = ("_aside", "_begin", "_num_added", "_num_aside", "_over", "end", "pos", "text")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.pos = 0
+        self.end = 0
+        self._begin = 0  # of what is held
+        self._aside: list[str] = []  # what is held and no longer in the text
+        self._num_added = 0
+        self._num_aside = 0
+        self._over = False
+
+    @property
+    def num_held(self) -> int:
+        """Characters that were read and not taken."""
+        return self._num_aside + self.pos - self._begin
+
+    @property
+    def size(self) -> int:
+        """Characters that are kept, read or not."""
+        return self._num_aside + len(self.text) - self._begin
+
+    def add(self, text: str) -> None:
+        """More text has come."""
+        if self.pos > self._begin:
+            self._aside.append(self.text[self._begin : self.pos])
+            self._num_aside += self.pos - self._begin
+        self.text = self.text[self.pos :] + text
+        self.pos = self._begin = 0
+        self.end = min(len(self.text), MAX_HELD - self._num_aside)
+        self._num_added += len(text)
+
+    def close(self) -> None:
+        """No more text will come."""
+        self._over = True
+
+    def take(self) -> str:
+        """What is held; nothing is any more."""
+        taken = self.text[self._begin : self.pos]
+        if self._aside:
+            taken = "".join([*self._aside, taken])
+            self._aside = []
+            self._num_aside = 0
+        self._begin = self.pos
+        self.end = min(len(self.text), self.pos + MAX_HELD)
+        return taken
+
+    def more(self) -> Generator[None, None, bool]:
+        """Wait for more text; False: there is none.
+
+        Raises:
+            MalformedError: more is held than may be.
+        """
+        if self.num_held >= MAX_HELD:
+            raise MalformedError
+        if self._over:
+            return False
+        size = self._num_added
+        yield
+        return self._num_added > size
+
+    def peek(self) -> Generator[None, None, str]:
+        """The next character, which is not read; empty at the text's end."""
+        while self.pos >= self.end:
+            if not (yield from self.more()):
+                return ""
+        return self.text[self.pos]
+
+    def expect(self, characters: str) -> Generator[None, None, str]:
+        """Read one of these characters.
+
+        Raises:
+            MalformedError: there is another, or none.
+        """
+        found = yield from self.peek()
+        if not found or found not in characters:
+            raise MalformedError
+        self.pos += 1
+        return found
+
+    def blanks(self, most: int = MAX_HELD) -> Steps:
+        """Read blanks, at most so many."""
+        for _ in range(most):
+            found = yield from self.peek()
+            if not found or found not in BLANKS:
+                return
+            self.pos += 1
+
+    def behind_blanks(self) -> Generator[None, None, str]:
+        """The first character behind at most MAX_BLANKS blanks; nothing is read. Empty: there is
+        none.
+        """
+        place = 0
+        while place <= MAX_BLANKS:
+            if self.pos + place >= len(self.text):
+                if not (yield from self.more()):
+                    return ""
+            elif (found := self.text[self.pos + place]) not in BLANKS:
+                return found
+            else:
+                place += 1
+        return ""
+
+    def literal(self, literal: str) -> Generator[None, None, bool]:
+        """Read this text if it comes next, and nothing if not."""
+        while not self.text.startswith(literal, self.pos):
+            ahead = self.text[self.pos : self.pos + len(literal)]
+            if len(ahead) == len(literal) or not literal.startswith(ahead):
+                return False
+            if not (yield from self.more()):
+                return False
+        self.pos += len(literal)
+        return True
+
+    def name(self, stop: str) -> Generator[None, None, str]:
+        """Read up to one of these characters: a tool's name, without the blanks around it.
+
+        Raises:
+            MalformedError: it is none, or the text ends.
+        """
+        found: list[str] = []
+        while (character := (yield from self.peek())) not in stop or not character:
+            if not character or len(found) >= MAX_NAME + MAX_BLANKS:
+                raise MalformedError
+            found.append(character)
+            self.pos += 1
+        return checked_name("".join(found).strip(BLANKS))
+
+    def value(self) -> Generator[None, None, str]:
+        """Read a JSON value; gives its text.
+
+        Raises:
+            MalformedError: it is none, it is longer than may be held, or the text ends.
+        """
+        scanner = JsonScanner()
+        parts: list[str] = []
+        while True:
+            start = self.pos
+            self.pos = scanner.feed(self.text, start, self.end)
+            parts.append(self.text[start : self.pos])
+            if scanner.done:
+                return "".join(parts)
+            if scanner.failed or not (yield from self.more()):
+                raise MalformedError
+
+    def string(self) -> Generator[None, None, str]:
+        """Read a JSON string; gives what it says.
+
+        Raises:
+            MalformedError: as `value`, or it is not a string.
+        """
+        if (yield from self.peek()) != '"':
+            raise MalformedError
+        return str(json.loads((yield from self.value())))
+
+    def until(
+        self,
+        marks: Marks,
+        hand_on: Callable[[str], None],
+        *,
+        blanks: str = BLANKS,
+        most: int = MAX_BLANKS,
+    ) -> Generator[None, None, str]:
+        """Hand the text on up to the first of these marks, which is held then, with the blanks
+        before it (at most so many of these characters). Nothing may be held before.
+
+        Returns:
+            The mark; empty at the text's end, when all was handed on.
+        """
+        while True:
+            found = marks.find.search(self.text, self.pos)
+            if found is None:
+                partial = marks.find_partial.search(self.text, self.pos)
+                end = len(self.text) if partial is None else partial.start()
+            else:
+                end = found.start()
+            before = self.text[max(self.pos, end - most) : end]
+            safe = end - len(before) + len(before.rstrip(blanks))
+            ready = self.text[self.pos : safe]
+            self.pos = self._begin = safe
+            if ready:
+                hand_on(ready)
+            if found is not None:
+                self.pos = found.end()
+                self.end = min(len(self.text), safe + MAX_HELD)
+                return found.group()
+            if not (yield from self.more()):
+                self.pos = len(self.text)
+                if rest := self.take():
+                    hand_on(rest)
+                return ""
+
+
+class Marks:
+    """Literal marks to look for, made ready.
+
+    Attributes:
+        find: finds a mark.
+        find_partial: finds the beginning of one at a text's end.
+    """
+
+    __slots__ = ("find", "find_partial")
+
+    def __init__(self, marks: Iterable[str]) -> None:
+        """Make marks ready.
+
+        Raises:
+            ValueError: one could begin within another: then the first to be complete need not be
+                the first to begin.
+        """
+        listed = sorted(marks)
+        first = {mark[0] for mark in listed}
+        if any(character in first for mark in listed for character in mark[1:]) or any(
+            other != mark and other.startswith(mark) for mark in listed for other in listed
+        ):
+            raise ValueError(f"marks that overlap: {listed}")
+        self.find = re.compile("|".join(map(re.escape, listed)))
+        self.find_partial = re.compile("(?:" + "|".join(map(_beginnings, listed)) + r")\Z")
+
+
+def _beginnings(mark: str) -> str:
+    """A pattern for a mark's proper beginnings, at least one character long."""
+    pattern = ""
+    for character in reversed(mark[1:-1]):
+        pattern = f"(?:{re.escape(character)}{pattern})?"
+    return re.escape(mark[0]) + pattern
+
+
+def checked_name(name: str) -> str:
+    """A tool's name as it was read.
+
+    Raises:
+        MalformedError: it is empty, too long, or has characters that cannot be printed.
+    """
+    if not name or len(name) > MAX_NAME or not name.isprintable():
+        raise MalformedError
+    return name

@@ -1,0 +1,7 @@
+"""Reasoning alone: `<think>…</think>`, then the answer. The template may have opened it."""
+
+from __future__ import annotations
+
+from service.replies.format import marked
+
+THINK = marked("think", {})

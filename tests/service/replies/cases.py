@@ -1,0 +1,180 @@
+"""A format's cases, and what holds for each of them, however it is divided."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from engine.text import TextStream, Tokenizer
+from service.replies import Context, Format, Reply, fold, special_marks
+from service.replies.json_scanner import MAX_DEPTH
+from service.replies.reader import MAX_BLANKS, MAX_HELD
+
+Call = tuple[str, str] | tuple[str, str, bool]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A reply as the model wrote it, and what it comes to. A call: name, arguments, and False where
+    they are not whole.
+    """
+
+    id: str
+    raw: str
+    text: str = ""
+    reasoning: str = ""
+    calls: Sequence[Call] = ()
+    tools: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    in_reasoning: bool = False
+
+    @property
+    def context(self) -> Context:
+        return Context(self.tools, self.in_reasoning, "request-1/0")
+
+
+def parse(format: Format, parts: Sequence[str], context: Context | None = None) -> Reply:
+    """What parts come to; checks what holds of every reply."""
+    parser = format.begin(context or Context())
+    pieces = []
+    for part in parts:
+        pieces += parser.push(part)
+        assert parser.size <= MAX_HELD + MAX_BLANKS + 64
+    pieces += parser.finish()
+    assert parser.finish() == []
+    reply = fold(pieces)
+    assert reply.raw == "".join(parts)
+    for index, call in enumerate(reply.calls):
+        assert call.index == index
+        assert call.name
+        if call.complete:
+            assert isinstance(json.loads(call.arguments), dict)
+    assert len({call.id for call in reply.calls}) == len(reply.calls)
+    return reply
+
+
+def check(format: Format, case: Case) -> None:
+    """A case comes to what it says, as a whole, at every split, by character and by token."""
+    whole = parse(format, [case.raw], case.context)
+    calls = [(call.name, call.arguments, call.complete) for call in whole.calls]
+    assert (whole.text, whole.reasoning, calls) == (
+        case.text,
+        case.reasoning,
+        [(*call, True)[:3] for call in case.calls],
+    )
+    check_divided(format, case.raw, case.context, whole)
+    assert by_token(format, case) == whole
+
+
+def check_divided(format: Format, raw: str, context: Context, whole: Reply) -> None:
+    """It comes to the same at every split and by character."""
+    assert parse(format, list(raw), context) == whole
+    step = max(1, len(raw) // 1500)
+    for place in range(step, len(raw), step):
+        assert parse(format, [raw[:place], raw[place:]], context) == whole
+
+
+def by_token(format: Format, case: Case) -> Reply:
+    """What a reply comes to by a tokenizer that has the format's marks as special tokens, which
+    alone of its special tokens are shown.
+    """
+    tokenizer = _tokenizer(format)
+    ids = tokenizer.encode(case.raw, add_special_tokens=False)
+    assert len(special_marks(format, tokenizer)) == len(format.marks)
+    stream = TextStream(tokenizer, skip_special_tokens=False)
+    parts = [stream.push([id]) for id in ids] + [stream.finish()]
+    return parse(format, parts, case.context)
+
+
+@cache
+def _tokenizer(format: Format) -> Tokenizer:
+    """Bytes, of which some stand together, and the format's marks."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [(a, b) for a, b in pairwise('"name": "arguments": {"') if a != b and a != " " != b]
+    vocabulary = {token: id for id, token in enumerate(alphabet)}
+    for a, b in pairs:
+        vocabulary.setdefault(a + b, len(vocabulary))
+    backend = Backend(models.BPE(vocabulary, pairs))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\s+|\S+"), "isolated"), pre_tokenizers.ByteLevel(False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(mark, special=True) for mark in sorted(format.marks)])
+    return Tokenizer(backend)
+
+
+def deep(levels: int) -> str:
+    """An object nested so deeply."""
+    return '{"a":' * (levels - 1) + "{}" + "}" * (levels - 1)
+
+
+WHOLE_ARGUMENTS = {
+    "empty": "{}",
+    "blank inside": "{ }",
+    "one": '{"a": 1}',
+    "nested": '{"a":{"b":[1,2,{"c":null}],"d":[]},"e":[[],[{}]]}',
+    "escapes": r'{"s": "\"quoted\" \\ \/ \u00e9 \n\t\b\f\r"}',
+    "not ASCII": '{"é": "日本 🙂"}',
+    "above 2^53": '{"n": 123456789012345678901234567890}',
+    "numbers": '{"f": -1.50e-10, "z": 0, "m": -0, "e": 1E+5}',
+    "literals": '{"t": true, "f": false, "n": null}',
+    "laid out": '{\n  "a": [ 1 ,\t2 ]\r\n}',
+    "deepest": deep(MAX_DEPTH),
+    "long": '{"s": "' + "x" * 3000 + '"}',
+    "a key twice": '{"a": 1, "a": 2}',
+    "brackets in a string": '{"s": "}}]]{{[[\\"}"}',
+    "empty key": '{"": ""}',
+    "lone surrogate, escaped": r'{"s": "\ud800"}',
+}
+BROKEN_ARGUMENTS = {
+    "leading zero": '{"a": 01}',
+    "single quotes": "{'a': 1}",
+    "no such literal": '{"a": True}',
+    "cut literal": '{"a": nul}',
+    "no colon": '{"a" 1}',
+    "trailing comma": '{"a": 1,}',
+    "bare key": "{a: 1}",
+    "NaN": '{"a": NaN}',
+    "line break in a string": '{"a": "x\ny"}',
+    "too deep": deep(MAX_DEPTH + 1),
+    "no such escape": r'{"a": "\x41"}',
+    "short escape": r'{"a": "\u00g0"}',
+    "wrong bracket": '{"a": [1}]',
+    "no fraction": '{"a": 1.}',
+    "no exponent": '{"a": 1e}',
+    "two values": '{"a": 1 2}',
+}
+
+
+def check_whole_arguments(format: Format, wrap: Callable[[str, str], str], arguments: str) -> None:
+    """A call has its arguments as they were written."""
+    raw = wrap("f", arguments)
+    check(format, Case("", raw, calls=[("f", arguments)], tools={"f": {}}))
+
+
+def check_broken_arguments(format: Format, wrap: Callable[[str, str], str], arguments: str) -> None:
+    """Arguments stop where they are no JSON any more; what follows is text."""
+    raw = wrap("f", arguments)
+    context = Context({"f": {}})
+    whole = parse(format, [raw], context)
+    [call] = whole.calls
+    assert not call.complete
+    assert arguments.startswith(call.arguments)
+    assert whole.text.startswith(arguments[len(call.arguments) :])
+    check_divided(format, raw, context, whole)
+
+
+def check_truncated(format: Format, raw: str, context: Context) -> None:
+    """A reply that ends anywhere loses nothing, and what it has is a beginning of the whole."""
+    whole = parse(format, [raw], context)
+    for end in range(len(raw)):
+        reply = parse(format, [raw[:end]], context)
+        assert parse(format, list(raw[:end]), context) == reply
+        for call, full in zip(reply.calls, whole.calls, strict=False):
+            assert call.id == full.id
+            assert full.arguments.startswith(call.arguments) or not call.complete
