@@ -82,9 +82,10 @@ class QueueFullError(HeadraceError):
     """Too many requests are waiting.
 
     Attributes:
-        limit, present: how many may wait, and how many do. retry_after_s: when to try again, in
-            seconds. held, share: how many of the caller's requests wait, and how many may while
-            others want their share; None: the caller's share is not the reason.
+        limit, present: how many may wait, and how many do.
+        retry_after_s: when to try again, in seconds.
+        held, share: how many of the caller's requests wait, and how many may while others want
+            their share; None: the caller's share is not the reason.
     """
 
     def __init__(
@@ -116,9 +117,10 @@ class CompileQueueFullError(HeadraceError):
     """Too many grammars wait to be compiled, or this one waited too long.
 
     Attributes:
-        limit, present: how many may wait, and how many do. retry_after_s: when to try again, in
-            seconds. waited_s: how long this one waited for its turn; 0: it got no place in the
-            queue, or lost it.
+        limit, present: how many may wait, and how many do.
+        retry_after_s: when to try again, in seconds.
+        waited_s: how long this one waited for its turn; 0: it got no place in the queue, or lost
+            it.
     """
 
     def __init__(

@@ -67,8 +67,8 @@ def charge(request: Request, siblings: Iterable[Request]) -> bool:
     """Add the cost of a choice's last token.
 
     Args:
-        request: a choice that was just given a token. siblings: the live choices of its request,
-            itself included.
+        request: a choice that was just given a token.
+        siblings: the live choices of its request, itself included.
 
     Returns:
         Whether the request may go on; True if it has no grammar.

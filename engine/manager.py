@@ -103,8 +103,8 @@ class ContinuousBatchingManager(EngineLoop):
         Args:
             core, limits, max_queue_size, compile_grammar: see EngineLoop.
             max_unread_results, max_unread_requests: see ContinuousBatchingConfig.
-            defaults: the options of requests that do not set their own. per_request_processors:
-                whether requests may set their own.
+            defaults: the options of requests that do not set their own.
+            per_request_processors: whether requests may set their own.
             make_stop_finder: makes a stop string matcher; None: there is no tokenizer, stop strings
                 are refused.
             keeper: keeps the manager for the next session if `stop` asks for it; None: that is not

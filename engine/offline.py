@@ -157,8 +157,8 @@ class LoadedModel:
             progress_bar: whether to show a progress bar.
             persistent_manager: whether the model keeps the manager and its cache for the next call
                 with the same configs.
-            warmup: whether to run whatever is slow the first time before the first prompt. kwargs:
-                max_new_tokens, eos_token_id, and single fields of ContinuousBatchingConfig.
+            warmup: whether to run whatever is slow the first time before the first prompt.
+            kwargs: max_new_tokens, eos_token_id, and single fields of ContinuousBatchingConfig.
 
         Returns:
             The output of each prompt by its request id, in the order of the prompts. The ids of a

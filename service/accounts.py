@@ -1,20 +1,19 @@
-"""For whom a call counts: who shares service and room with whom.
+"""The account that a call is charged to, which decides who shares service and limits with whom.
 
     callers' file ── identity ──────────────────────────────┐
                      └─ headrace-on-behalf-of: name ────────┼─▶ Account(key, group, weight)
     nobody is configured ── the peer's address, no port ────┘
 
-A request belongs to its caller's identity: who holds that may read it and end it. What it costs is
-counted for an account, and these are finer than identities in two cases:
+A request belongs to its caller's identity, which may read it and end it. Its cost is charged to an
+account. Accounts are finer than identities in two cases:
 
-- Without a callers' file everybody is "anonymous". Then the address counts that the connection
-  comes from, without its port, so that more connections gain nothing; of IPv6 the /64 that it is
-  in, since every host has such a network, with as many addresses as it likes. All who use a Unix
-  socket are one.
-- A gateway calls for many. If its entry says `may_call_for_others`, it may name in each call for
-  whom that is. The key is then identity/name, and no identity has a slash: nobody can be named into
-  another identity's account. All whom a gateway names are one group: they share the weight of its
-  entry, so that to name more of them gains it nothing.
+- Without a callers' file everybody is "anonymous". The account is then the client's IP address
+  without the port, so that more connections gain nothing; for IPv6 it is the /64 network, because a
+  host can use any address in its own. All clients of a Unix socket have one account.
+- A gateway calls on behalf of others. If its entry has `may_call_for_others`, it may name the user
+  of each call. The key is then identity/name; identities have no slash, so a gateway cannot name
+  another identity's account. All users of a gateway form one group, which shares the weight of its
+  entry, so naming more of them gains nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from engine.errors import HeadraceError
 from engine.types import CallerKey
 
 ON_BEHALF_OF = "headrace-on-behalf-of"
-"""The metadata in which a gateway names for whom it calls."""
+"""The metadata key with which a gateway names the user it calls for."""
 MAX_NAME = 64
 USUAL_WEIGHT = 1.0
 MAX_REMEMBERED = 4096
-"""How many accounts are remembered, so that they are not made for each call."""
+"""How many accounts are cached, so that not every call makes a new one."""
 
 _NAME = re.compile(rf"[A-Za-z0-9._@-]{{1,{MAX_NAME}}}")
 _MAX_ADDRESS = 128
@@ -44,18 +43,18 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class CallerNameError(HeadraceError):
-    """The name of whom a gateway calls for is none."""
+    """The name of the user that a gateway calls for is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """For whom something is counted.
+    """Whom something is charged to.
 
     Attributes:
-        identity: whose requests are.
-        key: for whom service and room are counted.
+        identity: the owner of the requests.
+        key: identifies the account, to which service and limits are charged.
         group: the accounts of one group share its weight.
-        weight: of the group: how much it is due beside others, where most have 1.
+        weight: the group's weight relative to others; most have 1.
     """
 
     identity: str
@@ -66,21 +65,21 @@ class Account:
 
 @lru_cache(MAX_REMEMBERED)
 def account_of(identity: str, name: str | None = None, weight: float = USUAL_WEIGHT) -> Account:
-    """The account of an identity that the callers' file has, or of whom it calls for."""
+    """The account of an identity from the callers' file, or of a user it calls for."""
     key = identity if name is None else f"{identity}/{name}"
     return Account(identity, CallerKey(key), identity, weight)
 
 
 @lru_cache(MAX_REMEMBERED)
 def account_at(identity: str, peer: str) -> Account:
-    """The account of somebody who is known by their address alone; `peer` as gRPC gives it."""
+    """The account of a caller that is only known by its address; `peer` as gRPC gives it."""
     origin = origin_of(peer)
     return Account(identity, CallerKey(origin), origin)
 
 
 def origin_of(peer: str) -> str:
-    """Where a connection comes from, without what its other connections differ in. A peer without
-    an IP address (a Unix socket) is one with all others of its kind.
+    """The host that a connection comes from, the same for all its connections. All peers without an
+    IP address (on a Unix socket) count as one host.
     """
     scheme, _, rest = peer.partition(":")
     if scheme not in ("ipv4", "ipv6"):
@@ -95,7 +94,7 @@ def origin_of(peer: str) -> str:
         return str(address)
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
-    if address.is_link_local:  # all of a link are in one /64
+    if address.is_link_local:  # all addresses of a link are in one /64
         return f"{address}%{zone}"[:_MAX_ADDRESS]
     if address.is_loopback:
         return str(address)
@@ -104,10 +103,10 @@ def origin_of(peer: str) -> str:
 
 
 def name_in(metadata: Metadata) -> str | None:
-    """For whom the call's metadata say that it is; None: they say nothing.
+    """The user that the call's metadata name; None: they name nobody.
 
     Raises:
-        CallerNameError: what they say is no name.
+        CallerNameError: the name is malformed.
     """
     given = [value for key, value in metadata if key == ON_BEHALF_OF]
     if not given:

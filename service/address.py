@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where to listen. `path`: of a Unix socket; else host and port."""
+    """An address to listen on: the `path` of a Unix socket, or host and port."""
 
     host: str = ""
     port: int = 0
@@ -30,8 +30,8 @@ class Address:
 
     @property
     def target(self) -> str:
-        """The address as gRPC writes it, for servers and clients: a path's characters that mean
-        something in a URI are escaped, since it takes `unix:` for one.
+        """The address as a gRPC target, for servers and clients. A path is part of a `unix:` URI,
+        so characters that are special in URIs are escaped.
         """
         if self.path is not None:
             return f"unix:{quote(os.fsencode(self.path))}"
@@ -42,7 +42,7 @@ def parse_address(text: str, option: str = "listen") -> Address:
     """Read an address.
 
     Raises:
-        ConfigError: it is not one; of the option that it was given by.
+        ConfigError: it is not an address; the error names `option`.
     """
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")

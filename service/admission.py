@@ -1,23 +1,22 @@
-"""What the front end refuses because there is too much already, and when to come again.
+"""Decides what the front end refuses because a limit is reached, and advises when to try again.
 
     Holding: enter ──▶ (it is converted) ──▶ admit ──▶ … ──▶ release, at its end
              its message     what was made of it, a place, tokens    the place: once it is read
 
 A request takes a place while it runs or has results that its stream has not read. While it runs it
-also reserves tokens: its prompt, and the longest output that each of its choices may have. That is
-what it may come to hold, known before it begins, so nothing that was accepted is refused later.
-What results take that nobody has read is not known before; where it is too much, nothing new is
-taken in until somebody reads. It is measured when a request asks, not counted with every token.
+    also reserves tokens: its prompt, and the longest output of each of its choices. This is the
+    most that it can need and is known in advance, so an accepted request is never refused later.
+    The size of unread results is not known in advance; if they are too large, new requests are
+    refused until results are read. It is measured when a request asks, not counted with every
+    token.
 
-What a request itself holds, in both processes (`service.footprint`), counts from the moment its
-message is there, also while it is tokenized and its form is compiled, to its end.
+The memory that a request itself holds in both processes (`service.footprint`) counts from the
+arrival of its message, through tokenizing and the compilation of its grammar, to its end.
 
-Each limit is one of all callers, in which everybody has a share (`engine.shares`), and perhaps one
-of each identity (`service.bounds`). The advice when to come again is from the rate at which what
-the limit counts left lately, and from how many others were told to come before
-(`engine.drain_rate`).
-Unread bytes are shared too: where there are too many, those who have more than their share of them
-are refused, and nobody else.
+Each limit applies to all callers together, who have shares of it (`engine.shares`), and optionally
+to each identity (`service.bounds`). The advice when to try again follows from the recent rate of
+release, and from the others that were told to try again earlier (`engine.drain_rate`). Unread bytes
+are shared too: if there are too many, only callers with more than their share are refused.
 
 The engine bounds its queue itself (`engine.queue_room`). All methods run on one event loop.
 """
@@ -38,26 +37,26 @@ from service.bounds import Kind, LimitReachedError, bound_of
 from service.footprint import Footprint
 
 MEASURE_S = 0.1
-"""How long a measured figure stands for what there is, in seconds."""
+"""How long a measured size is used, in seconds."""
 MEASURE_PART = 50
-"""Of how many parts of the time measuring may take one."""
+"""Measuring may take at most one in this many parts of the time."""
 
 
 Measure = Callable[[], Mapping[CallerKey, tuple[Account, int]]]
-"""Tells how many bytes of results each account did not read."""
+"""Returns how many bytes of unread results each account has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much there may be at the same time.
+    """The limits on what may exist at the same time.
 
     Attributes:
         max_open: requests that run, or have results that their stream has not read.
-        max_open_of_identity: the same of each identity; None: no more than of all.
+        max_open_of_identity: the same for each identity; None: no limit of its own.
         max_tokens: tokens that running requests reserve; None: any number.
-        max_tokens_of_identity: the same of each identity; None: no more than of all.
-        max_undelivered_bytes: about how many bytes of results that were not read, but for those of
-            ended requests that are kept; None: any number.
+        max_tokens_of_identity: the same for each identity; None: no limit of its own.
+        max_undelivered_bytes: about how many bytes of unread results, without kept results of ended
+            requests; None: any number.
         max_live_bytes: about how many bytes live requests hold; None: any number.
     """
 
@@ -70,7 +69,7 @@ class Limits:
 
 
 class Charge(NamedTuple):
-    """How much of each limit something takes: of the places, live bytes, and reserved tokens."""
+    """How much something takes of each limit: places, live bytes, and reserved tokens."""
 
     places: int = 0
     size: int = 0
@@ -82,17 +81,17 @@ PLACE = Charge(places=1)
 
 
 class Holding:
-    """What one request takes of the limits.
+    """What one request takes from the limits.
 
-    A context manager, around what is done for a request before it is live: all is released at the
-    end of it, unless whoever has the request then took it over.
+    A context manager around the work for a request before it is live. At its end everything is
+    released, unless the request's new owner has taken the holding over.
 
     Attributes:
-        account: for whom it counts.
-        taken: what it has by now.
-        is_taken_over: whether somebody else releases it. Set by them.
-        weight: what its account weighs, once it has entered: a part of the group's weight, of which
-            the accounts of the group that have requests have equal parts.
+        account: whom it is charged to.
+        taken: what it has taken so far.
+        is_taken_over: whether another owner releases it. Set by that owner.
+        weight: its account's weight, once it has entered: the group's weight, divided equally among
+            the accounts of the group that have requests.
     """
 
     __slots__ = ("_control", "account", "is_taken_over", "taken", "weight")
@@ -105,16 +104,16 @@ class Holding:
         self.weight = account.weight
 
     def enter(self, message: Footprint, measure: Measure) -> None:
-        """Before any work is done for a request: see that there is room for one, and hold what its
-        message takes.
+        """Check that there is room for a request before any work is done for it, and charge its
+        message.
 
         Args:
-            message: that.
+            message: the footprint of its message.
             measure: see `AdmissionControl.check_bytes`.
 
         Raises:
-            LimitReachedError: there is no place, too many bytes are unread or held.
-            FieldError: it is too large, whatever others hold.
+            LimitReachedError: there is no place, or too many bytes are unread or held.
+            FieldError: it is too large, even if nobody else held anything.
         """
         control, charge = self._control, Charge(size=message.size)
         control.check_bytes(self.account, measure)
@@ -122,29 +121,30 @@ class Holding:
         self.weight = self.account.weight * control.places.part_of(self.account)
 
     def admit(self, converted: Footprint, tokens: int, measure: Measure) -> None:
-        """Take a place, and hold what was made of the message. `tokens`: that it reserves.
+        """Take a place, and charge the converted request. `tokens`: how many it reserves.
 
         Raises:
-            LimitReachedError, FieldError: as `enter`, and by its tokens. Nothing is taken.
+            LimitReachedError, FieldError: as `enter`, or there are too many tokens. Nothing is
+                taken.
         """
         self._control.check_bytes(self.account, measure)
         self.take(Charge(1, converted.size, tokens), converted.field)
 
     def take(self, charge: Charge, field: str = "", *, room_for: Charge | None = None) -> None:
-        """Take so much more; see `AdmissionControl.take`."""
+        """Take more; see `AdmissionControl.take`."""
         before = self.taken
         self._control.take(self.account, charge, has=before, field=field, room_for=room_for)
         self.taken = Charge(*map(sum, zip(before, charge, strict=True)))
 
     def drop(self, footprint: Footprint) -> None:
-        """A part of the bytes is free before the others. Harmless after `release`."""
+        """Release a part of the bytes early. Harmless after `release`."""
         if self.taken.size:
             self._control.remove(self.account, Charge(size=footprint.size), served=False)
             self.taken = self.taken._replace(size=self.taken.size - footprint.size)
 
     def release(self, *, served: bool, keeps_place: bool = False) -> None:
-        """The request holds nothing any more, but perhaps its place. Harmless when repeated.
-        `served`: see `AdmissionControl.remove`.
+        """Release everything that the request holds, except its place if `keeps_place`. Harmless if
+        repeated. `served`: see `AdmissionControl.remove`.
         """
         kept = Charge(places=self.taken.places) if keeps_place else NOTHING
         gone = self.taken._replace(places=self.taken.places - kept.places)
@@ -152,7 +152,7 @@ class Holding:
         self.taken = kept
 
     def take_place(self) -> None:
-        """It had ended, and has a reader again."""
+        """Take a place again for an ended request that has a reader again."""
         self._control.add(self.account, PLACE)
         self.taken = self.taken._replace(places=1)
 
@@ -165,7 +165,7 @@ class Holding:
 
 
 class AdmissionControl:
-    """See the module. `places`: those that requests take."""
+    """See the module. `places`: the places for requests."""
 
     def __init__(
         self,
@@ -173,12 +173,14 @@ class AdmissionControl:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`clock`: monotonic seconds. `jitter`: numbers from 0 to 1, that spread the advice."""
+        """`clock`: monotonic seconds. `jitter`: returns numbers from 0 to 1, which spread the
+        advised times.
+        """
         self._clock = clock
         self.places = bound_of(_places(limits), clock, jitter)
         self._bytes = bound_of(_bytes(limits), clock, jitter)
         self._tokens = bound_of(_tokens(limits), clock, jitter)
-        self._bounds = self.places, self._bytes, self._tokens  # as in a Charge
+        self._bounds = self.places, self._bytes, self._tokens  # in the order of Charge
         self._max_unread = limits.max_undelivered_bytes
         self._unread: Shares[Account] = Shares(limits.max_undelivered_bytes, clock, jitter)
         self._unread_of: dict[CallerKey, tuple[Account, int]] = {}
@@ -187,12 +189,12 @@ class AdmissionControl:
 
     @property
     def open_requests(self) -> int:
-        """Requests that have a place."""
+        """How many requests have a place."""
         return self.places.present
 
     @property
     def reserved_tokens(self) -> int:
-        """Tokens that all running requests reserve."""
+        """How many tokens all running requests reserve."""
         return self._tokens.present
 
     @property
@@ -202,22 +204,22 @@ class AdmissionControl:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody has anything."""
+        """Whether nothing is taken."""
         return self.places.is_empty and self._tokens.is_empty and self._bytes.is_empty
 
     # Refusing
 
     def check_bytes(self, account: Account, measure: Measure) -> None:
-        """Refuse a request where too many bytes of results were not read, and its caller has more
-        than a share of them.
+        """Refuse a request if too many bytes of results are unread, and its caller has more than
+        its share of them.
 
         Args:
             account: the caller's.
-            measure: tells how many each has. Asked ten times a second at most, and less often if it
-                takes long: one part in MEASURE_PART of the time.
+            measure: returns how many each account has. Called at most ten times a second, and less
+                often if it is slow: it may take one part in MEASURE_PART of the time.
 
         Raises:
-            LimitReachedError: there are too many.
+            LimitReachedError: too many bytes are unread.
         """
         unread = self._unread
         most = self._max_unread
@@ -228,7 +230,7 @@ class AdmissionControl:
             before = unread.level.present
             self._set_unread(measure())
             if unread.level.present and not before:
-                self._byte_rate.begin()  # all had been read
+                self._byte_rate.begin()  # everything had been read
             now = self._clock()
             self._measure_at = now + max(MEASURE_S, MEASURE_PART * (now - began))
         present = unread.level.present
@@ -247,7 +249,7 @@ class AdmissionControl:
                 option="max_undelivered_bytes",
                 limit=most,
                 present=present,
-                # How much it will take is not known: it claims nothing.
+                # How much the request will take is not known, so it claims nothing.
                 retry_after_s=self._byte_rate.advise(present - most, 0),
                 held=held if has_others else None,
                 share=share if has_others else None,
@@ -266,17 +268,17 @@ class AdmissionControl:
     def check(
         self, account: Account, charge: Charge, *, has: Charge = NOTHING, field: str = ""
     ) -> None:
-        """Refuse what there is no room for. Costs little: to be called before any work is done.
+        """Refuse a charge for which there is no room. Cheap; call it before any work is done.
 
         Args:
-            account: whose it is.
+            account: whom it is charged to.
             charge: what it would take.
-            has: what was taken before for the same request.
-            field: what takes the most bytes of it.
+            has: what the same request has already taken.
+            field: the field that takes the most bytes.
 
         Raises:
-            LimitReachedError: there is too much, of this identity or of all.
-            FieldError: there could never be so much.
+            LimitReachedError: a limit is reached, for this identity or for all callers.
+            FieldError: the charge is larger than the limit itself.
         """
         for bound, amount, held in zip(self._bounds, charge, has, strict=True):
             if not amount:
@@ -297,7 +299,8 @@ class AdmissionControl:
         field: str = "",
         room_for: Charge | None = None,
     ) -> None:
-        """Take all of it, or nothing; see `check`. `room_for`: what is to fit, where that is more.
+        """Take all of a charge, or nothing; see `check`. `room_for`: what must fit, if that is
+        more.
 
         Raises:
             LimitReachedError, FieldError: as `check`.
@@ -307,25 +310,25 @@ class AdmissionControl:
             bound.add(account, amount)
 
     def add(self, account: Account, charge: Charge) -> None:
-        """So much is taken, whether it fits or not."""
+        """Take a charge, whether it fits or not."""
         for bound, amount in zip(self._bounds, charge, strict=True):
             bound.add(account, amount)
 
     def remove(self, account: Account, charge: Charge, *, served: bool = True) -> None:
-        """So much is there no more. `served`: not for what was taken back: it says nothing of the
-        rate.
+        """Release a charge. `served`: False for a charge that was undone, which must not count for
+        the rate.
         """
         for bound, amount in zip(self._bounds, charge, strict=True):
             bound.remove(account, amount, served=served)
         if charge.places and not self.places.present:
-            self._set_unread({})  # without requests there is nothing to be read
+            self._set_unread({})  # without requests there are no results to read
 
     def delivered(self, num_bytes: int) -> None:
-        """So much was read."""
+        """Count bytes that were read."""
         self._byte_rate.left(num_bytes)
 
     def holding(self, account: Account) -> Holding:
-        """For what a new request will hold."""
+        """Make an empty holding for a new request."""
         return Holding(self, account)
 
 

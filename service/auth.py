@@ -3,15 +3,15 @@
     metadata `authorization: Bearer …` ─┐
     certificate of the client (mTLS) ───┴─▶ Authenticator ─▶ Permit(caller) ─▶ check, check, …
 
-Callers stand in a file (`service.callers`), which is read again when it changes. Without a file
-everyone is "anonymous" and may call everything; with one, nobody may call anything that the file
-does not grant, health checks excepted. A token that is sent decides alone; only without one does
-the certificate count. For whom a call counts is `service.accounts`' to tell.
+Callers are listed in a file (`service.callers`), which is read again when it changes. Without a
+file everyone is "anonymous" and may call everything; with one, callers may only call what the file
+grants, and health checks. If a token is sent, it alone decides; the certificate counts only without
+one. `service.accounts` decides whom a call is charged to.
 
-`interceptors.Entrance` asks here for every RPC and sets `current_permit` in the RPC's task;
-servicers read it once, at their start. What an RPC does that goes on for long is checked again, by
-the callers' file as it is then. That costs a look at the file's times, and one comparison as long
-as nothing has changed. Of a token no more than its digest is kept for that.
+`interceptors.Entrance` gets a permit here for every RPC and sets `current_permit` in the RPC's
+task; servicers read it once, at their start. Long RPCs check it again, against the present callers'
+file. If nothing has changed, this costs a look at the file's times and one comparison. Only the
+digest of a token is kept for this.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 _MISSING = "authorization is missing: send 'authorization: Bearer <token>'"
 
 current_permit: ContextVar[Permit] = ContextVar("permit")
-"""Of the RPC whose task this is."""
+"""The permit of the RPC that this task serves."""
 
 
 class UnauthenticatedError(HeadraceError):
-    """The caller did not say who they are, or it is not true. `reason`: for programs."""
+    """The caller sent no credentials, or wrong ones. `reason`: for programs."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class UnauthenticatedError(HeadraceError):
 
 
 class PermissionDeniedError(HeadraceError):
-    """The caller is known and may not do this. `reason`: for programs."""
+    """The caller is known but may not do this. `reason`: for programs."""
 
     def __init__(self, message: str, reason: str = "SERVICE_NOT_GRANTED") -> None:
         super().__init__(message)
@@ -57,11 +57,11 @@ class PermissionDeniedError(HeadraceError):
 
 
 class Permit:
-    """That a caller may make an RPC, for as long as the callers' file says so.
+    """The permission of a caller to make an RPC, as long as the callers' file grants it.
 
     Attributes:
-        caller: who calls, as the callers' file had it when it was last checked.
-        account: for whom the call counts, with the weight of that time.
+        caller: the caller's entry in the callers' file at the last check.
+        account: whom the call is charged to, with the weight at that time.
     """
 
     __slots__ = ("_find", "_name", "_table", "_tables", "account", "caller")
@@ -73,13 +73,13 @@ class Permit:
         table: CallerTable | None = None,
         find: Callable[[CallerTable], Caller] | None = None,
     ) -> None:
-        """A permit.
+        """Make a permit.
 
         Args:
             caller: who calls.
             tables: the callers' file; None: everyone may call everything.
-            table: the version of it that `caller` was found in.
-            find: finds out in another version who calls; raises as `check`.
+            table: the version of the file in which `caller` was found.
+            find: looks up the caller in another version; raises as `check`.
         """
         self.caller = caller
         self.account = account_of(caller.identity, weight=caller.weight)
@@ -89,15 +89,15 @@ class Permit:
         self._find = find
 
     def of_call(self, metadata: Metadata, peer: str) -> Permit:
-        """The permit of one call, which knows for whom that counts.
+        """The permit of one call, with the account it is charged to.
 
         Args:
-            metadata: of the call.
-            peer: where it comes from, as gRPC tells.
+            metadata: the call's metadata.
+            peer: where it comes from, as gRPC gives it.
 
         Raises:
-            CallerNameError: for whom it is is said, and is no name.
-            PermissionDeniedError: the caller may not name anybody.
+            CallerNameError: the metadata name a user, and the name is malformed.
+            PermissionDeniedError: the caller may not call for others.
         """
         permit = Permit(self.caller, self._tables, self._table, self._find)
         if ON_BEHALF_OF in dict(metadata):
@@ -125,12 +125,12 @@ class Permit:
         self.account = account_of(caller.identity, self._name, caller.weight)
 
     def check(self) -> None:
-        """Refuse what the callers' file no longer allows, and take over what it says by now.
+        """Check the permit against the present callers' file, and update it from there.
 
         Raises:
-            UnauthenticatedError: the token or certificate is not that caller's any more.
-            PermissionDeniedError: the caller may not call this service, or name for whom they call,
-                any more.
+            UnauthenticatedError: the token or certificate no longer belongs to that caller.
+            PermissionDeniedError: the caller may no longer call this service, or no longer call for
+                others.
         """
         if self._tables is None or self._find is None:
             return
@@ -152,14 +152,14 @@ _ANYBODY = Permit(EVERYONE)
 
 
 class Authenticator:
-    """Finds out who calls."""
+    """Identifies callers."""
 
     def __init__(self, path: str | None, *, client_certificates: bool = False) -> None:
         """Read the callers' file.
 
         Args:
             path: the file; None: everyone may call everything.
-            client_certificates: whether clients show certificates.
+            client_certificates: whether clients are asked for certificates.
 
         Raises:
             ConfigError: the file cannot be read, or an entry is wrong.
@@ -175,19 +175,20 @@ class Authenticator:
         return self._table is not None
 
     def reload(self) -> None:
-        """Read the file again now; one that cannot be used is logged, and changes nothing."""
+        """Read the file again now. If it cannot be used, that is logged, and nothing changes."""
         if self._table is not None:
             self._table.reload()
 
     def by_token(self, method: str, metadata: Metadata) -> Permit | None:
-        """Who calls a method, as far as the metadata tell; None: the certificate will tell.
+        """Identify the caller of a method by its token; None: the certificate decides.
 
         Args:
             method: /package.Service/Method.
-            metadata: of the call.
+            metadata: the call's metadata.
 
         Raises:
-            UnauthenticatedError: what was sent is no token that is known, or nothing was sent.
+            UnauthenticatedError: the token is not known, or no token was sent and certificates are
+                not used.
             PermissionDeniedError: the caller may not call this service.
         """
         if self._table is None:
@@ -215,14 +216,14 @@ class Authenticator:
         return _permit_of(self._table, find)
 
     def by_certificate(self, method: str, names: Iterable[str]) -> Permit:
-        """Who calls a method without a token.
+        """Identify the caller of a method by its certificate.
 
         Args:
             method: /package.Service/Method.
-            names: of the client's verified certificate; empty where it has shown none.
+            names: those in the client's verified certificate; empty if it has none.
 
         Raises:
-            UnauthenticatedError: the certificate is not known, or is that of several callers.
+            UnauthenticatedError: the certificate is not known, or belongs to several callers.
             PermissionDeniedError: the caller may not call this service.
         """
         if self._table is None:

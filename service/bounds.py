@@ -1,6 +1,6 @@
-"""A limit of the service: what all callers may have together, in shares (`engine.shares`), and what
-each identity may have where the operator says so. A `Bound` is asked and counts; `error` puts its
-refusal into words.
+"""A limit of the service: how much all callers may have together, in shares (`engine.shares`), and
+optionally how much each identity may have. A `Bound` decides and counts; its `error` describes a
+refusal.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from service.call_errors import FieldError
 
 
 class LimitReachedError(HeadraceError):
-    """There is as much as may be, of all callers, of an identity, or beyond a caller's share.
+    """A limit is reached: that of all callers, that of an identity, or a caller's share of it.
 
     Attributes:
-        reason: for machines.
-        option, limit: the limit and its name.
-        present: what there is now.
-        retry_after_s: when to try again.
-        held, share: what the caller has, and is due while others want theirs; None: that is not why
-            it is refused.
+        reason: for programs.
+        option, limit: the limit's name and value.
+        present: how much is in use now.
+        retry_after_s: when to try again, in seconds.
+        held, share: how much the caller has, and its share while others want theirs; None: the
+            caller's share is not the reason.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class LimitReachedError(HeadraceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What a limit is of, and how its refusals are worded.
+    """What a limit applies to, and the wording of its refusals.
 
     Attributes:
-        what: what there is, with {present}, {amount} (what was asked for) and {of}: " of this
-            caller" where the identity's limit refuses.
+        what: what is in use, with {present}, {amount} (the amount asked for) and {of}: " of this
+            caller" if the identity's limit refuses.
         remedy: what the caller can do.
-        reason, option, limit: for machines, the option that says how much there may be, and that;
-            None: any.
-        reason_of_identity, option_of_identity, limit_of_identity: the same of each identity; None:
-            as much as of all.
-        field: what is wrong with a request that alone is above the limit; empty: it depends.
-        alone: how that is told, with {amount}, {most} and {option}.
+        reason, option, limit: the reason for programs, the option that sets the limit, and its
+            value; None: no limit.
+        reason_of_identity, option_of_identity, limit_of_identity: the same for each identity; None:
+            no limit of its own.
+        field: the field at fault if one request alone exceeds the limit; empty: it varies.
+        alone: the message for that case, with {amount}, {most} and {option}.
     """
 
     what: str
@@ -79,16 +79,16 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusalOfIdentity(Refusal):
-    """There is as much as the identity's own limit allows."""
+    """The identity's own limit is reached."""
 
 
 class Bound(Shares[Account]):
-    """One limit, and what counts towards it. All methods run on one event loop. `bound_of` makes
-    it.
+    """One limit, and how much of it is used. All methods run on one event loop. Made by
+    `bound_of`.
 
     Attributes:
-        kind: what it is of.
-        most: what one request can have at most; None: any.
+        kind: what the limit applies to.
+        most: the most that one request can have; None: any amount.
     """
 
     def __init__(self, kind: Kind, clock: Callable[[], float], jitter: Callable[[], float]) -> None:
@@ -100,11 +100,11 @@ class Bound(Shares[Account]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody has anything."""
+        """Whether nothing is in use."""
         return not self.present
 
     def error(self, refusal: Refusal, amount: int) -> LimitReachedError:
-        """The error for a refusal of so much."""
+        """The error for the refusal of an amount."""
         kind = self.kind
         of_identity = isinstance(refusal, RefusalOfIdentity)
         option = kind.option_of_identity if of_identity else kind.option
@@ -130,8 +130,8 @@ class Bound(Shares[Account]):
         )
 
     def error_alone(self, amount: int, field: str) -> FieldError:
-        """The error for a request that alone is above the limit. `field`: what is wrong with it,
-        where the kind does not say.
+        """The error for a request that alone exceeds the limit. `field`: the field at fault, if the
+        kind does not name it.
         """
         kind = self.kind
         most, option = kind.limit_of_identity, kind.option_of_identity
@@ -142,7 +142,7 @@ class Bound(Shares[Account]):
 
 
 class _BoundOfIdentities(Bound):
-    """One that each identity has a limit of its own in."""
+    """A bound that also limits each identity."""
 
     def __init__(self, kind: Kind, clock: Callable[[], float], jitter: Callable[[], float]) -> None:
         super().__init__(kind, clock, jitter)
@@ -166,7 +166,7 @@ class _BoundOfIdentities(Bound):
         )
 
     def add(self, who: Account, amount: int) -> None:
-        """So much has come."""
+        """Add an amount to what a caller holds."""
         super().add(who, amount)
         if amount:
             own = self._of.get(who.identity)
@@ -175,7 +175,9 @@ class _BoundOfIdentities(Bound):
             own.add(amount)
 
     def remove(self, who: Account, amount: int, *, served: bool) -> None:
-        """So much is there no more. `served`: it left as others will."""
+        """Release an amount that a caller holds. `served`: it was released in the normal way, so it
+        counts for the rate.
+        """
         super().remove(who, amount, served=served)
         if amount:
             own = self._of[who.identity]
@@ -185,6 +187,6 @@ class _BoundOfIdentities(Bound):
 
 
 def bound_of(kind: Kind, clock: Callable[[], float], jitter: Callable[[], float]) -> Bound:
-    """The bound of a kind. `clock`, `jitter`: see DrainRate."""
+    """Make the bound of a kind. `clock`, `jitter`: see DrainRate."""
     made = Bound if kind.limit_of_identity is None else _BoundOfIdentities
     return made(kind, clock, jitter)

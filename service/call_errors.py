@@ -1,5 +1,5 @@
-"""What is wrong with a call: its message, one of its fields, or its time. `status_table` maps these
-classes to gRPC codes.
+"""Errors of a call: a wrong message or field, or a wrong moment. `status_table` maps these classes
+to gRPC codes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from engine.errors import EngineUnavailableError, HeadraceError
 
 
 class NotReadyError(EngineUnavailableError):
-    """The server takes no work now.
+    """The server accepts no requests now.
 
     `reason`: LOADING, DRAINING, ENGINE_RESTARTING or ENGINE_STOPPED.
     """
@@ -21,8 +21,8 @@ class NotReadyError(EngineUnavailableError):
 
 
 class FieldError(HeadraceError):
-    """A field of a message is wrong. `path`: of the field in it; see `convert.fields` for parts of
-    messages.
+    """A field of a message is wrong. `path`: its path in the message; see `convert.fields` for
+    parts of messages.
     """
 
     def __init__(self, path: str, description: str) -> None:
@@ -32,13 +32,13 @@ class FieldError(HeadraceError):
 
 
 class UnsupportedFieldError(FieldError):
-    """A field of a message asks for something that this server does not do."""
+    """A field of a message asks for something that this server does not support."""
 
 
 class CapabilityMissingError(HeadraceError):
     """A message requires a capability that this server does not have.
 
-    `available`: those it has; `why`: why it lacks this one, and what to do, if that is known.
+    `available`: the capabilities it has; `why`: why it lacks this one, and what to do, if known.
     """
 
     def __init__(self, capability: str, available: Iterable[str], why: str | None) -> None:
@@ -81,8 +81,8 @@ class WrongInstanceError(HeadraceError):
     """A call names another server process as the one that has the request.
 
     Attributes:
-        owner: the one that it names.
-        answering: this one.
+        owner: the named process.
+        answering: this process.
     """
 
     def __init__(self, owner: str, answering: str) -> None:
@@ -95,7 +95,7 @@ class WrongInstanceError(HeadraceError):
 
 
 class AnswerTooLargeError(HeadraceError):
-    """An RPC's one answer is larger than a message may be. Sizes in bytes."""
+    """The answer of a unary RPC is larger than a message may be. Sizes in bytes."""
 
     def __init__(self, size: int, limit: int) -> None:
         super().__init__(
@@ -107,7 +107,7 @@ class AnswerTooLargeError(HeadraceError):
 
 
 class MessageTooLargeError(HeadraceError):
-    """A message is larger than the server receives. Sizes in bytes."""
+    """A message is larger than the server accepts. Sizes in bytes."""
 
     def __init__(self, size: int, limit: int) -> None:
         super().__init__(
@@ -119,7 +119,7 @@ class MessageTooLargeError(HeadraceError):
 
 
 class MessageTimeoutError(HeadraceError):
-    """A call's message has not come."""
+    """A call's message has not arrived in time."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(
@@ -135,7 +135,7 @@ class MessageMissingError(HeadraceError):
 
 
 class TooManyCallsError(HeadraceError):
-    """As many calls as may wait to be read do so."""
+    """Too many calls wait for their message to be read."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"{limit} calls of this kind wait to be read already; try again in 1 s")
@@ -143,11 +143,11 @@ class TooManyCallsError(HeadraceError):
 
 
 class MalformedMessageError(HeadraceError):
-    """A message's bytes are not what its type says."""
+    """A message is not valid protobuf of its type."""
 
     def __init__(self) -> None:
         super().__init__("the message is not valid protobuf of the type that this RPC takes")
 
 
 class PreconditionError(HeadraceError):
-    """A command that is right in itself, at the wrong time."""
+    """A valid command at the wrong time."""

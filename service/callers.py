@@ -1,4 +1,4 @@
-"""The callers' file: who may call, how they are known, and what they may call.
+"""The callers' file: who may call, how callers are identified, and what they may call.
 
     [[callers]]
     identity = "search"
@@ -19,11 +19,11 @@
     certificate = "ops.example.internal"          # a common name or alternative name, with mTLS
     services = ["*"]
 
-Only digests of tokens are kept. Tokens are random (`headrace-server token` makes them), so a plain
-SHA-256 cannot be turned back, and needs no salt. An identity may have several entries: a second
-token with fewer services, for example. They share their requests. What an entry grants (`services`,
-`may_call_for_others`) is that entry's; what bounds an identity (`weight`, `max_priority`) counts
-for all of its entries, whichever says it, and those that say it must agree.
+Only digests of tokens are stored. Tokens are random (`headrace-server token` makes them), so a
+plain SHA-256 cannot be reversed, and needs no salt. An identity may have several entries, for
+example a second token with fewer services; all of them see the same requests. Grants (`services`,
+`may_call_for_others`) apply to their entry only. Limits (`weight`, `max_priority`) apply to the
+identity: one entry is enough, and entries that set them must agree.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from engine.errors import ConfigError
 from service.accounts import USUAL_WEIGHT
 
 ANONYMOUS = "anonymous"
-"""The identity of every caller where no callers are configured."""
+"""The identity of every caller if no callers are configured."""
 EVERYTHING = "*"
 """Stands for all services."""
 SERVICES = {
@@ -51,11 +51,11 @@ SERVICES = {
     "grpc.reflection.v1.ServerReflection": "ServerReflection",
     "grpc.reflection.v1alpha.ServerReflection": "ServerReflection",
 }
-"""How the file calls the services that can be granted. Health is everybody's."""
+"""The services that can be granted, by their names in the file. Health is open to everybody."""
 MAX_TOKENS = 1024
-"""Every call is compared with all tokens, so there is a bound."""
+"""The most tokens; each call is compared with all of them."""
 MIN_WEIGHT = 0.01
-"""The least weight that a caller may have; a share of it may be less."""
+"""The lowest weight of a caller; its part for one user may be lower."""
 
 _IDENTITY = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
@@ -75,14 +75,14 @@ _KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Somebody who may call.
+    """A caller from the file.
 
     Attributes:
-        identity: whose requests theirs are.
-        services: the services that they may call, as the file names them; "*": all.
-        weight: how much service and room they are due beside others.
-        max_priority: the highest that their requests may have.
-        may_call_for_others: whether they may name for whom they call.
+        identity: the owner of its requests.
+        services: the services that it may call, as the file names them; "*": all.
+        weight: how much of service and limits it is due relative to others.
+        max_priority: the highest priority that its requests may have.
+        may_call_for_others: whether it may name users to call for.
     """
 
     identity: str
@@ -92,7 +92,7 @@ class Caller:
     may_call_for_others: bool = False
 
     def may_call(self, method: str) -> bool:
-        """Whether they may call a method, given as /package.Service/Method."""
+        """Whether the caller may call a method, given as /package.Service/Method."""
         service = SERVICES.get(method.removeprefix("/").rpartition("/")[0])
         return EVERYTHING in self.services or service in self.services
 
@@ -102,14 +102,14 @@ EVERYONE = Caller(ANONYMOUS, frozenset({EVERYTHING}))
 
 @dataclass(frozen=True, slots=True)
 class CallerTable:
-    """Who may call, as one version of the file says. `tokens`: by the token's SHA-256."""
+    """The callers in one version of the file. `tokens`: callers by their token's SHA-256."""
 
     tokens: tuple[tuple[bytes, Caller], ...]
     certificates: Mapping[str, Caller]
 
     def by_digest(self, digest: bytes) -> Caller | None:
-        """The caller whose token has this SHA-256. Takes equally long whoever it is, and if it is
-        nobody.
+        """The caller whose token has this SHA-256. Takes the same time for every caller, and for
+        none.
         """
         found: Caller | None = None
         for known, caller in self.tokens:
@@ -118,8 +118,8 @@ class CallerTable:
         return found
 
     def by_names(self, names: Iterable[str]) -> frozenset[Caller]:
-        """The callers to whom a certificate with these names belongs, one for each identity: names
-        in several entries of one identity may do what any of these entries grants.
+        """The callers to whom a certificate with these names belongs, one for each identity. If
+        several entries of one identity match, the caller has what any of them grants.
         """
         found: dict[str, Caller] = {}
         for name in names:
@@ -138,11 +138,12 @@ def parse_callers(text: str) -> CallerTable:
     """Read the file's text.
 
     Raises:
-        ConfigError: it is not TOML, or an entry is wrong; names the entry, and repeats no secret.
+        ConfigError: it is not TOML, or an entry is wrong; the message names the entry and contains
+            no secret.
     """
     try:
         content = tomllib.loads(text)
-    except ValueError as error:  # not TOMLDecodeError alone: numbers may be too long for Python
+    except ValueError as error:  # not only TOMLDecodeError: numbers may be too long for Python
         raise ConfigError("auth_file", f"is not TOML: {error}") from error
     except RecursionError as error:
         raise ConfigError("auth_file", "has lists or tables that are nested too deeply") from error
@@ -170,7 +171,7 @@ def parse_callers(text: str) -> CallerTable:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One entry. `bounds`: what it says of its identity, by key; `where`: its name in messages."""
+    """One entry. `bounds`: the limits that it sets, by key; `where`: its name in messages."""
 
     where: str
     caller: Caller
@@ -180,7 +181,7 @@ class _Entry:
 
 
 def _bounds(entries: Iterable[_Entry]) -> dict[str, dict[str, Any]]:
-    """What the entries of each identity say of it, together."""
+    """The limits of each identity, from all of its entries."""
     found: dict[str, dict[str, Any]] = {}
     for entry in entries:
         known = found.setdefault(entry.caller.identity, {})
@@ -231,7 +232,7 @@ def _bounds_of(entry: dict[str, Any], where: str) -> dict[str, Any]:
     bounds: dict[str, Any] = {}
     if "weight" in entry:
         weight = entry["weight"]
-        # Not a number is between no two.
+        # NaN is never within bounds.
         if type(weight) not in (int, float) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
             raise ConfigError(
                 "auth_file",

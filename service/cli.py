@@ -33,7 +33,7 @@ app = typer.Typer(
 
 
 def default_model() -> str:
-    """The demo model of the repository."""
+    """The path of the repository's demo model."""
     return str(Path(__file__).resolve().parent.parent / "models" / "demo")
 
 
@@ -84,11 +84,11 @@ def serve(given: flags.Given) -> None:
         typer.echo(f"headrace-server: {flags.describe(error)}", err=True)
         raise typer.Exit(2) from error
 
-    # Imported here: --help is to be fast.
+    # Imported here, so that --help is fast.
     from service.logs.output import Output
 
     with Output(config.log_format, config.log_level) as output:
-        # Imports take a while on a cold machine: say something before.
+        # Imports take a while on a cold machine, so print something first.
         if rank:
             output.say(f"headrace-server {_version()}: rank {rank} follows rank 0")
             from service.follower import follow_to_the_end
@@ -113,7 +113,7 @@ def _service_config(given: flags.Given, model: str) -> ServiceConfig:
 
 
 def _rank(load: LoadConfig) -> int:
-    """This process's number among those that share the model; 0: it serves.
+    """This process's rank among those that share the model; rank 0 serves.
 
     Raises:
         ConfigError: torchrun started several processes, and they do not share a model.
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def _check_command(arguments: list[str]) -> None:
-    """Say where an option of `serve` belongs that comes before any command."""
+    """If an option of `serve` stands before the command, tell the user where it belongs."""
     name = arguments[0].split("=")[0] if arguments else ""
     if name.startswith("--") and name[2:] in {flag.name for flag in flags.flags().values()}:
         typer.echo(

@@ -1,8 +1,8 @@
 """The service's options: what each means, its default and its bounds.
 
-Every option is a flag of `headrace-server serve` and an environment variable HEADRACE_…
-(`service.cli` is the only place that reads them). The engine's options are in `engine.config`.
-Frozen and checked when made: a config that exists is valid.
+Every option is a flag of `headrace-server serve` and an environment variable HEADRACE_… (only
+`service.cli` reads them). The engine's options are in `engine.config`. Configs are immutable and
+checked when they are created, so every config is valid.
 """
 
 from __future__ import annotations
@@ -435,7 +435,7 @@ class ServiceConfig:
                 "needs max_connection_age_s",
             ).naming("max_connection_age_s")
         for name in ("max_reserved_tokens", "max_reserved_tokens_per_identity"):
-            # Less would refuse every request that does not say how many tokens it wants.
+            # A lower value would refuse every request that does not set max_tokens.
             if 0 < getattr(self, name) <= self.default_max_tokens:
                 raise ConfigError(
                     name,
@@ -452,19 +452,21 @@ class ServiceConfig:
 
     @property
     def uses_tls(self) -> bool:
-        """Whether TCP addresses speak TLS."""
+        """Whether TCP addresses use TLS."""
         return self.tls_cert is not None
 
     def serves_control(self, address: Address) -> bool:
-        """Whether ControlService is served on an address. Where callers are known, permissions say
-        who may call it; where they are not, only this machine may, unless told otherwise.
+        """Whether ControlService is served on an address. With a callers' file, its permissions
+        decide who may call it. Without one, only this machine may, unless configured otherwise.
         """
         if self.control is not None:
             return self.control
         return address.is_local or self.auth_file is not None
 
     def _check_exposure(self) -> None:
-        """Prompts and outputs do not leave the machine in the clear unless somebody said so."""
+        """Refuse addresses where prompts and outputs would leave the machine unencrypted, unless
+        the operator allows it.
+        """
         if self.insecure or self.uses_tls:
             return
         for text in self.listen:
@@ -478,7 +480,9 @@ class ServiceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
-    """What is served, and in which processes. Raises ConfigError for a value out of bounds."""
+    """Which model is served, and in which processes. Raises ConfigError for a value out of
+    bounds.
+    """
 
     model: str | None = option(
         None,

@@ -1,4 +1,4 @@
-"""The options of `headrace-server serve`: what follows from the fields that declare them.
+"""Derives the options of `headrace-server serve` from the config fields that declare them.
 
     a field of a config (`engine.option_fields`) ──▶ flag, variable, line of help     `command_of`
                                            ──▶ the configs, from what was given `Given.config`
@@ -33,7 +33,7 @@ CONFIGS: tuple[type[Any], ...] = (
     ContinuousBatchingConfig,
     LoadConfig,
 )
-"""Whose options with a group are flags."""
+"""The configs of which options with a group are flags."""
 _BEGIN, _END = "<!-- options -->\n", "<!-- end of options -->\n"
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
@@ -46,7 +46,7 @@ class Flag:
 
     Attributes:
         field: the config's field.
-        option: what is said of it.
+        option: its declaration.
         kind: its type.
         default: the server's default.
     """
@@ -58,7 +58,7 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """Without dashes, such as max-sessions."""
+        """The name without dashes, such as max-sessions."""
         return self.option.flag or self.field.removesuffix("_s").replace("_", "-")
 
     @property
@@ -67,7 +67,7 @@ class Flag:
         return "HEADRACE_" + self.name.upper().replace("-", "_")
 
     def parameter(self) -> inspect.Parameter:
-        """What typer makes the flag of."""
+        """The parameter from which typer makes the flag."""
         kind, default = self.kind, self.default
         name = f"--{self.name}"
         if bool in (kind, *get_args(kind)):
@@ -94,7 +94,7 @@ class Flag:
         )
 
     def read(self, given: Any) -> Any:
-        """The field's value of what was given. Raises ConfigError."""
+        """Convert the given value to the field's. Raises ConfigError."""
         if isinstance(given, list):
             return tuple(given)
         if self.option.base != 8:
@@ -108,7 +108,7 @@ class Flag:
             ) from error
 
     def _told(self) -> str:
-        """What it is, with its bounds; of choices the help tells."""
+        """Its help text, with its bounds; choices are already in the text."""
         bounds = "" if self.option.choices else self.option.bounds(self.field)
         return f"{self.option.help} {bounds[:1].upper()}{bounds[1:]}.".removesuffix(" .")
 
@@ -132,7 +132,7 @@ class Flag:
 
 @cache
 def flags() -> dict[str, Flag]:
-    """All flags by their fields, in the order of the help's groups."""
+    """All flags by field name, in the order of the help's groups."""
     found: list[Flag] = []
     for config in CONFIGS:
         hints = get_type_hints(config)
@@ -147,7 +147,7 @@ def flags() -> dict[str, Flag]:
 
 
 def _simple(hint: Any) -> Any:
-    """A field's type as a command line has it: text in place of literals, no pairs."""
+    """A field's type for the command line: text instead of literals, no pairs."""
     if get_origin(hint) is Literal:
         return str
     if get_origin(hint) in (UnionType, Union):
@@ -157,7 +157,7 @@ def _simple(hint: Any) -> Any:
 
 
 class Given:
-    """What the command line and the environment gave, by fields."""
+    """The values from the command line and the environment, by field name."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
@@ -166,14 +166,14 @@ class Given:
         return self._values[field]
 
     def config(self, kind: type[_Config], **more: Any) -> _Config:
-        """A config of it.
+        """Make a config from these values.
 
         Args:
             kind: one of CONFIGS.
-            more: fields that are not flags of this config, or are decided by something else.
+            more: values for fields that are not flags of this config, or that override them.
 
         Raises:
-            ConfigError: an option is out of its bounds.
+            ConfigError: an option is out of bounds.
         """
         given = {
             name: flags()[name].read(self._values[name])
@@ -184,7 +184,7 @@ class Given:
 
 
 def command_of(serve: Callable[[Given], None]) -> Callable[..., None]:
-    """The command as typer wants it: with a parameter for each flag."""
+    """Make the command for typer, with a parameter for each flag."""
     parameters = [flag.parameter() for flag in flags().values()]
 
     def command(**values: Any) -> None:
@@ -192,14 +192,14 @@ def command_of(serve: Callable[[Given], None]) -> Callable[..., None]:
 
     command.__name__, command.__doc__ = serve.__name__, serve.__doc__
     command.__annotations__ = {one.name: one.annotation for one in parameters}
-    # Typer asks for it; that functions may have one is not in their type.
+    # Typer reads the signature; the type of functions does not have one.
     vars(command)["__signature__"] = inspect.Signature(parameters)
     return command
 
 
 def describe(error: HeadraceError) -> str:
-    """An error of the start, in the words of whoever typed the command: flags stand in place of the
-    options that it is about and that it says it names. Whatever else it says stays as it is.
+    """Describe a start-up error for the user of the command: the options that it declares to name
+    are replaced by flags. The rest of its text stays as it is.
     """
     names = _names()
     start, message = "", str(error)
@@ -211,7 +211,7 @@ def describe(error: HeadraceError) -> str:
 
 
 def _names() -> dict[str, str]:
-    """The flags with their dashes, by the fields that they set."""
+    """The flags with dashes, by the names of the fields that they set."""
     names = {field: f"--{flag.name}" for field, flag in flags().items()}
     for config in CONFIGS:
         for field, one in options_of(config).items():
@@ -227,7 +227,7 @@ def table() -> str:
 
 
 def with_table(document: str) -> str:
-    """The document with the table as it is now."""
+    """Replace the table in a document by the present one."""
     before, begin, rest = document.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not begin or not end:
@@ -236,7 +236,7 @@ def with_table(document: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Markdown as plain text, for a help that takes square brackets for markup."""
+    """Markdown as plain text, for a help screen in which square brackets are markup."""
     return _LINK.sub(r"\1", text).replace("`", "").replace("[", "\\[")
 
 

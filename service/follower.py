@@ -1,9 +1,10 @@
-"""A process that torchrun started beside the server's: it has part of the model, and no port.
+"""Runs a process that torchrun started besides the server's: it has part of the model, and no
+port.
 
-It loads its part, computes what rank 0's engine says, and ends when that ends. Once it is loaded,
-signals are rank 0's affair: whoever drains the server signals all of its processes, and a request
-that is to be finished needs each of them. Before, a signal ends it: rank 0 may never come. SIGHUP
-is ignored: there is nothing to read again.
+It loads its part, computes for rank 0's engine, and ends when that ends. Once loaded, it ignores
+signals and leaves them to rank 0: a drain signals all processes, and requests need all of them to
+finish. Before that, a signal ends it, because rank 0 may never come. SIGHUP is ignored: there is
+nothing to read again.
 
 rank 0 ends in order                              exit 0
 the model is refused, here or on another rank     a message, exit 1
@@ -27,7 +28,9 @@ from service.process import end
 def follow_to_the_end(
     model: str, load_config: LoadConfig, block_size: int, rank: int, output: Output
 ) -> NoReturn:
-    """Follow rank 0, and end the process with the exit code; rank: this process's, for messages."""
+    """Follow rank 0, then end the process with the exit code. `rank`: this process's, for
+    messages.
+    """
     is_loaded = threading.Event()
 
     def on_signal(number: int, _frame: object) -> None:

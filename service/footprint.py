@@ -1,12 +1,11 @@
-"""About how many bytes a request holds while it waits or runs: in the front end and in the engine's
-process, together.
+"""Estimates how many bytes a request holds while it waits or runs, in the front end and the
+engine's process together.
 
-It is reckoned from the request's parts when it is taken in, as what it may come to hold: so nothing
-that was accepted is refused later. The coefficients are what these parts were measured to take in
-CPython 3.11 (`python -m benchmarks.waiting_memory` measures them again in the processes
-themselves). Left out is what grows with the tokens in the KV cache, four bytes for each, and what
-results take that were not read, which has a bound of its own. `service.convert.weight` tells what a
-request's message takes before that.
+The estimate is made from the request's parts when it is accepted, and is the most that it can hold,
+so an accepted request is never refused later. The coefficients were measured in CPython 3.11
+(`python -m benchmarks.waiting_memory` measures them again in the processes themselves). It leaves
+out four bytes for each token in the KV cache, and unread results, which have a limit of their own.
+`service.convert.weight` estimates the size of a request's message before that.
 """
 
 from __future__ import annotations
@@ -17,38 +16,38 @@ from dataclasses import dataclass
 from engine.request import GenerationRequest
 
 _REQUEST = 5_000
-"""Records and calls of any request, in both processes."""
+"""The records and calls of any request, in both processes."""
 _CHOICE = 1_100
-"""Of each choice: its record in the engine; its log and its text in the front end."""
+"""Each choice: its record in the engine, and its log and text in the front end."""
 _TOKEN = 4
 _ENDING = 150
-"""Of an id that ends the output: in a set of each process, and packed."""
+"""Each id that ends the output: in a set in each process, and packed."""
 _BIAS = 24
 _STOP_CHARACTER = 270
-"""The state of the search that has come to it."""
+"""Each character of a stop string: a state of the search."""
 _MATCHER = 42_000
 _MATCHER_BYTE = 1.2
-"""Of what follows one choice through a form: of any, and for each byte of the form's text, which
-llguidance keeps once more for each (1.0 to 1.6, by the kind of form).
+"""The matcher of one choice: a fixed part, and a part for each byte of the grammar's text, of which
+llguidance keeps a copy for each (1.0 to 1.6 bytes, by the kind of grammar).
 """
 _SEEN = 130
-"""Of a token whose occurrences are counted, for penalties."""
+"""Each token that is counted for penalties."""
 _NGRAM = 160
-"""Of a token that an n-gram ends with."""
+"""Each token that is indexed as the end of an n-gram."""
 _LABEL = 200
 """Of a label, beside its characters: two texts in a map."""
 _DESCRIBED = 200
 _CANDIDATE = 130
-"""Of a prompt's token that is described, and of each candidate with it; once in each process."""
+"""Each prompt token with log-probabilities, and each candidate with it; once in each process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a request holds.
+    """How much memory a request holds.
 
     Attributes:
         size: about how many bytes.
-        field: what takes the most of them.
+        field: the field that takes the most of them.
     """
 
     size: int
@@ -65,19 +64,20 @@ class Footprint:
         echo: str,
         labels: Mapping[str, str],
     ) -> Footprint:
-        """Of what was made of the message.
+        """The footprint of a converted request.
 
         Args:
             request: what the engine gets.
-            input_field: what to call the prompt.
-            output_tokens: the most that each choice may have.
-            stop_strings, echo, labels: what the front end keeps.
+            input_field: the prompt's field name.
+            output_tokens: the longest output of each choice.
+            stop_strings, echo, labels: kept by the front end.
         """
         n, length, sampling = request.n, len(request.prompt), request.sampling
         tokens = length + output_tokens
         parts = {
             "n": _REQUEST + n * _CHOICE,
-            # What was asked for, and each choice's own; where described, in the front end too.
+            # The request itself and each choice's own copy; with log-probabilities, in the front
+            # end too.
             input_field: _TOKEN * length * (1 + n + (request.prompt_logprobs is not None)),
             "sampling.allowed_token_ids": 2 * _TOKEN * len(sampling.allowed_token_ids),
             "sampling.banned_token_ids": 2 * _TOKEN * len(sampling.banned_token_ids),

@@ -1,11 +1,11 @@
 """grpc.health.v1: liveness and readiness, which are different things.
 
-The empty name answers for the process: SERVING as soon as it serves anything. The services' names
-answer for their readiness: NOT_SERVING while the model loads, when the engine has stopped and when
-the server drains; those of services that need no model are always SERVING. Watches end when it
-drains: an open one would hold the shutdown for its whole grace. Anybody may watch, so there is a
-bound on Watches; Check and List need no place. `service.health_listener` answers them at an address
-of their own.
+The empty name stands for the process, which is SERVING as soon as it serves anything. A service's
+name stands for its readiness: NOT_SERVING while the model loads, when the engine has stopped and
+when the server drains. Services that need no model are always SERVING. Watches end when the server
+drains; otherwise an open one would delay the shutdown for its whole grace period. Anybody may
+watch, so the number of Watches is limited; Check and List need no place. `service.health_listener`
+answers health checks at a separate address.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
     def __init__(
         self, services: Iterable[str], always: Iterable[str] = (), *, watches: Places
     ) -> None:
-        """Nothing is ready yet.
+        """Start with nothing ready.
 
         Args:
-            services: names that become ready with the model.
-            watches: the places that Watches take.
-            always: names that need no model.
+            services: names of services that become ready with the model.
+            watches: the places for Watches.
+            always: names of services that need no model.
         """
         self._ready = dict.fromkeys(services, False)
         self._always = tuple(always)
@@ -44,13 +44,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
         self._ending = False
 
     def set_ready(self, ready: bool) -> None:
-        """Whether the services can be used now."""
+        """Set whether the services can be used now."""
         for name in self._ready:
             self._ready[name] = ready
         self._wake()
 
     def end(self) -> None:
-        """The server drains: nothing is ready any more, and Watches end."""
+        """Set everything to not ready and end the Watches, because the server drains."""
         self._ending = True
         self.set_ready(False)
 
@@ -67,12 +67,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # u
         return int(_SERVING if ready else _NOT_SERVING)
 
     def check(self, service: str) -> Any:
-        """The answer about one service; None: there is none of that name. From any thread."""
+        """The status of one service; None: no service has that name. May be called from any
+        thread.
+        """
         status = self._status(service)
         return None if status == _UNKNOWN else health_pb2.HealthCheckResponse(status=status)
 
     def list(self) -> Any:
-        """The answer about all services. From any thread."""
+        """The status of all services. May be called from any thread."""
         return health_pb2.HealthListResponse(
             statuses={
                 name: health_pb2.HealthCheckResponse(status=self._status(name))

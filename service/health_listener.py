@@ -1,15 +1,15 @@
-"""An address at which health alone is answered, by threads of its own.
+"""Serves only health checks at a separate address, with its own threads.
 
     probe ──▶ address of health ──▶ gRPC server of its own ──▶ what `HealthServicer` knows
     clients, strangers ──▶ the other addresses ──▶ event loop ──▶ the same
 
-The other addresses answer health too, on the event loop, in turn with whatever arrives there:
-anybody who may connect can open calls faster than they are refused, and a probe stands behind them
-in a queue of gRPC's. So an operator whose addresses can be reached by strangers gives the probes
-one that cannot: what arrives elsewhere does not stand in front of it, and a busy event loop delays
-it by some of the interpreter's switch intervals of 5 ms.
+The other addresses also answer health checks, but on the event loop, in turn with all other calls.
+Any client that can connect may open calls faster than they are refused, and a probe then waits
+behind them in gRPC's queue. So if untrusted clients can reach the server, operators give probes a
+separate address that these cannot reach. Calls elsewhere do not delay it, and a busy event loop
+delays it only by a few of the interpreter's switch intervals of 5 ms.
 
-It speaks plain text, as orchestrators' probes do, and tells nothing but statuses.
+It uses no TLS, as orchestrators' probes expect, and reveals only statuses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from service.health import HealthServicer
 
 _THREADS = 2
 _OPTIONS = [
-    # A check has some bytes, and probes are few.
+    # A check has only a few bytes, and there are few probes.
     ("grpc.max_receive_message_length", 4 << 10),
     ("grpc.max_metadata_size", 4 << 10),
     ("grpc.absolute_max_metadata_size", 4 << 10),
@@ -54,7 +54,7 @@ class _Threaded(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untype
         return self._health.list()
 
     def Watch(self, request: Any, context: Any) -> Any:
-        """Refused: each would keep a thread."""
+        """Refuse a Watch, because each would occupy a thread."""
         context.abort(
             grpc.StatusCode.UNIMPLEMENTED,
             "this address answers Check and List; Watch is served at the server's other addresses",
@@ -62,7 +62,7 @@ class _Threaded(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untype
 
 
 def make_health_server(health: HealthServicer) -> grpc.Server:
-    """A server of health, not bound and not started yet."""
+    """Make a server for health checks, not bound and not started yet."""
     server = grpc.server(
         ThreadPoolExecutor(_THREADS, thread_name_prefix="headrace-health"), options=_OPTIONS
     )

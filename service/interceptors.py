@@ -1,9 +1,10 @@
-"""What surrounds every RPC of a method that is served (`service.unknown_methods` has the others).
+"""The interceptors around every RPC of a known method (`service.unknown_methods` handles the
+others).
 
     call ──▶ Recovery ──▶ telemetry's own ──▶ Entrance ──────────────────────▶ servicer
              (errors)     (spans)             who calls, is it served, its message
 
-Servicers raise; `Recovery` turns what they raise into the RPC's status by the table of
+Servicers raise exceptions, and `Recovery` turns these into the RPC's status by
 `service.status_table`. CancelledError is never caught: it must reach gRPC.
 """
 
@@ -47,12 +48,10 @@ def wrap(
     unary: Callable[[Unary], Unary],
     stream: Callable[[Stream], Stream],
 ) -> Handler:
-    """The handler with its behaviour wrapped, according to whether it answers once or with a
-    stream.
-    """
+    """Wrap a handler's behaviour, according to whether its response is unary or a stream."""
     if handler is None:  # an unknown method: gRPC answers UNIMPLEMENTED
         return None
-    # What a handler holds is untyped in grpcio.
+    # A handler's attributes are untyped in grpcio.
     source: Any = handler
     codec = {
         "request_deserializer": source.request_deserializer,
@@ -72,19 +71,20 @@ def wrap(
 
 
 class Recovery(grpc.aio.ServerInterceptor):
-    """Turns exceptions into statuses: outermost, so that it sees those of the other interceptors
-    too. So is an answer that no message can hold: gRPC would refuse it without a reason.
+    """Turns exceptions into statuses. It is outermost, so that it sees exceptions of the other
+    interceptors too. It also turns an answer that is too large for a message into a status, which
+    gRPC would refuse without a reason.
 
-    From the same place it knows which calls have not ended, so that a drain can wait for the last
-    of them. gRPC stops politely: it says GOAWAY and pings, and knows by the answer that the client
-    has read what was sent before. But from then on it closes the connection with the last of its
-    calls, and a client that is writing at that moment finds the connection broken, and throws away
-    what it has not read: its end. So a server is stopped only when its calls have ended: then all
-    ends come before the ping.
+    It also tracks the calls that have not ended, so that a drain can wait for them. When gRPC
+    stops, it sends GOAWAY and a ping, and the ping's answer shows that the client has read
+    everything before it. But after that it closes a connection with its last call. If the client is
+    writing at that moment, it sees a broken connection and discards what it has not read, including
+    the end of its call. So the server is stopped only when its calls have ended; then all ends are
+    sent before the ping.
 
     Attributes:
-        open: one for each call whose handler runs, or whose status is being sent; done when it has
-            ended.
+        open: a future for each call whose handler runs, or whose status is being sent; done when
+            the call has ended.
     """
 
     def __init__(self, max_send_bytes: int) -> None:
@@ -98,7 +98,9 @@ class Recovery(grpc.aio.ServerInterceptor):
         return wrap(await continuation(handler_call_details), self._unary, self._stream)
 
     def begin(self, context: Any) -> None:
-        """A call has begun; its context tells when its status was sent, or it was cut."""
+        """Track a new call; its context reports when its status was sent, or the call was cut
+        off.
+        """
         ended = asyncio.get_running_loop().create_future()
         self.open.add(ended)
 
@@ -110,8 +112,8 @@ class Recovery(grpc.aio.ServerInterceptor):
         context.add_done_callback(end)
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait until those that are open now have ended, for so many seconds at most: not for later
-        ones, for clients may try again and again.
+        """Wait until the calls that are open now have ended, at most `timeout_s` seconds. Later
+        calls are not waited for, because clients may retry for ever.
         """
         if self.open:
             await asyncio.wait(self.open, timeout=timeout_s)
@@ -128,7 +130,8 @@ class Recovery(grpc.aio.ServerInterceptor):
                 raise
             except Exception as error:
                 status = to_status(error)
-            # Not within `except`: the call would keep the error, and all that its frames hold.
+            # Not within `except`: the call would keep the error alive, with everything in its
+            # frames.
             return await abort(context, status)
 
         return call
@@ -151,14 +154,14 @@ class Recovery(grpc.aio.ServerInterceptor):
 
 
 class Entrance(grpc.aio.ServerInterceptor):
-    """Before every servicer: finds out who calls and whether they may (`service.auth`), whether the
-    method is served now (`service.state`), reads the message of a method that has one
-    (`service.reading`), and looks at it (`service.convert.incoming`). In this order: what is
-    refused is not read, so strangers cannot make the server hold megabytes. Who calls, and the
-    front end, stand in `current_permit` and `current_front` from then on.
+    """Runs before every servicer. It identifies the caller and checks its permission
+    (`service.auth`), checks that the method is served now (`service.state`), reads the message of a
+    unary request (`service.reading`), and checks it (`service.convert.incoming`). In this order,
+    refused calls are not read, so untrusted clients cannot make the server hold megabytes. It sets
+    `current_permit` and `current_front` for the servicer.
 
-    Health checks are everybody's. Health and reflection are always served; ControlService looks at
-    the phase itself.
+    Health checks are open to everybody. Health and reflection are always served; ControlService
+    checks the phase itself.
     """
 
     def __init__(self, authenticator: Authenticator, state: ServerState, reading: Reading) -> None:
@@ -170,10 +173,10 @@ class Entrance(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
-        """Wrap one RPC's handler. It is registered as one that takes a stream, for gRPC would read
-        a single message before it asks anybody.
+        """Wrap one RPC's handler. It is registered as one that receives a stream, because gRPC
+        would read a single message before it calls any of our code.
         """
-        # What a handler holds is untyped in grpcio.
+        # A handler's attributes are untyped in grpcio.
         source: Any = await continuation(handler_call_details)
         method = str(handler_call_details.method)
         metadata = handler_call_details.invocation_metadata or ()
@@ -211,7 +214,8 @@ class Entrance(grpc.aio.ServerInterceptor):
                 yield response
 
         def stream_stream(requests: Any, context: Any) -> AsyncIterator[Any]:
-            # The behaviour's own iterator is handed on: messages pass no further generator.
+            # Return the behaviour's own iterator, so that messages pass through no further
+            # generator.
             enter(context)
             iterator: AsyncIterator[Any] = source.stream_stream(requests, context)
             return iterator
@@ -234,8 +238,8 @@ class Entrance(grpc.aio.ServerInterceptor):
 
 
 def certificate_names(context: Any) -> tuple[str, ...]:
-    """The common name and the alternative names of the client's verified certificate; empty where
-    it has shown none.
+    """The common name and the alternative names in the client's verified certificate; empty if it
+    has none.
     """
     found = context.auth_context()
     keys = ("x509_common_name", "x509_subject_alternative_name")
@@ -244,7 +248,9 @@ def certificate_names(context: Any) -> tuple[str, ...]:
 
 
 class _RefusalLog:
-    """Logs refused callers, at most one line a second: strangers must not fill the disk."""
+    """Logs refused callers, at most one line a second, so that untrusted clients cannot fill the
+    disk.
+    """
 
     def __init__(self) -> None:
         self._quiet_until = 0.0

@@ -22,37 +22,36 @@ from service.tls import Tls
 
 logger = logging.getLogger(__name__)
 
-_MAX_GROUP = 2**32 - 2  # of Linux; the number after it means "no change"
+_MAX_GROUP = 2**32 - 2  # from Linux
 
 
 AnyServer = grpc.Server | grpc.aio.Server
 
 
 class ListeningError(HeadraceError):
-    """Nothing listens any more."""
+    """The server no longer listens."""
 
 
 class UnixSockets:
-    """The files of the Unix sockets that were bound here, to be removed at the end.
+    """The files of the Unix sockets that this server has bound, to be removed at its end.
 
-    gRPC removes a file as soon as it listens no longer, which may be long before the end: by then
-    another server may have bound a socket of its own there. So a file is only removed while it is
-    the one that was bound here. Each is kept open (not the socket, its place in the file system):
-    the number of its inode is no other file's until `unlink`, and it stays the same file when
-    somebody changes its permissions.
+    gRPC removes a file when it stops listening, which may be long before the server ends; another
+    server may have bound its own socket there since. So a file is only removed if it is still the
+    one that was bound here. To tell, the file (not the socket) is kept open, so no other file can
+    get its inode number before `unlink`; changed permissions do not matter.
     """
 
     def __init__(self) -> None:
         self._files: dict[str, int] = {}
 
     def add(self, path: str) -> None:
-        """Take note of a file that was bound just now."""
+        """Remember a file that was just bound."""
         self._files[path] = os.open(path, os.O_PATH | os.O_NOFOLLOW)
 
     def unlink(self) -> None:
-        """Remove the files, where they are still there."""
+        """Remove the files that still exist."""
         for path, file in self._files.items():
-            with suppress(OSError):  # gone already, most often
+            with suppress(OSError):  # usually already removed
                 if os.path.samestat(os.fstat(file), os.lstat(path)):
                     os.unlink(path)
             os.close(file)
@@ -66,19 +65,19 @@ def bind(
     health: grpc.Server | None,
     sockets: UnixSockets,
 ) -> tuple[tuple[Address, ...], Address | None]:
-    """Bind all addresses; returns them, and that of health alone if there is one, with the ports
-    that were chosen.
+    """Bind all addresses. Returns them, and the separate health address if there is one, with the
+    ports that were chosen.
 
     Args:
         config: the addresses.
         tls: the certificate, if there is one.
-        server_of: the server that serves on an address.
-        health: the server that serves health alone, if there is one.
-        sockets: takes the files of Unix sockets.
+        server_of: returns the server for an address.
+        health: the server that serves only health, if there is one.
+        sockets: remembers the files of Unix sockets.
 
     Raises:
-        ConfigError: an address is taken or cannot be used; the files of those that were bound
-            before it are gone again.
+        ConfigError: an address is taken or cannot be used; socket files that were bound before it
+            are removed.
     """
     group = _group_id(config.unix_socket_group)
     try:
@@ -122,9 +121,9 @@ def _bind_one(
 
 
 async def wait_ended(server: grpc.aio.Server) -> ListeningError:
-    """Wait until a server has ended: by `stop`, or by itself, which takes a defect."""
+    """Wait until a server has ended: by `stop`, or because of a defect."""
     try:
-        # The library would take the wait's cancellation for its own.
+        # If this wait is cancelled, the library's own task must not be.
         await asyncio.shield(server.wait_for_termination())
     except Exception as error:
         logger.error("gRPC's server has ended", exc_info=error)
@@ -137,8 +136,8 @@ async def wait_ended(server: grpc.aio.Server) -> ListeningError:
 def _bind_unix(server: AnyServer, address: Address, sockets: UnixSockets) -> None:
     path = address.path or ""
     _remove_stale(path)
-    # TLS adds nothing on a Unix socket: its file's permissions say who may connect. Until they are
-    # set, it is this user alone.
+    # A Unix socket needs no TLS: its file's permissions decide who may connect. Until they are set,
+    # only this user may.
     former = os.umask(0o177)
     try:
         server.add_insecure_port(address.target)
@@ -148,7 +147,7 @@ def _bind_unix(server: AnyServer, address: Address, sockets: UnixSockets) -> Non
 
 
 def _hand_over(path: str, mode: int, group: int | None) -> None:
-    """Open a socket's file to those who may connect."""
+    """Set the permissions of a socket's file."""
     if group is not None:
         os.chown(path, -1, group)
     os.chmod(path, mode)
@@ -158,7 +157,7 @@ def _group_id(name: str | None) -> int | None:
     if name is None:
         return None
     if name.isascii() and name.isdigit() and int(name) <= _MAX_GROUP:
-        return int(name)  # need not have a name here
+        return int(name)  # need not have a name on this machine
     try:
         return grp.getgrnam(name).gr_gid
     except KeyError as error:
@@ -166,7 +165,7 @@ def _group_id(name: str | None) -> int | None:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove a socket file that nobody listens on any more (a server was killed)."""
+    """Remove the socket file of a server that was killed."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             raise OSError(errno.EEXIST, "a file of that name is there, and it is not a socket")
@@ -183,7 +182,7 @@ def _remove_stale(path: str) -> None:
 
 
 def _reason(address: Address, error: Exception) -> str:
-    """Why binding failed; gRPC only says that it did, so the kernel is asked again."""
+    """Find out why binding failed: gRPC does not say, so try again with a plain socket."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if address.path is not None:

@@ -1,10 +1,10 @@
-"""The engine's load, as sessions are told it.
+"""Reports the engine's load to sessions.
 
     engine ◀── stats, once a second at most ── LoadWatch ──▶ current ──▶ sessions that ask for it
 
-All sessions share one figure, which is asked for while one of them is open: a message costs the
-engine nothing. It is at most about a second old, or as old as the shortest interval that a session
-asked for; where the engine does not answer there is none.
+All sessions share one measurement, which is repeated while one of them is open, so a message costs
+the engine nothing. It is at most about a second old, or as old as the shortest interval that a
+session asked for. If the engine does not answer, no load is reported.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from engine.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 MAX_AGE_S = 1.0
-"""How often the engine is asked, where no session's interval is shorter."""
+"""How often the engine is asked, if no session's interval is shorter."""
 ANSWER_S = 2.0
-"""If it has not answered after this, its load is not known."""
+"""If the engine has not answered after this time, its load is unknown."""
 
 
 class Follower(Protocol):
-    """Who wants to know the load: a session.
+    """A session that wants load reports.
 
     Attributes:
-        is_over: whether it does no more.
+        is_over: whether the session has ended.
     """
 
     is_over: bool
 
 
 class LoadWatch:
-    """Asks the engine while anybody wants to know.
+    """Asks the engine for its load while a session wants reports.
 
     Attributes:
-        current: the last figures; None: they are not known.
+        current: the last statistics; None: unknown.
     """
 
     def __init__(self, client: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,7 +53,9 @@ class LoadWatch:
         self._task: asyncio.Task[None] | None = None
 
     def follow(self, follower: Follower, interval_s: float) -> LoadReport:
-        """Tell a session the load, at most once in so many seconds, until it is over."""
+        """Start to report the load to a session, at most once every `interval_s` seconds, until it
+        is over.
+        """
         self._followers[follower] = interval_s
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll())
@@ -77,11 +79,11 @@ class LoadWatch:
             self._followers = {
                 one: interval for one, interval in self._followers.items() if not one.is_over
             }
-        self.current = None  # it would be old when the next one asks
+        self.current = None  # it would be too old for the next session
 
 
 class LoadReport:
-    """What one session is told."""
+    """The load reports of one session."""
 
     def __init__(self, watch: LoadWatch, interval_s: float, clock: Callable[[], float]) -> None:
         self._watch = watch
@@ -90,7 +92,7 @@ class LoadReport:
         self._due = clock()
 
     def take(self) -> EngineStats | None:
-        """The figures for the message that is about to be sent; None: it says none."""
+        """The statistics for the next message; None: no report is due, or the load is unknown."""
         stats = self._watch.current
         if stats is None or (now := self._clock()) < self._due:
             return None

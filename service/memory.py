@@ -1,9 +1,9 @@
-"""How the C library keeps memory that was given back.
+"""Limits how much freed memory the C library keeps.
 
-glibc gives threads arenas of their own, up to eight for each core, and what was freed in one serves
-no other. Tokenizing a long text takes tens of megabytes, in whatever thread it runs: with many
-arenas, each keeps its share of that. Two are enough for a process whose threads mostly hold the
-interpreter's lock, or wait.
+glibc gives threads their own arenas, up to eight for each core, and memory freed in one is not
+reused by another. Tokenizing a long text takes tens of megabytes, in any of several threads; with
+many arenas, each keeps as much. Two are enough for a process in which threads mostly wait or hold
+the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _M_ARENA_MAX = -8  # of malloc.h
 
 
 def bound_arenas() -> bool:
-    """Let this process have ARENAS from now on, at most; whether that was done. Other C libraries
-    have no arenas, or no such setting.
+    """Limit this process to ARENAS arenas. Returns whether that worked: other C libraries have no
+    arenas, or no such setting.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

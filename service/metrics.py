@@ -1,12 +1,12 @@
 """The service's metrics, recorded with OpenTelemetry: what every step did, how long requests took,
-and the engine's figures.
+and the engine's statistics.
 
     engine ── StepOutputs ──▶ Metrics.on_step ──▶ histograms of steps and requests, token counters
     engine ◀── stats ──────── Metrics.poll ─────▶ gauges and counters, read when they are exported
 
-Names of `gen_ai.` are those of OpenTelemetry's semantic conventions for generative AI; the others
-are ours and begin with `headrace.`. Times come from the engine's own clock alone. All of them are
-listed in docs/operations.md.
+Names that begin with `gen_ai.` come from OpenTelemetry's semantic conventions for generative AI;
+ours begin with `headrace.`. All times come from the engine's clock. docs/operations.md lists all
+metrics.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.stats import CallerStats, EngineStats
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
-"""How often the engine is asked for its figures."""
+"""How often the engine is asked for its statistics, in seconds."""
 
 _SECONDS: Final = tuple(0.01 * 2**power for power in range(14))
 _FIRST_TOKEN: Final = (
@@ -138,19 +138,18 @@ _CALLER_GAUGES: Final[tuple[tuple[str, str, Callable[[CallerStats], int]], ...]]
     ("headrace.callers.waiting", "In the queue, by caller.", lambda c: c.waiting),
 )
 _OTHERS: Final = {"headrace.callers": "other"}
-"""The attribute under which the engine sums those that it does not name."""
+"""The attribute for the callers that the engine sums up."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """The engine's figures, as exporters are told them.
+    """The engine's statistics for exporters.
 
     Attributes:
-        before: what counters had come to when engines ended that were there before this one, by
-            the counter's name.
-        service_before: what all callers were given by engines that ended.
-        stats: the last figures of this one; None: it has given none yet.
-        is_there: whether it gave them when it was last asked.
+        before: the sums of the counters of earlier engines, by the counter's name.
+        service_before: the service that earlier engines gave to all callers.
+        stats: the last statistics of this engine; None: there are none yet.
+        is_there: whether it answered when it was last asked.
     """
 
     before: Mapping[str, int] = field(default_factory=dict)
@@ -159,14 +158,14 @@ class _Figures:
     is_there: bool = False
 
     def totals(self) -> Mapping[str, int]:
-        """What all counters have come to; empty where no engine has given figures yet."""
+        """The values of all counters; empty if no engine has given statistics yet."""
         stats = self.stats
         if stats is None:
             return self.before
         return {name: self.before.get(name, 0) + read(stats) for name, *_, read in _COUNTERS}
 
     def callers(self) -> Iterator[tuple[CallerStats, Mapping[str, str]]]:
-        """The callers of this engine, each with its attribute; the engine names few of them."""
+        """The callers of this engine, each with its attribute; the engine only names a few."""
         if self.stats is not None:
             for caller in self.stats.callers:
                 yield caller, {"headrace.caller": caller.caller}
@@ -174,7 +173,9 @@ class _Figures:
                 yield self.stats.other_callers, _OTHERS
 
     def services(self) -> Iterator[tuple[int, Mapping[str, str]]]:
-        """What each caller was given; what engines gave that ended is the others'."""
+        """The service that each caller was given; that of earlier engines is counted for
+        "other".
+        """
         others = self.service_before
         for caller, attributes in self.callers():
             if attributes is _OTHERS:
@@ -194,11 +195,11 @@ class Metrics:
         """Make the instruments.
 
         Args:
-            meter: of whatever provider exports them.
-            live_bytes: how many bytes the requests hold now, as admission counts them. Called from
-                any thread.
+            meter: the exporting provider's meter.
+            live_bytes: returns how many bytes the requests hold now, as admission counts them.
+                Called from any thread.
         """
-        self._figures = _Figures()  # replaced as a whole: exporters read it from their thread
+        self._figures = _Figures()  # replaced as a whole: exporters read it from their own thread
         self._attributes = {
             "gen_ai.operation.name": "text_completion",
             "gen_ai.provider.name": "headrace",
@@ -267,8 +268,8 @@ class Metrics:
         )
 
     def engine_starts(self) -> None:
-        """An engine is being started, whether it is the first one or the last one has died. It
-        counts from 0: counters go on from where they were.
+        """Note that an engine is being started, the first one or a new one. It counts from 0, so
+        its counts are added to those of earlier engines.
         """
         figures = self._figures
         self._figures = _Figures(
@@ -276,7 +277,7 @@ class Metrics:
         )
 
     def loaded(self, model: str) -> None:
-        """The model is there, under this name."""
+        """Note that the model is loaded, under this name."""
         self._attributes = {**self._attributes, "gen_ai.request.model": model}
 
     def on_step(self, step: StepOutputs) -> None:
@@ -296,11 +297,11 @@ class Metrics:
     def _record(self, output: RequestOutput, finish: Finish) -> None:
         timings, tokens = finish.timings, finish.usage.completion_tokens
         first, last = timings.first_token, timings.last_token
-        # A failure says the tokens of all choices that had not ended, and the times of one of them.
+        # A failure has the tokens of all choices that had not ended, and the times of one of them.
         if finish.failure is None and first is not None and last is not None and tokens > 1:
             self._per_token.record(max(last - first, 0.0) / (tokens - 1), self._attributes)
         if not output.ends_request:
-            return  # of several choices: the request counts once, with its last one
+            return  # with several choices, the request counts once, with its last one
         attributes = {**self._attributes, "gen_ai.response.finish_reasons": finish.reason.value}
         if finish.failure is not None:
             attributes["error.type"] = "unavailable" if finish.failure.retryable else "internal"
@@ -311,12 +312,12 @@ class Metrics:
             self._first_token.record(max(first - timings.arrival, 0.0), self._attributes)
 
     async def poll(self, client: EngineClient) -> None:
-        """Ask for the engine's figures again and again, until cancelled."""
+        """Ask for the engine's statistics every POLL_S, until cancelled."""
         while True:
             try:
                 stats = await client.stats()
                 self._figures = replace(self._figures, stats=stats, is_there=True)
-            except HeadraceError as error:  # it is being stopped, or has died: others tell
+            except HeadraceError as error:  # it is being stopped, or has died: reported elsewhere
                 self._figures = replace(self._figures, is_there=False)
                 logger.debug("no figures from the engine: %s", error)
             await asyncio.sleep(POLL_S)
@@ -327,7 +328,7 @@ class Metrics:
         def observe(_options: CallbackOptions) -> Iterable[Observation]:
             figures = self._figures
             if figures.stats is None or not figures.is_there:
-                return ()  # nobody knows: neither what it was nor 0 would be true
+                return ()  # unknown: neither the old value nor 0 would be true
             return (Observation(read(figures.stats)),)
 
         return observe

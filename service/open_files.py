@@ -1,4 +1,4 @@
-"""How many files the server's process may have open: connections are files too."""
+"""The limit on open files of the server's process; each connection is one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import resource
 logger = logging.getLogger(__name__)
 
 RESERVED = 64
-"""So many are the server's own: its log, its sockets, the start of an engine's process."""
+"""How many the server itself needs: for its log, its sockets, the start of an engine's process."""
 _MAX = 65_536
 
 
 def raise_limit() -> None:
-    """Raise the soft limit to the hard one, or to 65,536 where that is more."""
+    """Raise the soft limit to the hard one, but not above 65,536."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX if hard == resource.RLIM_INFINITY else min(hard, _MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -22,6 +22,6 @@ def raise_limit() -> None:
 
 
 def allowed() -> int:
-    """How many files may be open now."""
+    """How many files may be open at present."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX if soft == resource.RLIM_INFINITY else soft

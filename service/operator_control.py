@@ -1,12 +1,11 @@
-"""What operators see and steer: the server's figures, the pause, the drain and the log level. The
-wiring is in `service.server`, the messages in `convert.control_messages`.
+"""What operators see and control: the server's statistics, the pause, the drain and the log level.
+The wiring is in `service.server`, the messages are in `convert.control_messages`.
 
-    ControlServicer ──▶ Control ──▶ EngineClient    pause, resume, stats, …
-                           └──────▶ Registry        who is live, what is kept
-                           └──────▶ HeadraceServer  begin_drain
+    ControlServicer ──▶ Control ──▶ EngineClient pause, resume, stats, … └──────▶ Registry live
+                           requests, kept results └──────▶ HeadraceServer begin_drain
 
-There is one pause and one drain, not one for each operator. An operator's call that goes away does
-not leave a pause half done: what it began is carried out.
+There is one pause and one drain, not one for each operator. If an operator's call is cancelled, the
+operation that it started is still completed.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from service.state import Drain, Phase, ServerState
 logger = logging.getLogger(__name__)
 
 ENGINE_ANSWER_S = 2.0
-"""An engine that does not tell its figures within this time is left out of them."""
+"""If the engine does not answer within this time, its statistics are left out."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """The engine stands still. `since`: wall-clock seconds."""
+    """A pause of the engine. `since`: wall-clock seconds."""
 
     reason: str
     since: float
@@ -42,14 +41,14 @@ class Pause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The server's figures at one moment.
+    """The server's statistics at one moment.
 
     Attributes:
         taken_at, moment: wall-clock and monotonic seconds.
         uptime_s: how long the server has run.
         model: its name; empty while it loads.
-        engine: None where it cannot tell.
-        engine_restarts: how often it was started again.
+        engine: its statistics; None: it did not answer.
+        engine_restarts: how often it was restarted.
     """
 
     instance_id: str
@@ -70,9 +69,9 @@ class Control:
     """See the module. All methods run on one event loop.
 
     Attributes:
-        ending: set when the server stops: those who watch look a last time.
-        log_level: what is in force.
-        tasks: what is under way, whether or not its caller waits.
+        ending: set when the server stops, so that watchers send their last update.
+        log_level: the present one.
+        tasks: the operations in progress, whether or not their callers wait.
     """
 
     def __init__(
@@ -88,10 +87,11 @@ class Control:
         """Wire it.
 
         Args:
-            client, state, registry: what is looked at and steered.
-            log_level: with which the server was started.
-            count_restarts: how often the engine was started again.
-            begin_drain: begins to end the server: seconds or None (the configuration's), reason.
+            client, state, registry: the objects to observe and control.
+            log_level: the one with which the server was started.
+            count_restarts: returns how often the engine was restarted.
+            begin_drain: starts a drain, with a timeout in seconds or None (the configured one), and
+                a reason.
         """
         self._client = client
         self._state = state
@@ -138,7 +138,8 @@ class Control:
     # Steering
 
     async def pause(self, reason: str) -> tuple[Pause, bool]:
-        """Stop the engine between two steps; returns the pause, and whether there was one before.
+        """Pause the engine between two steps. Returns the pause, and whether there was one
+        already.
 
         Raises:
             NotReadyError, EngineUnavailableError: the server loads, drains or has no engine.
@@ -149,7 +150,7 @@ class Control:
         async with self._steering:
             self._state.check(new_work=True)
             before = self._pause
-            # Noted first: an engine that is started again meanwhile is paused too.
+            # Recorded first, so that an engine that is restarted meanwhile is paused too.
             self._pause = Pause(reason, before.since if before is not None else time.time())
             try:
                 await self._client.pause()
@@ -180,7 +181,7 @@ class Control:
         return was_paused
 
     async def end_pause(self) -> None:
-        """Let the engine go on, if it is paused and there: the server drains."""
+        """End a pause, if there is one and the engine is there, because the server drains."""
         async with self._steering:
             if self._pause is None:
                 return
@@ -191,12 +192,12 @@ class Control:
             self._pause = None
 
     async def engine_started(self) -> None:
-        """The engine was started, perhaps again: it is paused if it was."""
+        """Pause the engine that was just started, if there is a pause."""
         if self._pause is not None:
             await self._client.pause()
 
     async def set_log_level(self, level: str) -> str:
-        """Set what the server's processes log; returns the level before."""
+        """Set the log level of the server's processes; returns the previous one."""
         before, self.log_level = self.log_level, level
         logging.getLogger().setLevel(level.upper())
         logger.warning("the log level is %s; it was %s", level, before)
@@ -204,7 +205,7 @@ class Control:
         return before
 
     def drain(self, timeout_s: float | None, reason: str) -> tuple[Drain, bool]:
-        """Begin to end the server; returns the drain, and whether it had begun before."""
+        """Start a drain; returns it, and whether it had already begun."""
         before = self._state.drain
         if before is not None:
             return before, True
@@ -215,7 +216,7 @@ class Control:
         return drain, False
 
     def engine(self) -> EngineVerbs:
-        """What the engine can be asked to do.
+        """The engine's verbs.
 
         Raises:
             NotReadyError, EngineUnavailableError: the server loads or has no engine.
@@ -225,13 +226,13 @@ class Control:
         return self._client
 
     async def _carry_out(self, call: Coroutine[Any, Any, T]) -> T:
-        """Wait for a call that goes on when whoever waits for it goes away."""
+        """Wait for a call that is completed even if the waiting task is cancelled."""
         task = asyncio.create_task(call)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            # Nobody will see how it ends.
+            # Nobody is left to see its result.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise

@@ -1,10 +1,10 @@
-"""Streams that stay open for as long as their client likes: how many there may be of a kind.
+"""Limits how many streams of a kind, which clients may keep open as long as they like, are open.
 
     take ──▶ (refused, or a place) ──▶ the call … ──▶ its done callback gives the place back
 
-A session, a health Watch or a WatchStatistics costs some 30 KiB and nothing else while nothing
-happens on it: a place is taken before any of that is made. Requests have places of their own
-(`service.admission`). Each caller has a share of them (`engine.shares`).
+While it is idle, a session, a health Watch or a WatchStatistics costs only about 30 KiB. It takes a
+place before that memory is allocated. Each caller has a share of the places (`engine.shares`).
+Requests have separate places (`service.admission`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from service.callers import ANONYMOUS
 
 
 class Places:
-    """The places of one kind of streams. All methods run on one event loop."""
+    """The places for one kind of stream. All methods run on one event loop."""
 
     def __init__(
         self,
@@ -28,28 +28,29 @@ class Places:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`clock`, `jitter`: as of AdmissionControl."""
+        """`clock`, `jitter`: see AdmissionControl."""
         self._bound = bound_of(kind, clock, jitter)
 
     @property
     def taken(self) -> int:
-        """How many are open now."""
+        """How many streams are open now."""
         return self._bound.present
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody has any."""
+        """Whether no place is taken."""
         return self._bound.is_empty
 
     def take(self, context: Any, account: Account | None = None) -> None:
         """Take a place for a call, until it is done.
 
         Args:
-            context: of the call.
-            account: for whom it counts; None: where it comes from, which is all that is known.
+            context: the call's context.
+            account: whom it is charged to; None: the host that it comes from, because nothing else
+                is known.
 
         Raises:
-            LimitReachedError: there is none.
+            LimitReachedError: no place is free.
         """
         bound = self._bound
         counted = account_at(ANONYMOUS, context.peer()) if account is None else account

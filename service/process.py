@@ -8,7 +8,7 @@ the model cannot be loaded, a port is taken: a message, exit 1
 the engine dies for good, or nothing listens any more: live requests have failed; exit 1, for a
 supervisor to restart
 
-Nothing here waits for whoever reads what the process says (`service.logs`).
+Nothing here waits for the readers of its output (`service.logs`).
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def run_to_the_end(
     *,
     tokenizer_loader: TokenizerLoader = load_tokenizer,
 ) -> NoReturn:
-    """Serve until a signal comes, and end the process with the exit code. All that must be closed
-    is closed then; to take the interpreter's modules apart would take longer than the rest of a
-    drain.
+    """Serve until a signal comes, then end the process with the exit code. Everything that must be
+    closed has been closed by then; the interpreter's own clean-up is skipped, because it would take
+    longer than the rest of a drain.
     """
     end(run(config, client, output, tokenizer_loader=tokenizer_loader), output)
 
 
 def end(code: int, output: Output) -> NoReturn:
-    """End this process without taking the interpreter apart."""
+    """End this process without the interpreter's clean-up."""
     output.close()
     os._exit(code)
 
@@ -155,8 +155,8 @@ class _Process:
         return 0
 
     async def _interrupted(self, loading: asyncio.Task[None]) -> int:
-        """A signal or a drain while the model loads: its thread cannot be interrupted, so the
-        process ends around it, once everybody who was answered, or refused, has read that.
+        """Handle a signal or a drain while the model loads. The loading thread cannot be
+        interrupted, so the process ends anyway, once clients have read their answers and refusals.
         """
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
@@ -186,6 +186,6 @@ class _Process:
         self._signalled.set()
 
     def _exit(self, code: int) -> None:
-        """End without waiting for anything: threads that load or compute cannot be interrupted."""
+        """End at once, without waiting: threads that load or compute cannot be interrupted."""
         self._server.sockets.unlink()
         end(code, self._output)

@@ -1,28 +1,30 @@
-"""The message of calls that have one: it must be there in time, and a stranger's must be small.
+"""Reads the message of unary requests. It must arrive in time, and be small for unauthenticated
+calls.
 
     a call ──▶ (authenticated, served) ──▶ [a stranger's: its turn] ──▶ read ──▶ servicer
 
-gRPC would read the message before it asks anybody: then whoever opens a call and sends half of a
-message holds the memory of that half for as long as the connection lives. So the methods are
-registered as if their requests were streams, and read their one message here: behind
-authentication, and with patience of a few seconds.
+gRPC would read the message before it calls any of our code. A client could then open a call, send
+    half of a message, and hold the memory of that half as long as its connection lives. So the
+    methods are registered as if their requests were streams, and their one message is read here:
+    after authentication, and within a few seconds.
 
-What needs no authentication (health checks) is read in turns. Until it is a call's turn, HTTP/2's
-flow control keeps its message at the client but for some KiB; when it is, gRPC lets the client
-send as much as the receive limit allows, and only afterwards can be seen how much it was. So few
-are read at a time. A message that is there takes a turn of no time; one that is not gives way
-after `TURN_S` if others wait.
+Calls that need no authentication (health checks) are read in turns. Before a call's turn, HTTP/2's
+flow control keeps all but a few KiB of its message at the client. In its turn, gRPC lets the client
+send as much as the receive limit allows, and the size is only known afterwards. So few are read at
+a time. If the message has already arrived, the turn takes no time; if not, it ends after `TURN_S`
+if others wait.
 
-Whether a message is there only a read can tell, so those who send none must not stand before those
-who do. There are two lines, each with half of the places. In the first stands one call of each
-connection, unless the last one that stood there brought no message: whoever opens calls and leaves
-them so holds a place there once, until `TURN_S` is over and somebody else comes. All other calls
-stand in the second line. In both the newest is next, and if too many wait, the oldest is refused:
-a check sends its message with the call and is over at once, so those that have waited for long are
-those of a crowd. (All connections to a Unix socket count as one: gRPC does not tell them apart.)
+Only a read can tell whether a message has arrived, so calls without one must not block those that
+have one. There are two queues, each with half of the places. The first has one call of each
+connection, unless the connection's last call there sent no message: so a client that opens calls
+and sends nothing gets a place there only once, until `TURN_S` is over and another call comes. All
+other calls are in the second queue. In both, the newest call is next, and if too many wait, the
+oldest is refused: a health check sends its message with the call and is done at once, so calls that
+have waited long are probably part of a flood. (All connections to a Unix socket count as one,
+because gRPC does not distinguish them.)
 
-A read is never cancelled here: gRPC's core would write its result into memory that is not there any
-more. The call is given its status instead, which ends the read.
+A read is never cancelled here: gRPC's core would write its result into freed memory. Instead the
+    call is given its status, which ends the read.
 """
 
 from __future__ import annotations
@@ -48,25 +50,25 @@ from service.call_errors import (
 from service.status_table import abort, to_status
 
 LARGE_BYTES = 64 << 10
-"""Messages up to this size are parsed as they come: at worst some milliseconds."""
+"""Messages up to this size are parsed at once: at worst this takes some milliseconds."""
 OPEN_TO_EVERYONE = "/grpc.health."  # probes have no token
 
 MAX_OPEN_MESSAGE_BYTES = 4096
-"""The largest message of a method that is open to everyone: it holds the name of a service."""
+"""The largest message of a method that is open to everyone; it only has the name of a service."""
 OPEN_BYTES = 24 << 20
 """How many bytes may be read at a time for such methods."""
 MAX_TURNS = 16
 MAX_QUEUED = 1024
-"""How many calls of such methods may wait for their turn, in each line."""
+"""How many calls of such methods may wait for their turn in each queue."""
 TURN_S = 0.02
 _MAX_REMEMBERED = 8192
-"""How many connections are known at a time to have brought no message."""
+"""For how many connections it is remembered that they sent no message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands for a message that could not be read. gRPC's own answer would be UNKNOWN, with the
-    parser's inside; for a stream it would be a reader that ends without a word.
+    """Stands for a message that could not be parsed. By itself, gRPC would answer UNKNOWN with the
+    parser's internal error, or for a stream end the reader without a reason.
     """
 
     error: HeadraceError
@@ -74,7 +76,7 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Unparsed:
-    """Stands for a large message until it is its turn to be parsed."""
+    """A large message that waits for its turn to be parsed."""
 
     raw: bytes
     parse: Callable[[bytes], Any]
@@ -82,9 +84,8 @@ class Unparsed:
 
 
 async def parsed(message: Any) -> Any:
-    """The message that a call has received. Large ones are parsed one after the other, and whoever
-    else has something to do comes in between: many that arrive together stop nobody for longer than
-    one does.
+    """Parse the message that a call has received. Large ones are parsed one at a time, with other
+    tasks in between, so many of them together block the event loop no longer than one does.
 
     Raises:
         MalformedMessageError, MessageTooLargeError: it cannot be read.
@@ -99,10 +100,10 @@ async def parsed(message: Any) -> Any:
 
 
 class _Patience:
-    """Ends calls that have waited too long: by one timer for all of them.
+    """Ends calls that have waited too long, with one timer for all of them.
 
     Attributes:
-        waiting: the contexts of those that wait, the oldest first, and until when.
+        waiting: the contexts of the waiting calls and their deadlines, the oldest first.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -112,7 +113,7 @@ class _Patience:
         self._ending: set[asyncio.Task[None]] = set()
 
     def begin(self, context: Any) -> None:
-        """A call begins to wait."""
+        """Start to time a call's wait."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._seconds
         self.waiting[context] = until
@@ -120,7 +121,7 @@ class _Patience:
             self._timer = loop.call_at(until, self._look)
 
     def end(self, context: Any) -> None:
-        """It waits no longer."""
+        """Stop to time a call's wait."""
         self.waiting.pop(context, None)
 
     def _look(self) -> None:
@@ -134,7 +135,9 @@ class _Patience:
             self.give_up(context, self._seconds)
 
     def give_up(self, context: Any, seconds: float) -> None:
-        """End a call whose message was not there after so many seconds; its read ends then."""
+        """End a call whose message did not arrive within so many seconds; this also ends its
+        read.
+        """
         task = asyncio.create_task(_refuse(context, MessageTimeoutError(seconds)))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -148,12 +151,12 @@ async def _refuse(context: Any, error: HeadraceError) -> None:
 
 
 class _Turns:
-    """Which calls of a line may read: the newest first.
+    """Decides which calls of a queue may read: the newest first.
 
     Attributes:
-        free: places that nobody has.
-        reading: the contexts of calls that read, the oldest first, and since when.
-        waiting: the turns of those that wait for one, the oldest first. False: refused.
+        free: how many places are free.
+        reading: the contexts of calls that read, and since when, the oldest first.
+        waiting: the futures of calls that wait for a turn, the oldest first. False: refused.
     """
 
     def __init__(self, places: int, patience: _Patience) -> None:
@@ -165,10 +168,10 @@ class _Turns:
 
     @asynccontextmanager
     async def turn(self, context: Any) -> AsyncIterator[None]:
-        """Wait for a turn, and have it.
+        """Wait for a turn; the block is the turn.
 
         Raises:
-            TooManyCallsError: too many have come since.
+            TooManyCallsError: too many newer calls wait.
         """
         await self._begin(context)
         try:
@@ -190,7 +193,7 @@ class _Turns:
                 has_come = await turn
             except asyncio.CancelledError:
                 self.waiting.pop(turn, None)
-                if not turn.cancelled() and turn.result():  # it had come just now
+                if not turn.cancelled() and turn.result():  # the turn had just come
                     self._pass_on()
                 raise
             if not has_come:
@@ -216,14 +219,14 @@ class _Turns:
         self.free += 1
 
     def _watch(self) -> None:
-        """Look after the oldest turn, while somebody waits for it."""
+        """End the oldest turn when its time is up, while other calls wait."""
         if self._timer is None:
             loop = asyncio.get_running_loop()
             since = next(iter(self.reading.values()), loop.time())
             self._timer = loop.call_at(since + TURN_S, self._look)
 
     def _look(self) -> None:
-        # The loop may have stood still: what has come meanwhile is taken first.
+        # The event loop may have been blocked: first handle the messages that arrived meanwhile.
         asyncio.get_running_loop().call_soon(self._give_way)
 
     def _give_way(self) -> None:
@@ -239,12 +242,12 @@ class _Turns:
 
 
 class _Lines:
-    """The two lines of calls that are open to everyone.
+    """The two queues of calls to methods that are open to everyone.
 
     Attributes:
-        first, others: the lines.
-        not_first: connections that have a call in the first line (True), or whose last call there
-            brought no message (False).
+        first, others: the queues.
+        not_first: connections that have a call in the first queue (True), or whose last call there
+            sent no message (False).
     """
 
     def __init__(self, places: int, patience: _Patience) -> None:
@@ -254,16 +257,17 @@ class _Lines:
 
     @asynccontextmanager
     async def turn(self, context: Any) -> AsyncIterator[None]:
-        """Wait for a turn, and have it. Left without an error, the call's message has come.
+        """Wait for a turn; the block is the turn. If it ends without an error, the message
+        has arrived.
 
         Raises:
-            TooManyCallsError: too many have come since.
+            TooManyCallsError: too many newer calls wait.
         """
         peer = context.peer()
         if peer in self.not_first:
             async with self.others.turn(context):
                 yield
-            if not self.not_first.get(peer, True):  # it brings messages again
+            if not self.not_first.get(peer, True):  # the connection sends messages again
                 del self.not_first[peer]
             return
         self.not_first[peer] = True
@@ -279,11 +283,11 @@ class _Lines:
 
 
 class Reading:
-    """Reads the messages of methods that have one, and parses all of them."""
+    """Reads the messages of unary requests, and parses those of all requests."""
 
     def __init__(self, patience_s: float, max_receive_bytes: int, most_received: int) -> None:
-        """`patience_s`: until when a message must be there; `max_receive_bytes`: how large it may
-        be; `most_received`: how large gRPC takes one in.
+        """`patience_s`: seconds within which a message must arrive; `max_receive_bytes`: how large
+        it may be; `most_received`: the largest message that gRPC itself accepts.
         """
         self.patience = _Patience(patience_s)
         places = max(2, min(MAX_TURNS, OPEN_BYTES // most_received))
@@ -292,7 +296,7 @@ class Reading:
         self._turn = asyncio.Lock()
 
     def received(self, deserialize: Callable[[bytes], Any], is_open: bool, raw: bytes) -> Any:
-        """What `parsed` takes, of a message's bytes. `is_open`: of a method that is open to
+        """Prepare a message's bytes for `parsed`. `is_open`: whether the method is open to
         everyone.
         """
         most = MAX_OPEN_MESSAGE_BYTES if is_open else self._max_receive_bytes
@@ -319,7 +323,7 @@ class Reading:
         return await parsed(message)
 
     async def read_open(self, context: Any) -> Any:
-        """The same of a method that is open to everyone, in its turn."""
+        """The same for a method that is open to everyone, in its turn."""
         async with self.lines.turn(context):
             return await self.read(context)
 

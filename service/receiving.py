@@ -1,9 +1,9 @@
-"""How large a message may be that the server receives, where the operator does not say.
+"""The default for the largest message that the server accepts.
 
-A message is parsed in one piece on the event loop, which nothing else shares meanwhile (at worst
-about 30 ms a MiB), so the bound is not larger than prompts need: 8 bytes for each token of the
-model's context, and 1 MiB at least. The port opens before the model is loaded, so the context is
-read from config.json, which needs no more than a JSON parser.
+A message is parsed in one piece on the event loop and blocks it meanwhile (at worst about 30 ms per
+MiB). So the limit is no larger than prompts need: 8 bytes for each token of the model's context,
+and at least 1 MiB. The port opens before the model is loaded, so the context is read from
+config.json, which only takes a JSON parser.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 MIN_RECEIVE_BYTES = 1 << 20
 BYTES_OF_TOKEN = 8
-"""Text in most languages comes to 2 to 6 bytes a token; an id takes 5 at most."""
+"""Text in most languages has 2 to 6 bytes a token; an id takes at most 5."""
 UNKNOWN_RECEIVE_BYTES = 8 << 20
 """For a model that is not on this machine yet: enough for a context of a million tokens."""
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
@@ -22,7 +22,7 @@ _MAX_CONFIG_BYTES = 16 << 20
 
 
 def default_receive_bytes(model: str) -> int:
-    """The bound for a model: a directory, or a hub id."""
+    """The default for a model, which is a directory or a hub id."""
     path = _config_of(model)
     if path is None:
         return UNKNOWN_RECEIVE_BYTES
@@ -30,7 +30,7 @@ def default_receive_bytes(model: str) -> int:
 
 
 def _config_of(model: str) -> Path | None:
-    """Where its config.json is; None: the hub's cache does not have it."""
+    """The path of its config.json; None: it is not in the hub's cache."""
     directory = Path(model).expanduser()
     if directory.is_dir():
         return directory / "config.json"
@@ -39,14 +39,14 @@ def _config_of(model: str) -> Path | None:
 
     try:
         found = try_to_load_from_cache(model, "config.json")
-    except HFValidationError:  # no hub id; loading it will say so
+    except HFValidationError:  # not a hub id; loading the model will report that
         return None
     return Path(found) if isinstance(found, str) else None
 
 
 def _context_of(path: Path) -> int:
-    """The context that a config.json declares, in tokens; 0: none that can be read. (What is wrong
-    with it is said when the model is loaded.)
+    """The context that a config.json declares, in tokens; 0: it cannot be read. (Loading the model
+    reports what is wrong with it.)
     """
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
@@ -58,7 +58,7 @@ def _context_of(path: Path) -> int:
 
 
 def _lengths(content: object) -> Iterator[int]:
-    """The lengths that a config declares, its parts' included (text_config, ...)."""
+    """The lengths that a config declares, also in its parts (text_config, ...)."""
     if not isinstance(content, dict):
         return
     for key in _CONTEXT_KEYS:

@@ -19,7 +19,7 @@ _V1 = "grpc.reflection.v1.ServerReflection"
 
 
 class _Pool:
-    """The default pool, in which methods are found too."""
+    """The default pool, which also finds methods."""
 
     def __init__(self) -> None:
         self._pool: Any = descriptor_pool.Default()
@@ -28,10 +28,10 @@ class _Pool:
         return getattr(self._pool, name)
 
     def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
-        """The file that has a message, service, enum, field or method of this full name.
+        """The file that defines the message, service, enum, field or method with this full name.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such symbol.
         """
         try:
             found: FileDescriptor = self._pool.FindFileContainingSymbol(symbol)
@@ -45,7 +45,7 @@ class _Pool:
 
 
 def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
-    """Serve reflection of these services (and of itself), under both names."""
+    """Serve reflection for these services (and itself), under both names."""
     names = (*services, reflection.SERVICE_NAME)
     servicer: Any = reflection.aio.ReflectionServicer(names, pool=_Pool())
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)

@@ -1,24 +1,24 @@
 """The server: wiring, start and ordered shutdown. `HeadraceServer` can be embedded (tests do);
 `service.process` runs it as a process with signals.
 
-Start: the port opens first, so that probes see a live process, and everything but health,
-reflection and ControlService is refused while the model loads. Then the front end is made and the
-services become ready.
+Start: the port opens first, so that probes see a live process. While the model loads, everything
+    but health, reflection and ControlService is refused. Then the front end is made and the
+    services become ready.
 
 Shutdown (`drain`):
-1. readiness goes: health says NOT_SERVING, Watches end, new work is refused with UNAVAILABLE; an
-   operator's pause ends;
-2. streams are told that nothing follows: idle sessions end now, others with their last request;
-3. live requests finish; after the timeout they are cancelled, and their streams still get their
-   ends;
-4. the gRPC servers stop: first all calls end, with what their clients are still to read; then the
-   clients are told to go away, and their connections close when they have read that (a few seconds
-   at most, for those that do not read: `interceptors.Recovery`);
+1. the server is no longer ready: health says NOT_SERVING, Watches end, new work is refused with
+    UNAVAILABLE; an operator's pause ends;
+2. streams accept nothing new: idle sessions end now, others with their last request;
+3. live requests finish; after the timeout they are cancelled, and their streams still get the end
+  events;
+4. the gRPC servers stop: first all calls end, with everything that their clients are still to read;
+    then clients get a GOAWAY, and their connections close when they have read it (after a few
+    seconds at most, if they do not read: `interceptors.Recovery`);
 5. the engine is closed, then the threads, the Unix sockets' files and telemetry.
 
-Where some addresses serve ControlService and others do not, there are two gRPC servers in the
-process, with the same servicers otherwise: what a caller may reach is decided by the socket that it
-came through, not by an address that it claims.
+If only some addresses serve ControlService, the process has two gRPC servers with otherwise the
+same servicers. So the socket that a call came through decides what it may reach, not an address
+that it claims.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ TokenizerLoader = Callable[[ModelInfo], Tokenizer | None]
 
 
 def load_tokenizer(info: ModelInfo) -> Tokenizer | None:
-    """The tokenizer of the loaded model; None: it has none, and token ids alone are served.
+    """Load the tokenizer of the loaded model; None: it has none, and token ids alone are served.
 
     Raises:
         TokenizerError: it has one that cannot be read.
@@ -155,12 +155,12 @@ class HeadraceServer:
 
     Attributes:
         registry: its requests.
-        state, control: what it is about, and how it is steered.
-        recovery, reading, text_pool: its calls, their messages, and the texts that are worked on.
-        servers: gRPC's, by whether they serve ControlService.
-        sessions, watches: the places that these have.
-        health, supervisor: who tells that it serves, and who starts the engine again.
-        bound, health_bound, sockets: where it listens.
+        state, control: its phase, and the operators' controls.
+        recovery, reading, text_pool: track its calls, read their messages, and process long texts.
+        servers: the gRPC servers, by whether they serve ControlService.
+        sessions, watches: the places for sessions and Watches.
+        health, supervisor: report its readiness, and restart the engine.
+        bound, health_bound, sockets: the addresses on which it listens.
     """
 
     def __init__(
@@ -174,16 +174,16 @@ class HeadraceServer:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """Wire the server; nothing is opened yet.
+        """Wire the server; `start` opens the ports.
 
         Args:
             config: the service's options.
             client: the engine, not started yet.
-            progress: takes lines of start-up progress; by default they are logged.
+            progress: called with lines of start-up progress; by default they are logged.
             tokenizer_loader: loads the model's tokenizer, in a thread.
-            restart_delay_s: how long after its death the engine is started again, at first.
-            clock, jitter: monotonic seconds, and numbers from 0 to 1, of the rates that tell
-                refused callers when to come again.
+            restart_delay_s: the delay before the first restart of a dead engine.
+            clock, jitter: monotonic seconds, and random numbers from 0 to 1, for the advice when
+                refused callers may try again.
         """
         self._config = config
         self._client = client
@@ -202,7 +202,7 @@ class HeadraceServer:
             self._admission,
             _flow(config),
         )
-        # One more, which loads tokenizers.
+        # One more thread, which loads tokenizers.
         self._threads = ThreadPoolExecutor(THREADS + 1, thread_name_prefix="headrace-text")
         self.text_pool = TextPool(self._threads, clock)
         has_control = any(config.serves_control(parse_address(text)) for text in config.listen)
@@ -247,14 +247,15 @@ class HeadraceServer:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where the server listens, as gRPC clients write it."""
+        """The addresses on which the server listens, as gRPC targets."""
         return tuple(address.target for address in self.bound)
 
     async def start(self) -> None:
-        """Open the ports and begin to load the model; `ready` waits for it.
+        """Open the ports and start to load the model; `ready` waits for it.
 
         Raises:
-            ConfigError: an address is taken, a TLS file or the callers' file cannot be used, ...
+            ConfigError: for example, an address is taken, or a TLS file or the callers' file cannot
+                be used.
         """
         self._authenticator = Authenticator(
             self._config.auth_file, client_certificates=self._config.tls_client_ca is not None
@@ -285,7 +286,7 @@ class HeadraceServer:
     def _make_server(self, has_control: bool) -> grpc.aio.Server:
         server = make_server(
             self._authenticator,
-            # Recovery sees everything; spans see what the entrance refuses.
+            # Recovery is outermost; spans also cover calls that the entrance refuses.
             interceptors=(
                 self.recovery,
                 *self._telemetry.interceptors,
@@ -320,7 +321,7 @@ class HeadraceServer:
                 self._polling = asyncio.create_task(metrics.poll(self._client))
 
     async def _load(self) -> None:
-        """Start the engine, make the front end of what it loaded, and say that it serves."""
+        """Start the engine, make the front end for its model, and become ready."""
         if self._telemetry.metrics is not None:
             self._telemetry.metrics.engine_starts()
         info = await self._client.start(self._on_step, self._progress)
@@ -373,14 +374,14 @@ class HeadraceServer:
         """Wait until the model is loaded.
 
         Raises:
-            HeadraceError: it cannot be loaded; the message gives the reason.
+            HeadraceError: the model cannot be loaded; the message gives the reason.
         """
         if self._loading is not None:
             await asyncio.shield(self._loading)
 
     async def failed(self) -> Exception:
-        """Wait until the engine is dead for good, or nothing listens any more (ListeningError);
-        returns why. To be called after `ready`.
+        """Wait until the engine is dead for good, or the server no longer listens (ListeningError);
+        returns why. Call it after `ready`.
         """
         ends: set[asyncio.Task[Exception]] = {
             asyncio.create_task(self._engine_failed()),
@@ -399,8 +400,8 @@ class HeadraceServer:
         return await asyncio.shield(self._watching)
 
     def reload(self) -> None:
-        """Read the callers' file and the TLS files again now, and log what came of it. A file that
-        cannot be used leaves the last good one in force.
+        """Read the callers' file and the TLS files again now, and log the result. If a file cannot
+        be used, its last good content stays in use.
         """
         tls = self._tls
         if self._authenticator.knows_callers:
@@ -411,13 +412,13 @@ class HeadraceServer:
             logger.info("nothing to read again: there is neither a callers' file nor TLS")
 
     async def drain(self, timeout_s: float | None = None) -> None:
-        """Finish live requests, then stop. After `timeout_s` (default: the configuration's) the
-        rest is cancelled. A drain that has begun already goes on as it began.
+        """Finish live requests, then stop. After `timeout_s` (default: the configured one) the rest
+        is cancelled. If a drain has already begun, it goes on unchanged.
         """
         await asyncio.shield(self.begin_drain(timeout_s))
 
     def begin_drain(self, timeout_s: float | None = None, reason: str = "") -> asyncio.Task[None]:
-        """Begin to drain, unless that was done before; the task ends when the server has ended."""
+        """Start a drain, unless there is one already; the task ends when the server has ended."""
         if self._draining is None:
             timeout_s = self._config.drain_timeout_s if timeout_s is None else timeout_s
             self.state.drain = Drain(reason, time.time(), timeout_s)
@@ -433,7 +434,7 @@ class HeadraceServer:
         await self._drain_begun.wait()
 
     async def unreachable(self) -> None:
-        """Wait until the gRPC servers have stopped: no call is under way any more."""
+        """Wait until the gRPC servers have stopped and no call is in progress."""
         await self._unreachable.wait()
 
     async def _drain(self, timeout_s: float) -> None:
@@ -471,8 +472,8 @@ class HeadraceServer:
         return True
 
     async def _shut_down(self, calls_grace_s: float, connections_grace_s: float) -> None:
-        """End everything. Graces in seconds: how long calls may go on, and how long clients then
-        have to read what was sent.
+        """End everything. Grace periods in seconds: how long calls may go on, and how long clients
+        then have to read what was sent.
         """
         if self._closed:
             return

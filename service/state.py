@@ -1,5 +1,5 @@
-"""What the process knows of itself: its phase, and, once the model is loaded, the front end that
-serves requests.
+"""The state of the process: its phase and, once the model is loaded, the front end that serves
+requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from service.text_pool import TextPool
 
 
 class Phase(enum.Enum):
-    """Where the process is in its life."""
+    """The phases of the process."""
 
     LOADING = "loading"
     READY = "ready"
@@ -42,17 +42,19 @@ NO_NEW_WORK = {
         "the server is shutting down and takes no new requests; use another one",
     ),
 }
-"""The phases in which no requests are taken, though the model is there; why, and what to say."""
+"""The phases in which no requests are accepted although the model was loaded, each with a reason
+and a message.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """The server ends.
+    """A drain of the server.
 
     Attributes:
-        reason: an operator's; empty where a signal began it.
+        reason: the operator's; empty if a signal started it.
         since: wall-clock seconds.
-        timeout_s: how long after that live requests are cancelled.
+        timeout_s: after how many seconds live requests are cancelled.
     """
 
     reason: str
@@ -77,7 +79,7 @@ class FrontEnd:
 
 
 current_front: ContextVar[FrontEnd] = ContextVar("front")
-"""Of the RPC whose task this is, where the server looked whether it serves it now."""
+"""The front end for the RPC that this task serves, if the entrance has checked the phase."""
 
 
 class ServerState:
@@ -91,7 +93,7 @@ class ServerState:
         self._front: FrontEnd | None = None
 
     def loaded(self, front: FrontEnd) -> None:
-        """The model is there, for the first time or again."""
+        """Note that the model was loaded, for the first time or again."""
         self._front = front
         self.incoming.capabilities = frozenset(front.card.capabilities.names)
         if self.phase in (Phase.LOADING, Phase.RESTARTING):
@@ -114,16 +116,17 @@ class ServerState:
         return "" if self._front is None else self._front.card.name
 
     def check_instance(self, instance_id: str) -> None:
-        """Refuse what names another process; an empty name is of none.
+        """Refuse a call that names another process; an empty id is always accepted.
 
         Raises:
-            WrongInstanceError: it does.
+            WrongInstanceError: it names another process.
         """
         if instance_id and instance_id != self.instance_id:
             raise WrongInstanceError(instance_id, self.instance_id)
 
     def check(self, *, new_work: bool) -> FrontEnd:
-        """The front end, for an RPC that this phase serves. `new_work`: it may start requests.
+        """The front end, if this phase serves the RPC. `new_work`: whether the RPC may start
+        requests.
 
         Raises:
             NotReadyError: with the reason.

@@ -3,11 +3,11 @@ details.
 
 `to_status` makes the google.rpc.Status of any exception; RPCs send it as their status
 (`interceptors.Recovery`), and sessions in-band. The message and the details say what to change. An
-exception that is in no row of the table is an error of ours: it is logged under an error id, and
-the caller gets INTERNAL with that id and nothing else.
+exception that is not in the table is a defect of the server: it is logged with an error id, and the
+caller gets INTERNAL with only that id.
 
-Everything that a caller's text can reach is cut to a bound, so that the details stay below 4 KiB:
-above 8 KiB of trailers clients see RESOURCE_EXHAUSTED in place of the real code.
+Text from callers is cut, so that the details stay below 4 KiB: with more than 8 KiB of trailers,
+    clients see RESOURCE_EXHAUSTED instead of the real code.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _RESTART_DELAY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Public:
-    """What is said of an error."""
+    """The public form of an error."""
 
     code: grpc.StatusCode
     reason: str
@@ -112,8 +112,9 @@ def _as(
     reason: str = "",
     tell: Callable[[Any], Mapping[str, str]] = lambda _error: {},
 ) -> Callable[[Any], _Public]:
-    """How an error is told whose message says it all. `reason`: empty where the error has its own;
-    `tell`: what else is for machines. When to try again is told where the error knows.
+    """Make a row for an error whose message is public as it is. `reason`: empty if the error has
+    its own; `tell`: returns further metadata for programs. If the error has a retry delay, it is
+    sent too.
     """
 
     def describe(error: Any) -> _Public:
@@ -138,12 +139,12 @@ def _events(error: ResultGoneError) -> dict[str, str]:
 
 
 def _limit(option: str, limit: int, present: int) -> dict[str, str]:
-    """What ErrorInfo says of a limit: its name, its value, and what there is now."""
+    """The ErrorInfo metadata of a limit: its name, its value, and how much is in use."""
     return {"limit": option, option: str(limit), "present": str(present)}
 
 
 def _share(error: LimitReachedError | QueueFullError) -> dict[str, str]:
-    """And of a caller's share of it, where that is why it is refused."""
+    """The metadata of a caller's share of a limit, if the share is the reason."""
     if error.share is None:
         return {}
     return {"share": str(error.share), "held": str(error.held)}
@@ -175,7 +176,7 @@ def _of_failure(failure: RequestFailure) -> _Public:
             metadata,
             retry_after_s=_RESTART_DELAY_S,
         )
-    if failure.field is not None:  # what its form costs, or that it is too complex, shows late
+    if failure.field is not None:  # a grammar may turn out too costly or complex only late
         path = contract_path(failure.field)
         description = failure.message.removeprefix(f"{failure.field}: ")
         return _Public(
@@ -188,7 +189,7 @@ def _of_failure(failure: RequestFailure) -> _Public:
     return _Public(_Code.INTERNAL, "REQUEST_FAILED", failure.message, metadata)
 
 
-# The table. The first row whose class fits counts: subclasses stand before their bases.
+# The table. The first row with a matching class is used, so subclasses come before their bases.
 _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
     (FieldError, _field),
     (InvalidRequestError, _field),
@@ -196,7 +197,7 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
     (MalformedMessageError, _as(_Code.INVALID_ARGUMENT, "MALFORMED_MESSAGE")),
     (
         MessageTooLargeError,
-        # Not RESOURCE_EXHAUSTED, as gRPC's own: to try it again is of no use.
+        # Not RESOURCE_EXHAUSTED, as gRPC itself would send: a retry is useless.
         _as(
             _Code.INVALID_ARGUMENT,
             "MESSAGE_TOO_LARGE",
@@ -208,7 +209,8 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
     (TooManyCallsError, _as(_Code.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS")),
     (
         AnswerTooLargeError,
-        # Not RESOURCE_EXHAUSTED either: clients try that again, and all is generated again.
+        # Not RESOURCE_EXHAUSTED either: clients would retry, and everything would be generated
+        # again.
         _as(
             _Code.OUT_OF_RANGE,
             "ANSWER_TOO_LARGE",
@@ -269,13 +271,13 @@ _TABLE: tuple[tuple[type[HeadraceError], Callable[..., _Public]], ...] = (
     (ChatTemplateUnavailableError, _as(_Code.FAILED_PRECONDITION, "NO_CHAT_TEMPLATE")),
     (PreconditionError, _as(_Code.FAILED_PRECONDITION, "FAILED_PRECONDITION")),
     (RequestFailedError, _failed),
-    # An option of the engine that a request ran into: the operator's to change.
+    # A request hit an option of the engine, which only the operator can change.
     (ConfigError, _as(_Code.FAILED_PRECONDITION, "SERVER_CONFIGURATION")),
 )
 
 
 def to_status(error: BaseException) -> status_pb2.Status:
-    """The public status of an exception; logs it where it is an error of ours."""
+    """The public status of an exception; a defect of the server is also logged."""
     return _to_message(_public(error))
 
 
@@ -298,7 +300,7 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 
 
 def trailers(status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
-    """The trailing metadata that carries a status, and retry advice where clients' retry policies
+    """The trailing metadata with a status, and with the retry delay where clients' retry policies
     look for it.
     """
     metadata: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]

@@ -1,4 +1,4 @@
-"""Watches the engine, and starts it again when it has died, where its client can do that.
+"""Watches the engine, and restarts it when it has died, if its client supports that.
 
 serving ──engine dies──▶ restarting ──▶ serving     live requests have failed with "try again";
              │               │ ▲                    readiness is gone meanwhile
@@ -19,14 +19,14 @@ from service.state import Phase, ServerState
 logger = logging.getLogger(__name__)
 
 RESTART_DELAY_S = 0.5
-"""How long after its death an engine is started again, the first time."""
+"""The delay before the first restart of an engine, in seconds."""
 _MAX_DELAY_S = 30.0
 _STABLE_S = 60.0
-"""An engine that served for so long starts again without the delay that earlier deaths brought."""
+"""After serving this long, in seconds, an engine is restarted with the first delay again."""
 
 
 class Supervisor:
-    """See the module. Runs as one task, from when the engine first serves."""
+    """See the module. Runs as one task, once the engine serves for the first time."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class Supervisor:
 
         Args:
             client: the engine.
-            state, health: what callers are told.
-            load: starts the engine and makes the front end of what it loaded.
+            state, health: updated for callers.
+            load: starts the engine and makes the front end for its model.
             first_delay_s: how long to wait before the first attempt.
         """
         self._client = client
@@ -53,7 +53,7 @@ class Supervisor:
         self.restarts = 0
 
     async def run(self) -> Exception:
-        """Watch; returns why, once the engine is dead for good."""
+        """Watch the engine; returns the cause when it is dead for good."""
         loop = asyncio.get_running_loop()
         delay = self._first_delay_s
         while True:
@@ -72,7 +72,9 @@ class Supervisor:
             logger.warning("the engine serves again (restart %d)", self.restarts)
 
     async def _restart(self, delay: float) -> float:
-        """Start the engine, however often it takes; returns the delay before the next attempt."""
+        """Start the engine, with as many attempts as it takes; returns the delay for the next
+        restart.
+        """
         while True:
             logger.warning("the engine is started again in %.1f s", delay)
             await asyncio.sleep(delay)
@@ -80,7 +82,7 @@ class Supervisor:
             try:
                 await self._load()
             except Exception:
-                # Whatever it is, it may pass: a device that recovers, memory that is freed.
+                # Whatever the cause, it may pass: a device recovers, memory is freed.
                 logger.exception("the engine could not be started again")
             else:
                 return delay

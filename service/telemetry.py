@@ -1,10 +1,9 @@
 """Tracing and metrics by OpenTelemetry, when its standard environment variables ask for them.
 
-The SDK reads OTEL_EXPORTER_OTLP_ENDPOINT and the rest itself; here it is only decided whether
-there are traces and metrics at all. What is measured is in `service.metrics`. The library's
+The SDK reads OTEL_EXPORTER_OTLP_ENDPOINT and the other variables itself; this module only decides
+whether there are traces and metrics at all. The metrics are in `service.metrics`. The library's
 interceptor makes the spans and propagates contexts; health checks are left out. It records
-cancelled, timed-out and failed RPCs as OK, so `SpanStatus` stands inside it and sets what really
-happened.
+cancelled, timed-out and failed RPCs as OK, so `SpanStatus` runs inside it and sets the true status.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LAST_EXPORT_S = 5.0
-"""How long the server waits at its end for what is left to be exported."""
+"""How long, in seconds, the server waits at its end for the last export."""
 
 _HEALTH = "/grpc.health."
 _CODE = "rpc.grpc.status_code"
@@ -45,8 +44,9 @@ class Telemetry:
 
     Attributes:
         interceptors: make the spans.
-        metrics: takes what is measured; None: nothing is.
-        provider, meter_provider: ours, to be shut down at the end; None: somebody else's.
+        metrics: records measurements; None: metrics are off.
+        provider, meter_provider: made here and to be shut down at the end; None: made elsewhere, or
+            off.
     """
 
     interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
@@ -55,15 +55,15 @@ class Telemetry:
     meter_provider: Any = None
 
     async def shutdown(self) -> None:
-        """Export what is left, for at most LAST_EXPORT_S. The event loop goes on meanwhile: a
-        collector that does not answer must not keep a second signal waiting.
+        """Export the rest, for at most LAST_EXPORT_S. The event loop is not blocked, so that a
+        collector that does not answer cannot delay the handling of a second signal.
         """
         providers = [one for one in (self.provider, self.meter_provider) if one is not None]
         ended = [asyncio.Event() for _ in providers]
         loop = asyncio.get_running_loop()
         for provider, event in zip(providers, ended, strict=True):
-            # Neither waits for the other. Nor does anything wait for these threads: the SDK's own
-            # limits are not kept to by all exporters, and an executor would be waited for.
+            # The two exports do not wait for each other, and nothing waits for their threads: not
+            # all exporters keep the SDK's own limits. An executor's threads would be waited for.
             threading.Thread(
                 target=_shut_down, args=(provider, loop, event), name="telemetry-end", daemon=True
             ).start()
@@ -84,12 +84,12 @@ def _shut_down(provider: Any, loop: asyncio.AbstractEventLoop, ended: asyncio.Ev
     except Exception:
         logger.exception("the last spans or metrics could not be exported")
     finally:
-        with suppress(RuntimeError):  # it took too long, and the loop is closed
+        with suppress(RuntimeError):  # it took too long, and the event loop is closed
             loop.call_soon_threadsafe(ended.set)
 
 
 def is_wanted(environ: Mapping[str, str], signal: str = "TRACES") -> bool:
-    """Whether the environment asks for a signal: TRACES or METRICS."""
+    """Whether the environment enables a signal: TRACES or METRICS."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     exporter = environ.get(f"OTEL_{signal}_EXPORTER", "")
@@ -122,7 +122,7 @@ def set_up(
 def _resource(environ: Mapping[str, str]) -> Resource:
     from opentelemetry.sdk.resources import Resource
 
-    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win over this default.
+    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override this default.
     resource = Resource({"service.name": "headrace"}).merge(Resource.create())
     if not environ.get("OTEL_SERVICE_NAME") and "service.name" not in environ.get(
         "OTEL_RESOURCE_ATTRIBUTES", ""
@@ -166,7 +166,7 @@ def _meter_provider(environ: Mapping[str, str]) -> MeterProvider:
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 
         exporter = OTLPMetricExporter()
-    # Shut down by `Telemetry.shutdown`, in its place among the other ends.
+    # Shut down by `Telemetry.shutdown`, in the server's order of shutdown.
     return MeterProvider(
         metric_readers=[PeriodicExportingMetricReader(exporter)],
         resource=_resource(environ),
@@ -205,7 +205,7 @@ def label_span(request_id: str, labels: Mapping[str, str], *, is_session: bool) 
 
 
 class SpanStatus(grpc.aio.ServerInterceptor):
-    """Sets the span's status to what the RPC's will be."""
+    """Sets the span's status to the status of the RPC."""
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails

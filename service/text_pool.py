@@ -1,19 +1,18 @@
-"""Work on long texts, off the event loop: tokenizing, chat templates, long answers.
+"""Runs work on long texts outside the event loop: tokenizing, chat templates, long answers.
 
     run(account, size, work) ──▶ its caller's queue ──▶ lane: short | long ──▶ a thread
     answer(account, size, work) ───────────────────────▶ lane: answers ──────▶ a thread
 
-Each lane has one thread, so that what is short never waits for what takes seconds, and answers to
-what was admitted wait for no text.
-In a lane the turn goes to the caller who has had the least bytes worked on by its weight, and
-within a caller to what came first: how much one caller has waiting is nothing to the others. How
-much may wait is bounded, and each caller has a share of that (`engine.shares`); beyond that new
-work is refused, with advice when to come again.
-Work whose caller goes (its task is cancelled) is dropped if it has not begun. Work that has begun
-cannot be interrupted: whoever hands it in bounds its length, and sees to it that it does not hold
-the interpreter's lock for long.
+Each lane has one thread, so short work never waits for work that takes seconds, and answers to
+admitted requests wait for no text. In a lane, the next turn goes to the caller that has had the
+fewest bytes processed for its weight, and to that caller's oldest work; so one caller's backlog
+does not affect the others. The waiting work is limited, and each caller has a share of that limit
+(`engine.shares`); beyond it new work is refused, with advice when to try again. If the calling task
+is cancelled, work that has not started is dropped. Work that has started cannot be interrupted, so
+its submitter must bound its length and make sure that it does not hold the interpreter's lock for
+long.
 
-All methods run on one event loop. The threads belong to whoever made the pool.
+All methods run on one event loop. The creator of the pool owns the threads.
 """
 
 from __future__ import annotations
@@ -36,15 +35,17 @@ from service.call_errors import NotReadyError
 THREADS = 3
 """How many threads the pool uses: one for each lane."""
 INLINE_ANSWER_BYTES = 64 << 10
-"""Answers up to about this size are made at once, on the event loop: some milliseconds."""
+"""Answers up to about this size are made at once, on the event loop, which takes some
+milliseconds.
+"""
 SHORT_BYTES = 16 << 10
-"""Work on up to this much is short: some milliseconds."""
+"""Work on up to this many bytes is short: it takes some milliseconds."""
 MAX_WAITING = 4096
 """How many pieces of work may wait, of all callers."""
 MAX_WAITING_BYTES = 64 << 20
-"""How many bytes of texts may wait, of all callers; one text is taken in any case."""
+"""How many bytes of texts may wait, of all callers; a single text is always accepted."""
 _TURN_BYTES = 1 << 10
-"""What a turn counts for beyond its bytes: no work is free."""
+"""What each turn counts in addition to its bytes, because no work is free."""
 _WHAT = "wait to be tokenized or made text, and this would be {amount} more"
 _REMEDY = "send less at the same time"
 _NUMBER = Kind(
@@ -75,7 +76,9 @@ class _Work:
 
 @dataclass(slots=True, eq=False)
 class _Caller:
-    """A caller who has work waiting in a lane. `served`: bytes by weight, as the lane counts."""
+    """A caller with work waiting in a lane. `served`: its processed bytes, divided by its
+    weight.
+    """
 
     account: Account
     served: float
@@ -83,27 +86,29 @@ class _Caller:
 
 
 class _Lane:
-    """One thread, and the callers whose work waits for it. O(log callers) for each work."""
+    """One thread, and the callers whose work waits for it. O(log callers) for each piece of
+    work.
+    """
 
     def __init__(
         self, executor: Executor, begun: Callable[[_Work], None] = lambda work: None
     ) -> None:
-        """`begun` is called when the turn of some work has come."""
+        """`begun` is called when a piece of work gets its turn."""
         self._executor = executor
         self._begun = begun
         self._callers: dict[str, _Caller] = {}
-        self._members: Counter[str] = Counter()  # of each group: callers whose work waits
-        # Heap of callers; one who has gone meanwhile, and perhaps come again, is passed over.
+        self._members: Counter[str] = Counter()  # by group: how many callers have work waiting
+        # Heap of callers; outdated entries of callers that have left are skipped.
         self._turns: list[tuple[float, int, _Caller]] = []
         self._serial = itertools.count()
-        self._floor = 0.0  # what the caller had been served whose turn was last
+        self._floor = 0.0  # `served` of the caller that had the last turn
         self._busy = False
 
     def add(self, work: _Work) -> None:
         account = work.account
         caller = self._callers.get(account.key)
         if caller is None:
-            # Who had nothing waiting has no claim to the turns that went by.
+            # A caller that had nothing waiting gets no credit for that time.
             caller = self._callers[account.key] = _Caller(account, self._floor)
             self._members[account.group] += 1
             self._line_up(caller)
@@ -112,7 +117,7 @@ class _Lane:
             self._next()
 
     def drop(self, work: _Work) -> bool:
-        """Take work back; whether it had not begun."""
+        """Withdraw a piece of work; returns whether it had not started."""
         caller = self._callers.get(work.account.key)
         if caller is None or work not in caller.queue:
             return False
@@ -122,7 +127,7 @@ class _Lane:
         return True
 
     def _line_up(self, caller: _Caller) -> None:
-        if len(self._turns) > 2 * len(self._callers) + 64:  # most of them have gone
+        if len(self._turns) > 2 * len(self._callers) + 64:  # most of the entries are outdated
             self._turns = [turn for turn in self._turns if self._is_waiting(turn[2])]
             heapq.heapify(self._turns)
         heapq.heappush(self._turns, (caller.served, next(self._serial), caller))
@@ -138,7 +143,7 @@ class _Lane:
             del self._members[account.group]
 
     def take_all(self) -> list[_Work]:
-        """Everything that waits; nothing waits then."""
+        """Remove and return everything that waits."""
         waiting = [work for caller in self._callers.values() for work in caller.queue]
         self._callers.clear()
         self._members.clear()
@@ -168,7 +173,7 @@ class _Lane:
             work.done.cancel()
             return
         error = result.exception()
-        if not work.done.done():  # else its caller has gone
+        if not work.done.done():  # else its caller was cancelled
             if error is not None:
                 work.done.set_exception(error)
             else:
@@ -185,8 +190,8 @@ class TextPool:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """A pool on the threads of `executor`, which should have THREADS. `clock`, `jitter`: as of
-        AdmissionControl.
+        """Make a pool on the threads of `executor`, which should have THREADS. `clock`, `jitter`:
+        see AdmissionControl.
         """
         self._short = _Lane(executor, self._begun)
         self._long = _Lane(executor, self._begun)
@@ -204,9 +209,9 @@ class TextPool:
         """Run `call` in a thread when it is its turn.
 
         Args:
-            account: for whom it counts.
-            size: about how many bytes it holds and works on.
-            call: bounded in length; raises what this method is to raise.
+            account: whom it is charged to.
+            size: about how many bytes it holds and processes.
+            call: the work, bounded in length; this method raises what it raises.
 
         Raises:
             LimitReachedError: too much waits already.
@@ -227,13 +232,13 @@ class TextPool:
         return result
 
     async def answer(self, account: Account, size: int, call: Callable[[], _T]) -> _T:
-        """Make an answer to what was admitted before: at once, or in a thread where it is long.
-        Never refused for want of room.
+        """Make an answer for an admitted request: at once, or in a thread if it is long. Never
+        refused because too much waits.
 
         Args:
-            account: for whom it counts.
-            size: of the answer, about, in bytes.
-            call: makes it.
+            account: whom it is charged to.
+            size: about the answer's size, in bytes.
+            call: makes the answer.
 
         Raises:
             NotReadyError: the pool is closed.
@@ -250,7 +255,7 @@ class TextPool:
         return result
 
     def close(self) -> None:
-        """Refuse what waits, and what comes."""
+        """Refuse the waiting work and all new work."""
         self._closed = True
         texts = [*self._short.take_all(), *self._long.take_all()]
         for work in texts:
@@ -275,7 +280,7 @@ class TextPool:
 
     def _check(self, account: Account, size: int) -> None:
         if not self._number.present:
-            return  # one text is taken in any case
+            return  # a single text is always accepted
         for bound, amount in ((self._number, 1), (self._bytes, size)):
             if (refusal := bound.ask(account, amount)) is not None:
                 raise bound.error(refusal, amount)

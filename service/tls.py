@@ -1,8 +1,8 @@
-"""The server's TLS credentials, from files that may be exchanged while it runs.
+"""The server's TLS credentials, from files that may be replaced while it runs.
 
-gRPC asks before each handshake whether there is something new, so a renewed certificate is used by
-the next connection; those that are open stay as they are. A pair is taken only when the key fits
-the certificate.
+gRPC asks for new credentials before each handshake, so a renewed certificate is used for the next
+connection; open connections are not affected. A new pair is used only if the key matches the
+certificate.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class _Files:
         """Read the files.
 
         Raises:
-            ConfigError: one cannot be read, or holds something else, or the key does not fit.
+            ConfigError: a file cannot be read or has the wrong content, or the key does not match.
         """
         certificate = _pem("tls_cert", self.certificate, b"CERTIFICATE-----")
         key = _pem("tls_key", self.key, b"PRIVATE KEY-----")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            # gRPC would say nothing but that handshakes fail. No password: nobody is there to ask.
+            # gRPC would only report failed handshakes. No password: nobody is there to enter it.
             context.load_cert_chain(self.certificate, self.key, password="")
         except (ssl.SSLError, OSError, ValueError) as error:
             raise ConfigError(
@@ -44,7 +44,7 @@ class _Files:
         if self.client_ca is not None:
             client_ca = _pem("tls_client_ca", self.client_ca, b"CERTIFICATE-----")
             try:
-                # The file, not its text: comments need not be ASCII.
+                # The file, not its text, because comments need not be ASCII.
                 context.load_verify_locations(cafile=self.client_ca)
             except (ssl.SSLError, OSError, ValueError) as error:
                 raise ConfigError(
@@ -56,13 +56,13 @@ class _Files:
 
 
 class Tls:
-    """What the configuration says of TLS."""
+    """The configured TLS files."""
 
     def __init__(self, config: ServiceConfig) -> None:
         """Read the files.
 
         Raises:
-            ConfigError: a file cannot be read, or holds something else.
+            ConfigError: a file cannot be read, or has the wrong content.
         """
         self._watched: Watched[grpc.ServerCertificateConfiguration] | None = None
         self._client_certificates = config.tls_client_ca is not None
@@ -75,17 +75,17 @@ class Tls:
 
     @property
     def is_used(self) -> bool:
-        """Whether there are files."""
+        """Whether TLS files are configured."""
         return self._watched is not None
 
     def reload(self) -> None:
-        """Read the files again now; what cannot be used is logged, and changes nothing."""
+        """Read the files again now. If they cannot be used, that is logged, and nothing changes."""
         if self._watched is not None:
             self._watched.reload()
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """Credentials for one port; None: plain text. A port must have its own: what is new is
-        handed out once.
+        """Credentials for one port; None: plain text. Each port needs its own, because a change is
+        reported to each only once.
         """
         watched = self._watched
         if watched is None:
@@ -96,11 +96,11 @@ class Tls:
             nonlocal used
             current = watched.current()
             if current is used:
-                return None  # as it was: gRPC keeps what it made of it
+                return None  # unchanged: gRPC keeps its own copy
             used = current
             return current
 
-        fetcher: Any = renewed  # its stub forgets that there may be nothing new
+        fetcher: Any = renewed  # its stub does not allow None for "nothing new"
         return grpc.dynamic_ssl_server_credentials(used, fetcher, self._client_certificates)
 
 

@@ -1,4 +1,4 @@
-"""The command `headrace-server token`: makes a token and what the callers' file needs of it."""
+"""The command `headrace-server token`: makes a token and its entry for the callers' file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def token(
 
     headrace-server token --identity search 2>entry && cat entry >>callers.toml
     """
-    # Imported here: --help is to be fast.
+    # Imported here, so that --help is fast.
     from engine.errors import ConfigError
     from service.callers import parse_callers
 

@@ -1,14 +1,14 @@
-"""A gRPC server that stands any name of a method.
+"""A gRPC server that survives any method name.
 
-grpcio's server decodes the name of each call in its one loop, before any interceptor, and a name
-that is not UTF-8 ends that loop: the server cancels all calls and stops to listen, for one request
-of a stranger. Only calls of methods that nobody has registered can bear such a name; they come out
-of gRPC's core by a door of their own. Here they are answered at that door: nothing looks at their
-names, nothing is logged or traced, and their messages are not read.
+grpcio's server decodes the method name of each call in its main loop, before any interceptor. A
+name that is not UTF-8 ends that loop: because of one request of any client, the server cancels all
+calls and stops listening. Only calls of unregistered methods can have such a name, and gRPC's core
+delivers them through a separate function. They are answered there: their names are not decoded,
+nothing is logged or traced, and their messages are not read.
 
-Whoever is not known is told so, and not which methods there are.
+Unauthenticated callers only learn that, not which methods exist.
 
-(That door was seen in grpcio 1.85, and the project asks for that version at least.)
+(That function was seen in grpcio 1.85, and the project requires at least that version.)
 """
 
 from __future__ import annotations
@@ -31,28 +31,30 @@ _UNKNOWN = "this server has no such method"
 
 
 def make_server(authenticator: Authenticator, **arguments: Any) -> grpc.aio.Server:
-    """A server, for handlers that are registered by their names (as generated code does): others
-    are never called.
+    """Make a server for handlers that are registered by method name (as generated code does); other
+    handlers are never called.
 
     Args:
-        authenticator: tells who is known.
-        arguments: of `grpc.aio.server`.
+        authenticator: identifies callers.
+        arguments: those of `grpc.aio.server`.
     """
     plain: Any = _core.AioServer
     answering: set[asyncio.Task[None]] = set()
 
     class Server(plain):  # type: ignore[misc]  # untyped base
-        """What `grpc.aio.server` stands on."""
+        """The class behind `grpc.aio.server`."""
 
         async def _request_call(self) -> Any:
-            """The next call of a method that is not registered: there is never one."""
+            """Wait for the next call of an unregistered method; grpcio never gets one, because they
+            are answered here.
+            """
             while True:
                 call = await super()._request_call()
                 task = asyncio.create_task(_refuse(call, authenticator))
                 answering.add(task)
                 task.add_done_callback(answering.discard)
 
-    # grpc.aio makes it by this name and has no door for another. Nothing runs in between.
+    # grpc.aio makes its server by this name and offers no other way. No other code runs in between.
     _core.AioServer = Server
     try:
         return grpc.aio.server(**arguments)
@@ -67,12 +69,12 @@ async def _refuse(call: Any, authenticator: Authenticator) -> None:
         try:
             authenticator.by_token("", context.invocation_metadata())
         except PermissionDeniedError:
-            pass  # known, whatever they may call
+            pass  # known; permissions do not matter here
         except HeadraceError as error:
             await abort(context, to_status(error))
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, _UNKNOWN)
     except grpc.aio.AbortError:
-        pass  # the way in which abort ends
+        pass  # how abort always ends
     except Exception:
-        # The caller has gone, or the server has stopped. A call that is not answered ends with it.
+        # The caller has gone, or the server has stopped; either ends the call.
         logger.debug("a call of an unknown method was not answered", exc_info=True)

@@ -1,8 +1,8 @@
-"""Files that are read again when they change, while the server runs: the callers' file, TLS files.
+"""Reads files again when they change while the server runs: the callers' file, TLS files.
 
-Whoever needs the content asks for `current`, which compares a few numbers of `stat` first; nothing
-polls. What cannot be used is logged once and leaves the last good content in force, so a mistake
-in an edited file never shuts anybody out, nor lets anybody in.
+Users call `current`, which first compares a few fields of `stat`; nothing polls. If a changed file
+cannot be used, that is logged once and the last good content stays in use, so a mistake in an
+edited file neither locks anybody out nor lets anybody in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TRIES = 3
 
 
 class Watched(Generic[T]):
-    """Something that is made of files. Safe to use from several threads."""
+    """A value that is loaded from files. Safe to use from several threads."""
 
     def __init__(
         self,
@@ -36,14 +36,14 @@ class Watched(Generic[T]):
         *,
         private: tuple[str, ...] = (),
     ) -> None:
-        """Read it for the first time.
+        """Load the value for the first time.
 
         Args:
             what: the name for the log, in the plural.
             paths: the files.
-            load: reads them; raises ConfigError where they cannot be used.
-            private: those of the files that other users of the machine have no business with; a
-                warning says so where their permissions do not.
+            load: reads them; raises ConfigError if they cannot be used.
+            private: the files that other users of the machine must not read; if their permissions
+                allow it, a warning is logged.
 
         Raises:
             ConfigError: they cannot be used.
@@ -58,8 +58,8 @@ class Watched(Generic[T]):
         self._warn()
 
     def current(self) -> T:
-        """The files' content now, or the last that could be used: the same object as long as
-        nothing changed.
+        """The files' present content, or the last good one; the same object as long as nothing has
+        changed.
         """
         with self._lock:
             stamp = self._stamps()
@@ -75,20 +75,20 @@ class Watched(Generic[T]):
             return self._value
 
     def reload(self) -> None:
-        """Read the files again, whether they look changed or not; the log says what came of it."""
+        """Read the files again, even if they look unchanged; the result is logged."""
         with self._lock:
             self._stamp = ()
         self.current()
 
     def _settled(self) -> T:
-        """What the files hold at one time: read again if one of them changed meanwhile."""
+        """A consistent state of the files: they are read again if one of them changed meanwhile."""
         for _ in range(_TRIES):
             before = self._stamp
             value = self._load()
             self._stamp = self._stamps()
             if self._stamp == before:
                 return value
-        self._stamp = ()  # to be read again when somebody asks, whether they change then or not
+        self._stamp = ()  # read again at the next call, even if they do not change
         raise ConfigError(self._what, "change while they are being read")
 
     def _stamps(self) -> _Stamp:
@@ -96,13 +96,13 @@ class Watched(Generic[T]):
 
     def _warn(self) -> None:
         for path in self._private:
-            with suppress(OSError):  # gone again
+            with suppress(OSError):  # already removed
                 if os.stat(path).st_mode & (stat.S_IROTH | stat.S_IWOTH):
                     logger.warning("%s can be read or written by every user of this machine", path)
 
 
 def _stamp(path: str) -> tuple[int, ...] | None:
-    """What differs when a file was written or replaced; None: it is not there."""
+    """A value that changes when a file is written or replaced; None: it does not exist."""
     try:
         status = os.stat(path)
     except OSError:
@@ -120,7 +120,7 @@ def read(option: str, path: str) -> bytes:
     """A file's content.
 
     Raises:
-        ConfigError: it cannot be read; names the option.
+        ConfigError: it cannot be read; the message names the option.
     """
     try:
         return Path(path).read_bytes()

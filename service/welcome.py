@@ -1,6 +1,4 @@
-"""What the server prints when it is ready: its address, and lines to paste that are right for
-it.
-"""
+"""What the server prints when it is ready: its address, and example commands that work with it."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ def welcome(
     *,
     has_tokenizer: bool = True,
 ) -> str:
-    """The lines. `health`: the address that answers health alone. `has_tokenizer`: whether prompts
+    """The lines to print. `health`: the separate health address. `has_tokenizer`: whether prompts
     may be text.
     """
     example = _TEXT if has_tokenizer else _IDS
@@ -87,8 +85,8 @@ def _weights(info: ModelInfo) -> str:
 
 
 def installed(program: str) -> str:
-    """How a program of this server's environment is called from a shell here: by its name where the
-    PATH leads to it, else by its path, which is the case where the environment is not activated.
+    """How to call a program of this server's environment from a shell: by name if the PATH finds
+    it, else by its path, as when the environment is not activated.
     """
     path = Path(sys.executable).with_name(program)
     found = shutil.which(program)
@@ -99,7 +97,7 @@ def installed(program: str) -> str:
 
 
 def _client_target(address: Address) -> str:
-    """The address as a client on this machine writes it."""
+    """The target with which a client on this machine reaches the address."""
     return dataclasses.replace(address, host=_ANY_HOST.get(address.host, address.host)).target
 
 

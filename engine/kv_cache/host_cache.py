@@ -24,8 +24,8 @@ class KeptBlocks:
     """One group's part of a kept request.
 
     Attributes:
-        first: how many leading entries of its table are null. blocks: the host blocks for the
-            entries that follow.
+        first: how many leading entries of its table are null.
+        blocks: the host blocks for the entries that follow.
     """
 
     first: int

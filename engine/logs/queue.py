@@ -43,7 +43,8 @@ class LogQueue:
         Args:
             fd: the file, blocking or not; the caller keeps ownership.
             notice: makes the line that says how many lines were dropped.
-            max_lines: how many entries may wait. max_bytes: how many bytes they may have in all.
+            max_lines: how many entries may wait.
+            max_bytes: how many bytes they may have in all.
         """
         self._fd = fd
         self._notice = notice

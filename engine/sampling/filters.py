@@ -90,8 +90,8 @@ def _nucleus(
     """The smallest of the fewest largest entries that reach top_p of the sum: float32 [R, 1].
 
     Args:
-        ordered: float32 [R, N], ascending. weights: int64 [R, N], their weights. others: [R, 1],
-            the weight of smaller entries that are not listed.
+        ordered: float32 [R, N], ascending. weights: int64 [R, N], their weights.
+        others: [R, 1], the weight of smaller entries that are not listed.
         top_p: float64 [R, 1].
     """
     upto = torch.cumsum(weights, dim=-1)

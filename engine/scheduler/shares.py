@@ -46,8 +46,9 @@ class Share:
         counter: the service that it was given, divided by its weight at that time.
         is_new: whether it was raised to the floor and has been given nothing since.
         since: when it began to wait, as a running number.
-        waiting: its requests in the queue. queue: the same requests, ordered by priority, then
-            those that were started before, then by arrival.
+        waiting: its requests in the queue.
+        queue: the same requests, ordered by priority, then those that were started before, then by
+            arrival.
     """
 
     caller: CallerKey

@@ -121,8 +121,9 @@ class GrammarCompiler:
             vocab_size: V, the width of the logits.
             time_limit_s: seconds from `begin` after which a grammar is refused.
             workers: how many are compiled at the same time.
-            max_waiting: how many may wait for their turn. max_cached: how many compiled ones are
-                kept. clock: monotonic seconds, for the advice when to try again.
+            max_waiting: how many may wait for their turn.
+            max_cached: how many compiled ones are kept.
+            clock: monotonic seconds, for the advice when to try again.
         """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -169,10 +170,11 @@ class GrammarCompiler:
         """Start to compile a grammar, or find it in the cache. Does not block.
 
         Args:
-            params: the grammar. ending_token_ids: the ids that end the request's output. salt:
-                compiled grammars are shared only under the same salt. caller, group: who asked for
-                it, and which callers share places in the queue; NO_CALLER: the caller is a group by
-                itself.
+            params: the grammar.
+            ending_token_ids: the ids that end the request's output.
+            salt: compiled grammars are shared only under the same salt.
+            caller, group: who asked for it, and which callers share places in the queue; NO_CALLER:
+                the caller is a group by itself.
 
         Returns:
             A future of the factory of the request's matchers, or of the error with which to refuse

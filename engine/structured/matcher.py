@@ -40,8 +40,8 @@ class CompiledGrammar:
         root: a matcher at the grammar's start; never advanced.
         vocab_size: V, the width of the logits.
         ending_token_ids: the ids that end the request's output.
-        expected_s: what a token of its output is expected to cost, in seconds of CPU time. failed:
-            called when the grammar can no longer be followed.
+        expected_s: what a token of its output is expected to cost, in seconds of CPU time.
+        failed: called when the grammar can no longer be followed.
     """
 
     root: LLMatcher

@@ -81,8 +81,10 @@ class _Place(NamedTuple):
     """A value within a schema.
 
     Attributes:
-        value: the value. depth: its depth; 1 for the root. above: the place that contains it; None:
-            it is the root. key: its name or index there.
+        value: the value.
+        depth: its depth; 1 for the root.
+        above: the place that contains it; None: it is the root.
+        key: its name or index there.
         is_data, is_names: whether it is (part of) a plain value such as a constant, or an object of
             schemas by name; otherwise it is a schema, or may be referred to as one.
     """

@@ -26,8 +26,8 @@ class Trial(NamedTuple):
     """The result of a trial.
 
     Attributes:
-        error: why llguidance could not go on; None: it could, or the output was complete. token_s:
-            the cost of a token, in seconds of CPU time, once the lexer has its states.
+        error: why llguidance could not go on; None: it could, or the output was complete.
+        token_s: the cost of a token, in seconds of CPU time, once the lexer has its states.
     """
 
     error: str | None
@@ -38,8 +38,8 @@ def try_out(root: LLMatcher, vocab_size: int) -> Trial:
     """Take a few steps with tokens that fit; the same ones in every run.
 
     Args:
-        root: a matcher at the grammar's start; not advanced. vocab_size: V. The extra token after
-            the vocabulary, which ends the output, is never chosen.
+        root: a matcher at the grammar's start; not advanced.
+        vocab_size: V. The extra token after the vocabulary, which ends the output, is never chosen.
     """
     mask = np.zeros(vocab_size // 32 + 1, np.int32)
     costs: list[float] = []

@@ -25,8 +25,8 @@ def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> LLTokenizer
     """Convert a tokenizer for llguidance.
 
     Args:
-        tokenizer: the model's; None: it has none. vocab_size: V, the width of the logits. The extra
-            token after the vocabulary has this id.
+        tokenizer: the model's; None: it has none.
+        vocab_size: V, the width of the logits. The extra token after the vocabulary has this id.
 
     Raises:
         UnsupportedFeatureError: this tokenizer does not support structured output; the message says
