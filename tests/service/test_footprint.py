@@ -30,10 +30,11 @@ from service.accounts import account_of
 from service.admission import AdmissionControl, Charge, Holding, Limits
 from service.bounds import LimitReachedError
 from service.call_errors import FieldError
+from service.convert.weight import message_footprint
 from service.delivery.events import Accepted, DeliveryOptions
 from service.delivery.log import EventLog
 from service.footprint import Footprint
-from tests.service.fake_engine import FakeEngine, model_info
+from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info
 from tests.service.helpers import DEADLINE_S, Harness, details, refused, serving, spec, until
 from tests.service.test_admission import Clock, check_advice, limit_of, no_jitter
 
@@ -216,6 +217,70 @@ async def test_it_is_counted_as_what_it_takes(kind: str) -> None:
             tracemalloc.stop()
         counted = (control.live_bytes - counted) // count
     assert taken == pytest.approx(counted, rel=0.25), (taken, counted)
+
+
+MANY = 15_000
+JSON_TEXTS = {
+    "integers": '{"a":[' + ",".join(["1000000"] * MANY) + "]}",
+    "numbers": '{"a":[' + ",".join(["0.5"] * MANY) + "]}",
+    "strings": '{"a":[' + ",".join(f'"s{n}"' for n in range(MANY)) + "]}",
+    "wide_strings": '{"a":[' + ",".join(['"水"'] * MANY) + "]}",
+    "members": "{" + ",".join(f'"k{n}":1000' for n in range(MANY)) + "}",
+    "lists": '{"a":[' + ",".join(["[1]"] * (MANY // 2)) + "]}",
+    "deep_lists": '{"a":[' + ",".join(["[" * 50 + "]" * 50] * (MANY // 51)) + "]}",
+    "objects": '{"a":[' + ",".join(['{"b":1}'] * (MANY // 2)) + "]}",
+    "deep_objects": '{"a":[' + ",".join(['{"a":' * 50 + "1" + "}" * 50] * (MANY // 51)) + "]}",
+    "a_string": '{"a":"' + "x" * 250_000 + '"}',
+    "a_wide_string": '{"a":"' + "x" * 250_000 + '😀"}',
+}
+_ASSISTANT = pb.CHAT_ROLE_ASSISTANT
+CHATS: dict[str, pb.ChatInput] = {
+    **{
+        name: pb.ChatInput(messages=[{"role": 2, "content": "x"}], template_arguments_json=text)
+        for name, text in JSON_TEXTS.items()
+    },
+    "tool": pb.ChatInput(
+        messages=[{"role": 2, "content": "x"}], tools=[{"definition_json": JSON_TEXTS["members"]}]
+    ),
+    "calls": pb.ChatInput(
+        messages=[{"role": _ASSISTANT, "tool_calls": [{"name": "f", "id": "1"}] * 4000}]
+    ),
+    "calls_with_arguments": pb.ChatInput(
+        messages=[
+            {"role": _ASSISTANT, "tool_calls": [{"name": "f", "arguments_json": '{"a":1}'}] * 4000}
+        ]
+    ),
+    "tools": pb.ChatInput(
+        messages=[{"role": 2, "content": "x"}],
+        tools=[{"name": f"f{n}", "description": "d", "parameters_json": "{}"} for n in range(4000)],
+    ),
+    "messages": pb.ChatInput(messages=[{"role": 2, "content": "x"}] * 4000),
+    "parts": pb.ChatInput(
+        messages=[{"role": 2, "content_parts": {"parts": [{"text": "x"}] * 4000}}]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHATS)
+async def test_a_conversation_is_counted_as_what_it_takes_while_it_is_converted(kind: str) -> None:
+    """Never as much less; as more where what is counted is cheap, or what it may become is not."""
+    raw = pb.GenerationSpec(chat=CHATS[kind]).SerializeToString()
+    account = account_of("a")
+    async with serving(tokenizer=byte_tokenizer(chat_template="x")) as h:
+        encoder = h.server.state.front.encoder
+        assert encoder is not None
+        await encoder.encode_chat(account, pb.GenerationSpec.FromString(raw).chat)
+        message = pb.GenerationSpec.FromString(raw)
+        tracemalloc.start()
+        try:
+            before = allocated()
+            tracemalloc.reset_peak()
+            await encoder.encode_chat(account, message.chat)
+            taken = tracemalloc.get_traced_memory()[1] - before
+        finally:
+            tracemalloc.stop()
+    counted = message_footprint(message).size
+    assert 0.95 * taken <= counted <= 4 * taken, counted / taken
 
 
 # ---- in a server -------------------------------------------------------------------------------

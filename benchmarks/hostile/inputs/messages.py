@@ -17,6 +17,9 @@ TOKENIZE = MODEL + "Tokenize"
 DEEPEST = 60
 """Lists in lists: a template is shown at most 64 of them in each other."""
 
+JSON_BYTES = 256 << 10
+"""No JSON may be longer."""
+
 
 async def _chats(s: Sender, part: bytes) -> None:
     """A chat of this part many times, for Generate and for Tokenize in turns, two at once."""
@@ -121,6 +124,29 @@ async def required_capabilities(s: Sender) -> None:
                 await s.call(GENERATE, wire.request(wire.text_input("hi")) + body, gzip=True)
 
     await s.again(2, one)
+
+
+async def json_escapes(s: Sender) -> None:
+    """Arguments of the template and of calls with quotes, escapes and commas, and strings without
+    an end: what takes a careless reader the square of its length.
+    """
+    commas = b"[," * 9000
+    texts = [
+        b'{"a":"' + commas + b'\\"' * ((JSON_BYTES - 20_000) // 2),
+        b'"' * JSON_BYTES,
+        b"\\" * JSON_BYTES,
+        b'{"a":"' + b"\\ud83d\\ude00" * (JSON_BYTES // 13) + b'"}',
+        b'{"a":' + b"9" * (JSON_BYTES - 8) + b"}",
+    ]
+    for text in texts:
+        await _chats_once(s, lambda _, text=text: wire.field(5, text))  # type: ignore[misc]
+
+
+async def json_of_many_calls(s: Sender) -> None:
+    """Calls of tools with arguments of as many values as one text may have, as many as fit."""
+    arguments = b'{"a":[' + b"0," * 16_000 + b"0]}"
+    call = wire.field(4, wire.field(2, "f") + wire.field(3, arguments))
+    await _chats_once(s, lambda size: wire.field(1, wire.count(1, 3) + wire.filled(call, size)))
 
 
 async def _chats_once(s: Sender, more: Callable[[int], bytes]) -> None:
@@ -329,6 +355,16 @@ MESSAGES = Group(
             name="required-capabilities",
             meaning="as many required capabilities as fit, and one of the largest size",
             send=required_capabilities,
+        ),
+        Input(
+            name="json-escapes",
+            meaning="JSON of quotes and escapes, and strings without an end",
+            send=json_escapes,
+        ),
+        Input(
+            name="json-of-many-calls",
+            meaning="as many calls with 16,000 values each as fit",
+            send=json_of_many_calls,
         ),
         Input(
             name="unknown-fields",
