@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from google.protobuf import timestamp_pb2
 from headrace.v1 import control_service_pb2 as pb
-from headrace.v1 import generation_service_pb2
+from headrace.v1 import generation_pb2, generation_service_pb2
 
 from engine.stats import EngineStats
 from service.call_errors import FieldError
@@ -227,7 +227,9 @@ def live_request(request: ServedRequest, now: float) -> pb.LiveRequest:
         priority=request.priority,
         time_limit=None if request.time_limit_s is None else to_duration(request.time_limit_s),
         streaming=request.stream is not None,
-        labels=request.labels,
+        labels=[
+            generation_pb2.Label(name=name, value=value) for name, value in request.labels.items()
+        ],
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from google.protobuf import duration_pb2
+from headrace.v1 import generation_pb2
 
 from engine.token_ids import TokenIds
 from service.call_errors import FieldError
@@ -58,7 +59,7 @@ def to_duration(value: float) -> duration_pb2.Duration:
     return duration_pb2.Duration(seconds=nanos // _NANO, nanos=nanos % _NANO)
 
 
-def check_labels(labels: Mapping[str, str], field: str) -> dict[str, str]:
+def check_labels(labels: Sequence[generation_pb2.Label], field: str) -> dict[str, str]:
     """A request's labels, by name.
 
     Raises:
@@ -66,7 +67,9 @@ def check_labels(labels: Mapping[str, str], field: str) -> dict[str, str]:
     """
     if len(labels) > MAX_LABELS:  # before they are looked at
         raise FieldError(field, f"has {len(labels)} labels; at most {MAX_LABELS} are allowed")
-    found = dict(sorted(labels.items()))
+    found = {label.name: label.value for label in sorted(labels, key=lambda label: label.name)}
+    if len(found) < len(labels):
+        raise FieldError(field, "has two labels of one name; which one is meant?")
     for name, value in found.items():
         if _LABEL_NAME.fullmatch(name) is None:
             raise FieldError(

@@ -186,6 +186,8 @@ def spec(text: str = "hi", **fields: Any) -> pb.GenerationSpec:
     """A spec with a text input; fields as of the message, such as stop={"max_tokens": 5}."""
     if not {"tokens", "chat"} & fields.keys():
         fields["text"] = {"text": text}
+    if isinstance(labels := fields.get("labels"), dict):
+        fields["labels"] = [{"name": name, "value": value} for name, value in labels.items()]
     return pb.GenerationSpec(**fields)
 
 

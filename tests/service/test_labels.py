@@ -46,7 +46,7 @@ async def test_labels_out_of_bounds_are_refused(
     labels: dict[str, str], field: str, said: str
 ) -> None:
     with pytest.raises(FieldError, match=said):
-        check_labels(labels, "labels")
+        check_labels(spec(labels=labels).labels, "labels")
     async with serving() as h:
         session = h.session()
         await session.add(spec(labels=labels))
@@ -61,13 +61,19 @@ async def test_labels_out_of_bounds_are_refused(
 
 def test_the_largest_labels_pass() -> None:
     labels = {f"{i:064}": "é" * 64 for i in range(16)}
-    assert check_labels(labels, "labels") == labels
+    assert check_labels(spec(labels=labels).labels, "labels") == labels
+
+
+def test_a_name_stands_once() -> None:
+    twice = [{"name": "a", "value": "1"}, {"name": "a", "value": "2"}]
+    with pytest.raises(FieldError, match="two labels of one name"):
+        check_labels(spec(labels=twice).labels, "labels")
 
 
 async def listed(h: Harness) -> list[dict[str, str]]:
     """The labels of the live requests, as operators see them."""
     answer = await h.control.ListRequests(control.ListRequestsRequest())
-    return [dict(one.labels) for one in answer.requests]
+    return [{label.name: label.value for label in one.labels} for one in answer.requests]
 
 
 async def test_operators_see_the_labels_of_live_requests() -> None:

@@ -1372,7 +1372,7 @@ type LiveRequest struct {
 	// Whether its results go to a stream now. If not, it came by AddRequest, or its stream was lost and it has a lease.
 	Streaming bool `protobuf:"varint,10,opt,name=streaming,proto3" json:"streaming,omitempty"`
 	// Its labels, as the caller gave them.
-	Labels        map[string]string `protobuf:"bytes,11,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Labels        []*Label `protobuf:"bytes,11,rep,name=labels,proto3" json:"labels,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1477,7 +1477,7 @@ func (x *LiveRequest) GetStreaming() bool {
 	return false
 }
 
-func (x *LiveRequest) GetLabels() map[string]string {
+func (x *LiveRequest) GetLabels() []*Label {
 	if x != nil {
 		return x.Labels
 	}
@@ -2229,7 +2229,7 @@ var File_headrace_v1_control_service_proto protoreflect.FileDescriptor
 
 const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\n" +
-	"!headrace/v1/control_service.proto\x12\vheadrace.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$headrace/v1/generation_service.proto\"K\n" +
+	"!headrace/v1/control_service.proto\x12\vheadrace.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1cheadrace/v1/generation.proto\x1a$headrace/v1/generation_service.proto\"K\n" +
 	"\x14GetStatisticsRequest\x123\n" +
 	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilities\"P\n" +
 	"\x15GetStatisticsResponse\x127\n" +
@@ -2330,7 +2330,7 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\brequests\x18\x01 \x03(\v2\x18.headrace.v1.LiveRequestR\brequests\x12&\n" +
 	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x1d\n" +
 	"\n" +
-	"total_size\x18\x03 \x01(\x04R\ttotalSize\"\xfc\x03\n" +
+	"total_size\x18\x03 \x01(\x04R\ttotalSize\"\xaf\x03\n" +
 	"\vLiveRequest\x12\x1a\n" +
 	"\bidentity\x18\x01 \x01(\tR\bidentity\x12\x1d\n" +
 	"\n" +
@@ -2344,11 +2344,8 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\n" +
 	"time_limit\x18\t \x01(\v2\x19.google.protobuf.DurationR\ttimeLimit\x12\x1c\n" +
 	"\tstreaming\x18\n" +
-	" \x01(\bR\tstreaming\x12<\n" +
-	"\x06labels\x18\v \x03(\v2$.headrace.v1.LiveRequest.LabelsEntryR\x06labels\x1a9\n" +
-	"\vLabelsEntry\x12\x10\n" +
-	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"T\n" +
+	" \x01(\bR\tstreaming\x12*\n" +
+	"\x06labels\x18\v \x03(\v2\x12.headrace.v1.LabelR\x06labels\"T\n" +
 	"\vRequestName\x12 \n" +
 	"\bidentity\x18\x01 \x01(\tB\x04\xe2A\x01\x02R\bidentity\x12#\n" +
 	"\n" +
@@ -2436,7 +2433,7 @@ func file_headrace_v1_control_service_proto_rawDescGZIP() []byte {
 }
 
 var file_headrace_v1_control_service_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_headrace_v1_control_service_proto_msgTypes = make([]protoimpl.MessageInfo, 29)
+var file_headrace_v1_control_service_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
 var file_headrace_v1_control_service_proto_goTypes = []any{
 	(ServerPhase)(0),                 // 0: headrace.v1.ServerPhase
 	(LogLevel)(0),                    // 1: headrace.v1.LogLevel
@@ -2469,17 +2466,17 @@ var file_headrace_v1_control_service_proto_goTypes = []any{
 	(*ResetPrefixCacheResponse)(nil), // 28: headrace.v1.ResetPrefixCacheResponse
 	(*SetLogLevelRequest)(nil),       // 29: headrace.v1.SetLogLevelRequest
 	(*SetLogLevelResponse)(nil),      // 30: headrace.v1.SetLogLevelResponse
-	nil,                              // 31: headrace.v1.LiveRequest.LabelsEntry
-	(*durationpb.Duration)(nil),      // 32: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),    // 33: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),      // 31: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),    // 32: google.protobuf.Timestamp
+	(*Label)(nil),                    // 33: headrace.v1.Label
 	(CancelStatus)(0),                // 34: headrace.v1.CancelStatus
 }
 var file_headrace_v1_control_service_proto_depIdxs = []int32{
 	7,  // 0: headrace.v1.GetStatisticsResponse.statistics:type_name -> headrace.v1.Statistics
-	32, // 1: headrace.v1.WatchStatisticsRequest.interval:type_name -> google.protobuf.Duration
+	31, // 1: headrace.v1.WatchStatisticsRequest.interval:type_name -> google.protobuf.Duration
 	7,  // 2: headrace.v1.WatchStatisticsResponse.statistics:type_name -> headrace.v1.Statistics
-	33, // 3: headrace.v1.Statistics.sample_time:type_name -> google.protobuf.Timestamp
-	32, // 4: headrace.v1.Statistics.uptime_duration:type_name -> google.protobuf.Duration
+	32, // 3: headrace.v1.Statistics.sample_time:type_name -> google.protobuf.Timestamp
+	31, // 4: headrace.v1.Statistics.uptime_duration:type_name -> google.protobuf.Duration
 	0,  // 5: headrace.v1.Statistics.phase:type_name -> headrace.v1.ServerPhase
 	8,  // 6: headrace.v1.Statistics.pause:type_name -> headrace.v1.PauseState
 	9,  // 7: headrace.v1.Statistics.drain:type_name -> headrace.v1.DrainState
@@ -2487,23 +2484,23 @@ var file_headrace_v1_control_service_proto_depIdxs = []int32{
 	10, // 9: headrace.v1.Statistics.front_end:type_name -> headrace.v1.FrontEndStatistics
 	11, // 10: headrace.v1.Statistics.engine:type_name -> headrace.v1.EngineStatistics
 	13, // 11: headrace.v1.Statistics.rates:type_name -> headrace.v1.EngineRates
-	33, // 12: headrace.v1.PauseState.start_time:type_name -> google.protobuf.Timestamp
-	33, // 13: headrace.v1.DrainState.start_time:type_name -> google.protobuf.Timestamp
-	32, // 14: headrace.v1.DrainState.timeout:type_name -> google.protobuf.Duration
-	32, // 15: headrace.v1.EngineStatistics.last_step_duration:type_name -> google.protobuf.Duration
+	32, // 12: headrace.v1.PauseState.start_time:type_name -> google.protobuf.Timestamp
+	32, // 13: headrace.v1.DrainState.start_time:type_name -> google.protobuf.Timestamp
+	31, // 14: headrace.v1.DrainState.timeout:type_name -> google.protobuf.Duration
+	31, // 15: headrace.v1.EngineStatistics.last_step_duration:type_name -> google.protobuf.Duration
 	12, // 16: headrace.v1.EngineStatistics.callers:type_name -> headrace.v1.CallerStatistics
 	12, // 17: headrace.v1.EngineStatistics.other_callers:type_name -> headrace.v1.CallerStatistics
-	32, // 18: headrace.v1.EngineRates.window:type_name -> google.protobuf.Duration
+	31, // 18: headrace.v1.EngineRates.window:type_name -> google.protobuf.Duration
 	16, // 19: headrace.v1.ListRequestsResponse.requests:type_name -> headrace.v1.LiveRequest
 	2,  // 20: headrace.v1.LiveRequest.state:type_name -> headrace.v1.RequestState
-	32, // 21: headrace.v1.LiveRequest.age_duration:type_name -> google.protobuf.Duration
-	32, // 22: headrace.v1.LiveRequest.time_limit:type_name -> google.protobuf.Duration
-	31, // 23: headrace.v1.LiveRequest.labels:type_name -> headrace.v1.LiveRequest.LabelsEntry
+	31, // 21: headrace.v1.LiveRequest.age_duration:type_name -> google.protobuf.Duration
+	31, // 22: headrace.v1.LiveRequest.time_limit:type_name -> google.protobuf.Duration
+	33, // 23: headrace.v1.LiveRequest.labels:type_name -> headrace.v1.Label
 	17, // 24: headrace.v1.CancelRequestsRequest.requests:type_name -> headrace.v1.RequestName
 	20, // 25: headrace.v1.CancelRequestsResponse.results:type_name -> headrace.v1.RequestCancellation
 	34, // 26: headrace.v1.RequestCancellation.status:type_name -> headrace.v1.CancelStatus
 	8,  // 27: headrace.v1.PauseResponse.pause:type_name -> headrace.v1.PauseState
-	32, // 28: headrace.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
+	31, // 28: headrace.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
 	9,  // 29: headrace.v1.DrainResponse.drain:type_name -> headrace.v1.DrainState
 	1,  // 30: headrace.v1.SetLogLevelRequest.level:type_name -> headrace.v1.LogLevel
 	1,  // 31: headrace.v1.SetLogLevelResponse.previous_level:type_name -> headrace.v1.LogLevel
@@ -2537,6 +2534,7 @@ func file_headrace_v1_control_service_proto_init() {
 	if File_headrace_v1_control_service_proto != nil {
 		return
 	}
+	file_headrace_v1_generation_proto_init()
 	file_headrace_v1_generation_service_proto_init()
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -2544,7 +2542,7 @@ func file_headrace_v1_control_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_headrace_v1_control_service_proto_rawDesc), len(file_headrace_v1_control_service_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   29,
+			NumMessages:   28,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

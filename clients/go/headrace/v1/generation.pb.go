@@ -325,7 +325,7 @@ type GenerationSpec struct {
 	// Labels of the caller's choice, for accounting: they are in the server's logs and traces, and in ListRequests; the
 	// model does not see them. At most 16; names of 1 to 64 characters out of [A-Za-z0-9._/-], values of at most 128
 	// bytes without control characters.
-	Labels        map[string]string `protobuf:"bytes,15,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Labels        []*Label `protobuf:"bytes,15,rep,name=labels,proto3" json:"labels,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -471,7 +471,7 @@ func (x *GenerationSpec) GetModel() string {
 	return ""
 }
 
-func (x *GenerationSpec) GetLabels() map[string]string {
+func (x *GenerationSpec) GetLabels() []*Label {
 	if x != nil {
 		return x.Labels
 	}
@@ -503,6 +503,61 @@ func (*GenerationSpec_Tokens) isGenerationSpec_Input() {}
 
 func (*GenerationSpec_Chat) isGenerationSpec_Input() {}
 
+// A label of a request. Not an entry of a map: a hostile message with many of these takes a fifth of the time to parse.
+type Label struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its name; no other label of the request has it.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// Its value.
+	Value         string `protobuf:"bytes,2,opt,name=value,proto3" json:"value,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Label) Reset() {
+	*x = Label{}
+	mi := &file_headrace_v1_generation_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Label) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Label) ProtoMessage() {}
+
+func (x *Label) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_generation_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Label.ProtoReflect.Descriptor instead.
+func (*Label) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Label) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Label) GetValue() string {
+	if x != nil {
+		return x.Value
+	}
+	return ""
+}
+
 // Input as text.
 type TextInput struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -517,7 +572,7 @@ type TextInput struct {
 
 func (x *TextInput) Reset() {
 	*x = TextInput{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[1]
+	mi := &file_headrace_v1_generation_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -529,7 +584,7 @@ func (x *TextInput) String() string {
 func (*TextInput) ProtoMessage() {}
 
 func (x *TextInput) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[1]
+	mi := &file_headrace_v1_generation_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -542,7 +597,7 @@ func (x *TextInput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TextInput.ProtoReflect.Descriptor instead.
 func (*TextInput) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{1}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *TextInput) GetText() string {
@@ -570,7 +625,7 @@ type TokenInput struct {
 
 func (x *TokenInput) Reset() {
 	*x = TokenInput{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[2]
+	mi := &file_headrace_v1_generation_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -582,7 +637,7 @@ func (x *TokenInput) String() string {
 func (*TokenInput) ProtoMessage() {}
 
 func (x *TokenInput) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[2]
+	mi := &file_headrace_v1_generation_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -595,7 +650,7 @@ func (x *TokenInput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenInput.ProtoReflect.Descriptor instead.
 func (*TokenInput) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{2}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *TokenInput) GetIds() []uint32 {
@@ -632,7 +687,7 @@ type ChatInput struct {
 
 func (x *ChatInput) Reset() {
 	*x = ChatInput{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[3]
+	mi := &file_headrace_v1_generation_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -644,7 +699,7 @@ func (x *ChatInput) String() string {
 func (*ChatInput) ProtoMessage() {}
 
 func (x *ChatInput) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[3]
+	mi := &file_headrace_v1_generation_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -657,7 +712,7 @@ func (x *ChatInput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChatInput.ProtoReflect.Descriptor instead.
 func (*ChatInput) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{3}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *ChatInput) GetMessages() []*ChatMessage {
@@ -721,7 +776,7 @@ type ChatMessage struct {
 
 func (x *ChatMessage) Reset() {
 	*x = ChatMessage{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[4]
+	mi := &file_headrace_v1_generation_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -733,7 +788,7 @@ func (x *ChatMessage) String() string {
 func (*ChatMessage) ProtoMessage() {}
 
 func (x *ChatMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[4]
+	mi := &file_headrace_v1_generation_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -746,7 +801,7 @@ func (x *ChatMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChatMessage.ProtoReflect.Descriptor instead.
 func (*ChatMessage) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{4}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *ChatMessage) GetRole() ChatRole {
@@ -838,7 +893,7 @@ type ContentParts struct {
 
 func (x *ContentParts) Reset() {
 	*x = ContentParts{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[5]
+	mi := &file_headrace_v1_generation_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -850,7 +905,7 @@ func (x *ContentParts) String() string {
 func (*ContentParts) ProtoMessage() {}
 
 func (x *ContentParts) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[5]
+	mi := &file_headrace_v1_generation_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -863,7 +918,7 @@ func (x *ContentParts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ContentParts.ProtoReflect.Descriptor instead.
 func (*ContentParts) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{5}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ContentParts) GetParts() []*ContentPart {
@@ -891,7 +946,7 @@ type ContentPart struct {
 
 func (x *ContentPart) Reset() {
 	*x = ContentPart{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[6]
+	mi := &file_headrace_v1_generation_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -903,7 +958,7 @@ func (x *ContentPart) String() string {
 func (*ContentPart) ProtoMessage() {}
 
 func (x *ContentPart) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[6]
+	mi := &file_headrace_v1_generation_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -916,7 +971,7 @@ func (x *ContentPart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ContentPart.ProtoReflect.Descriptor instead.
 func (*ContentPart) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{6}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ContentPart) GetPart() isContentPart_Part {
@@ -1012,7 +1067,7 @@ type Media struct {
 
 func (x *Media) Reset() {
 	*x = Media{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[7]
+	mi := &file_headrace_v1_generation_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1024,7 +1079,7 @@ func (x *Media) String() string {
 func (*Media) ProtoMessage() {}
 
 func (x *Media) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[7]
+	mi := &file_headrace_v1_generation_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1037,7 +1092,7 @@ func (x *Media) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Media.ProtoReflect.Descriptor instead.
 func (*Media) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{7}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Media) GetSource() isMedia_Source {
@@ -1109,7 +1164,7 @@ type Tool struct {
 
 func (x *Tool) Reset() {
 	*x = Tool{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[8]
+	mi := &file_headrace_v1_generation_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1121,7 +1176,7 @@ func (x *Tool) String() string {
 func (*Tool) ProtoMessage() {}
 
 func (x *Tool) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[8]
+	mi := &file_headrace_v1_generation_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1134,7 +1189,7 @@ func (x *Tool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tool.ProtoReflect.Descriptor instead.
 func (*Tool) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{8}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Tool) GetName() string {
@@ -1180,7 +1235,7 @@ type ToolCall struct {
 
 func (x *ToolCall) Reset() {
 	*x = ToolCall{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[9]
+	mi := &file_headrace_v1_generation_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1192,7 +1247,7 @@ func (x *ToolCall) String() string {
 func (*ToolCall) ProtoMessage() {}
 
 func (x *ToolCall) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[9]
+	mi := &file_headrace_v1_generation_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1205,7 +1260,7 @@ func (x *ToolCall) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolCall.ProtoReflect.Descriptor instead.
 func (*ToolCall) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{9}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ToolCall) GetId() string {
@@ -1274,7 +1329,7 @@ type SamplingOptions struct {
 
 func (x *SamplingOptions) Reset() {
 	*x = SamplingOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[10]
+	mi := &file_headrace_v1_generation_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1286,7 +1341,7 @@ func (x *SamplingOptions) String() string {
 func (*SamplingOptions) ProtoMessage() {}
 
 func (x *SamplingOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[10]
+	mi := &file_headrace_v1_generation_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1299,7 +1354,7 @@ func (x *SamplingOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SamplingOptions.ProtoReflect.Descriptor instead.
 func (*SamplingOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{10}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *SamplingOptions) GetTemperature() float32 {
@@ -1423,7 +1478,7 @@ type StopOptions struct {
 
 func (x *StopOptions) Reset() {
 	*x = StopOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[11]
+	mi := &file_headrace_v1_generation_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1435,7 +1490,7 @@ func (x *StopOptions) String() string {
 func (*StopOptions) ProtoMessage() {}
 
 func (x *StopOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[11]
+	mi := &file_headrace_v1_generation_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1448,7 +1503,7 @@ func (x *StopOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopOptions.ProtoReflect.Descriptor instead.
 func (*StopOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{11}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *StopOptions) GetMaxTokens() uint32 {
@@ -1536,7 +1591,7 @@ type OutputOptions struct {
 
 func (x *OutputOptions) Reset() {
 	*x = OutputOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[12]
+	mi := &file_headrace_v1_generation_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1548,7 +1603,7 @@ func (x *OutputOptions) String() string {
 func (*OutputOptions) ProtoMessage() {}
 
 func (x *OutputOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[12]
+	mi := &file_headrace_v1_generation_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1561,7 +1616,7 @@ func (x *OutputOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OutputOptions.ProtoReflect.Descriptor instead.
 func (*OutputOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{12}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *OutputOptions) GetDelivery() Delivery {
@@ -1659,7 +1714,7 @@ type StructuredOutput struct {
 
 func (x *StructuredOutput) Reset() {
 	*x = StructuredOutput{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[13]
+	mi := &file_headrace_v1_generation_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1671,7 +1726,7 @@ func (x *StructuredOutput) String() string {
 func (*StructuredOutput) ProtoMessage() {}
 
 func (x *StructuredOutput) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[13]
+	mi := &file_headrace_v1_generation_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1684,7 +1739,7 @@ func (x *StructuredOutput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StructuredOutput.ProtoReflect.Descriptor instead.
 func (*StructuredOutput) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{13}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *StructuredOutput) GetFormat() isStructuredOutput_Format {
@@ -1810,7 +1865,7 @@ type JsonObjectFormat struct {
 
 func (x *JsonObjectFormat) Reset() {
 	*x = JsonObjectFormat{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[14]
+	mi := &file_headrace_v1_generation_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1822,7 +1877,7 @@ func (x *JsonObjectFormat) String() string {
 func (*JsonObjectFormat) ProtoMessage() {}
 
 func (x *JsonObjectFormat) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[14]
+	mi := &file_headrace_v1_generation_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1835,7 +1890,7 @@ func (x *JsonObjectFormat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JsonObjectFormat.ProtoReflect.Descriptor instead.
 func (*JsonObjectFormat) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{14}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{15}
 }
 
 // One of several strings.
@@ -1849,7 +1904,7 @@ type ChoiceFormat struct {
 
 func (x *ChoiceFormat) Reset() {
 	*x = ChoiceFormat{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[15]
+	mi := &file_headrace_v1_generation_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1861,7 +1916,7 @@ func (x *ChoiceFormat) String() string {
 func (*ChoiceFormat) ProtoMessage() {}
 
 func (x *ChoiceFormat) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[15]
+	mi := &file_headrace_v1_generation_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1874,7 +1929,7 @@ func (x *ChoiceFormat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChoiceFormat.ProtoReflect.Descriptor instead.
 func (*ChoiceFormat) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{15}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ChoiceFormat) GetChoices() []string {
@@ -1900,7 +1955,7 @@ type SchedulingOptions struct {
 
 func (x *SchedulingOptions) Reset() {
 	*x = SchedulingOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[16]
+	mi := &file_headrace_v1_generation_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1912,7 +1967,7 @@ func (x *SchedulingOptions) String() string {
 func (*SchedulingOptions) ProtoMessage() {}
 
 func (x *SchedulingOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[16]
+	mi := &file_headrace_v1_generation_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1925,7 +1980,7 @@ func (x *SchedulingOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SchedulingOptions.ProtoReflect.Descriptor instead.
 func (*SchedulingOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{16}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *SchedulingOptions) GetPriority() int32 {
@@ -1955,7 +2010,7 @@ type CacheOptions struct {
 
 func (x *CacheOptions) Reset() {
 	*x = CacheOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[17]
+	mi := &file_headrace_v1_generation_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1967,7 +2022,7 @@ func (x *CacheOptions) String() string {
 func (*CacheOptions) ProtoMessage() {}
 
 func (x *CacheOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[17]
+	mi := &file_headrace_v1_generation_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1980,7 +2035,7 @@ func (x *CacheOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheOptions.ProtoReflect.Descriptor instead.
 func (*CacheOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{17}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *CacheOptions) GetSalt() string {
@@ -2010,7 +2065,7 @@ type TruncationOptions struct {
 
 func (x *TruncationOptions) Reset() {
 	*x = TruncationOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[18]
+	mi := &file_headrace_v1_generation_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2022,7 +2077,7 @@ func (x *TruncationOptions) String() string {
 func (*TruncationOptions) ProtoMessage() {}
 
 func (x *TruncationOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[18]
+	mi := &file_headrace_v1_generation_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2035,7 +2090,7 @@ func (x *TruncationOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TruncationOptions.ProtoReflect.Descriptor instead.
 func (*TruncationOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{18}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *TruncationOptions) GetMaxPromptTokens() uint32 {
@@ -2083,7 +2138,7 @@ type ResultEvent struct {
 
 func (x *ResultEvent) Reset() {
 	*x = ResultEvent{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[19]
+	mi := &file_headrace_v1_generation_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2095,7 +2150,7 @@ func (x *ResultEvent) String() string {
 func (*ResultEvent) ProtoMessage() {}
 
 func (x *ResultEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[19]
+	mi := &file_headrace_v1_generation_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2108,7 +2163,7 @@ func (x *ResultEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResultEvent.ProtoReflect.Descriptor instead.
 func (*ResultEvent) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{19}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ResultEvent) GetRequestNumber() uint32 {
@@ -2248,7 +2303,7 @@ type Accepted struct {
 
 func (x *Accepted) Reset() {
 	*x = Accepted{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[20]
+	mi := &file_headrace_v1_generation_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2260,7 +2315,7 @@ func (x *Accepted) String() string {
 func (*Accepted) ProtoMessage() {}
 
 func (x *Accepted) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[20]
+	mi := &file_headrace_v1_generation_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2273,7 +2328,7 @@ func (x *Accepted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Accepted.ProtoReflect.Descriptor instead.
 func (*Accepted) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{20}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Accepted) GetRequestId() string {
@@ -2347,7 +2402,7 @@ type PromptProcessed struct {
 
 func (x *PromptProcessed) Reset() {
 	*x = PromptProcessed{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[21]
+	mi := &file_headrace_v1_generation_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2359,7 +2414,7 @@ func (x *PromptProcessed) String() string {
 func (*PromptProcessed) ProtoMessage() {}
 
 func (x *PromptProcessed) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[21]
+	mi := &file_headrace_v1_generation_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2372,7 +2427,7 @@ func (x *PromptProcessed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PromptProcessed.ProtoReflect.Descriptor instead.
 func (*PromptProcessed) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{21}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *PromptProcessed) GetPromptTokens() uint32 {
@@ -2413,7 +2468,7 @@ type Delta struct {
 
 func (x *Delta) Reset() {
 	*x = Delta{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[22]
+	mi := &file_headrace_v1_generation_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2425,7 +2480,7 @@ func (x *Delta) String() string {
 func (*Delta) ProtoMessage() {}
 
 func (x *Delta) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[22]
+	mi := &file_headrace_v1_generation_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2438,7 +2493,7 @@ func (x *Delta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delta.ProtoReflect.Descriptor instead.
 func (*Delta) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{22}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Delta) GetTokenIds() []uint32 {
@@ -2486,7 +2541,7 @@ type TokenInfo struct {
 
 func (x *TokenInfo) Reset() {
 	*x = TokenInfo{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[23]
+	mi := &file_headrace_v1_generation_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2498,7 +2553,7 @@ func (x *TokenInfo) String() string {
 func (*TokenInfo) ProtoMessage() {}
 
 func (x *TokenInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[23]
+	mi := &file_headrace_v1_generation_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2511,7 +2566,7 @@ func (x *TokenInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenInfo.ProtoReflect.Descriptor instead.
 func (*TokenInfo) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{23}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *TokenInfo) GetId() uint32 {
@@ -2580,7 +2635,7 @@ type TokenCandidate struct {
 
 func (x *TokenCandidate) Reset() {
 	*x = TokenCandidate{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[24]
+	mi := &file_headrace_v1_generation_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2592,7 +2647,7 @@ func (x *TokenCandidate) String() string {
 func (*TokenCandidate) ProtoMessage() {}
 
 func (x *TokenCandidate) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[24]
+	mi := &file_headrace_v1_generation_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2605,7 +2660,7 @@ func (x *TokenCandidate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenCandidate.ProtoReflect.Descriptor instead.
 func (*TokenCandidate) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{24}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *TokenCandidate) GetId() uint32 {
@@ -2658,7 +2713,7 @@ type Finished struct {
 
 func (x *Finished) Reset() {
 	*x = Finished{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[25]
+	mi := &file_headrace_v1_generation_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2670,7 +2725,7 @@ func (x *Finished) String() string {
 func (*Finished) ProtoMessage() {}
 
 func (x *Finished) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[25]
+	mi := &file_headrace_v1_generation_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2683,7 +2738,7 @@ func (x *Finished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Finished.ProtoReflect.Descriptor instead.
 func (*Finished) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{25}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Finished) GetReason() FinishReason {
@@ -2765,7 +2820,7 @@ type Failed struct {
 
 func (x *Failed) Reset() {
 	*x = Failed{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[26]
+	mi := &file_headrace_v1_generation_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2777,7 +2832,7 @@ func (x *Failed) String() string {
 func (*Failed) ProtoMessage() {}
 
 func (x *Failed) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[26]
+	mi := &file_headrace_v1_generation_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2790,7 +2845,7 @@ func (x *Failed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Failed.ProtoReflect.Descriptor instead.
 func (*Failed) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{26}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Failed) GetStatus() *status.Status {
@@ -2830,7 +2885,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[27]
+	mi := &file_headrace_v1_generation_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2842,7 +2897,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[27]
+	mi := &file_headrace_v1_generation_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2855,7 +2910,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{27}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *Usage) GetPromptTokens() uint32 {
@@ -2898,7 +2953,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[28]
+	mi := &file_headrace_v1_generation_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2910,7 +2965,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[28]
+	mi := &file_headrace_v1_generation_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2923,7 +2978,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{28}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Timings) GetFirstScheduledDuration() *durationpb.Duration {
@@ -2965,7 +3020,7 @@ var File_headrace_v1_generation_proto protoreflect.FileDescriptor
 
 const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\n" +
-	"\x1cheadrace/v1/generation.proto\x12\vheadrace.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x1cheadrace/v1/capability.proto\"\xd4\x06\n" +
+	"\x1cheadrace/v1/generation.proto\x12\vheadrace.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x1cheadrace/v1/capability.proto\"\x84\x06\n" +
 	"\x0eGenerationSpec\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12,\n" +
@@ -2986,13 +3041,13 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"truncation\x12&\n" +
 	"\aadapter\x18\f \x01(\tB\f\x8a\xe7\x18\badaptersR\aadapter\x12\x11\n" +
 	"\x01n\x18\r \x01(\rH\x01R\x01n\x88\x01\x01\x12\x14\n" +
-	"\x05model\x18\x0e \x01(\tR\x05model\x12?\n" +
-	"\x06labels\x18\x0f \x03(\v2'.headrace.v1.GenerationSpec.LabelsEntryR\x06labels\x1a9\n" +
-	"\vLabelsEntry\x12\x10\n" +
-	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01B\a\n" +
+	"\x05model\x18\x0e \x01(\tR\x05model\x12*\n" +
+	"\x06labels\x18\x0f \x03(\v2\x12.headrace.v1.LabelR\x06labelsB\a\n" +
 	"\x05inputB\x04\n" +
-	"\x02_n\"o\n" +
+	"\x02_n\"7\n" +
+	"\x05Label\x12\x18\n" +
+	"\x04name\x18\x01 \x01(\tB\x04\xe2A\x01\x02R\x04name\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value\"o\n" +
 	"\tTextInput\x12\x18\n" +
 	"\x04text\x18\x01 \x01(\tB\x04\xe2A\x01\x02R\x04text\x121\n" +
 	"\x12add_special_tokens\x18\x02 \x01(\bH\x00R\x10addSpecialTokens\x88\x01\x01B\x15\n" +
@@ -3238,85 +3293,85 @@ var file_headrace_v1_generation_proto_goTypes = []any{
 	(TruncationSide)(0),           // 2: headrace.v1.TruncationSide
 	(FinishReason)(0),             // 3: headrace.v1.FinishReason
 	(*GenerationSpec)(nil),        // 4: headrace.v1.GenerationSpec
-	(*TextInput)(nil),             // 5: headrace.v1.TextInput
-	(*TokenInput)(nil),            // 6: headrace.v1.TokenInput
-	(*ChatInput)(nil),             // 7: headrace.v1.ChatInput
-	(*ChatMessage)(nil),           // 8: headrace.v1.ChatMessage
-	(*ContentParts)(nil),          // 9: headrace.v1.ContentParts
-	(*ContentPart)(nil),           // 10: headrace.v1.ContentPart
-	(*Media)(nil),                 // 11: headrace.v1.Media
-	(*Tool)(nil),                  // 12: headrace.v1.Tool
-	(*ToolCall)(nil),              // 13: headrace.v1.ToolCall
-	(*SamplingOptions)(nil),       // 14: headrace.v1.SamplingOptions
-	(*StopOptions)(nil),           // 15: headrace.v1.StopOptions
-	(*OutputOptions)(nil),         // 16: headrace.v1.OutputOptions
-	(*StructuredOutput)(nil),      // 17: headrace.v1.StructuredOutput
-	(*JsonObjectFormat)(nil),      // 18: headrace.v1.JsonObjectFormat
-	(*ChoiceFormat)(nil),          // 19: headrace.v1.ChoiceFormat
-	(*SchedulingOptions)(nil),     // 20: headrace.v1.SchedulingOptions
-	(*CacheOptions)(nil),          // 21: headrace.v1.CacheOptions
-	(*TruncationOptions)(nil),     // 22: headrace.v1.TruncationOptions
-	(*ResultEvent)(nil),           // 23: headrace.v1.ResultEvent
-	(*Accepted)(nil),              // 24: headrace.v1.Accepted
-	(*PromptProcessed)(nil),       // 25: headrace.v1.PromptProcessed
-	(*Delta)(nil),                 // 26: headrace.v1.Delta
-	(*TokenInfo)(nil),             // 27: headrace.v1.TokenInfo
-	(*TokenCandidate)(nil),        // 28: headrace.v1.TokenCandidate
-	(*Finished)(nil),              // 29: headrace.v1.Finished
-	(*Failed)(nil),                // 30: headrace.v1.Failed
-	(*Usage)(nil),                 // 31: headrace.v1.Usage
-	(*Timings)(nil),               // 32: headrace.v1.Timings
-	nil,                           // 33: headrace.v1.GenerationSpec.LabelsEntry
+	(*Label)(nil),                 // 5: headrace.v1.Label
+	(*TextInput)(nil),             // 6: headrace.v1.TextInput
+	(*TokenInput)(nil),            // 7: headrace.v1.TokenInput
+	(*ChatInput)(nil),             // 8: headrace.v1.ChatInput
+	(*ChatMessage)(nil),           // 9: headrace.v1.ChatMessage
+	(*ContentParts)(nil),          // 10: headrace.v1.ContentParts
+	(*ContentPart)(nil),           // 11: headrace.v1.ContentPart
+	(*Media)(nil),                 // 12: headrace.v1.Media
+	(*Tool)(nil),                  // 13: headrace.v1.Tool
+	(*ToolCall)(nil),              // 14: headrace.v1.ToolCall
+	(*SamplingOptions)(nil),       // 15: headrace.v1.SamplingOptions
+	(*StopOptions)(nil),           // 16: headrace.v1.StopOptions
+	(*OutputOptions)(nil),         // 17: headrace.v1.OutputOptions
+	(*StructuredOutput)(nil),      // 18: headrace.v1.StructuredOutput
+	(*JsonObjectFormat)(nil),      // 19: headrace.v1.JsonObjectFormat
+	(*ChoiceFormat)(nil),          // 20: headrace.v1.ChoiceFormat
+	(*SchedulingOptions)(nil),     // 21: headrace.v1.SchedulingOptions
+	(*CacheOptions)(nil),          // 22: headrace.v1.CacheOptions
+	(*TruncationOptions)(nil),     // 23: headrace.v1.TruncationOptions
+	(*ResultEvent)(nil),           // 24: headrace.v1.ResultEvent
+	(*Accepted)(nil),              // 25: headrace.v1.Accepted
+	(*PromptProcessed)(nil),       // 26: headrace.v1.PromptProcessed
+	(*Delta)(nil),                 // 27: headrace.v1.Delta
+	(*TokenInfo)(nil),             // 28: headrace.v1.TokenInfo
+	(*TokenCandidate)(nil),        // 29: headrace.v1.TokenCandidate
+	(*Finished)(nil),              // 30: headrace.v1.Finished
+	(*Failed)(nil),                // 31: headrace.v1.Failed
+	(*Usage)(nil),                 // 32: headrace.v1.Usage
+	(*Timings)(nil),               // 33: headrace.v1.Timings
 	nil,                           // 34: headrace.v1.SamplingOptions.LogitBiasEntry
 	(*durationpb.Duration)(nil),   // 35: google.protobuf.Duration
 	(*timestamppb.Timestamp)(nil), // 36: google.protobuf.Timestamp
 	(*status.Status)(nil),         // 37: google.rpc.Status
 }
 var file_headrace_v1_generation_proto_depIdxs = []int32{
-	5,  // 0: headrace.v1.GenerationSpec.text:type_name -> headrace.v1.TextInput
-	6,  // 1: headrace.v1.GenerationSpec.tokens:type_name -> headrace.v1.TokenInput
-	7,  // 2: headrace.v1.GenerationSpec.chat:type_name -> headrace.v1.ChatInput
-	14, // 3: headrace.v1.GenerationSpec.sampling:type_name -> headrace.v1.SamplingOptions
-	15, // 4: headrace.v1.GenerationSpec.stop:type_name -> headrace.v1.StopOptions
-	16, // 5: headrace.v1.GenerationSpec.output:type_name -> headrace.v1.OutputOptions
-	17, // 6: headrace.v1.GenerationSpec.structured_output:type_name -> headrace.v1.StructuredOutput
-	20, // 7: headrace.v1.GenerationSpec.scheduling:type_name -> headrace.v1.SchedulingOptions
-	21, // 8: headrace.v1.GenerationSpec.cache:type_name -> headrace.v1.CacheOptions
-	22, // 9: headrace.v1.GenerationSpec.truncation:type_name -> headrace.v1.TruncationOptions
-	33, // 10: headrace.v1.GenerationSpec.labels:type_name -> headrace.v1.GenerationSpec.LabelsEntry
-	8,  // 11: headrace.v1.ChatInput.messages:type_name -> headrace.v1.ChatMessage
-	12, // 12: headrace.v1.ChatInput.tools:type_name -> headrace.v1.Tool
+	6,  // 0: headrace.v1.GenerationSpec.text:type_name -> headrace.v1.TextInput
+	7,  // 1: headrace.v1.GenerationSpec.tokens:type_name -> headrace.v1.TokenInput
+	8,  // 2: headrace.v1.GenerationSpec.chat:type_name -> headrace.v1.ChatInput
+	15, // 3: headrace.v1.GenerationSpec.sampling:type_name -> headrace.v1.SamplingOptions
+	16, // 4: headrace.v1.GenerationSpec.stop:type_name -> headrace.v1.StopOptions
+	17, // 5: headrace.v1.GenerationSpec.output:type_name -> headrace.v1.OutputOptions
+	18, // 6: headrace.v1.GenerationSpec.structured_output:type_name -> headrace.v1.StructuredOutput
+	21, // 7: headrace.v1.GenerationSpec.scheduling:type_name -> headrace.v1.SchedulingOptions
+	22, // 8: headrace.v1.GenerationSpec.cache:type_name -> headrace.v1.CacheOptions
+	23, // 9: headrace.v1.GenerationSpec.truncation:type_name -> headrace.v1.TruncationOptions
+	5,  // 10: headrace.v1.GenerationSpec.labels:type_name -> headrace.v1.Label
+	9,  // 11: headrace.v1.ChatInput.messages:type_name -> headrace.v1.ChatMessage
+	13, // 12: headrace.v1.ChatInput.tools:type_name -> headrace.v1.Tool
 	0,  // 13: headrace.v1.ChatMessage.role:type_name -> headrace.v1.ChatRole
-	9,  // 14: headrace.v1.ChatMessage.content_parts:type_name -> headrace.v1.ContentParts
-	13, // 15: headrace.v1.ChatMessage.tool_calls:type_name -> headrace.v1.ToolCall
-	10, // 16: headrace.v1.ContentParts.parts:type_name -> headrace.v1.ContentPart
-	11, // 17: headrace.v1.ContentPart.image:type_name -> headrace.v1.Media
-	11, // 18: headrace.v1.ContentPart.audio:type_name -> headrace.v1.Media
-	11, // 19: headrace.v1.ContentPart.video:type_name -> headrace.v1.Media
+	10, // 14: headrace.v1.ChatMessage.content_parts:type_name -> headrace.v1.ContentParts
+	14, // 15: headrace.v1.ChatMessage.tool_calls:type_name -> headrace.v1.ToolCall
+	11, // 16: headrace.v1.ContentParts.parts:type_name -> headrace.v1.ContentPart
+	12, // 17: headrace.v1.ContentPart.image:type_name -> headrace.v1.Media
+	12, // 18: headrace.v1.ContentPart.audio:type_name -> headrace.v1.Media
+	12, // 19: headrace.v1.ContentPart.video:type_name -> headrace.v1.Media
 	34, // 20: headrace.v1.SamplingOptions.logit_bias:type_name -> headrace.v1.SamplingOptions.LogitBiasEntry
 	1,  // 21: headrace.v1.OutputOptions.delivery:type_name -> headrace.v1.Delivery
-	18, // 22: headrace.v1.StructuredOutput.json_object:type_name -> headrace.v1.JsonObjectFormat
-	19, // 23: headrace.v1.StructuredOutput.choice:type_name -> headrace.v1.ChoiceFormat
+	19, // 22: headrace.v1.StructuredOutput.json_object:type_name -> headrace.v1.JsonObjectFormat
+	20, // 23: headrace.v1.StructuredOutput.choice:type_name -> headrace.v1.ChoiceFormat
 	35, // 24: headrace.v1.SchedulingOptions.time_limit:type_name -> google.protobuf.Duration
 	2,  // 25: headrace.v1.TruncationOptions.side:type_name -> headrace.v1.TruncationSide
-	24, // 26: headrace.v1.ResultEvent.accepted:type_name -> headrace.v1.Accepted
-	25, // 27: headrace.v1.ResultEvent.prompt:type_name -> headrace.v1.PromptProcessed
-	26, // 28: headrace.v1.ResultEvent.delta:type_name -> headrace.v1.Delta
-	29, // 29: headrace.v1.ResultEvent.finished:type_name -> headrace.v1.Finished
-	30, // 30: headrace.v1.ResultEvent.failed:type_name -> headrace.v1.Failed
-	14, // 31: headrace.v1.Accepted.sampling:type_name -> headrace.v1.SamplingOptions
-	15, // 32: headrace.v1.Accepted.stop:type_name -> headrace.v1.StopOptions
+	25, // 26: headrace.v1.ResultEvent.accepted:type_name -> headrace.v1.Accepted
+	26, // 27: headrace.v1.ResultEvent.prompt:type_name -> headrace.v1.PromptProcessed
+	27, // 28: headrace.v1.ResultEvent.delta:type_name -> headrace.v1.Delta
+	30, // 29: headrace.v1.ResultEvent.finished:type_name -> headrace.v1.Finished
+	31, // 30: headrace.v1.ResultEvent.failed:type_name -> headrace.v1.Failed
+	15, // 31: headrace.v1.Accepted.sampling:type_name -> headrace.v1.SamplingOptions
+	16, // 32: headrace.v1.Accepted.stop:type_name -> headrace.v1.StopOptions
 	36, // 33: headrace.v1.Accepted.accept_time:type_name -> google.protobuf.Timestamp
-	27, // 34: headrace.v1.PromptProcessed.tokens:type_name -> headrace.v1.TokenInfo
-	27, // 35: headrace.v1.Delta.tokens:type_name -> headrace.v1.TokenInfo
-	28, // 36: headrace.v1.TokenInfo.candidates:type_name -> headrace.v1.TokenCandidate
+	28, // 34: headrace.v1.PromptProcessed.tokens:type_name -> headrace.v1.TokenInfo
+	28, // 35: headrace.v1.Delta.tokens:type_name -> headrace.v1.TokenInfo
+	29, // 36: headrace.v1.TokenInfo.candidates:type_name -> headrace.v1.TokenCandidate
 	35, // 37: headrace.v1.TokenInfo.elapsed_duration:type_name -> google.protobuf.Duration
 	3,  // 38: headrace.v1.Finished.reason:type_name -> headrace.v1.FinishReason
-	31, // 39: headrace.v1.Finished.usage:type_name -> headrace.v1.Usage
-	32, // 40: headrace.v1.Finished.timings:type_name -> headrace.v1.Timings
+	32, // 39: headrace.v1.Finished.usage:type_name -> headrace.v1.Usage
+	33, // 40: headrace.v1.Finished.timings:type_name -> headrace.v1.Timings
 	37, // 41: headrace.v1.Failed.status:type_name -> google.rpc.Status
-	31, // 42: headrace.v1.Failed.usage:type_name -> headrace.v1.Usage
-	32, // 43: headrace.v1.Failed.timings:type_name -> headrace.v1.Timings
+	32, // 42: headrace.v1.Failed.usage:type_name -> headrace.v1.Usage
+	33, // 43: headrace.v1.Failed.timings:type_name -> headrace.v1.Timings
 	35, // 44: headrace.v1.Timings.first_scheduled_duration:type_name -> google.protobuf.Duration
 	35, // 45: headrace.v1.Timings.first_token_duration:type_name -> google.protobuf.Duration
 	35, // 46: headrace.v1.Timings.last_token_duration:type_name -> google.protobuf.Duration
@@ -3339,27 +3394,27 @@ func file_headrace_v1_generation_proto_init() {
 		(*GenerationSpec_Tokens)(nil),
 		(*GenerationSpec_Chat)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[1].OneofWrappers = []any{}
-	file_headrace_v1_generation_proto_msgTypes[3].OneofWrappers = []any{}
-	file_headrace_v1_generation_proto_msgTypes[4].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[2].OneofWrappers = []any{}
+	file_headrace_v1_generation_proto_msgTypes[4].OneofWrappers = []any{}
+	file_headrace_v1_generation_proto_msgTypes[5].OneofWrappers = []any{
 		(*ChatMessage_Content)(nil),
 		(*ChatMessage_ContentParts)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[6].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[7].OneofWrappers = []any{
 		(*ContentPart_Text)(nil),
 		(*ContentPart_Image)(nil),
 		(*ContentPart_Audio)(nil),
 		(*ContentPart_Video)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[7].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[8].OneofWrappers = []any{
 		(*Media_Data)(nil),
 		(*Media_Uri)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[8].OneofWrappers = []any{}
-	file_headrace_v1_generation_proto_msgTypes[10].OneofWrappers = []any{}
+	file_headrace_v1_generation_proto_msgTypes[9].OneofWrappers = []any{}
 	file_headrace_v1_generation_proto_msgTypes[11].OneofWrappers = []any{}
 	file_headrace_v1_generation_proto_msgTypes[12].OneofWrappers = []any{}
-	file_headrace_v1_generation_proto_msgTypes[13].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[13].OneofWrappers = []any{}
+	file_headrace_v1_generation_proto_msgTypes[14].OneofWrappers = []any{
 		(*StructuredOutput_JsonSchema)(nil),
 		(*StructuredOutput_JsonObject)(nil),
 		(*StructuredOutput_Regex)(nil),
@@ -3367,15 +3422,15 @@ func file_headrace_v1_generation_proto_init() {
 		(*StructuredOutput_Choice)(nil),
 		(*StructuredOutput_StructuralTag)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[19].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[20].OneofWrappers = []any{
 		(*ResultEvent_Accepted)(nil),
 		(*ResultEvent_Prompt)(nil),
 		(*ResultEvent_Delta)(nil),
 		(*ResultEvent_Finished)(nil),
 		(*ResultEvent_Failed)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[23].OneofWrappers = []any{}
-	file_headrace_v1_generation_proto_msgTypes[25].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[24].OneofWrappers = []any{}
+	file_headrace_v1_generation_proto_msgTypes[26].OneofWrappers = []any{
 		(*Finished_StopString)(nil),
 		(*Finished_StopTokenId)(nil),
 	}

@@ -284,8 +284,8 @@ def _apply(spec: pb.GenerationSpec, name: str, value: Any) -> None:
     elif name in ("request_id", "adapter", "n", "model"):
         setattr(spec, name, value)
     elif name == "labels":
-        spec.labels.clear()
-        spec.labels.update(value)
+        del spec.labels[:]
+        spec.labels.extend(pb.Label(name=key, value=item) for key, item in value.items())
     elif name == "json_object":
         spec.structured_output.json_object.SetInParent()
     else:

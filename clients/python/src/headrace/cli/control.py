@@ -48,7 +48,11 @@ def list_requests(
 def _line(one: pb.LiveRequest) -> str:
     state = pb.RequestState.Name(one.state).removeprefix("REQUEST_STATE_").lower()
     age_s = one.age_duration.ToNanoseconds() / 1e9
-    labels = f" labels={json.dumps(dict(one.labels), sort_keys=True)}" if one.labels else ""
+    labels = (
+        f" labels={json.dumps({label.name: label.value for label in one.labels}, sort_keys=True)}"
+        if one.labels
+        else ""
+    )
     return (
         f"{one.identity} {one.request_id} {state} age={age_s:.1f}s "
         f"prompt={one.prompt_tokens} output={one.output_tokens} n={one.n} priority={one.priority}"

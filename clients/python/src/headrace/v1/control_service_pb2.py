@@ -26,10 +26,11 @@ from google.api import annotations_pb2 as google_dot_api_dot_annotations__pb2
 from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from headrace.v1 import generation_pb2 as headrace_dot_v1_dot_generation__pb2
 from headrace.v1 import generation_service_pb2 as headrace_dot_v1_dot_generation__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!headrace/v1/control_service.proto\x12\x0bheadrace.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$headrace/v1/generation_service.proto\"5\n\x14GetStatisticsRequest\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"D\n\x15GetStatisticsResponse\x12+\n\nstatistics\x18\x01 \x01(\x0b\x32\x17.headrace.v1.Statistics\"d\n\x16WatchStatisticsRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"F\n\x17WatchStatisticsResponse\x12+\n\nstatistics\x18\x01 \x01(\x0b\x32\x17.headrace.v1.Statistics\"\xf5\x03\n\nStatistics\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12/\n\x0bsample_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x32\n\x0fuptime_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x05phase\x18\x06 \x01(\x0e\x32\x18.headrace.v1.ServerPhase\x12&\n\x05pause\x18\x07 \x01(\x0b\x32\x17.headrace.v1.PauseState\x12&\n\x05\x64rain\x18\x08 \x01(\x0b\x32\x17.headrace.v1.DrainState\x12(\n\tlog_level\x18\t \x01(\x0e\x32\x15.headrace.v1.LogLevel\x12\x17\n\x0f\x65ngine_restarts\x18\n \x01(\x04\x12\x32\n\tfront_end\x18\x0b \x01(\x0b\x32\x1f.headrace.v1.FrontEndStatistics\x12-\n\x06\x65ngine\x18\x0c \x01(\x0b\x32\x1d.headrace.v1.EngineStatistics\x12\'\n\x05rates\x18\r \x01(\x0b\x32\x18.headrace.v1.EngineRates\"L\n\nPauseState\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12.\n\nstart_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"x\n\nDrainState\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12.\n\nstart_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x8d\x01\n\x12\x46rontEndStatistics\x12\x15\n\rlive_requests\x18\x01 \x01(\x04\x12\x14\n\x0copen_streams\x18\x02 \x01(\x04\x12\x19\n\x11streamed_requests\x18\x03 \x01(\x04\x12\x14\n\x0ckept_results\x18\x04 \x01(\x04\x12\x19\n\x11kept_result_bytes\x18\x05 \x01(\x04\"\xf8\x04\n\x10\x45ngineStatistics\x12\x0f\n\x07running\x18\x01 \x01(\x04\x12\x0f\n\x07waiting\x18\x02 \x01(\x04\x12\x14\n\x0c\x62locks_total\x18\x03 \x01(\x04\x12\x13\n\x0b\x62locks_used\x18\x04 \x01(\x04\x12\x15\n\rblocks_cached\x18\x05 \x01(\x04\x12\x19\n\x11host_blocks_total\x18\x06 \x01(\x04\x12\x18\n\x10host_blocks_used\x18\x07 \x01(\x04\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x18\n\x10generated_tokens\x18\n \x01(\x04\x12\x19\n\x11requests_accepted\x18\x0b \x01(\x04\x12\x19\n\x11requests_finished\x18\x0c \x01(\x04\x12\x13\n\x0bpreemptions\x18\r \x01(\x04\x12\x10\n\x08offloads\x18\x0e \x01(\x04\x12\x10\n\x08restores\x18\x0f \x01(\x04\x12\x16\n\x0eprefix_queries\x18\x10 \x01(\x04\x12\x13\n\x0bprefix_hits\x18\x11 \x01(\x04\x12\x35\n\x12last_step_duration\x18\x12 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04held\x18\x13 \x01(\x04\x12\r\n\x05holds\x18\x14 \x01(\x04\x12\x1a\n\x12steps_with_decodes\x18\x15 \x01(\x04\x12\x19\n\x11steps_over_target\x18\x16 \x01(\x04\x12.\n\x07\x63\x61llers\x18\x17 \x03(\x0b\x32\x1d.headrace.v1.CallerStatistics\x12\x34\n\rother_callers\x18\x18 \x01(\x0b\x32\x1d.headrace.v1.CallerStatistics\"e\n\x10\x43\x61llerStatistics\x12\x0e\n\x06\x63\x61ller\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x0f\n\x07running\x18\x03 \x01(\x04\x12\x0f\n\x07waiting\x18\x04 \x01(\x04\x12\x0f\n\x07service\x18\x05 \x01(\x04\"\xc3\x01\n\x0b\x45ngineRates\x12)\n\x06window\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05steps\x18\x02 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x01\x12\x18\n\x10generated_tokens\x18\x04 \x01(\x01\x12\x19\n\x11requests_accepted\x18\x05 \x01(\x01\x12\x19\n\x11requests_finished\x18\x06 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x01\"m\n\x13ListRequestsRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"o\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.headrace.v1.LiveRequest\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\ntotal_size\x18\x03 \x01(\x04\"\x80\x03\n\x0bLiveRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.headrace.v1.RequestState\x12/\n\x0c\x61ge_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x15\n\routput_tokens\x18\x06 \x01(\x04\x12\t\n\x01n\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12-\n\ntime_limit\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tstreaming\x18\n \x01(\x08\x12\x34\n\x06labels\x18\x0b \x03(\x0b\x32$.headrace.v1.LiveRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"?\n\x0bRequestName\x12\x16\n\x08identity\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x18\n\nrequest_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\"h\n\x15\x43\x61ncelRequestsRequest\x12\x30\n\x08requests\x18\x01 \x03(\x0b\x32\x18.headrace.v1.RequestNameB\x04\xe2\x41\x01\x02\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"K\n\x16\x43\x61ncelRequestsResponse\x12\x31\n\x07results\x18\x01 \x03(\x0b\x32 .headrace.v1.RequestCancellation\"f\n\x13RequestCancellation\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12)\n\x06status\x18\x03 \x01(\x0e\x32\x19.headrace.v1.CancelStatus\"=\n\x0cPauseRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"K\n\rPauseResponse\x12&\n\x05pause\x18\x01 \x01(\x0b\x32\x17.headrace.v1.PauseState\x12\x12\n\nwas_paused\x18\x02 \x01(\x08\".\n\rResumeRequest\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"$\n\x0eResumeResponse\x12\x12\n\nwas_paused\x18\x01 \x01(\x08\"i\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"d\n\rDrainResponse\x12&\n\x05\x64rain\x18\x01 \x01(\x0b\x32\x17.headrace.v1.DrainState\x12\x14\n\x0cwas_draining\x18\x02 \x01(\x08\x12\x15\n\rlive_requests\x18\x03 \x01(\x04\"8\n\x17ResetPrefixCacheRequest\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"\x1a\n\x18ResetPrefixCacheResponse\"_\n\x12SetLogLevelRequest\x12*\n\x05level\x18\x01 \x01(\x0e\x32\x15.headrace.v1.LogLevelB\x04\xe2\x41\x01\x02\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"D\n\x13SetLogLevelResponse\x12-\n\x0eprevious_level\x18\x01 \x01(\x0e\x32\x15.headrace.v1.LogLevel*\xae\x01\n\x0bServerPhase\x12\x1c\n\x18SERVER_PHASE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_PHASE_LOADING\x10\x01\x12\x16\n\x12SERVER_PHASE_READY\x10\x02\x12\x1b\n\x17SERVER_PHASE_RESTARTING\x10\x03\x12\x19\n\x15SERVER_PHASE_DRAINING\x10\x04\x12\x17\n\x13SERVER_PHASE_FAILED\x10\x05*z\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04*\xb9\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17REQUEST_STATE_SUBMITTED\x10\x01\x12\x19\n\x15REQUEST_STATE_WAITING\x10\x02\x12\x1c\n\x18REQUEST_STATE_GENERATING\x10\x03\x12\x1c\n\x18REQUEST_STATE_CANCELLING\x10\x04\x12\x16\n\x12REQUEST_STATE_HELD\x10\x05\x32\xa5\x08\n\x0e\x43ontrolService\x12v\n\rGetStatistics\x12!.headrace.v1.GetStatisticsRequest\x1a\".headrace.v1.GetStatisticsResponse\"\x1e\x82\xd3\xe4\x93\x02\x18\x12\x16/v1/control/statistics\x12\x84\x01\n\x0fWatchStatistics\x12#.headrace.v1.WatchStatisticsRequest\x1a$.headrace.v1.WatchStatisticsResponse\"$\x82\xd3\xe4\x93\x02\x1e\x12\x1c/v1/control/statistics:watch0\x01\x12q\n\x0cListRequests\x12 .headrace.v1.ListRequestsRequest\x1a!.headrace.v1.ListRequestsResponse\"\x1c\x82\xd3\xe4\x93\x02\x16\x12\x14/v1/control/requests\x12\x81\x01\n\x0e\x43\x61ncelRequests\x12\".headrace.v1.CancelRequestsRequest\x1a#.headrace.v1.CancelRequestsResponse\"&\x82\xd3\xe4\x93\x02 \"\x1b/v1/control/requests:cancel:\x01*\x12\\\n\x05Pause\x12\x19.headrace.v1.PauseRequest\x1a\x1a.headrace.v1.PauseResponse\"\x1c\x82\xd3\xe4\x93\x02\x16\"\x11/v1/control:pause:\x01*\x12`\n\x06Resume\x12\x1a.headrace.v1.ResumeRequest\x1a\x1b.headrace.v1.ResumeResponse\"\x1d\x82\xd3\xe4\x93\x02\x17\"\x12/v1/control:resume:\x01*\x12\\\n\x05\x44rain\x12\x19.headrace.v1.DrainRequest\x1a\x1a.headrace.v1.DrainResponse\"\x1c\x82\xd3\xe4\x93\x02\x16\"\x11/v1/control:drain:\x01*\x12\x8a\x01\n\x10ResetPrefixCache\x12$.headrace.v1.ResetPrefixCacheRequest\x1a%.headrace.v1.ResetPrefixCacheResponse\")\x82\xd3\xe4\x93\x02#\"\x1e/v1/control/prefix-cache:reset:\x01*\x12r\n\x0bSetLogLevel\x12\x1f.headrace.v1.SetLogLevelRequest\x1a .headrace.v1.SetLogLevelResponse\" \x82\xd3\xe4\x93\x02\x1a\"\x15/v1/control/log-level:\x01*BP\n\x0f\x64\x65v.headrace.v1B\x13\x43ontrolServiceProtoP\x01Z&headrace.dev/go/headrace/v1;headracev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!headrace/v1/control_service.proto\x12\x0bheadrace.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1cheadrace/v1/generation.proto\x1a$headrace/v1/generation_service.proto\"5\n\x14GetStatisticsRequest\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"D\n\x15GetStatisticsResponse\x12+\n\nstatistics\x18\x01 \x01(\x0b\x32\x17.headrace.v1.Statistics\"d\n\x16WatchStatisticsRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"F\n\x17WatchStatisticsResponse\x12+\n\nstatistics\x18\x01 \x01(\x0b\x32\x17.headrace.v1.Statistics\"\xf5\x03\n\nStatistics\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12/\n\x0bsample_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x32\n\x0fuptime_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x05phase\x18\x06 \x01(\x0e\x32\x18.headrace.v1.ServerPhase\x12&\n\x05pause\x18\x07 \x01(\x0b\x32\x17.headrace.v1.PauseState\x12&\n\x05\x64rain\x18\x08 \x01(\x0b\x32\x17.headrace.v1.DrainState\x12(\n\tlog_level\x18\t \x01(\x0e\x32\x15.headrace.v1.LogLevel\x12\x17\n\x0f\x65ngine_restarts\x18\n \x01(\x04\x12\x32\n\tfront_end\x18\x0b \x01(\x0b\x32\x1f.headrace.v1.FrontEndStatistics\x12-\n\x06\x65ngine\x18\x0c \x01(\x0b\x32\x1d.headrace.v1.EngineStatistics\x12\'\n\x05rates\x18\r \x01(\x0b\x32\x18.headrace.v1.EngineRates\"L\n\nPauseState\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12.\n\nstart_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"x\n\nDrainState\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12.\n\nstart_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x8d\x01\n\x12\x46rontEndStatistics\x12\x15\n\rlive_requests\x18\x01 \x01(\x04\x12\x14\n\x0copen_streams\x18\x02 \x01(\x04\x12\x19\n\x11streamed_requests\x18\x03 \x01(\x04\x12\x14\n\x0ckept_results\x18\x04 \x01(\x04\x12\x19\n\x11kept_result_bytes\x18\x05 \x01(\x04\"\xf8\x04\n\x10\x45ngineStatistics\x12\x0f\n\x07running\x18\x01 \x01(\x04\x12\x0f\n\x07waiting\x18\x02 \x01(\x04\x12\x14\n\x0c\x62locks_total\x18\x03 \x01(\x04\x12\x13\n\x0b\x62locks_used\x18\x04 \x01(\x04\x12\x15\n\rblocks_cached\x18\x05 \x01(\x04\x12\x19\n\x11host_blocks_total\x18\x06 \x01(\x04\x12\x18\n\x10host_blocks_used\x18\x07 \x01(\x04\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x18\n\x10generated_tokens\x18\n \x01(\x04\x12\x19\n\x11requests_accepted\x18\x0b \x01(\x04\x12\x19\n\x11requests_finished\x18\x0c \x01(\x04\x12\x13\n\x0bpreemptions\x18\r \x01(\x04\x12\x10\n\x08offloads\x18\x0e \x01(\x04\x12\x10\n\x08restores\x18\x0f \x01(\x04\x12\x16\n\x0eprefix_queries\x18\x10 \x01(\x04\x12\x13\n\x0bprefix_hits\x18\x11 \x01(\x04\x12\x35\n\x12last_step_duration\x18\x12 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04held\x18\x13 \x01(\x04\x12\r\n\x05holds\x18\x14 \x01(\x04\x12\x1a\n\x12steps_with_decodes\x18\x15 \x01(\x04\x12\x19\n\x11steps_over_target\x18\x16 \x01(\x04\x12.\n\x07\x63\x61llers\x18\x17 \x03(\x0b\x32\x1d.headrace.v1.CallerStatistics\x12\x34\n\rother_callers\x18\x18 \x01(\x0b\x32\x1d.headrace.v1.CallerStatistics\"e\n\x10\x43\x61llerStatistics\x12\x0e\n\x06\x63\x61ller\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x0f\n\x07running\x18\x03 \x01(\x04\x12\x0f\n\x07waiting\x18\x04 \x01(\x04\x12\x0f\n\x07service\x18\x05 \x01(\x04\"\xc3\x01\n\x0b\x45ngineRates\x12)\n\x06window\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05steps\x18\x02 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x01\x12\x18\n\x10generated_tokens\x18\x04 \x01(\x01\x12\x19\n\x11requests_accepted\x18\x05 \x01(\x01\x12\x19\n\x11requests_finished\x18\x06 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x01\"m\n\x13ListRequestsRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"o\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.headrace.v1.LiveRequest\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\ntotal_size\x18\x03 \x01(\x04\"\xbf\x02\n\x0bLiveRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.headrace.v1.RequestState\x12/\n\x0c\x61ge_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x15\n\routput_tokens\x18\x06 \x01(\x04\x12\t\n\x01n\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12-\n\ntime_limit\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tstreaming\x18\n \x01(\x08\x12\"\n\x06labels\x18\x0b \x03(\x0b\x32\x12.headrace.v1.Label\"?\n\x0bRequestName\x12\x16\n\x08identity\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x18\n\nrequest_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\"h\n\x15\x43\x61ncelRequestsRequest\x12\x30\n\x08requests\x18\x01 \x03(\x0b\x32\x18.headrace.v1.RequestNameB\x04\xe2\x41\x01\x02\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"K\n\x16\x43\x61ncelRequestsResponse\x12\x31\n\x07results\x18\x01 \x03(\x0b\x32 .headrace.v1.RequestCancellation\"f\n\x13RequestCancellation\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12)\n\x06status\x18\x03 \x01(\x0e\x32\x19.headrace.v1.CancelStatus\"=\n\x0cPauseRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"K\n\rPauseResponse\x12&\n\x05pause\x18\x01 \x01(\x0b\x32\x17.headrace.v1.PauseState\x12\x12\n\nwas_paused\x18\x02 \x01(\x08\".\n\rResumeRequest\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"$\n\x0eResumeResponse\x12\x12\n\nwas_paused\x18\x01 \x01(\x08\"i\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"d\n\rDrainResponse\x12&\n\x05\x64rain\x18\x01 \x01(\x0b\x32\x17.headrace.v1.DrainState\x12\x14\n\x0cwas_draining\x18\x02 \x01(\x08\x12\x15\n\rlive_requests\x18\x03 \x01(\x04\"8\n\x17ResetPrefixCacheRequest\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"\x1a\n\x18ResetPrefixCacheResponse\"_\n\x12SetLogLevelRequest\x12*\n\x05level\x18\x01 \x01(\x0e\x32\x15.headrace.v1.LogLevelB\x04\xe2\x41\x01\x02\x12\x1d\n\x15required_capabilities\x18\x0f \x03(\t\"D\n\x13SetLogLevelResponse\x12-\n\x0eprevious_level\x18\x01 \x01(\x0e\x32\x15.headrace.v1.LogLevel*\xae\x01\n\x0bServerPhase\x12\x1c\n\x18SERVER_PHASE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_PHASE_LOADING\x10\x01\x12\x16\n\x12SERVER_PHASE_READY\x10\x02\x12\x1b\n\x17SERVER_PHASE_RESTARTING\x10\x03\x12\x19\n\x15SERVER_PHASE_DRAINING\x10\x04\x12\x17\n\x13SERVER_PHASE_FAILED\x10\x05*z\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04*\xb9\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17REQUEST_STATE_SUBMITTED\x10\x01\x12\x19\n\x15REQUEST_STATE_WAITING\x10\x02\x12\x1c\n\x18REQUEST_STATE_GENERATING\x10\x03\x12\x1c\n\x18REQUEST_STATE_CANCELLING\x10\x04\x12\x16\n\x12REQUEST_STATE_HELD\x10\x05\x32\xa5\x08\n\x0e\x43ontrolService\x12v\n\rGetStatistics\x12!.headrace.v1.GetStatisticsRequest\x1a\".headrace.v1.GetStatisticsResponse\"\x1e\x82\xd3\xe4\x93\x02\x18\x12\x16/v1/control/statistics\x12\x84\x01\n\x0fWatchStatistics\x12#.headrace.v1.WatchStatisticsRequest\x1a$.headrace.v1.WatchStatisticsResponse\"$\x82\xd3\xe4\x93\x02\x1e\x12\x1c/v1/control/statistics:watch0\x01\x12q\n\x0cListRequests\x12 .headrace.v1.ListRequestsRequest\x1a!.headrace.v1.ListRequestsResponse\"\x1c\x82\xd3\xe4\x93\x02\x16\x12\x14/v1/control/requests\x12\x81\x01\n\x0e\x43\x61ncelRequests\x12\".headrace.v1.CancelRequestsRequest\x1a#.headrace.v1.CancelRequestsResponse\"&\x82\xd3\xe4\x93\x02 \"\x1b/v1/control/requests:cancel:\x01*\x12\\\n\x05Pause\x12\x19.headrace.v1.PauseRequest\x1a\x1a.headrace.v1.PauseResponse\"\x1c\x82\xd3\xe4\x93\x02\x16\"\x11/v1/control:pause:\x01*\x12`\n\x06Resume\x12\x1a.headrace.v1.ResumeRequest\x1a\x1b.headrace.v1.ResumeResponse\"\x1d\x82\xd3\xe4\x93\x02\x17\"\x12/v1/control:resume:\x01*\x12\\\n\x05\x44rain\x12\x19.headrace.v1.DrainRequest\x1a\x1a.headrace.v1.DrainResponse\"\x1c\x82\xd3\xe4\x93\x02\x16\"\x11/v1/control:drain:\x01*\x12\x8a\x01\n\x10ResetPrefixCache\x12$.headrace.v1.ResetPrefixCacheRequest\x1a%.headrace.v1.ResetPrefixCacheResponse\")\x82\xd3\xe4\x93\x02#\"\x1e/v1/control/prefix-cache:reset:\x01*\x12r\n\x0bSetLogLevel\x12\x1f.headrace.v1.SetLogLevelRequest\x1a .headrace.v1.SetLogLevelResponse\" \x82\xd3\xe4\x93\x02\x1a\"\x15/v1/control/log-level:\x01*BP\n\x0f\x64\x65v.headrace.v1B\x13\x43ontrolServiceProtoP\x01Z&headrace.dev/go/headrace/v1;headracev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,8 +38,6 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.control_service
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.headrace.v1B\023ControlServiceProtoP\001Z&headrace.dev/go/headrace/v1;headracev1'
-  _globals['_LIVEREQUEST_LABELSENTRY']._loaded_options = None
-  _globals['_LIVEREQUEST_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_REQUESTNAME'].fields_by_name['identity']._loaded_options = None
   _globals['_REQUESTNAME'].fields_by_name['identity']._serialized_options = b'\342A\001\002'
   _globals['_REQUESTNAME'].fields_by_name['request_id']._loaded_options = None
@@ -65,70 +64,68 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONTROLSERVICE'].methods_by_name['ResetPrefixCache']._serialized_options = b'\202\323\344\223\002#\"\036/v1/control/prefix-cache:reset:\001*'
   _globals['_CONTROLSERVICE'].methods_by_name['SetLogLevel']._loaded_options = None
   _globals['_CONTROLSERVICE'].methods_by_name['SetLogLevel']._serialized_options = b'\202\323\344\223\002\032\"\025/v1/control/log-level:\001*'
-  _globals['_SERVERPHASE']._serialized_start=3951
-  _globals['_SERVERPHASE']._serialized_end=4125
-  _globals['_LOGLEVEL']._serialized_start=4127
-  _globals['_LOGLEVEL']._serialized_end=4249
-  _globals['_REQUESTSTATE']._serialized_start=4252
-  _globals['_REQUESTSTATE']._serialized_end=4437
-  _globals['_GETSTATISTICSREQUEST']._serialized_start=216
-  _globals['_GETSTATISTICSREQUEST']._serialized_end=269
-  _globals['_GETSTATISTICSRESPONSE']._serialized_start=271
-  _globals['_GETSTATISTICSRESPONSE']._serialized_end=339
-  _globals['_WATCHSTATISTICSREQUEST']._serialized_start=341
-  _globals['_WATCHSTATISTICSREQUEST']._serialized_end=441
-  _globals['_WATCHSTATISTICSRESPONSE']._serialized_start=443
-  _globals['_WATCHSTATISTICSRESPONSE']._serialized_end=513
-  _globals['_STATISTICS']._serialized_start=516
-  _globals['_STATISTICS']._serialized_end=1017
-  _globals['_PAUSESTATE']._serialized_start=1019
-  _globals['_PAUSESTATE']._serialized_end=1095
-  _globals['_DRAINSTATE']._serialized_start=1097
-  _globals['_DRAINSTATE']._serialized_end=1217
-  _globals['_FRONTENDSTATISTICS']._serialized_start=1220
-  _globals['_FRONTENDSTATISTICS']._serialized_end=1361
-  _globals['_ENGINESTATISTICS']._serialized_start=1364
-  _globals['_ENGINESTATISTICS']._serialized_end=1996
-  _globals['_CALLERSTATISTICS']._serialized_start=1998
-  _globals['_CALLERSTATISTICS']._serialized_end=2099
-  _globals['_ENGINERATES']._serialized_start=2102
-  _globals['_ENGINERATES']._serialized_end=2297
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=2299
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=2408
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=2410
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=2521
-  _globals['_LIVEREQUEST']._serialized_start=2524
-  _globals['_LIVEREQUEST']._serialized_end=2908
-  _globals['_LIVEREQUEST_LABELSENTRY']._serialized_start=2863
-  _globals['_LIVEREQUEST_LABELSENTRY']._serialized_end=2908
-  _globals['_REQUESTNAME']._serialized_start=2910
-  _globals['_REQUESTNAME']._serialized_end=2973
-  _globals['_CANCELREQUESTSREQUEST']._serialized_start=2975
-  _globals['_CANCELREQUESTSREQUEST']._serialized_end=3079
-  _globals['_CANCELREQUESTSRESPONSE']._serialized_start=3081
-  _globals['_CANCELREQUESTSRESPONSE']._serialized_end=3156
-  _globals['_REQUESTCANCELLATION']._serialized_start=3158
-  _globals['_REQUESTCANCELLATION']._serialized_end=3260
-  _globals['_PAUSEREQUEST']._serialized_start=3262
-  _globals['_PAUSEREQUEST']._serialized_end=3323
-  _globals['_PAUSERESPONSE']._serialized_start=3325
-  _globals['_PAUSERESPONSE']._serialized_end=3400
-  _globals['_RESUMEREQUEST']._serialized_start=3402
-  _globals['_RESUMEREQUEST']._serialized_end=3448
-  _globals['_RESUMERESPONSE']._serialized_start=3450
-  _globals['_RESUMERESPONSE']._serialized_end=3486
-  _globals['_DRAINREQUEST']._serialized_start=3488
-  _globals['_DRAINREQUEST']._serialized_end=3593
-  _globals['_DRAINRESPONSE']._serialized_start=3595
-  _globals['_DRAINRESPONSE']._serialized_end=3695
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=3697
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=3753
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=3755
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=3781
-  _globals['_SETLOGLEVELREQUEST']._serialized_start=3783
-  _globals['_SETLOGLEVELREQUEST']._serialized_end=3878
-  _globals['_SETLOGLEVELRESPONSE']._serialized_start=3880
-  _globals['_SETLOGLEVELRESPONSE']._serialized_end=3948
-  _globals['_CONTROLSERVICE']._serialized_start=4440
-  _globals['_CONTROLSERVICE']._serialized_end=5501
+  _globals['_SERVERPHASE']._serialized_start=3916
+  _globals['_SERVERPHASE']._serialized_end=4090
+  _globals['_LOGLEVEL']._serialized_start=4092
+  _globals['_LOGLEVEL']._serialized_end=4214
+  _globals['_REQUESTSTATE']._serialized_start=4217
+  _globals['_REQUESTSTATE']._serialized_end=4402
+  _globals['_GETSTATISTICSREQUEST']._serialized_start=246
+  _globals['_GETSTATISTICSREQUEST']._serialized_end=299
+  _globals['_GETSTATISTICSRESPONSE']._serialized_start=301
+  _globals['_GETSTATISTICSRESPONSE']._serialized_end=369
+  _globals['_WATCHSTATISTICSREQUEST']._serialized_start=371
+  _globals['_WATCHSTATISTICSREQUEST']._serialized_end=471
+  _globals['_WATCHSTATISTICSRESPONSE']._serialized_start=473
+  _globals['_WATCHSTATISTICSRESPONSE']._serialized_end=543
+  _globals['_STATISTICS']._serialized_start=546
+  _globals['_STATISTICS']._serialized_end=1047
+  _globals['_PAUSESTATE']._serialized_start=1049
+  _globals['_PAUSESTATE']._serialized_end=1125
+  _globals['_DRAINSTATE']._serialized_start=1127
+  _globals['_DRAINSTATE']._serialized_end=1247
+  _globals['_FRONTENDSTATISTICS']._serialized_start=1250
+  _globals['_FRONTENDSTATISTICS']._serialized_end=1391
+  _globals['_ENGINESTATISTICS']._serialized_start=1394
+  _globals['_ENGINESTATISTICS']._serialized_end=2026
+  _globals['_CALLERSTATISTICS']._serialized_start=2028
+  _globals['_CALLERSTATISTICS']._serialized_end=2129
+  _globals['_ENGINERATES']._serialized_start=2132
+  _globals['_ENGINERATES']._serialized_end=2327
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=2329
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=2438
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=2440
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=2551
+  _globals['_LIVEREQUEST']._serialized_start=2554
+  _globals['_LIVEREQUEST']._serialized_end=2873
+  _globals['_REQUESTNAME']._serialized_start=2875
+  _globals['_REQUESTNAME']._serialized_end=2938
+  _globals['_CANCELREQUESTSREQUEST']._serialized_start=2940
+  _globals['_CANCELREQUESTSREQUEST']._serialized_end=3044
+  _globals['_CANCELREQUESTSRESPONSE']._serialized_start=3046
+  _globals['_CANCELREQUESTSRESPONSE']._serialized_end=3121
+  _globals['_REQUESTCANCELLATION']._serialized_start=3123
+  _globals['_REQUESTCANCELLATION']._serialized_end=3225
+  _globals['_PAUSEREQUEST']._serialized_start=3227
+  _globals['_PAUSEREQUEST']._serialized_end=3288
+  _globals['_PAUSERESPONSE']._serialized_start=3290
+  _globals['_PAUSERESPONSE']._serialized_end=3365
+  _globals['_RESUMEREQUEST']._serialized_start=3367
+  _globals['_RESUMEREQUEST']._serialized_end=3413
+  _globals['_RESUMERESPONSE']._serialized_start=3415
+  _globals['_RESUMERESPONSE']._serialized_end=3451
+  _globals['_DRAINREQUEST']._serialized_start=3453
+  _globals['_DRAINREQUEST']._serialized_end=3558
+  _globals['_DRAINRESPONSE']._serialized_start=3560
+  _globals['_DRAINRESPONSE']._serialized_end=3660
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=3662
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=3718
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=3720
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=3746
+  _globals['_SETLOGLEVELREQUEST']._serialized_start=3748
+  _globals['_SETLOGLEVELREQUEST']._serialized_end=3843
+  _globals['_SETLOGLEVELRESPONSE']._serialized_start=3845
+  _globals['_SETLOGLEVELRESPONSE']._serialized_end=3913
+  _globals['_CONTROLSERVICE']._serialized_start=4405
+  _globals['_CONTROLSERVICE']._serialized_end=5466
 # @@protoc_insertion_point(module_scope)

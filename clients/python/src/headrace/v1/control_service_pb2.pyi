@@ -14,6 +14,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from headrace.v1 import generation_pb2 as _generation_pb2
 from headrace.v1 import generation_service_pb2 as _generation_service_pb2
 import builtins as _builtins
 import sys
@@ -711,26 +712,6 @@ class LiveRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    @_typing.final
-    class LabelsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
     IDENTITY_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
@@ -767,7 +748,7 @@ class LiveRequest(_message.Message):
         """How long it may take after the engine accepted it. Absent: no limit."""
 
     @_builtins.property
-    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+    def labels(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.Label]:
         """Its labels, as the caller gave them."""
 
     def __init__(
@@ -783,7 +764,7 @@ class LiveRequest(_message.Message):
         priority: _builtins.int = ...,
         time_limit: _duration_pb2.Duration | None = ...,
         streaming: _builtins.bool = ...,
-        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        labels: _abc.Iterable[_generation_pb2.Label] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age_duration", b"age_duration", "time_limit", b"time_limit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

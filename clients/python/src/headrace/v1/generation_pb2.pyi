@@ -165,26 +165,6 @@ class GenerationSpec(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    @_typing.final
-    class LabelsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
@@ -262,7 +242,7 @@ class GenerationSpec(_message.Message):
         """
 
     @_builtins.property
-    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+    def labels(self) -> _containers.RepeatedCompositeFieldContainer[Global___Label]:
         """Labels of the caller's choice, for accounting: they are in the server's logs and traces, and in ListRequests; the
         model does not see them. At most 16; names of 1 to 64 characters out of [A-Za-z0-9._/-], values of at most 128
         bytes without control characters.
@@ -285,7 +265,7 @@ class GenerationSpec(_message.Message):
         adapter: _builtins.str = ...,
         n: _builtins.int | None = ...,
         model: _builtins.str = ...,
-        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        labels: _abc.Iterable[Global___Label] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "cache", b"cache", "chat", b"chat", "input", b"input", "n", b"n", "output", b"output", "sampling", b"sampling", "scheduling", b"scheduling", "stop", b"stop", "structured_output", b"structured_output", "text", b"text", "tokens", b"tokens", "truncation", b"truncation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -301,6 +281,32 @@ class GenerationSpec(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerationSpec: _TypeAlias = GenerationSpec  # noqa: Y015
+
+@_typing.final
+class Label(_message.Message):
+    """A label of a request. Not an entry of a map: a hostile message with many of these takes a fifth of the time to parse."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name; no other label of the request has it."""
+    value: _builtins.str
+    """Its value."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Label: _TypeAlias = Label  # noqa: Y015
 
 @_typing.final
 class TextInput(_message.Message):
