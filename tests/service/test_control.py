@@ -290,6 +290,8 @@ async def test_thousands_of_requests_in_pages_while_some_end_and_some_come() -> 
         assert answer.total_size == 2999
         small = await h.control.ListRequests(pb.ListRequestsRequest())
         assert (len(small.requests), small.total_size) == (100, 2999)
+        large = await h.control.ListRequests(pb.ListRequestsRequest(page_size=2**32 - 1))
+        assert (len(large.requests), bool(large.next_page_token)) == (1000, True)
         nobody = await h.control.ListRequests(pb.ListRequestsRequest(identity="nobody"))
         assert nobody == pb.ListRequestsResponse()
         session.call.cancel()
@@ -298,7 +300,6 @@ async def test_thousands_of_requests_in_pages_while_some_end_and_some_come() -> 
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
-        (pb.ListRequestsRequest(page_size=1001), "page_size"),
         (pb.ListRequestsRequest(page_token="r7"), "page_token"),
         (pb.ListRequestsRequest(page_token="9" * 21), "page_token"),
         (pb.ListRequestsRequest(page_token="²"), "page_token"),
