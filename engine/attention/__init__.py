@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache: the seam to the models, and the backends behind it."""
+"""Attention over the paged KV cache: the interface to the models, and the backends."""

@@ -1,4 +1,4 @@
-"""What passes through attention: one step's metadata, the cache of one layer, and the contract of a
+"""The data types of attention (a step's metadata, a layer's cache), and the contract of a
 backend.
 
     model layer ──query, key, value of T tokens──▶ paged_attention ──▶ AttentionBackend.forward
@@ -7,9 +7,9 @@ backend.
                         AttentionContext (one a step) ─┘                  2. attend through the
                         block tables
 
-T is the number of tokens of the step: all requests' tokens in one flat ragged row, requests with
-one token first, padding last. Hq and Hkv are query and key/value heads, G = Hq / Hkv, D and Dv the
-head sizes of keys and values.
+T is the number of tokens in the step: the tokens of all requests in one flat ragged row, requests
+with one token first, padding last. Hq and Hkv are query and key/value heads, G = Hq / Hkv, D and Dv
+the head sizes of keys and values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The KV of one layer, as the model makes it (not as its config says: MLA differs)."""
+    """The shape of one layer's KV, as the model really makes it (with MLA its config says
+    otherwise).
+    """
 
     num_kv_heads: int
     key_dim: int
@@ -35,7 +37,7 @@ class LayerShape:
 
     @property
     def elements_per_token(self) -> int:
-        """How many elements one token's key and value have."""
+        """How many elements the key and value of one token have."""
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
@@ -55,21 +57,21 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Where each request's tokens stand in a step, on the host. Filled by
+    """The layout of the requests' tokens in a step, on the host. Filled by
     `engine.runner.input_batch`.
 
     Attributes:
-        starts: int64 [R], position of each request's first token of the step.
-        counts: int64 [R], its tokens in the step; the first num_decodes entries are 1, the others
-            more.
+        starts: int64 [R], the position of each request's first token in the step.
+        counts: int64 [R], how many tokens each request has in the step; the first num_decodes
+            entries are 1, the others more.
         num_decodes: how many requests compute one token.
         positions: int64 [T − num_padding], each token's position in its request.
-        tables: int32 [R, max blocks], block table rows of the group at hand, padded with the null
-            block.
+        tables: int32 [R, max blocks], the block tables of one group, padded with the null block.
         block_size: tokens in a block.
-        num_padding: tokens at the end of the flat row that belong to nobody: their keys and values
-            go to the null block, their output is zero.
-        kv_interval: the length of the context that is read is a multiple of this; 0: any.
+        num_padding: padding tokens at the end of the flat row: their keys and values go to the null
+            block, and their output is zero.
+        kv_interval: the length of the context that is read is padded to a multiple of this; 0: not
+            padded.
     """
 
     starts: npt.NDArray[np.int64]
@@ -84,12 +86,12 @@ class BatchLayout:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """What a layer asks of attention beside its tensors.
+    """The parameters of a layer's attention besides its tensors.
 
     Attributes:
         scaling: multiplies the scores.
         softcap: scores become softcap · tanh(score / softcap) (Gemma 2); None: off.
-        sinks: [Hq], a logit per head that takes part in the softmax and yields nothing (gpt-oss);
+        sinks: [Hq], a logit per head that takes part in the softmax without a value (gpt-oss);
             None: off.
     """
 
@@ -100,14 +102,15 @@ class AttentionParams:
 
 @dataclass(frozen=True, slots=True)
 class StaticShape:
-    """The sizes of a step whose tensors have fixed places, so that it can be captured and replayed.
+    """The sizes of a step with tensors at fixed addresses, so that it can be captured and
+    replayed.
 
     Attributes:
         is_decode: every request computes one token.
         tokens: T, padding included.
         requests: most requests; with is_decode, as many as tokens.
-        context: tokens of context that are read, in whole blocks: with is_decode of each request,
-            else of all together.
+        context: tokens of context that are read, in whole blocks: for each request with is_decode,
+            else for all together.
         block_size: tokens in a block.
     """
 
@@ -119,7 +122,7 @@ class StaticShape:
 
 
 class AttentionMetadata:
-    """One group's metadata of one step, as its backend wants it. Opaque to everyone else."""
+    """One group's metadata for one step, in its backend's own form. Opaque to other code."""
 
 
 class AttentionBackend(ABC):
@@ -131,35 +134,36 @@ class AttentionBackend(ABC):
 
     name: str
     dtypes: tuple[torch.dtype, ...] | None = None
-    """What it computes with; None: any."""
+    """The supported types; None: any."""
     block_multiple: int = 1
     """Tokens in a block must be a multiple of this."""
     step_lock: AbstractContextManager[object] = nullcontext()
-    """Held while a step is computed. Several engines may share a model, each with a thread of its
-    own; where steps share scratch memory, they take turns.
+    """Held while a step is computed. Several engines may share a model, each with its own thread;
+    if steps share scratch memory, this lock makes them take turns.
     """
 
     def why_not(self, shape: LayerShape, params: AttentionParams) -> str | None:
-        """What of a layer cannot be computed, as the end of a sentence about the layer; None: all
-        can.
-        """
+        """Why a layer is not supported, as the end of a sentence about the layer; None: it is."""
         return None
 
     @abstractmethod
     def prepare(
         self, layout: BatchLayout, window: int | None, like: torch.Tensor
     ) -> AttentionMetadata:
-        """One group's metadata for a step. `like`: a tensor of the cache's dtype and device."""
+        """Make one group's metadata for a step. `like`: a tensor of the cache's dtype and
+        device.
+        """
 
     def fits_static(self, shape: StaticShape) -> bool:
-        """Whether a step of that shape can be had with fixed places, and is worth its temporaries.
-        If not, it runs as it comes. A backend that says yes has the three methods below.
+        """Whether a step of this shape can be computed at fixed addresses, and is worth its
+        temporaries. If not, it runs without capture. A backend that returns True implements the
+        three methods below.
         """
         return False
 
     def static_fields(self, shape: StaticShape, window: int | None) -> Mapping[str, int]:
-        """The int64 arrays that the metadata of one group needs in a step of fixed places, by name,
-        and how many elements each has.
+        """The int64 arrays that one group's metadata needs in a captured step: the number of
+        elements of each, by name.
         """
         raise NotImplementedError
 
@@ -170,9 +174,10 @@ class AttentionBackend(ABC):
         shape: StaticShape,
         fields: Mapping[str, npt.NDArray[np.int64]],
     ) -> None:
-        """Write a step's metadata into those arrays, on the host. Each is overwritten whole.
+        """Write a step's metadata into those arrays, on the host. Each is completely
+        overwritten.
 
-        layout: of a step that is no larger than `shape`; its padding is not looked at.
+        layout: that of a step that fits `shape`; its padding is ignored.
         """
         raise NotImplementedError
 
@@ -183,9 +188,10 @@ class AttentionBackend(ABC):
         fields: Mapping[str, torch.Tensor],
         like: torch.Tensor,
     ) -> AttentionMetadata:
-        """One group's metadata from those arrays, on the device.
+        """Make one group's metadata from those arrays, on the device.
 
-        It is part of what is captured: it may compute with `fields`, but not look into them.
+        This is part of the captured work: it may compute with `fields`, but not read their values
+            on the host.
         """
         raise NotImplementedError
 
@@ -204,7 +210,7 @@ class AttentionBackend(ABC):
         Args:
             query: [Hq, T, D]. key: [Hkv, T, D]. value: [Hkv, T, Dv].
             cache: the layer's cache.
-            metadata: what `prepare` made for the layer's group.
+            metadata: the result of `prepare` for the layer's group.
             params: scaling and the like.
 
         Returns:
@@ -214,7 +220,8 @@ class AttentionBackend(ABC):
 
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
-    """All that the attention calls of one step share; given to the model's forward as one keyword.
+    """Everything that the attention calls of one step share; passed to the model's forward as one
+    keyword argument.
 
     Attributes:
         backend: computes.

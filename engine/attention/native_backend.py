@@ -1,9 +1,9 @@
-"""Paged attention on a CPU by the kernels of `engine.native`: contexts are read where they lie,
-through the block tables, and never gathered.
+"""Paged attention on a CPU with the kernels of `engine.native`, which read contexts in place,
+through the block tables.
 
-The kernel writes the step's keys and values too, so that a layer is one call. What it must know of
-the step is the same for all layers of a group: `prepare` fills a call in as far as that goes, and
-`forward` adds the layer's pointers.
+The kernel also writes the step's keys and values, so a layer is one call. The parameters of the
+step are the same for all layers of a group: `prepare` fills them in, and `forward` adds the layer's
+pointers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.attention.base import (
 from engine.native.library import AttentionCall, NativeLibrary
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What the kernels compute with, and its code there. Sums are float32 for all."""
+"""The types that the kernels support, with their codes. All sums are float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class NativeMetadata(AttentionMetadata):
     """One group's metadata.
 
     Attributes:
-        call: all that is known before a layer is.
-        arrays: what it points to: kept alive.
+        call: the parameters that do not depend on the layer.
+        arrays: the arrays that it points to, kept alive.
     """
 
     call: AttentionCall
@@ -43,7 +43,7 @@ class NativeMetadata(AttentionMetadata):
 
 
 class NativeAttentionBackend(AttentionBackend):
-    """See the module. Whoever computes a step holds `step_lock`."""
+    """See the module. Hold `step_lock` while a step is computed."""
 
     def __init__(self, library: NativeLibrary) -> None:
         self.name = f"native, {library.isa}"
@@ -112,10 +112,10 @@ class NativeAttentionBackend(AttentionBackend):
             self._attention(ctypes.byref(call))
 
     def grow_scratch(self, needed: int) -> None:
-        """Have room for so many floats, and for some more."""
+        """Grow the scratch memory to at least `needed` floats."""
         self.scratch = torch.empty(needed + needed // 2)
 
 
 def _rows_in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """Itself, or a copy if the elements of one head and token do not lie side by side."""
+    """The tensor itself, or a copy if the elements of one head and token are not contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

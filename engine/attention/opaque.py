@@ -1,8 +1,8 @@
 """Attention as one operation that a compiler does not look into.
 
-A compiled model cannot be handed the step's context: the compiler would specialise on it, and
-compile anew at each step. It is given an id of the call instead, and the operation finds the
-context under that id in CALLS, where it stands while the model is called, and no longer.
+The step's context cannot be passed to a compiled model: the compiler would specialise on it, and
+compile again at each step. The model is given an id of the call instead, and the operation looks up
+the context by that id in CALLS, where it is kept only during the call.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from engine.attention.base import AttentionContext, AttentionParams
 
 CALLS: dict[int, AttentionContext] = {}
-"""The contexts of the model calls that are under way, by id. Operations have no other way to
-be given what is not a tensor.
+"""The contexts of the model calls in progress, by id. There is no other way to pass an object that
+is not a tensor to an operation.
 """
 _call_ids = itertools.count(1)
 
@@ -29,13 +29,13 @@ _SCHEMA = (
 
 
 def new_call_id() -> int:
-    """An id for the calls of one model, on one thread at a time."""
+    """Make an id for the calls of one model, which is called by one thread at a time."""
     return next(_call_ids)
 
 
 @contextmanager
 def calling(call_id: int, context: AttentionContext) -> Iterator[None]:
-    """While a model is called with that id."""
+    """A block in which a model is called with that id."""
     CALLS[call_id] = context
     try:
         yield

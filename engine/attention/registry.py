@@ -1,9 +1,10 @@
-"""The seam to transformers: our attention under a name of its own, and the backends by name.
+"""The interface to transformers: registers our attention under its own name, and chooses the
+backend.
 
 A model whose attention implementation is ATTENTION_NAME calls `paged_attention` in every layer. No
-mask function is registered under that name, so the models build no mask: causality and windows are
-the backend's affair. The step's AttentionContext reaches us as the keyword CONTEXT_KEYWORD of the
-model's forward, which hands it through unchanged.
+mask function is registered under that name, so the models build no mask; the backend handles
+causality and windows. The step's AttentionContext is passed as the keyword argument CONTEXT_KEYWORD
+of the model's forward, which passes it on unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ logger = logging.getLogger(__name__)
 ATTENTION_NAME = "headrace_paged"
 CONTEXT_KEYWORD = "headrace_context"
 _LEAST_CAPABILITY = (8, 0)
-"""Of a CUDA device: the first with bfloat16, and what Triton and FlashAttention ask for."""
+"""The lowest compute capability of a CUDA device: the first with bfloat16, and required by Triton
+and FlashAttention.
+"""
 
 
 class AttentionUnavailableError(Exception):
@@ -54,11 +57,11 @@ def paged_attention(
         query: [1, Hq, T, D]. key: [1, Hkv, T, D]. value: [1, Hkv, T, Dv], after rotary embedding.
         attention_mask: None.
         scaling, softcap, s_aux: see AttentionParams. The window is known from the load gate.
-        kwargs: CONTEXT_KEYWORD, and others that are not needed. An id stands for the context
-            where the model is compiled.
+        kwargs: CONTEXT_KEYWORD, and others that are ignored. If the model is compiled, its value is
+            an id instead of the context.
 
     Returns:
-        [1, T, Hq, Dv], and no weights.
+        [1, T, Hq, Dv], and None for the weights.
 
     Raises:
         NoStepError: there is no context.
@@ -66,7 +69,7 @@ def paged_attention(
     context: AttentionContext | int | None = kwargs.get(CONTEXT_KEYWORD)
     if context is None:
         raise NoStepError(ATTENTION_NAME)
-    layer: Any = module.layer_idx  # an int on every attention layer; the load gate saw to that
+    layer: Any = module.layer_idx  # an int on every attention layer, as the load gate checks
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     if isinstance(context, int):
@@ -82,7 +85,7 @@ def paged_attention(
 
 
 def register() -> None:
-    """Make ATTENTION_NAME known to transformers. May be called any number of times."""
+    """Register ATTENTION_NAME with transformers. May be called any number of times."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
@@ -92,8 +95,8 @@ def choose_backend(
     wanted: str = "auto",
     block_size: int = DEFAULT_BLOCK_SIZE,
 ) -> AttentionBackend:
-    """The attention that is wanted; with "auto", the first that there is of those for a device:
-    native on a CPU, triton and then varlen on CUDA; else torch.
+    """Choose the requested attention. With "auto", the first available one for the device: native
+    on a CPU, triton and then varlen on CUDA; else torch.
 
     Args:
         device, dtype: the model's.
@@ -101,7 +104,7 @@ def choose_backend(
         block_size: tokens in a block of the cache.
 
     Raises:
-        ConfigError: what is wanted cannot be had.
+        ConfigError: the requested attention is not available.
     """
     if is_outside(wanted):
         return _outside(wanted, dtype)
@@ -124,7 +127,7 @@ def choose_backend(
 
 
 def _outside(wanted: str, dtype: torch.dtype) -> AttentionBackend:
-    """A backend from outside the tree. Raises ConfigError."""
+    """Load a backend from outside the source tree. Raises ConfigError."""
     cls = outside_class("attention", wanted, AttentionBackend, "`prepare` and `forward`")
     backend: AttentionBackend = cls()
     if backend.dtypes is not None and dtype not in backend.dtypes:
@@ -133,10 +136,10 @@ def _outside(wanted: str, dtype: torch.dtype) -> AttentionBackend:
 
 
 def fall_back(wanted: str, error: AttentionUnavailableError) -> AttentionBackend:
-    """The attention for a model that has a layer which the chosen one cannot compute.
+    """Choose the attention for a model with a layer that the first choice does not support.
 
     Raises:
-        ConfigError: it was asked for by name.
+        ConfigError: the first choice was requested by name.
     """
     if wanted != "auto":
         raise ConfigError("attention", f"is {wanted}, but {error}") from error
@@ -144,10 +147,10 @@ def fall_back(wanted: str, error: AttentionUnavailableError) -> AttentionBackend
 
 
 def check_block_size(backend: AttentionBackend, block_size: int) -> None:
-    """Refuse a size of blocks that a backend cannot read.
+    """Refuse a block size that a backend does not support.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the backend does not support it.
     """
     if block_size % backend.block_multiple:
         raise ConfigError(
@@ -173,7 +176,9 @@ def _native(device: torch.device, dtype: torch.dtype, block_size: int) -> Attent
 
 
 def _check_device(device: torch.device, what: str, need: str) -> None:
-    """Raises AttentionUnavailableError: it is none of NVIDIA's that can do what is to be done."""
+    """Raise AttentionUnavailableError unless this is an NVIDIA device of sufficient compute
+    capability.
+    """
     if device.type != "cuda":
         raise AttentionUnavailableError(f"{what} for CUDA devices, and the device is {device}")
     if not torch.cuda.is_available() or torch.version.cuda is None:
@@ -190,7 +195,7 @@ def _triton(device: torch.device, dtype: torch.dtype, block_size: int) -> Attent
     """Raises AttentionUnavailableError."""
     _check_device(device, "the Triton kernels are", "the Triton kernels need")
     try:
-        # Triton takes its time to import, and is not there where torch is built for CPUs.
+        # Triton is slow to import, and missing if torch is built for CPUs.
         from engine.attention import triton_backend, triton_launch
     except ImportError as error:
         raise AttentionUnavailableError(f"Triton cannot be imported ({error})") from error
@@ -198,7 +203,7 @@ def _triton(device: torch.device, dtype: torch.dtype, block_size: int) -> Attent
         raise AttentionUnavailableError(f"the Triton kernels do not compute in {dtype}")
     try:
         triton_launch.try_out(device)
-    except Exception as error:  # compilers raise anything
+    except Exception as error:  # compilers may raise anything
         raise AttentionUnavailableError(
             f"Triton does not work here ({_describe(error)}); it needs a C compiler"
         ) from error
@@ -208,7 +213,7 @@ def _triton(device: torch.device, dtype: torch.dtype, block_size: int) -> Attent
 def _varlen(device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
     """Raises AttentionUnavailableError."""
     _check_device(device, "torch's varlen attention is", "torch's varlen attention needs")
-    from engine.attention import varlen_backend  # its import registers operations of torch's own
+    from engine.attention import varlen_backend  # its import registers torch operations
 
     lacking = varlen_backend.missing()
     if lacking is not None:
@@ -225,7 +230,7 @@ def _varlen(device: torch.device, dtype: torch.dtype, block_size: int) -> Attent
         )
     try:
         varlen_backend.try_out(device)
-    except Exception as error:  # a build without FlashAttention raises what it likes
+    except Exception as error:  # a build without FlashAttention may raise anything
         raise AttentionUnavailableError(
             f"torch's varlen attention does not work here ({_describe(error)})"
         ) from error
@@ -239,7 +244,7 @@ def _describe(error: Exception) -> str:
 
 
 _BY_DEVICE: dict[str, tuple[str, ...]] = {"cpu": ("native",), "cuda": ("triton", "varlen")}
-"""What "auto" tries, in this order."""
+"""The backends that "auto" tries, in this order."""
 _MAKE: dict[str, Callable[[torch.device, torch.dtype, int], AttentionBackend]] = {
     "native": _native,
     "triton": _triton,

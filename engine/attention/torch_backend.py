@@ -1,18 +1,20 @@
-"""Paged attention in plain torch: the reference for every other backend, and what runs where none
-of them can.
+"""Paged attention in plain torch: the reference for all other backends, and the fallback if none of
+them can run.
 
-Requests that compute one token are served in buckets of similar length: the blocks of their
-contexts are gathered into one padded tensor a bucket. The query heads that share a key/value head
-are laid out as query positions, so that nothing is repeated per query head:
+Requests that compute one token are grouped in buckets of similar length; the blocks of their
+contexts are gathered into one padded tensor for each bucket. The query heads that share a key/value
+head are laid out as query positions, so that nothing is repeated per query head:
 
     q [R, Hkv, G, D] · k [R, Hkv, L, D] → scores [R, Hkv, G, L]     L: the bucket's longest context,
                                                                     in whole blocks
 
-Requests that compute several tokens are served one after the other, with heads as the batch:
+Requests that compute several tokens are computed one after another, with heads as the batch:
 
-    q [Hkv, G, n, D] · k [Hkv, 1→G, S, D] → scores [Hkv, G, n, S]   S: tokens that the chunk can see
+    q [Hkv, G, n, D] · k [Hkv, 1→G, S, D] → scores [Hkv, G, n, S] S: tokens that the chunk attends
+    to
 
-Steps of fixed places (see `torch_static`) are one bucket, or all requests as one chunk.
+Steps with fixed addresses (see `torch_static`) are computed as one bucket, or with all requests as
+one chunk.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ class TorchAttentionBackend(AttentionBackend):
             raise TypeError(f"metadata of another backend: {type(metadata).__name__}")
         num_heads, num_tokens, _ = query.shape
         if metadata.fresh_blocks is not None:
-            # Whole blocks are gathered: what an earlier owner left behind this step's tokens is
+            # Whole blocks are gathered. What an earlier request left after this step's tokens is
             # masked, but a NaN would pass through the mask.
             for tensor in (cache.keys, cache.values):
                 _as_blocks(tensor, metadata.block_size).index_fill_(0, metadata.fresh_blocks, 0.0)
@@ -150,7 +152,7 @@ def _gather_blocks(
 
 
 def _as_blocks(cache: torch.Tensor, block_size: int) -> torch.Tensor:
-    """[num_slots, H, D] as one row a block: [num_blocks, block_size · H · D]."""
+    """[num_slots, H, D] with one row for each block: [num_blocks, block_size · H · D]."""
     return cache.view(-1, block_size * cache.shape[1] * cache.shape[2])
 
 
@@ -192,8 +194,8 @@ def _attend_ragged(
 ) -> torch.Tensor:
     """query: [Hq, T, D] → [T, Hq, Dv].
 
-    A token's hidden keys are other requests' too. What those hold must not matter, be it NaN:
-    their scores are replaced, not added to, and their values made finite.
+    Hidden keys may belong to other requests, and must not matter even if they are NaN: their scores
+        are replaced, not added to, and their values made finite.
     """
     num_heads, num_tokens, head_dim = query.shape
     num_kv_heads = cache.keys.shape[1]
@@ -245,7 +247,7 @@ def _weights(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """From scaled scores, float32 [B, H, n, S], to the weights of the values."""
+    """Convert scaled scores, float32 [B, H, n, S], to the weights of the values."""
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if hidden is not None:

@@ -1,6 +1,6 @@
-"""What the torch backend knows of a step, and how it is found on the host.
+"""The torch backend's metadata for a step, and how it is computed on the host.
 
-Made from a BatchLayout by `prepare` (as the step comes) or by `torch_static` (at fixed places);
+Made from a BatchLayout by `prepare` (without capture) or by `torch_static` (at fixed addresses);
 read by `torch_backend`.
 """
 
@@ -15,7 +15,7 @@ import torch
 from engine.attention.base import AttentionMetadata, BatchLayout
 
 _MIN_BUCKET = 4
-"""Fewer requests than this are not made a bucket of their own."""
+"""Fewer requests than this do not form a bucket of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Chunk:
 
     Attributes:
         begin, end: its tokens in the flat row.
-        slots: int64 [S], where the tokens that it can see are cached; None: they are the chunk's
+        slots: int64 [S], the cache slots of the tokens that it attends to; None: only the chunk's
             own.
         mask: [n, S], added to the scores; None: causal, S = n.
     """
@@ -41,7 +41,7 @@ class Bucket:
 
     Attributes:
         begin, end: their rows, and their tokens in the flat row.
-        blocks: int64 [R · B], the cache blocks that they see, B of them each.
+        blocks: int64 [R · B], the cache blocks that they attend to, B for each request.
         mask: [R, 1, 1, B · block_size], added to the scores; None: all of it is visible.
     """
 
@@ -56,8 +56,8 @@ class Ragged:
     """All requests of a step, as one attention over all their contexts.
 
     Attributes:
-        slots: int64 [S], where the contexts are cached, one after the other.
-        hidden: bool [T, S], what a token does not see. Each sees something.
+        slots: int64 [S], the cache slots of all contexts, one after another.
+        hidden: bool [T, S], which keys a token does not attend to. Each token attends to some.
     """
 
     slots: torch.Tensor
@@ -71,11 +71,11 @@ class TorchMetadata(AttentionMetadata):
     Attributes:
         slot_mapping: int64 [T], where each token's key and value are written.
         block_size: tokens in a block.
-        fresh_blocks: int64, blocks that the step begins and does not fill; None: there are none.
+        fresh_blocks: int64, blocks that the step starts but does not fill; None: there are none.
         buckets: the requests that compute one token.
         chunks: the others.
-        num_padding: tokens at the end that belong to nobody.
-        ragged: all tokens at once, in place of buckets and chunks; None: by these.
+        num_padding: padding tokens at the end.
+        ragged: all tokens at once, instead of buckets and chunks; None: those are used.
     """
 
     slot_mapping: torch.Tensor
@@ -88,7 +88,9 @@ class TorchMetadata(AttentionMetadata):
 
 
 def prepare(layout: BatchLayout, window: int | None, like: torch.Tensor) -> TorchMetadata:
-    """One group's metadata for a step as it comes. `like`: of the cache's dtype and device."""
+    """Make one group's metadata for a step without capture. `like`: a tensor of the cache's dtype
+    and device.
+    """
     row_of_token = np.repeat(np.arange(len(layout.counts)), layout.counts)
     slots = slots_of(layout, row_of_token, layout.positions)
     if layout.num_padding:
@@ -130,7 +132,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def fresh_blocks(layout: BatchLayout) -> npt.NDArray[np.int64]:
-    """The last block of each request, where this step writes its first slot but not its last."""
+    """The last block of each request for which this step writes the first slot but not the last."""
     ends = layout.starts + layout.counts
     index = (ends - 1) // layout.block_size
     begins = index * layout.block_size
@@ -146,12 +148,14 @@ def _to_device(blocks: npt.NDArray[np.int64], device: torch.device) -> torch.Ten
 def _prepare_buckets(
     layout: BatchLayout, window: int | None, like: torch.Tensor
 ) -> tuple[Bucket, ...]:
-    """Cut the requests that compute one token into buckets, and find what each bucket gathers."""
+    """Group the requests that compute one token in buckets, and find the blocks that each bucket
+    gathers.
+    """
     count = layout.num_decodes
     if count == 0:
         return ()
     size = layout.block_size
-    last = layout.starts[:count]  # the position of the token itself: the last one that it sees
+    last = layout.starts[:count]  # the token's own position, the last one that it attends to
     first = np.zeros_like(last) if window is None else np.maximum(last - window + 1, 0)
     first_block, last_block = first // size, last // size
     lengths = last_block - first_block + 1
@@ -162,7 +166,7 @@ def _prepare_buckets(
         if layout.kv_interval:
             width = -(-round_up(width * size, layout.kv_interval) // size)
         index = first_block[begin:end, None] + np.arange(width)
-        # Padding reads the request's own last block, which is there; it is masked.
+        # Padding reads the request's own last block, which always exists; it is masked.
         index = np.minimum(index, last_block[begin:end, None])
         blocks = layout.tables[rows, index].astype(np.int64)
         positions = first_block[begin:end, None] * size + np.arange(width * size)
@@ -178,10 +182,10 @@ def _prepare_buckets(
 
 
 def _bucket_bounds(lengths: list[int]) -> list[tuple[int, int]]:
-    """Cut rows into runs whose lengths (in blocks) differ by less than a third.
+    """Split rows into runs in which the lengths (in blocks) differ by less than a third.
 
-    Batches are ordered by position, so that such runs are long; in any other order the cut is still
-    right, only less good. Short runs are not cut: a call costs more than their padding.
+    Batches are ordered by position, so such runs are long; any other order would be correct too,
+    but less efficient. Short runs are not split, because a call costs more than their padding.
     """
     bounds = []
     begin, low, high = 0, lengths[0], lengths[0]
@@ -206,7 +210,7 @@ def _prepare_chunk(
     keys = np.arange(start, end)
     if first < start or layout.kv_interval:
         keys = np.arange(first, first + round_up(end - first, layout.kv_interval or 1))
-        visible = np.minimum(keys, end - 1)  # padding reads the last token, which is there
+        visible = np.minimum(keys, end - 1)  # padding reads the last token, which always exists
         slots = torch.from_numpy(slots_of(layout, np.full_like(visible, row), visible)).to(
             like.device
         )

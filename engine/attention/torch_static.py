@@ -1,5 +1,5 @@
-"""The torch backend's metadata for steps of fixed places: all that differs between two such steps
-is what stands in int64 arrays, and everything else is computed from these on the device.
+"""The torch backend's metadata for steps with fixed addresses: two such steps differ only in the
+contents of int64 arrays, and everything else is computed from these on the device.
 
 decode   the requests are one bucket; each reads `context` tokens from where its window begins:
          slot_mapping [T] fresh [T] blocks [T · B] base [T] last [T]
@@ -7,9 +7,9 @@ varlen   one attention over all contexts, laid one after the other:
          slot_mapping [T] fresh [R] key_slots [S] key_rows [S] key_positions [S] query_rows [T]
          query_positions [T]
 
-What pads is harmless: tokens go to the null block, whose content is finite, and see one key of it;
-a request's own context is padded with its own last block. Hidden scores are replaced, so that the
-results are those of the step without padding.
+Padding is harmless: padding tokens go to the null block, which has finite contents, and attend to
+    one key of it; a request's context is padded with its own last block. Hidden scores are
+    replaced, so the results are those of the step without padding.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _Arrays = Mapping[str, npt.NDArray[np.int64]]
 _Tensors = Mapping[str, torch.Tensor]
 
 _MAX_DECODE_CONTEXT = 1 << 19
-"""Tokens that a decode step may gather, padding included: 2 GiB a layer where a token's key and
-value have 4 KiB.
+"""The most tokens that a decode step may gather, padding included: 2 GiB for each layer if a
+token's key and value have 4 KiB.
 """
 _MAX_VARLEN_SCORES = 1 << 22
-"""Scores of one head that a step of varying lengths may have: 512 MiB for 32 heads."""
+"""The most scores per head in a step of varying lengths: 512 MiB for 32 heads."""
 _NOBODY = -1
-"""The row of padding among the queries. Rows of padding among the keys are less."""
+"""The row number of padding queries. Those of padding keys are lower."""
 
 
 def fits(shape: StaticShape) -> bool:
@@ -44,13 +44,13 @@ def fits(shape: StaticShape) -> bool:
 
 
 def _width(shape: StaticShape, window: int | None) -> int:
-    """Decode: blocks that are read of each request."""
+    """Decode: how many blocks are read for each request."""
     blocks = shape.context // shape.block_size
     return blocks if window is None else min(blocks, window_blocks(window, shape.block_size, 1))
 
 
 def _num_keys(shape: StaticShape, window: int | None) -> int:
-    """Varlen: tokens that are read of all requests together."""
+    """Varlen: how many tokens are read for all requests together."""
     if window is None:
         return shape.context
     return min(shape.context, shape.requests * (window - 1) + shape.tokens)
@@ -78,7 +78,7 @@ def fill_decode(
     last = layout.starts
     first = np.zeros_like(last) if window is None else np.maximum(last - window + 1, 0)
     first_block, last_block = first // size, last // size
-    # Padding reads the request's own last block, which is there; it is hidden.
+    # Padding reads the request's own last block, which always exists; it is hidden.
     index = first_block[:, None] + np.arange(_width(shape, window))
     index = np.minimum(index, last_block[:, None])
     _put(fields["slot_mapping"], slots_of(layout, rows, last))
@@ -148,7 +148,7 @@ def varlen_metadata(
     hidden = (query_rows != fields["key_rows"]) | (keys > query_positions)
     if window is not None:
         hidden |= keys <= query_positions - window
-    # Padding sees the first key, so that its own output is a number.
+    # Padding attends to the first key, so that its output is not NaN.
     first = torch.arange(len(keys), device=like.device) == 0
     hidden &= ~((query_rows == _NOBODY) & first)
     return TorchMetadata(

@@ -1,7 +1,7 @@
-"""Paged attention on a CUDA device by the kernels of `triton_kernels`.
+"""Paged attention on a CUDA device with the kernels of `triton_kernels`.
 
-A step's metadata are a few int64 arrays, copied to the device in one piece; the kernels find all
-else there. A captured step has them at fixed places, and otherwise differs in nothing:
+A step's metadata are a few int64 arrays, copied to the device at once; the kernels derive
+everything else from them. A captured step differs only in having them at fixed addresses:
 
 as it comes   decode over the first requests, which have one token, prefill over the others
 captured      decode steps: decode over all; varying lengths: both over all, and each request is
@@ -31,9 +31,9 @@ from engine.attention.triton_launch import triton_attention
 _Arrays = Mapping[str, npt.NDArray[np.int64]]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernels compute with. Sums are float32 for all."""
+"""The types that the kernels support. All sums are float32."""
 _MAX_TABLES = 1 << 20
-"""Entries of block tables that a captured step may have: 8 MiB that are copied at each replay."""
+"""The most block table entries of a captured step: 8 MiB that are copied at each replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class TritonAttentionBackend(AttentionBackend):
     def fill_static(
         self, layout: BatchLayout, window: int | None, shape: StaticShape, fields: _Arrays
     ) -> None:
-        """See the base class. Rows of blocks stand one behind the other, as long as each is."""
+        """See the base class. Block table rows are stored one after another, without padding."""
         _fill_requests(layout, fields)
         lengths = -(-(layout.starts + layout.counts) // layout.block_size)
         ends = np.cumsum(lengths)
@@ -184,13 +184,13 @@ class TritonAttentionBackend(AttentionBackend):
 
 
 def _table_entries(shape: StaticShape) -> int:
-    """Most blocks that a step's tables have together."""
+    """The most blocks in all of a step's tables together."""
     blocks = shape.context // shape.block_size
     return shape.tokens * blocks if shape.is_decode else blocks + shape.requests
 
 
 def _fill_requests(layout: BatchLayout, arrays: _Arrays) -> None:
-    """All but the tables. What is behind the last request has no tokens."""
+    """Fill everything but the tables. Entries after the last request have no tokens."""
     rows, tokens = len(layout.counts), len(layout.positions)
     row_of_token = np.repeat(np.arange(rows), layout.counts)
     arrays["slot_mapping"][:tokens] = slots_of(layout, row_of_token, layout.positions)

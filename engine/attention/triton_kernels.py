@@ -1,26 +1,25 @@
-"""Paged attention on a CUDA device, in Triton: contexts are read where they lie, through the block
-tables, and never gathered.
+"""Paged attention on a CUDA device, in Triton. Contexts are read in place, through the block
+tables.
 
-    write    one program a token: its key and value into the cache
-    decode   requests with one token: one program a (request, key/value head, split); a split takes
-             every so-manieth cut of the context
-    merge    their cuts put together, in order
-    prefill  the other requests: one program a (tile of one request's tokens, key/value head)
+    write one program a token: its key and value into the cache decode requests with one token: one
+    program a (request, key/value head, split); a split takes every n-th cut of the context, with n
+    splits merge their cuts put together, in order prefill the other requests: one program a (tile
+    of one request's tokens, key/value head)
 
 All query heads of a key/value head are rows of one tile, so that a context is read once for them.
-A program of decode would have too few rows to be worth the prefill kernel's tiles, and one program
-for a long context would leave the device idle; hence two kernels and not one. In a mixed step each
-request goes to the one that its own number of tokens names: what a request gets does not depend on
-the step that it is in.
+There are two kernels, because a decode program would have too few rows for the prefill kernel's
+tiles, and a single program for a long context would leave the device idle. In a mixed step, each
+request's own number of tokens decides which kernel computes it, so its result does not depend on
+the other requests in the step.
 
 Lengths are read on the device, so that a launch can be captured and replayed: a grid is an upper
-bound, and programs that find nothing to do end at once. Where a context is cut depends on the
-request's own position alone (`_cuts`), how many splits there are changes who computes a cut and
-not what comes out, and tiles of keys begin at multiples of BLOCK_N: a request's result is the same
-among any neighbours.
+    bound, and programs with nothing to do end at once. The cuts of a context depend only on the
+    request's own position (`_cuts`), the number of splits changes which program computes a cut but
+    not the result, and tiles of keys begin at multiples of BLOCK_N. So a request's result does not
+    depend on other requests.
 
-Scores, softmax and sums are float32. Scores are kept in units of log 2: 2^x is what the hardware
-has. What is beyond a context or before a window is never read: it may be NaN.
+Scores, softmax and sums are float32. Scores are in units of log 2, because the hardware computes
+2^x. Memory beyond a context or before a window is never read, because it may be NaN.
 
 Arrays of a step, all int64 (see `triton_backend`):
     slot_mapping [T]    where a token's key and value go; in the null block: padding
@@ -37,9 +36,9 @@ import triton
 import triton.language as tl
 
 CUT = tl.constexpr(256)
-"""Tokens in the shortest cut, and what longer ones are multiples of; of BLOCK_N too."""
+"""Tokens in the shortest cut; longer ones are multiples of it. Itself a multiple of BLOCK_N."""
 MERGED = tl.constexpr(16)
-"""Cuts that are merged at once."""
+"""How many cuts are merged at a time."""
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _STEP_ARRAYS = ["slot_mapping", "begins", "starts", "counts", "table_begins", "blocks"]
@@ -66,7 +65,9 @@ def write_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Grid [T]. Output of tokens in the null block becomes 0: nobody else may write it."""
+    """Grid [T]. Also sets the output of padding tokens (in the null block) to 0, because no other
+    kernel writes it.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     heads = tl.arange(0, BLOCK_H)[:, None]
@@ -114,18 +115,19 @@ def _attend_tiles(
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One more run of keys, from `begin`, a multiple of BLOCK_N, to `end`.
+    """Accumulate a run of keys, from `begin`, a multiple of BLOCK_N, to `end`.
 
     acc [M, BLOCK_V], highest [M] and total [M] are the weighted values, the highest score and the
-    sum of weights so far. query [M, BLOCK_D] stands at positions [M]. MASKED: some of the keys are
-    not seen by all; those before `low` and from `end` on are not read. Else all rows see them all.
+    sum of weights so far. query [M, BLOCK_D] is at positions [M]. MASKED: some rows do not attend
+    to all of these keys, and keys before `low` and from `end` on are not read. Otherwise all rows
+    attend to all keys.
     """
     offsets = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_V)
     for start in range(begin, end, BLOCK_N):
         places = start + offsets
-        if BLOCK_SIZE % BLOCK_N == 0:  # a tile lies within one block
+        if BLOCK_SIZE % BLOCK_N == 0:  # a tile is within one block
             block = tl.load(table + start // BLOCK_SIZE)
             slot = block * BLOCK_SIZE + start % BLOCK_SIZE + offsets
         else:
@@ -153,7 +155,7 @@ def _attend_tiles(
                 seen = seen & (places[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # A row that has seen nothing yet: nothing is added to it.
+        # For a row without any keys so far, nothing is added.
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores - base[:, None])
         shrunk = tl.exp2(highest - base)
@@ -195,10 +197,10 @@ def _attend(
     BLOCK_N: tl.constexpr,
     newest,
 ):
-    """Rows at positions [M], from `lowest` to `newest`, over the keys from `begin`, a multiple of
-    BLOCK_N, to `end`: acc [M, BLOCK_V], highest score [M], sum of weights [M].
+    """Attend for rows at positions [M], from `lowest` to `newest`, over the keys from `begin`, a
+    multiple of BLOCK_N, to `end`. Returns acc [M, BLOCK_V], highest score [M], sum of weights [M].
 
-    What all rows see lies in the middle and needs no mask.
+    The keys in the middle, to which all rows attend, need no mask.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -230,7 +232,7 @@ def _attend(
 
 @triton.jit
 def _cuts(last, WINDOW: tl.constexpr, MAX_CUTS: tl.constexpr):
-    """How the context of a token at position `last` is cut: where the first cut begins, how long
+    """The cuts of the context of a token at position `last`: where the first one begins, how long
     each is, and how many there are.
     """
     first = last * 0
@@ -278,7 +280,7 @@ def decode_kernel(
     """Grid [rows, Hkv, splits].
 
     partials: float32 [rows, Hkv, cut_places, G, Dv]; highests, totals: [rows, Hkv, cut_places, G].
-    A context of one cut goes to the output at once.
+    The result of a context with a single cut goes to the output directly.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -322,7 +324,7 @@ def decode_kernel(
 
 @triton.jit
 def _add_sink(acc, highest, total, sink):
-    """A sink takes part in the softmax and yields nothing. acc [M, V], the others [M]."""
+    """Add a sink, which takes part in the softmax without a value. acc [M, V], the others [M]."""
     sink = sink.to(tl.float32) * _LOG2E
     base = tl.maximum(highest, sink)
     shrunk = tl.exp2(highest - base)
@@ -348,7 +350,7 @@ def merge_kernel(
     BLOCK_V: tl.constexpr,
     MAX_CUTS: tl.constexpr,
 ):
-    """Grid [rows, Hq]. Cuts are put together in order, MERGED at a time."""
+    """Grid [rows, Hq]. Merges cuts in order, MERGED at a time."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     if tl.load(counts + row) != 1:
@@ -418,8 +420,8 @@ def prefill_kernel(
 ):
     """Grid [tiles, Hkv]: `num_rows` requests from `first_row` on, in tiles of BLOCK_Q tokens.
 
-    Request r of them has its first tile at (tokens before it) // BLOCK_Q + r: at least as many
-    tiles behind that as it needs, found without looking at the requests before it.
+    The first tile of request r of these is (tokens before it) // BLOCK_Q + r. From there it has at
+    least as many tiles as it needs, and the index is computed without looking at earlier requests.
     """
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # the longest contexts first
     head = tl.program_id(1)
@@ -443,7 +445,7 @@ def prefill_kernel(
     ours = (tokens < BLOCK_Q) & (offset + tokens < count)
     lowest = start + offset.to(tl.int32)
     newest = start + (tl.minimum(offset + BLOCK_Q, count) - 1).to(tl.int32)
-    positions = tl.minimum(lowest + tokens, newest)  # rows that are nobody's see something too
+    positions = tl.minimum(lowest + tokens, newest)  # unused rows also attend to something
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_V)
     heads = head * GROUPS + members % GROUPS

@@ -1,10 +1,10 @@
 """Launches the Triton kernels of one layer, as one operation.
 
-It is one operation of torch (`headrace::triton_attention`), so that whatever looks at a step sees
-one call and what that call writes: a compiler, or a stand-in for CUDA graphs.
+It is one torch operation (`headrace::triton_attention`), so that a compiler, or a stand-in for CUDA
+graphs, sees a single call and what it writes.
 
-How large tiles are is looked up, not searched for: a search at serving time would stall requests,
-and could give a request other rounding in another run.
+Tile sizes come from a table, not from autotuning, which would stall requests at serving time and
+could give a request different rounding in another run.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from engine.attention.triton_kernels import (
 
 _LOG2E = 1.4426950408889634
 _PROGRAMS_PER_PROCESSOR = 4
-"""Programs of a decode step for each of the device's multiprocessors, if it can be had."""
+"""The desired number of programs of a decode step for each of the device's multiprocessors."""
 _FEWEST_CUTS, _MOST_CUTS = 16, 128
 _PARTIALS = 256
-"""Cuts of one request times key/value heads: enough to fill a device with one long request."""
+"""The most cuts of one request times key/value heads: enough to fill a device with one long
+request.
+"""
 _SHARED_SLACK = 8 << 10
-"""Bytes of shared memory that the compiler may want beside the tiles."""
+"""Bytes of shared memory that the compiler may need besides the tiles."""
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
     "Tensor slot_mapping, Tensor begins, Tensor starts, Tensor counts, Tensor table_begins, "
@@ -42,11 +44,11 @@ _SCHEMA = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceSize:
-    """What a launch fits itself to.
+    """The device properties that determine a launch.
 
     Attributes:
         processors: multiprocessors.
-        shared_memory: bytes that one program can have.
+        shared_memory: the most bytes that one program can use.
     """
 
     processors: int
@@ -60,8 +62,8 @@ class Tiles:
     Attributes:
         rows: BLOCK_M, query rows of a program: tokens times the query heads of a key/value head.
         keys: BLOCK_N, keys that are read at once.
-        warps: how many compute a program.
-        depth: tiles of keys and values that are under way while one is computed with.
+        warps: how many warps compute a program.
+        depth: how many tiles of keys and values are being loaded while one is computed.
     """
 
     rows: int
@@ -71,8 +73,8 @@ class Tiles:
 
     @property
     def stages(self) -> int:
-        """What the compiler is told. A tile's address is itself loaded, from the block table: the
-        compiler has to spread its stages over two loads, one behind the other.
+        """The number of stages for the compiler. A tile's address is itself loaded from the block
+        table, so the compiler has to spread its stages over two dependent loads.
         """
         return 2 * self.depth + 1
 
@@ -95,7 +97,7 @@ def choose_tiles(
     widest = max(dim, value_dim)
     fewest = max(16, _padded(groups))
     if itemsize == 4:
-        # Products without tensor cores are written out one by one: small tiles.
+        # Without tensor cores, products are unrolled one by one, so tiles are small.
         rows, keys, depth = (16 if is_decode or widest > 128 else 32), 32, 1
         keys = 32 if widest <= 128 else 16
     elif is_decode:
@@ -105,7 +107,7 @@ def choose_tiles(
     rows = max(rows, fewest)
 
     def shared() -> int:
-        # Tensor cores may read a tile while the next one comes in: one more than is under way.
+        # Tensor cores may read a tile while the next ones are loaded, so there is one tile more.
         tiles = (depth if is_decode else depth + 1) * keys * (dim + value_dim)
         return itemsize * (rows * dim + rows * keys + tiles) + _SHARED_SLACK
 
@@ -119,23 +121,25 @@ def choose_tiles(
         elif depth > 0:
             depth = 0
         else:
-            break  # the compiler says what it lacks
+            break  # the compiler reports what it lacks
     warps = 4 if is_decode and rows <= 32 and itemsize < 4 else 8
     return Tiles(rows, keys, warps, depth)
 
 
 def _padded(size: int) -> int:
-    """The next power of two: what a tile's sides are."""
+    """The next power of two, as required for a tile's sides."""
     return 1 << (size - 1).bit_length()
 
 
 def most_cuts(num_kv_heads: int) -> int:
-    """MAX_CUTS of a layer. It does not depend on the step."""
+    """MAX_CUTS for a layer. It does not depend on the step."""
     return max(_FEWEST_CUTS, min(_MOST_CUTS, _PARTIALS // _padded(num_kv_heads)))
 
 
 def cut_places(longest: int, window: int, limit: int) -> int:
-    """Most cuts that a request of a step can have, whose contexts are no longer than `longest`."""
+    """The most cuts that a request can have in a step in which no context is longer than
+    `longest`.
+    """
     length: int = CUT.value
     cuts = -(-longest // length)
     if window:
@@ -145,7 +149,7 @@ def cut_places(longest: int, window: int, limit: int) -> int:
 
 @cache
 def device_size(device: torch.device) -> DeviceSize:
-    """What a device has. The interpreter runs on a CPU, and is given what an H100 has."""
+    """The size of a device. For the interpreter, which runs on a CPU, that of an H100."""
     if device.type != "cuda":
         return HOPPER
     found = torch.cuda.get_device_properties(device)
@@ -181,14 +185,15 @@ def triton_attention(
     """Write the step's keys and values, and attend: → [T, Hq, Dv].
 
     Args:
-        query: [Hq, T, D]. key: [Hkv, T, D]. value: [Hkv, T, Dv]. Of one dtype with the cache.
+        query: [Hq, T, D]. key: [Hkv, T, D]. value: [Hkv, T, Dv]. All in the cache's dtype.
         keys, values: the layer's cache, [num_slots, Hkv, D] and [num_slots, Hkv, Dv].
         slot_mapping, begins, starts, counts, table_begins, blocks: see `triton_kernels`.
         sinks: [Hq].
         block_size: tokens in a block.
         window: 0: none.
-        decode_rows: the first so many requests are looked at for those with one token.
-        prefill_row, prefill_rows: from which on, and how many, for those with more.
+        decode_rows: how many of the first requests may have one token.
+        prefill_row, prefill_rows: the first request that may have more tokens, and how many there
+            are from there.
         longest: no request has a longer context, in tokens.
         scaling, softcap: see AttentionParams.
     """
@@ -211,7 +216,7 @@ def triton_attention(
         "SOFTCAP": softcap is not None,
         "SINKS": sinks is not None,
     }
-    # Scores come in units of log 2; a softcap is applied before.
+    # Scores are converted to units of log 2 after the softcap.
     scales = (scaling * _LOG2E, 1.0) if softcap is None else (scaling / softcap, softcap * _LOG2E)
     attention = _Attention(
         tensors=(query, keys, values, output),
@@ -243,7 +248,7 @@ class _Attention:
         tensors: query, keys, values, output.
         sinks: or None.
         step: begins, starts, counts, table_begins, blocks.
-        scales: of scores, before a softcap and after it.
+        scales: the factors of scores before and after a softcap.
         layer: the constants that decode and prefill have in common.
     """
 
@@ -254,7 +259,7 @@ class _Attention:
     layer: Mapping[str, int]
 
     def decode(self, rows: int, longest: int) -> None:
-        """The requests with one token, among the first `rows`."""
+        """Compute the requests with one token, among the first `rows`."""
         query, _, _, output = self.tensors
         layer, (begins, starts, counts, *_) = self.layer, self.step
         kv_heads, groups, value_dim = layer["KV_HEADS"], layer["GROUPS"], layer["VALUE_DIM"]
@@ -290,7 +295,7 @@ class _Attention:
         )
 
     def prefill(self, row: int, rows: int) -> None:
-        """The requests with more tokens, among `rows` from `row` on."""
+        """Compute the requests with more tokens, among `rows` from `row` on."""
         query = self.tensors[0]
         tiles = self._tiles(is_decode=False)
         block_q = tiles.rows // self.layer["GROUPS"]
@@ -325,7 +330,8 @@ def _shape_of_result(
 
 
 def try_out(device: torch.device) -> None:
-    """Compile and launch the smallest kernel, so that what is missing is found before a model runs.
+    """Compile and launch the smallest kernel, so that missing tools are found before a model
+    runs.
 
     Raises whatever Triton and its compilers raise.
     """
@@ -342,15 +348,15 @@ def try_out(device: torch.device) -> None:
             BLOCK_H=1,
             **sizes,
         )
-    output.sum().item()  # until it is over: a failure shows now
+    output.sum().item()  # wait for the end, so that a failure shows now
 
 
 def _on_its_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, whatever the tensors' is."""
+    """Make the tensor's device current, because Triton launches on the current device."""
     guard: AbstractContextManager[object] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
     return guard
 
 
 def _rows_in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """Itself, or a copy if the elements of one head and token do not lie side by side."""
+    """The tensor itself, or a copy if the elements of one head and token are not contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,17 +1,17 @@
-"""Paged attention on a CUDA device by the FlashAttention that torch brings along
-(`torch.nn.attention.varlen`, from torch 2.12 on): no compiler is needed.
+"""Paged attention on a CUDA device with torch's own FlashAttention (`torch.nn.attention.varlen`,
+from torch 2.12 on), which needs no compiler.
 
     step ─▶ slot_mapping, begins of queries, lengths of contexts, block tables
          ─▶ write keys and values ─▶ varlen_attn_out, through the tables
 
-It is for 16-bit types, blocks of a multiple of 256 tokens, and layers whose keys and values have
-heads of one size, at most 256, with neither softcap nor sinks. Contexts are never split among
-programs (num_splits=1): where torch splits those of a paged cache, rows of its result are wrong.
-So a request's result does not depend on its neighbours, and a device is not filled by a few long
-contexts.
+It supports 16-bit types, blocks of a multiple of 256 tokens, and layers without softcap or sinks in
+which keys and values have the same head size, at most 256. Contexts are never split among programs
+(num_splits=1), because some rows of torch's result are wrong if it splits contexts in a paged
+cache. So a request's result does not depend on other requests, but a few long contexts do not fill
+a device.
 
-Queries stand last in their contexts: its causal mask is aligned there. A row of the output that no
-request has is not written, and is zero before.
+Queries are the last tokens of their contexts, with which its causal mask is aligned. Output rows
+without a request are not written, and stay zero.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from engine.attention.base import (
 from engine.attention.torch_layout import slots_of
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""What it computes with."""
+"""The supported types."""
 BLOCK_MULTIPLE = 256
-"""Of tokens in a block."""
+"""The block size in tokens must be a multiple of this."""
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 _MAX_TABLES = 1 << 20
-"""Entries of block tables that a captured step may have: 8 MiB that are copied at each replay."""
+"""The most block table entries of a captured step: 8 MiB that are copied at each replay."""
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
     "Tensor slot_mapping, Tensor query_begins, Tensor key_begins, Tensor lengths, Tensor tables, "
@@ -54,12 +54,13 @@ _NEEDED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "nu
 
 @dataclass(frozen=True, slots=True)
 class VarlenMetadata(AttentionMetadata):
-    """One group's metadata; R requests, of which those behind the last have no tokens.
+    """One group's metadata for R requests; rows after the last request have no tokens.
 
     Attributes:
         slot_mapping: int64 [T], where keys and values are written; 0 for padding.
-        query_begins, key_begins: int32 [R + 1], sums of the tokens and of the contexts before each.
-        lengths: int32 [R], contexts, this step's tokens included.
+        query_begins, key_begins: int32 [R + 1], how many tokens, and how many context tokens, come
+            before each request.
+        lengths: int32 [R], context lengths, this step's tokens included.
         tables: int32 [R, W], block tables.
         block_size: tokens in a block.
         window: 0: none.
@@ -146,8 +147,8 @@ class VarlenAttentionBackend(AttentionBackend):
         fields: Mapping[str, torch.Tensor],
         like: torch.Tensor,
     ) -> VarlenMetadata:
-        """See the base class. The longest that a step of the shape may have is part of what is
-        captured.
+        """See the base class. The longest context that the shape allows is part of the captured
+        work.
         """
         return _metadata(
             fields,
@@ -191,17 +192,21 @@ class VarlenAttentionBackend(AttentionBackend):
 
 
 def _width(shape: StaticShape) -> int:
-    """Most blocks of one request: with varying lengths it may have all of the context."""
+    """The most blocks of one request; with varying lengths, one request may have the whole
+    context.
+    """
     return -(-shape.context // shape.block_size)
 
 
 def _sizes(tokens: int, rows: int, width: int) -> dict[str, int]:
-    """The arrays, and how many elements each has. All but slot_mapping become int32 together."""
+    """The number of elements of each array, by name. All but slot_mapping are converted to int32
+    together.
+    """
     return {"slot_mapping": tokens, "requests": 2 * (rows + 1) + rows + rows * width}
 
 
 def _split(requests: torch.Tensor, width: int) -> list[torch.Tensor]:
-    """The parts of `requests`: query_begins, key_begins, lengths, tables."""
+    """Split `requests` into query_begins, key_begins, lengths and tables."""
     rows = (len(requests) - 2) // (3 + width)
     sizes = (rows + 1, rows + 1, rows, rows * width)
     *parts, tables = requests.split_with_sizes(sizes)
@@ -209,7 +214,9 @@ def _split(requests: torch.Tensor, width: int) -> list[torch.Tensor]:
 
 
 def _fill(layout: BatchLayout, arrays: Mapping[str, npt.NDArray[np.int64]], width: int) -> None:
-    """Write a step's arrays, whole. Requests behind the last have no tokens and no context."""
+    """Overwrite a step's arrays completely. Rows after the last request have no tokens and no
+    context.
+    """
     count, tokens = len(layout.counts), len(layout.positions)
     row_of_token = np.repeat(np.arange(count), layout.counts)
     arrays["slot_mapping"][:tokens] = slots_of(layout, row_of_token, layout.positions)
@@ -275,10 +282,10 @@ def varlen_attention(
     """Write the step's keys and values, and attend: → [T, Hq, D].
 
     Args:
-        query: [Hq, T, D]. key, value: [Hkv, T, D]. Of one dtype with the cache.
+        query: [Hq, T, D]. key, value: [Hkv, T, D]. All in the cache's dtype.
         keys, values: the layer's cache, [num_slots, Hkv, D].
         slot_mapping, query_begins, key_begins, lengths, tables: see VarlenMetadata.
-        block_size, window, max_queries, max_keys: likewise.
+        block_size, window, max_queries, max_keys: see VarlenMetadata.
         scaling: see AttentionParams.
     """
     keys.index_copy_(0, slot_mapping, key.transpose(0, 1))
@@ -298,7 +305,7 @@ def varlen_attention(
         max_queries,
         max_keys,
         scale=scaling,
-        # Tokens to the left and to the right that are seen, the own one not counted.
+        # How many tokens to the left and to the right are attended to, without the token itself.
         window_size=(window - 1, 0) if window else (-1, 0),
         enable_gqa=heads != key.shape[0],
         seqused_k=lengths,
@@ -323,7 +330,7 @@ def missing() -> str | None:
 
 
 def try_out(device: torch.device) -> None:
-    """Attend once, so that what is missing is found before a model runs.
+    """Attend once, so that a missing feature is found before a model runs.
 
     Raises whatever torch raises.
     """
@@ -341,4 +348,4 @@ def try_out(device: torch.device) -> None:
     backend = VarlenAttentionBackend()
     metadata = backend.prepare(layout, None, cache.keys)
     output = backend.forward(step, step, step, cache, metadata, AttentionParams(scaling=1.0))
-    output.sum().item()  # until it is over: a failure shows now
+    output.sum().item()  # wait for the end, so that a failure shows now

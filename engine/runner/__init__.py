@@ -1,1 +1,1 @@
-"""The only door to the device: loading, memory, the cache's tensors, and running a batch."""
+"""Everything that touches the device: loading, memory, the cache's tensors, and running a batch."""

@@ -1,12 +1,12 @@
-"""Carries out a step's block copies: all layers of a group, vectorised, bit by bit.
+"""Carries out a step's block copies: all layers of a group at once, exactly.
 
     offload   cache ─index_select─▶ staging ─one copy a run of blocks─▶ host       device → host
     restore   host ─one copy a run of blocks─▶ staging ─index_copy─▶ cache         host → device
     fork      cache ─index_select─▶ staging ─index_copy─▶ cache                   on the device
 
-Everything is queued on the device's stream in this order, in front of the step's own work, so that
-nothing waits for it. The host's side is pinned where the device is CUDA, and touched by such copies
-alone: that a block was written before it is read is the stream's order too.
+All copies are queued on the device's stream in this order, before the step's own work, so nothing
+waits for them. On CUDA the host memory is pinned, and only these copies access it, so the order of
+the stream also ensures that a block is written before it is read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from engine.kv_cache.copies import BlockCopy, StepCopies
 from engine.kv_cache.groups import LayerGroup
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
-"""One tensor of a layer, keys or values, as one row a block: on the device, and on the host."""
+"""One tensor of a layer, keys or values, with one row for each block: on the device, and on the
+host.
+"""
 
 
 class BlockCopier:
@@ -38,7 +40,7 @@ class BlockCopier:
         Args:
             groups: the layer groups.
             caches: by layer, on the device.
-            host_caches: by layer, on the host; empty: the host keeps no blocks.
+            host_caches: by layer, on the host; empty: no blocks are offloaded.
             block_size: tokens in a block.
         """
         self._pairs: tuple[tuple[_Pair, ...], ...] = tuple(
@@ -76,8 +78,8 @@ class BlockCopier:
 
 
 class _Part:
-    """Copies of one group that may be made at once: no block is written twice, or written before it
-    is read.
+    """Copies of one group that may be made at the same time: no block is written twice, or written
+    before it is read.
     """
 
     __slots__ = ("group", "sources", "targets")
@@ -89,10 +91,10 @@ class _Part:
 
 
 def _independent(copies: Sequence[BlockCopy], *, same_side: bool) -> Iterator[_Part]:
-    """Cut copies into parts that keep their meaning when each is made at once, in this order.
+    """Split copies into parts, so that the copies of a part may be made at the same time.
 
     Args:
-        copies: in the order in which they are meant.
+        copies: in the order in which they take effect.
         same_side: whether sources and targets are blocks of the same memory.
     """
     open_parts: dict[int, tuple[_Part, set[int]]] = {}
@@ -110,7 +112,9 @@ def _independent(copies: Sequence[BlockCopy], *, same_side: bool) -> Iterator[_P
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Cut a list of blocks into runs side by side: (begin, end) in the list, the first block."""
+    """Split a list of blocks into runs of consecutive ones: (begin, end) in the list, the first
+    block.
+    """
     begin = 0
     for index in range(1, len(blocks) + 1):
         if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
@@ -119,7 +123,9 @@ def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _tensors(cache: LayerCache, host_caches: Sequence[LayerCache], layer: int) -> tuple[_Pair, ...]:
-    """A layer's tensors with their counterparts on the host, which are empty if there are none."""
+    """A layer's tensors with their counterparts on the host, which are empty if nothing is
+    offloaded.
+    """
     if not host_caches:
         return (cache.keys, cache.keys[:0]), (cache.values, cache.values[:0])
     host = host_caches[layer]
@@ -127,5 +133,5 @@ def _tensors(cache: LayerCache, host_caches: Sequence[LayerCache], layer: int) -
 
 
 def _rows(tensor: torch.Tensor, block_size: int) -> torch.Tensor:
-    """[num_slots, H, D] as one row a block: [num_blocks, block_size · H · D]."""
+    """[num_slots, H, D] with one row for each block: [num_blocks, block_size · H · D]."""
     return tensor.view(-1, block_size * tensor.shape[1] * tensor.shape[2])

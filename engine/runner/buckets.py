@@ -1,4 +1,4 @@
-"""The sizes to which captured steps are padded: few enough to be captured, close enough to waste
+"""The sizes to which captured steps are padded: few enough to capture, and close enough to waste
 little.
 """
 
@@ -13,30 +13,30 @@ _CONTEXT_STEPS = (256, 1024, 4096)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes to pad to: a few small ones, then the multiples of the last of them.
+    """Sizes to pad to: a few small ones, then multiples of the last of these.
 
     Attributes:
-        first: ascending.
+        first: the small sizes, ascending.
     """
 
     first: tuple[int, ...]
 
     def at_least(self, size: int) -> int:
-        """The smallest of them that is not less than `size`."""
+        """The smallest of the sizes that is at least `size`."""
         for candidate in self.first:
             if size <= candidate:
                 return candidate
         return -(-size // self.first[-1]) * self.first[-1]
 
     def at_most(self, size: int) -> int:
-        """The largest of them that is not more than `size`; 0: all are."""
+        """The largest of the sizes that is at most `size`; 0: all are larger."""
         last = self.first[-1]
         if size >= last:
             return size // last * last
         return max((candidate for candidate in self.first if candidate <= size), default=0)
 
     def up_to(self, size: int) -> Iterator[int]:
-        """Those that sizes from 1 to `size` are padded to, ascending."""
+        """The sizes to which 1 to `size` are padded, ascending."""
         reached = 0
         while reached < size:
             reached = self.at_least(reached + 1)
@@ -44,14 +44,14 @@ class Sizes:
 
 
 def token_sizes(interval: int) -> Sizes:
-    """Of a step's tokens: the multiples of the interval; 0: powers of two up to 64, then multiples
-    of 64.
+    """The sizes for a step's tokens: the multiples of the interval; 0: powers of two up to 64, then
+    multiples of 64.
     """
     return Sizes((interval,) if interval else _TOKEN_STEPS)
 
 
 def context_sizes(interval: int) -> Sizes:
-    """Of the context that is read, in tokens: the multiples of the interval; 0: 256, 1024, 4096 and
-    its multiples.
+    """The sizes for the context that is read, in tokens: the multiples of the interval; 0: 256,
+    1024, 4096 and its multiples.
     """
     return Sizes((interval,) if interval else _CONTEXT_STEPS)

@@ -1,12 +1,12 @@
-"""Steps that are captured once for each shape and then replayed.
+"""Captures steps once for each shape, and then replays them.
 
     InputBatch ─▶ its shape, padded ─▶ captured? ──no──▶ capture it, with the null block for a cache
                                            │yes                    │
                                            ▼                       ▼
                                     fill the inputs ─▶ replay ─▶ logits
 
-What has no shape here is computed as it comes: steps that ask for prompt log-probabilities, steps
-whose padded form would need too much memory, and everything that could not be captured.
+Other steps are computed directly, without capture: steps with prompt log-probabilities, steps that
+    would need too much memory when padded, and steps that could not be captured.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CapturedSteps:
         self.cache = GraphCache(options.max_graphs)
 
     def shape_of(self, inputs: InputBatch) -> StaticShape | None:
-        """The shape to which a step is padded; None: it is to be computed as it comes."""
+        """The shape to which a step is padded; None: it is computed without capture."""
         layout = inputs.layouts[0]
         if inputs.path not in self._paths or inputs.prompts:
             return None
@@ -72,14 +72,14 @@ class CapturedSteps:
         )
 
     def find(self, inputs: InputBatch) -> CapturedStep | None:
-        """The captured step for these inputs, captured now if need be; None: there is none."""
+        """The captured step for these inputs, captured now if necessary; None: there is none."""
         shape = self.shape_of(inputs)
         if shape is None:
             return None
         return self.cache.get(shape) or self._capture(shape, inputs.path)
 
     def warmup(self, progress: Callable[[str], None]) -> None:
-        """Capture the decode path's shapes, the smallest first, as many as are kept."""
+        """Capture the decode path's shapes, the smallest first, up to the number that is kept."""
         options, path = self._options, StepPath.DECODE
         started = time.monotonic()
         longest = options.max_decode_blocks * self._kv.block_size
@@ -114,7 +114,7 @@ class CapturedSteps:
         return shape
 
     def _capture(self, shape: StaticShape, path: StepPath) -> CapturedStep | None:
-        """Capture a shape. Its inputs are zeros meanwhile: only the null block is touched."""
+        """Capture a shape. Its inputs are zeros, so only the null block is written."""
         inputs = StaticInputs(
             shape, self._attention, self._kv, self._device, self._options.num_input_buffers
         )

@@ -1,8 +1,9 @@
-"""Compiling the model's forward pass with torch.compile, for each path by its own options.
+"""Compiles the model's forward pass with torch.compile, with separate options for each path.
 
-Attention stays one operation that the compiler does not look into (see `engine.attention.opaque`).
-CUDA graphs are captured by the runner or not at all: the modes that would have the compiler do it
-are taken without that part, since it cannot know which tensors of a step stay at their places.
+Attention is a single operation that the compiler does not look into (see
+`engine.attention.opaque`). Only the runner captures CUDA graphs. If a mode would let the compiler
+do so, that part of it is left out, because the compiler cannot know which tensors of a step keep
+their addresses.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class CompileOptions:
     """What torch.compile is called with.
 
     Attributes:
-        source: the option that says so, for messages.
+        source: the option that these come from, for messages.
         backend, mode, dynamic, fullgraph, options: see torch.compile; a mode is one of inductor's
             presets, and other backends have none.
     """
@@ -53,7 +54,7 @@ class CompileOptions:
     options: dict[str, Any] | None
 
     def apply(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, compiled when it is first called.
+        """Wrap a function, which is compiled at its first call.
 
         Raises:
             ConfigError: torch.compile refuses the options.
@@ -75,14 +76,14 @@ class CompileOptions:
 def compile_options(
     config: ContinuousBatchingConfig, fallback: object | None
 ) -> dict[StepPath, CompileOptions]:
-    """What each path is compiled with; a path that is not compiled has no entry.
+    """The options for each path; a path that is not compiled has no entry.
 
     Args:
         config: the options.
         fallback: the generation config's compile_config.
 
     Raises:
-        ConfigError: a compile config has a field that cannot be.
+        ConfigError: a field of a compile config is not valid.
     """
     own = {
         StepPath.VARLEN: ("varlen_compile_config", config.varlen_compile_config),
@@ -106,9 +107,9 @@ def compile_options(
 def compile_model(
     model: CausalModel, options: dict[StepPath, CompileOptions], device: torch.device
 ) -> dict[StepPath, CausalModel]:
-    """The model compiled, for each path that has options.
+    """Compile the model for each path that has options.
 
-    Each compiler is tried on a tiny function, so that one that is missing is found now.
+    Each compiler is tried on a tiny function, so that a missing one is found now.
 
     Raises:
         ConfigError: a compiler does not work here.
@@ -129,7 +130,7 @@ def compile_model(
 
 
 def describe(error: Exception) -> str:
-    """What a compiler's error says, on one line and without advice on how to debug torch."""
+    """A compiler's error on one line, without advice on how to debug torch."""
     text = str(error).partition("\n\nSet TORCHDYNAMO")[0]
     return " ".join(text.split())[:500]
 
@@ -150,7 +151,7 @@ def _try_compiler(options: CompileOptions, device: torch.device) -> None:
         options.apply(tiny)(torch.ones(2, device=device))
     except ConfigError:
         raise
-    except Exception as error:  # compilers raise anything
+    except Exception as error:  # compilers may raise anything
         raise ConfigError(
             options.source,
             f"backend {options.backend!r} of torch.compile does not work here "
@@ -160,7 +161,7 @@ def _try_compiler(options: CompileOptions, device: torch.device) -> None:
 
 
 def _read(source: str, value: object) -> CompileOptions:
-    """A transformers CompileConfig, or any object with its fields; those it lacks are torch's
+    """Read a transformers CompileConfig, or any object with its fields; missing fields get torch's
     defaults.
     """
     fields = {
@@ -186,7 +187,7 @@ def _read(source: str, value: object) -> CompileOptions:
         )
     mode = fields["mode"]
     if backend != "inductor" or options is not None:
-        mode = None  # a mode is a set of inductor's options; torch takes one or the other
+        mode = None  # a mode is a set of inductor's options; torch accepts one or the other
     elif mode in _WITHOUT_GRAPHS:
         logger.info(
             "%s: mode %s is taken as %s; CUDA graphs are the runner's (use_cuda_graph)",

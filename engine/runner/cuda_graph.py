@@ -1,7 +1,7 @@
-"""Capturing a step's device work once and replaying it: CUDA graphs, behind a small protocol.
+"""Captures a step's device work once and replays it: CUDA graphs, behind a small protocol.
 
-A replay launches a whole forward pass as one unit, without the interpreter and without a launch for
-each kernel. What is captured reads and writes fixed places alone; see `static_inputs`.
+A replay launches a whole forward pass as one unit, without Python code and without a launch for
+each kernel. Captured work reads and writes only fixed addresses; see `static_inputs`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from engine.runner.static_inputs import StaticInputs
 
 
 class CapturedGraph(Protocol):
-    """Device work that was captured."""
+    """Captured device work."""
 
     def replay(self) -> torch.Tensor:
-        """Queue the work again. The result stands at the same place each time: it is to be read
-        before the next replay of any graph, by work that is queued on the same stream.
+        """Queue the work again. The result has the same address each time: read it before the next
+        replay of any graph, with work that is queued on the same stream.
         """
         ...
 
@@ -33,10 +33,11 @@ class GraphBackend(Protocol):
     """A way to capture device work."""
 
     def capture(self, run: Callable[[], torch.Tensor]) -> CapturedGraph:
-        """Capture what `run` queues; it may be called several times.
+        """Capture what `run` queues; `run` may be called several times.
 
         Raises:
-            RuntimeError: it does something that cannot be captured, such as waiting for the device.
+            RuntimeError: `run` does something that cannot be captured, such as waiting for the
+                device.
         """
         ...
 
@@ -61,7 +62,7 @@ class CudaGraphBackend:
 
     def capture(self, run: Callable[[], torch.Tensor]) -> CapturedGraph:
         """See GraphBackend."""
-        # Once before, on the side stream: libraries set themselves up at their first call, and that
+        # Run once before, on the side stream: libraries initialize at their first call, which
         # cannot be captured.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -79,13 +80,15 @@ class CudaGraphBackend:
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A captured forward pass, and where its inputs stand."""
+    """A captured forward pass, and its inputs' tensors."""
 
     inputs: StaticInputs
     graph: CapturedGraph
 
     def replay(self, inputs: InputBatch) -> torch.Tensor:
-        """Compute a step whose inputs are in place: the logits [S, V] of its wanted rows."""
+        """Copy a step's inputs in and replay it. Returns the logits [S, V] of the rows that it
+        needs.
+        """
         logits = self.graph.replay()
         rows = inputs.logit_rows
         if not self.inputs.shape.is_decode or np.array_equal(rows, np.arange(len(rows))):
@@ -94,7 +97,7 @@ class CapturedStep:
 
 
 class GraphCache:
-    """Captured steps by shape; the one that was not used for longest goes first."""
+    """Captured steps by shape; the least recently used one is dropped first."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -107,14 +110,14 @@ class GraphCache:
         return shape in self._steps
 
     def get(self, shape: StaticShape) -> CapturedStep | None:
-        """The step of a shape, which counts as a use."""
+        """The step for a shape; the call counts as a use."""
         step = self._steps.get(shape)
         if step is not None:
             self._steps.move_to_end(shape)
         return step
 
     def put(self, shape: StaticShape, step: CapturedStep) -> None:
-        """Keep a step; beyond the limit, another one goes."""
+        """Keep a step; beyond the limit, another one is dropped."""
         self._steps[shape] = step
         self._steps.move_to_end(shape)
         if len(self._steps) > self.limit:

@@ -1,5 +1,5 @@
-"""What a runner asks of its device beside computing: copies that nobody waits for, and knowing when
-queued work is done.
+"""What a runner needs from its device besides computing: asynchronous copies, and events that tell
+when queued work is done.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class DeviceEvent(Protocol):
     """A point in the queue of a device's work."""
 
     def wait(self) -> None:
-        """Return when all work that was queued before this point is done."""
+        """Wait until all work that was queued before this point is done."""
         ...
 
 
@@ -21,15 +21,15 @@ class StepDevice(Protocol):
     """See the module. All work of one device is queued in order."""
 
     def host_buffer(self, size: int) -> torch.Tensor:
-        """Zeros on the host, int64 [size], from which `upload` copies without waiting."""
+        """Allocate zeros on the host, int64 [size], from which `upload` copies without waiting."""
         ...
 
     def upload(self, host: torch.Tensor, target: torch.Tensor) -> None:
-        """Queue a copy to the device. `host` may change only when a later event was waited for."""
+        """Queue a copy to the device. `host` may change only after a wait for a later event."""
         ...
 
     def download(self, source: torch.Tensor) -> torch.Tensor:
-        """Queue a copy to the host: there when a later event was waited for."""
+        """Queue a copy to the host, which is complete after a wait for a later event."""
         ...
 
     def record(self) -> DeviceEvent:
@@ -38,10 +38,10 @@ class StepDevice(Protocol):
 
 
 class _Past:
-    """An event of a device that computes at once."""
+    """An event of a device that computes synchronously."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 class SynchronousDevice:
@@ -70,12 +70,12 @@ class _CudaEvent:
         self._event.record(stream)
 
     def wait(self) -> None:
-        """Wait for the event, and for nothing that was queued behind it."""
+        """Wait for the event, but not for work that was queued after it."""
         self._event.synchronize()
 
 
 class CudaDevice:
-    """A CUDA device, by its current stream."""
+    """A CUDA device, through its current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,9 +1,7 @@
-"""The other ranks of a tensor-parallel model: they compute what rank 0 says, and nothing else.
+"""The other ranks of a tensor-parallel model: they only compute what rank 0 tells them.
 
-receive ─▶ Begin, Plan    allocate this rank's part of a cache
-           Copies         copy its blocks
-           Step           the forward pass; the logits are rank 0's affair
-           End            return
+receive ─▶ Begin, Plan allocate this rank's part of a cache Copies copy its blocks Step the forward
+           pass; rank 0 uses the logits End return
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    """What this rank has of one of rank 0's runners."""
+    """This rank's part of one of rank 0's runners."""
 
     forward: ModelForward
     copier: BlockCopier
@@ -42,10 +40,10 @@ class Follower:
         self._runners: dict[int, _Runner] = {}
 
     def follow(self) -> None:
-        """Compute until rank 0 says that it is the end.
+        """Compute until rank 0 sends the end.
 
         Raises:
-            RanksLostError: a rank has failed, or ended without a word.
+            RanksLostError: a rank has failed, or ended unexpectedly.
         """
         if self._verified.device.type == "cuda":
             torch.cuda.set_device(self._verified.device)
@@ -99,4 +97,4 @@ class Follower:
 
 
 def _nothing_carried(inputs: InputBatch, token_ids: torch.Tensor) -> None:
-    """Tokens come with the message."""
+    """Do nothing: all tokens come with the message."""

@@ -1,4 +1,4 @@
-"""The model's forward pass over one flat row of tokens, with our attention."""
+"""Runs the model's forward pass over one flat row of tokens, with our attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.runner.runner_options import StepPath
 
 
 class CausalModel(Protocol):
-    """What the runner needs of a transformers model whose attention implementation is ours."""
+    """What the runner needs from a transformers model with our attention implementation."""
 
     def __call__(self, **inputs: object) -> object:
         """The forward pass; its result has `logits` [1, S, V]."""
@@ -41,32 +41,33 @@ class ModelForward:
         """Wire a forward pass.
 
         Args:
-            model: computes.
+            model: the model.
             kv: the cache.
             backend: computes attention.
-            compiled: the model compiled, for the paths on which it is.
+            compiled: the compiled model, for the paths that are compiled.
         """
         self.kv = kv
         self.backend = backend
         self._models = {path: (compiled or {}).get(path, model) for path in StepPath}
         self._device = kv.device
-        # Of each group its window, and a tensor like those of its cache.
+        # For each group its window, and a tensor like those of its cache.
         self._groups = [(group.window, kv.caches[group.layers[0]].keys) for group in kv.groups]
         self._call_ids = {path: new_call_id() for path in compiled or ()}
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it is on any path."""
+        """Whether any path is compiled."""
         return bool(self._call_ids)
 
     def as_it_comes(
         self, inputs: InputBatch, fill_in: Callable[[InputBatch, torch.Tensor], None]
     ) -> torch.Tensor:
-        """Compute a step whose tensors are made for it alone.
+        """Compute a step without capture: its tensors are made only for it.
 
         Args:
             inputs: the step.
-            fill_in: puts tokens that are on the device alone into the step's token ids there.
+            fill_in: puts tokens that are not on the host yet into the step's token ids on the
+                device.
 
         Returns:
             [S + P, V], in the model's dtype.
@@ -100,7 +101,7 @@ class ModelForward:
         """Compute a step.
 
         Args:
-            path: which model to call.
+            path: selects the model to call.
             token_ids, positions: int64 [T].
             logit_rows: int64 [L], the tokens whose logits are wanted; None: all.
             metadata: by group.

@@ -1,14 +1,14 @@
-"""What stands between a model's matrix products, in one kernel each: forwards for a model's own
-modules.
+"""Forwards for a model's own modules that compute the operations between matrix products with one
+kernel each.
 
-A module that is exchanged stays: its parameters, its name, its class, its hooks, and whatever else
-of it others read. Only its `forward` is replaced, on that one instance, by a function of this file,
-which finds what it needs to know in the module's attribute PLAN. Elements are rounded to bfloat16
-where the module's own forward rounds them.
+A changed module keeps its parameters, its name, its class, its hooks and everything else that
+others read. Only its `forward` is replaced, on that one instance, by a function of this file, which
+finds its parameters in the module's attribute PLAN. Elements are rounded to bfloat16 at the same
+points as in the module's own forward.
 
-Whatever a kernel is not for (other types, other devices, a cache of transformers' own, training,
-tracing by torch.compile, which fuses by itself) goes to the class's own forward. These forwards
-compute and do not learn: no gradient comes back through them.
+Calls for which there is no kernel (other types, other devices, a cache from transformers, training,
+tracing by torch.compile, which fuses by itself) go to the class's own forward. These forwards have
+no gradients.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from engine.native.library import HeadsCall
 from engine.runner.packed import PANEL, PackedLinear, multiply, native_library
 
 PLAN = "_headrace_plan"
-"""The attribute of an exchanged module that tells its forward what to do."""
+"""The attribute of a changed module with the parameters of its forward."""
 
 _is_compiling = torch.compiler.is_compiling
 
 
 @dataclass(frozen=True, slots=True)
 class NormPlan:
-    """Of a root-mean-square norm.
+    """How to compute a root-mean-square norm.
 
     Attributes:
-        width: elements that are normed together.
+        width: how many elements are normed together.
         eps: added to their mean square.
         form: how the weight is applied: 0, FROM_ONE or ROUNDED_FIRST.
     """
@@ -48,13 +48,13 @@ class NormPlan:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Packed linear layers of the same input whose weights lie side by side: they are one.
+    """Packed linear layers with the same input and adjacent weights, computed as one.
 
     Attributes:
-        packed: uint8, the weights of all; a view.
-        scales: of int8.
+        packed: uint8, the weights of all layers; a view.
+        scales: for int8.
         bias: see `pad_bias`.
-        outputs, inputs: N of all together, and K.
+        outputs, inputs: the sum of the layers' N, and K.
     """
 
     packed: torch.Tensor
@@ -70,17 +70,17 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Of an attention layer: q_proj, k_proj and v_proj; norms of each head and rotary embeddings of
-    its halves, if there are any; the attention function; o_proj.
+    """How to compute an attention layer: q_proj, k_proj and v_proj; norms of each head and rotary
+    embeddings of its halves, if any; the attention function; o_proj.
 
     Attributes:
-        num_heads, num_kv_heads, head_dim: Hq, Hkv, D; values have D elements, too.
+        num_heads, num_kv_heads, head_dim: Hq, Hkv, D; values also have D elements.
         rotary_dim: how many elements of a head are rotated; 0: none.
-        joined: q_proj, k_proj and v_proj; None: they are three.
-        form: of the norms of queries and keys; see NormPlan. None: there are none.
-        eps: of both.
-        options: what the layer itself tells the attention function: scaling, window, ….
-        eager: the attention function of the layer's file.
+        joined: q_proj, k_proj and v_proj as one; None: they are separate.
+        form: the form of the norms of queries and keys; see NormPlan. None: no norms.
+        eps: the eps of both norms.
+        options: the options that the layer passes to the attention function: scaling, window, ….
+        eager: the attention function in the layer's source file.
     """
 
     num_heads: int
@@ -96,11 +96,11 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class GatePlan:
-    """Of a gated layer: down_proj(activation(gate_proj(x)) * up_proj(x)).
+    """How to compute a gated layer: down_proj(activation(gate_proj(x)) * up_proj(x)).
 
     Attributes:
         activation: SILU or GELU_TANH.
-        joined: gate_proj and up_proj; None: they are two.
+        joined: gate_proj and up_proj as one; None: they are separate.
     """
 
     activation: int
@@ -111,30 +111,30 @@ def exchange(module: torch.nn.Module, forward: Any, plan: object) -> None:
     """Give a module another forward.
 
     Args:
-        module: it.
+        module: the module.
         forward: one of this file's, called as a method of the module.
-        plan: what that forward needs to know.
+        plan: the parameters of that forward.
     """
     setattr(module, PLAN, plan)
-    # Bound to the module, so that a copy of the module gets one of its own.
+    # Bound to the module, so that a copy of the module gets its own.
     module.forward = MethodType(forward, module)
 
 
 def is_exchanged(module: torch.nn.Module) -> bool:
-    """Whether a module's forward is not its class's."""
+    """Whether a module's forward was replaced."""
     return "forward" in module.__dict__
 
 
 def restore(module: torch.nn.Module) -> None:
-    """Give a module that was exchanged its class's forward back."""
+    """Give a changed module its class's forward back."""
     del module.__dict__["forward"], module.__dict__[PLAN]
 
 
 def join(layers: Sequence[torch.nn.Module]) -> Joined | None:
-    """Packed linear layers as one; None: they are not packed, or do not lie side by side.
+    """Join packed linear layers; None: they are not packed, or their weights are not adjacent.
 
     Args:
-        layers: which are given the same input.
+        layers: the layers, which have the same input.
     """
     packed = [layer for layer in layers if type(layer) is PackedLinear]
     if len(packed) < len(layers):
@@ -145,7 +145,7 @@ def join(layers: Sequence[torch.nn.Module]) -> Joined | None:
             left.packed.data_ptr() + left.packed.nbytes != right.packed.data_ptr()
             or len(set(storages)) > 1
             or left.in_features != right.in_features
-            or left.out_features % PANEL  # so many outputs are whole panels of any kernel
+            or left.out_features % PANEL  # multiples of this are whole panels for any kernel
             or (left.scales is None) != (right.scales is None)
         ):
             return None
@@ -169,10 +169,10 @@ def _bias(layer: PackedLinear) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, plan: NormPlan) -> torch.Tensor:
-    """x over the root of its mean square, times the weight.
+    """x divided by the root of its mean square, times the weight.
 
     Args:
-        x: bfloat16 [..., width], in one piece.
+        x: bfloat16 [..., width], contiguous.
         weight: bfloat16 [width].
         plan: see NormPlan.
     """
@@ -194,8 +194,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, plan: NormPlan) -> torch.Ten
 def norm_forward(
     self: torch.nn.Module, x: torch.Tensor | None = None, **named: torch.Tensor
 ) -> torch.Tensor:
-    """Of a root-mean-square norm: [..., width] → [..., width]. The class's own name of x may be
-    used, too.
+    """Forward of a root-mean-square norm: [..., width] → [..., width]. x may also be passed by the
+    name that the class has for it.
     """
     if x is None:
         (x,) = named.values()
@@ -212,10 +212,10 @@ def norm_forward(
 
 
 def apply_gate(gate: torch.Tensor, up: torch.Tensor, stride: int, activation: int) -> None:
-    """gate becomes activation(gate) * up.
+    """Replace gate by activation(gate) * up, in place.
 
     Args:
-        gate, up: bfloat16 [..., N], each row in one piece.
+        gate, up: bfloat16 [..., N], each row contiguous.
         stride: elements from one row to the next, in both.
         activation: SILU or GELU_TANH.
     """
@@ -236,7 +236,9 @@ def apply_gate(gate: torch.Tensor, up: torch.Tensor, stride: int, activation: in
 def gate_forward(
     self: torch.nn.Module, x: torch.Tensor | None = None, **named: torch.Tensor
 ) -> torch.Tensor:
-    """Of a gated layer: [..., K] → [..., K]. The class's own name of x may be used, too."""
+    """Forward of a gated layer: [..., K] → [..., K]. x may also be passed by the name that the
+    class has for it.
+    """
     if x is None:
         (x,) = named.values()
     plan: GatePlan = self.__dict__[PLAN]
@@ -262,17 +264,17 @@ def attention_forward(
     past_key_values: object | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of an attention layer.
+    """Forward of an attention layer.
 
     Args:
         hidden_states: [B, T, K].
         position_embeddings: cosines and sines, [B, T, rotary_dim] each.
-        attention_mask: handed on.
-        past_key_values: a cache of transformers' own.
-        kwargs: handed on.
+        attention_mask: passed on.
+        past_key_values: a cache from transformers.
+        kwargs: passed on.
 
     Returns:
-        [B, T, K], and the weights, where the attention function gives them.
+        [B, T, K], and the weights, if the attention function returns them.
     """
     plan: AttentionPlan = self.__dict__[PLAN]
     if (
@@ -304,7 +306,7 @@ def has_embeddings(
     hidden_states: torch.Tensor,
     rotary_dim: int,
 ) -> bool:
-    """Whether there are cosines and sines for each token, as the kernel reads them, or none are
+    """Whether the cosines and sines of each token are in the kernel's format, or none are
     needed.
     """
     if not rotary_dim:
@@ -358,9 +360,9 @@ def rotate_heads(
     """Norm the heads of queries and keys, and rotate them, in place.
 
     Args:
-        addresses: of queries and of keys, bfloat16 [tokens, H * D].
+        addresses: those of queries and keys, bfloat16 [tokens, H * D].
         strides: elements from one token to the next, in both.
-        tokens: how many.
+        tokens: how many tokens.
         embeddings: cosines and sines, bfloat16 [tokens, rotary_dim] each, if they are rotated.
         norms: the weights of both, bfloat16 [D]; None: there are no norms.
         plan: see AttentionPlan.

@@ -1,14 +1,15 @@
-"""Whole decoder layers in one call of the library: a forward for a model's own layers.
+"""A forward for a model's own decoder layers that computes whole layers in one call of the
+library.
 
-What `engine.runner.fused` leaves of a step is mostly Python between kernels that take microseconds.
-Where all parts of a layer are ours, they follow one another here without it, in scratch memory that
-all layers of a model share. Where a model does nothing between its layers, the first one computes
-all of them, and the others hand on what they are given:
+With `engine.runner.fused`, a step mostly spends its time in Python code between kernels that take
+microseconds. If all parts of a layer have our forwards, they are computed here without Python in
+between, in scratch memory that all layers of a model share. If a model does nothing between its
+layers, the first one computes all of them, and the others return their input:
 
     model ─x─▶ layer 0: one call through all layers ─y─▶ layer 1 ─y─▶ … ─y─▶ layer N−1 ─y─▶ model
 
-It is for the engine's steps alone; any other call goes to the layer's class, whose modules are
-ours, too.
+This is only for the engine's steps; any other call goes to the forward of the layer's class, with
+the same modules.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ Embeddings = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(slots=True)
 class LayerScratch:
-    """Memory that all layers of a model use, one after the other.
+    """Scratch memory that all layers of a model use in turn.
 
     Attributes:
-        elements: bfloat16.
+        elements: the memory, as bfloat16.
     """
 
     elements: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bfloat16))
 
     def of(self, needed: int) -> int:
-        """The address of so many elements."""
+        """The address of memory for at least `needed` elements."""
         if needed > self.elements.numel():
             self.elements = torch.empty(needed, dtype=torch.bfloat16)
         return self.elements.data_ptr()
@@ -53,12 +54,12 @@ class LayerScratch:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """Of a decoder layer.
+    """How to compute a decoder layer.
 
     Attributes:
-        spec: all that is known before a step is.
-        held: what it points to: kept alive.
-        index: of the layer's cache.
+        spec: everything that does not depend on the step.
+        held: the tensors that it points to, kept alive.
+        index: the index of the layer's cache.
         rotary_dim: how many elements of a head are rotated.
     """
 
@@ -69,15 +70,15 @@ class LayerPlan:
 
 
 class LayerRun:
-    """Layers that follow one another, in one call. For one thread at a time.
+    """Consecutive layers that are computed in one call. Used by one thread at a time.
 
     Attributes:
-        plans: of the layers.
-        layers: themselves, where there are more than one.
+        plans: the layers' plans.
+        layers: the layers themselves, if there are several.
         scratch: shared by all layers of a model.
-        rotary_dim: how many elements of a head are rotated, in those layers that rotate any.
-        result: where it is of more layers than one: what it yielded in the step that goes through
-            them, until the last one has been given it.
+        rotary_dim: how many elements of a head are rotated, in layers that rotate any.
+        result: with several layers, the output of the present step, until the last layer has
+            received it.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class LayerRun:
         scratch: LayerScratch,
         layers: Sequence[torch.nn.Module] = (),
     ) -> None:
-        """plans: of layers that rotate equally many elements of a head, or none. Others: above."""
+        """plans: those of layers that rotate the same number of elements of a head, or none. For
+        the other arguments see the class.
+        """
         self.plans = tuple(plans)
         self.layers = tuple(layers)
         self.scratch = scratch
@@ -104,9 +107,9 @@ class LayerRun:
         """[1, T, K] → [1, T, K], bfloat16.
 
         Args:
-            x: in one piece.
-            embeddings: where layers rotate.
-            context: of a step with the native backend.
+            x: contiguous.
+            embeddings: needed if layers rotate.
+            context: that of a step with the native backend.
         """
         backend = context.backend
         if not isinstance(backend, NativeAttentionBackend):
@@ -150,12 +153,12 @@ def _address(metadata: object) -> int:
 
 @dataclass(slots=True)
 class LayerPlace:
-    """Of a decoder layer whose forward is ours. A copy of the layer has none: it points to what is
-    not its own.
+    """How a decoder layer with our forward is computed. A copy of the layer has none, because it
+    would point to the original's tensors.
 
     Attributes:
-        alone: computes it.
-        chain: computes it with others; None: there are none.
+        alone: computes this layer.
+        chain: computes it together with others; None: it is not part of a chain.
     """
 
     alone: LayerRun
@@ -172,13 +175,13 @@ def layer_forward(
     position_embeddings: Embeddings | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Of a decoder layer: [1, T, K] → [1, T, K].
+    """Forward of a decoder layer: [1, T, K] → [1, T, K].
 
     Args:
         hidden_states: bfloat16 [1, T, K].
-        arguments: handed on; not the engine's.
+        arguments: passed on; the engine's steps have none.
         position_embeddings: cosines and sines, bfloat16 [1, T, rotary_dim] each.
-        kwargs: the step's context among them, and what the engine's steps do not need.
+        kwargs: the step's context, and others that the engine's steps do not need.
 
     Raises:
         RuntimeError: the model did something between layers that are computed in one call.
@@ -190,10 +193,10 @@ def layer_forward(
         if chain is not None and chain.result is not None and not is_first:
             return _handed_on(chain, hidden_states, is_last=chain.layers[-1] is self)
         if chain is not None:
-            chain.result = None  # a step that failed may have left one
+            chain.result = None  # a failed step may have left one
         run = place.alone
         if chain is not None and is_first and not any(map(has_hooks, chain.layers)):
-            run = chain  # a hook is given what its own layer makes
+            run = chain  # hooks must get their own layer's output
         context = _step(self, run, hidden_states, position_embeddings, kwargs)
         if context is not None and not arguments:
             y = run.compute(hidden_states, position_embeddings, context)
@@ -221,8 +224,8 @@ def _step(
     embeddings: Embeddings | None,
     named: Mapping[str, object],
 ) -> AttentionContext | None:
-    """The context of a call that is the engine's, with all as the kernels read it; None: it is
-    another call.
+    """The context of a call, if it is a step of the engine with everything in the kernels' format;
+    None: it is another call.
     """
     config: Any = layer._modules["self_attn"].config  # type: ignore[union-attr]  # it has one
     context = named.get(CONTEXT_KEYWORD)

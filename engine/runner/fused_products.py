@@ -1,16 +1,17 @@
-"""Products of the same input as one: forwards for a model's own modules, on any device.
+"""Forwards for a model's own modules that compute several products of the same input as one, on any
+device.
 
     attention(x)      ─▶ y = x · [Wq Wk Wv]ᵀ  ─▶ the class's own forward, given y in place of x
       q_proj(y)       ─▶ y's first columns
       k_proj(y), v_proj(y) ─▶ those that follow
 
-A class's own forward hands its input to its projections, and uses nothing else of it but its
-shape; that is seen at load (`engine.runner.fusing_products`). So it may be given the product in the
-input's place, and a projection that is given the product takes its columns of it. Nothing is kept
-from one call to another: a compiler traces it, and a CUDA graph holds it. A projection that is
-given anything else (by a method of the class, by other code, while gradients are wanted) computes
-by itself: the widths tell them apart. So they all do where the projections are not what they were
-when they were joined: after a copy or a move of the model, with other weights, with hooks.
+The class's own forward passes its input to its projections and otherwise only uses the input's
+shape; `engine.runner.fusing_products` checks this at load. So it can be given the product instead
+of the input, and a projection that gets the product returns its columns. No state is kept between
+calls, so a compiler can trace this and a CUDA graph can capture it. A projection that gets anything
+else (from another method of the class, from other code, or when gradients are needed) computes by
+itself; the widths tell the cases apart. So do all projections if they have changed since they were
+joined: after a copy or a move of the model, with other weights, or with hooks.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from torch.nn.functional import linear
 from engine.runner.fused import PLAN
 
 WEIGHT = "_headrace_joined_weight"
-"""A buffer of the module: [N, K], the weights of its projections, which are views of it."""
+"""A buffer of the module: [N, K], the joined weights, of which the projections' weights are
+views.
+"""
 BIAS = "_headrace_joined_bias"
-"""A buffer of the module: [N], their biases, 0 for those that have none; or None."""
+"""A buffer of the module: [N], the joined biases, 0 for projections without one; or None."""
 
 _is_compiling = torch.compiler.is_compiling
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedPlan:
-    """Of a module whose projections are one product.
+    """How to compute a module whose projections are one product.
 
     Attributes:
         argument: the name of its input, its forward's first parameter.
@@ -46,10 +49,10 @@ class JoinedPlan:
 
 @dataclass(frozen=True, slots=True)
 class ColumnsPlan:
-    """Of a projection.
+    """How to compute a projection.
 
     Attributes:
-        first, count: which columns of the product are its own.
+        first, count: its columns of the product.
         width: N, all columns of the product; never the width of its own input.
     """
 
@@ -59,20 +62,20 @@ class ColumnsPlan:
 
 
 def joined_forward(self: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
-    """Of a module whose projections are one product: the class's own forward, given the product."""
+    """Forward of a module with joined projections: the class's own forward, given the product."""
     plan: JoinedPlan = self.__dict__[PLAN]
     if arguments:
         x, arguments = arguments[0], arguments[1:]
     else:
         x = named.pop(plan.argument)
-    # A compiler traces this once, and cannot ask where a tensor lies.
+    # A compiler traces this once, and cannot ask for a tensor's address.
     if not torch.is_grad_enabled() and (_is_compiling() or _is_whole(self, plan)):
         x = product(self, x)
     return type(self).forward(self, x, *arguments, **named)
 
 
 def _is_whole(module: torch.nn.Module, plan: JoinedPlan) -> bool:
-    """Whether its projections are what they were when they were joined."""
+    """Whether its projections are unchanged since they were joined."""
     weight, bias = module._buffers[WEIGHT], module._buffers[BIAS]
     for name, first in plan.parts:
         one: Any = module._modules[name]
@@ -98,7 +101,9 @@ def product(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def columns_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Of a projection: its columns [..., count], if it is given the product [..., width]."""
+    """Forward of a projection: its columns [..., count], if it is given the product [...,
+    width].
+    """
     plan: ColumnsPlan = self.__dict__[PLAN]
     if x.shape[-1] != plan.width:
         return type(self).forward(self, x)  # type: ignore[no-any-return]

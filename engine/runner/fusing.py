@@ -1,13 +1,14 @@
-"""Finds the modules of a model whose forward one of ours can take the place of, and exchanges them.
+"""Finds the modules of a model for which we have an equivalent forward, and replaces their
+forwards.
 
     choose_fusing ─▶ how: our kernels, or joined products (`fusing_products`), or not at all
     fuse_model    ─▶ norms, attention layers, gated layers, whole layers: watch, compare, exchange
 
-A name tells nothing for certain, so a module's own forward is run on random input: which tensor
-operations it makes is watched (one more than we know of, and it stays as it is), and ours must
-yield the same numbers, but for a few that are rounded the other way. What is not exchanged works as
-before: a wrong exchange is far worse than a missed one.
-Only models that Headrace has loaded itself are changed: others belong to their owners.
+A class's name proves nothing, so a module's own forward is run on random input. Its tensor
+operations are recorded, and if there is an unknown one, the module stays as it is. Our forward must
+give the same values, except for a few that are rounded the other way. Modules that are not changed
+work as before: a wrong replacement is far worse than a missed one. Only models that Headrace has
+loaded itself are changed; others belong to their owners.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ Fusing = Literal["kernels", "products"]
 
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 _MOST_DISTANT = 1e-2
-"""Results may be of each other, relative, behind a matrix product of numbers that agree."""
+"""The largest relative difference of results after a matrix product, if its inputs agree."""
 _NORM_OPERATIONS = VIEWS | {
     *("_to_copy", "pow", "square", "mul", "mean", "add", "add_", "rsqrt", "sqrt", "div"),
     *("reciprocal", "rms_norm", "_fused_rms_norm"),
@@ -71,13 +72,13 @@ _NORM_OPERATIONS = VIEWS | {
 
 @dataclass(frozen=True, slots=True)
 class FusingReport:
-    """What was exchanged.
+    """What was replaced.
 
     Attributes:
-        norms, gates, attentions: how many.
-        layers: how many whole layers, of such parts.
-        chained: how many of these are computed with others, in one call.
-        left: classes of which some stayed as they are, although they look alike.
+        norms, gates, attentions: how many of each.
+        layers: how many whole layers that consist of these.
+        chained: how many of these layers are computed together with others, in one call.
+        left: similar classes of which some modules were not changed.
     """
 
     norms: int
@@ -98,17 +99,18 @@ class FusingReport:
 
 
 def choose_fusing(device: torch.device, dtype: torch.dtype, wanted: bool | None) -> Fusing | None:
-    """How a model's layers are fused, for a device and dtype; None: they are not.
+    """Choose how a model's layers are fused, for a device and dtype; None: not at all.
 
-    Kernels are for bfloat16 on a CPU: what stands between the products. Everything else has its
-    products joined.
+    In bfloat16 on a CPU, kernels compute the operations between products. Otherwise products are
+    joined.
 
     Args:
         device, dtype: the model's.
-        wanted: True: fused or refused; None: on CUDA, and where kernels were measured to pay.
+        wanted: True: fuse or refuse; None: fuse on CUDA, and on processors where the kernels were
+            measured to pay.
 
     Raises:
-        ConfigError: they are to be fused, and cannot be.
+        ConfigError: the layers are to be fused, and cannot be.
     """
     if wanted is False:
         return None
@@ -125,13 +127,13 @@ def choose_fusing(device: torch.device, dtype: torch.dtype, wanted: bool | None)
 
 
 def fuse_model(model: PreTrainedModel) -> FusingReport:
-    """Exchange what can be. What was exchanged before stays.
+    """Replace every forward that can be replaced. Earlier replacements stay.
 
     Args:
-        model: in evaluation mode, its linear layers packed, used by nobody meanwhile.
+        model: in evaluation mode, with packed linear layers, not in use.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for so little each, others' CPUs would be waited for, and not used
+    torch.set_num_threads(1)  # the work of each is so small that threads would only wait
     try:
         return _fuse(model)
     finally:
@@ -141,7 +143,7 @@ def fuse_model(model: PreTrainedModel) -> FusingReport:
 def _fuse(model: PreTrainedModel) -> FusingReport:
     left: set[str] = set()
     likeness = Likeness()
-    # Not in inference mode, in which operations are seen before they are taken apart.
+    # Not in inference mode, in which operations are recorded before they are decomposed.
     with torch.inference_mode(False), torch.no_grad():
         for module in model.modules():
             if is_exchanged(module) or not _looks_like_a_norm(module):
@@ -185,7 +187,7 @@ def _looks_like_a_norm(module: torch.nn.Module) -> bool:
 
 
 def _fuse_norm(module: torch.nn.Module, likeness: Likeness) -> bool:
-    """Exchange a norm's forward if ours does what it does. Returns whether."""
+    """Replace a norm's forward if ours is equivalent. Returns whether it was replaced."""
     weight, eps = module._parameters["weight"], _eps(module)
     if (
         weight is None
@@ -200,13 +202,13 @@ def _fuse_norm(module: torch.nn.Module, likeness: Likeness) -> bool:
     ):
         return False
     plans = [NormPlan(len(weight), eps, form) for form in (ROUNDED_FIRST, 0, FROM_ONE)]
-    # What the others of its kind are comes first.
+    # The form of other norms of its kind is tried first.
     plans.sort(key=lambda plan: not likeness.has((type(module), plan)))
     for plan in plans:
         kind = (type(module), plan)
         probes, probed = likeness.probes(kind), [module]
         if not likeness.has(kind):
-            # A checkpoint's weights may be all 1, and then not tell how they are applied.
+            # A checkpoint's weights may all be 1, which does not show how they are applied.
             other = copy.deepcopy(module)
             other.weight = torch.nn.Parameter(random_numbers(*weight.shape, seed=1).bfloat16())
             probed.insert(0, other)
@@ -218,7 +220,7 @@ def _fuse_norm(module: torch.nn.Module, likeness: Likeness) -> bool:
 
 
 def _is_norm(module: torch.nn.Module, plan: NormPlan, probes: Sequence[Probe]) -> bool:
-    """Whether a norm does what ours does."""
+    """Whether a norm is equivalent to ours."""
     for magnitude, alone in probes:
         shape = (1, 1) if alone else (2, 1, 3)
         x = (random_numbers(*shape, plan.width) * magnitude).bfloat16()
@@ -239,7 +241,7 @@ def _looks_gated(module: torch.nn.Module) -> bool:
 
 
 def _fuse_gate(module: torch.nn.Module, likeness: Likeness) -> bool:
-    """Exchange a gated layer's forward if ours does what it does. Returns whether."""
+    """Replace a gated layer's forward if ours is equivalent. Returns whether it was replaced."""
     layers: dict[str, Any] = dict(module._modules)
     gate, up, down = (layers.pop(f"{name}_proj") for name in ("gate", "up", "down"))
     if (
@@ -270,7 +272,7 @@ def _fuse_gate(module: torch.nn.Module, likeness: Likeness) -> bool:
 
 
 def _is_gate(module: torch.nn.Module, x: torch.Tensor) -> bool:
-    """Whether a gated layer, its forward exchanged, does what its class's own does."""
+    """Whether a gated layer with our forward gives the results of its class's own."""
     gated: list[torch.Tensor] = []
     hook = module.get_submodule("down_proj").register_forward_pre_hook(
         lambda _, arguments: gated.append(arguments[0].clone())
@@ -292,7 +294,9 @@ def _is_gate(module: torch.nn.Module, x: torch.Tensor) -> bool:
 
 
 def _activation(module: torch.nn.Module) -> int | None:
-    """Which of the kernel's activations a module is, for every bfloat16 number; None: none."""
+    """Which of the kernel's activations a module computes, checked for every bfloat16 value; None:
+    none of them.
+    """
     if module._parameters or module._buffers or module._modules:
         return None
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).view(64, 1024)

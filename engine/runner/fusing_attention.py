@@ -1,9 +1,9 @@
-"""Exchanges the forward of attention layers, as `engine.runner.fusing` does for smaller modules.
+"""Replaces the forward of attention layers, as `engine.runner.fusing` does for smaller modules.
 
-The model is run once, to see what its layers hand to their attention; then each layer by itself, on
-random input. Its own forward and ours must call the attention function with the same numbers, the
-same mask and the same options, to the last keyword, and give back the same. What is different
-from layer to layer (a window, no rotary embedding, a softcap, sinks) is found out layer by layer.
+The model is run once, to record what its layers pass to their attention; then each layer is run
+alone, on random input. Its own forward and ours must call the attention function with the same
+values, the same mask and exactly the same keyword arguments, and return the same. Each layer is
+checked separately, because layers differ (a window, no rotary embedding, a softcap, sinks).
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from engine.runner.likeness import (
 
 _NAME = "headrace_fusing"
 _TOKENS = 7
-"""Of the prompt that the model is run on."""
+"""Tokens in the prompt on which the model is run."""
 _LONGEST_CONTEXT = 1 << 20
-"""Of a model that names no limit."""
+"""The context assumed for a model without a limit."""
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
 _PARAMETERS = ["hidden_states", "position_embeddings", "attention_mask", "past_key_values"]
 _ROTARY = {"mul": 4, "neg": 2, "cat": 2, "add": 2}
 _PARTLY_ROTARY = {**_ROTARY, "cat": 4}
-"""Operations that rotate queries and keys by halves: all of a head, or the first part of it."""
+"""Operations that rotate queries and keys by halves: a whole head, or its first part."""
 
 
 @dataclass(slots=True)
 class _Call:
-    """What an attention function was called with."""
+    """The arguments of a call of an attention function."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -61,11 +61,11 @@ class _Call:
 
 
 class _Attention:
-    """Stands for the attention function.
+    """Replaces the attention function during the check.
 
     Attributes:
-        calls: what it was called with.
-        output: what it gives: bfloat16 [T, Hq * Dv]; None: the values.
+        calls: the calls that it got.
+        output: what it returns: bfloat16 [T, Hq * Dv]; None: the values.
     """
 
     def __init__(self) -> None:
@@ -91,14 +91,14 @@ class _Attention:
 
 
 def fuse_attention(model: PreTrainedModel, likeness: Likeness) -> tuple[int, set[str]]:
-    """Exchange the attention layers' forward where ours does what it does.
+    """Replace the forward of each attention layer for which ours is equivalent.
 
     Args:
-        model: its norms exchanged before.
-        likeness: which kinds were found to be alike.
+        model: its norms have already been replaced.
+        likeness: the kinds that were found to be equivalent.
 
     Returns:
-        how many are exchanged, and classes of which some stay as they are.
+        how many were replaced, and classes of which some modules were not changed.
     """
     layers = [one for one in model.modules() if set(_PROJECTIONS[:3]) <= one._modules.keys()]
     candidates = [one for one in layers if not is_exchanged(one) and _is_plain(one)]
@@ -120,11 +120,11 @@ def _exchange(
             _fuse(layer, given, attention, likeness)
     finally:
         model.set_attn_implementation(before)
-        attention.calls.clear()  # transformers keeps what is registered: it would keep the model
+        attention.calls.clear()  # transformers keeps registered functions, and they the model
 
 
 def _is_plain(layer: torch.nn.Module) -> bool:
-    """Whether a layer has what we know, and nothing else."""
+    """Whether a layer has only parts that we know."""
     names = layer._modules.keys()
     if names not in (set(_PROJECTIONS), {*_PROJECTIONS, *_NORMS}):
         return False
@@ -143,33 +143,33 @@ def _is_plain(layer: torch.nn.Module) -> bool:
 
 
 def _eager(layer: torch.nn.Module) -> Any:
-    """The attention function of the file in which a layer's class is written."""
+    """The attention function in the source file of a layer's class."""
     forward = inspect.unwrap(type(layer).forward)
     return getattr(forward, "__globals__", {}).get("eager_attention_forward")
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What the model hands to a layer's attention.
+    """What the model passes to a layer's attention.
 
     Attributes:
-        embeddings: cosines and sines, or what there is in their place.
-        others: keywords beside those of _PARAMETERS.
+        embeddings: cosines and sines, or what the model passes instead.
+        others: keyword arguments other than those in _PARAMETERS.
     """
 
     embeddings: Any
     others: dict[str, Any]
 
     def embeddings_of(self, tokens: int) -> Any:
-        """Those of the last tokens."""
+        """The embeddings for the last `tokens` tokens."""
         if not isinstance(self.embeddings, tuple):
             return self.embeddings
         return tuple(one[:, -tokens:].contiguous() for one in self.embeddings)
 
 
 def _watch(model: PreTrainedModel, layers: list[torch.nn.Module]) -> dict[torch.nn.Module, _Given]:
-    """What layers are given, for positions from the first to the last; empty if the model cannot be
-    run.
+    """Record what the model passes to its layers, for positions from the first to the last; empty
+    if the model cannot be run.
     """
     found: dict[torch.nn.Module, _Given] = {}
 
@@ -185,7 +185,7 @@ def _watch(model: PreTrainedModel, layers: list[torch.nn.Module]) -> dict[torch.
     try:
         model(input_ids=ids, position_ids=positions, use_cache=False)
     except FAILURES:
-        return {}  # if it is the model's fault, the load gate says so
+        return {}  # if it is the model's fault, the load gate reports it
     finally:
         for hook in hooks:
             hook.remove()
@@ -193,7 +193,7 @@ def _watch(model: PreTrainedModel, layers: list[torch.nn.Module]) -> dict[torch.
 
 
 def _fuse(layer: torch.nn.Module, given: _Given, attention: _Attention, likeness: Likeness) -> None:
-    """Exchange one layer's forward if ours does what it does."""
+    """Replace one layer's forward if ours is equivalent."""
     kind = _kind(layer)
     for magnitude, alone in likeness.probes(kind):
         try:
@@ -208,7 +208,7 @@ def _fuse(layer: torch.nn.Module, given: _Given, attention: _Attention, likeness
 
 
 def _kind(layer: torch.nn.Module) -> tuple[Any, ...]:
-    """What the layers that repeat each other have in common."""
+    """A key that is equal for layers of the same kind."""
     shapes = [layer.get_submodule(name) for name in _PROJECTIONS]
     norms = [vars(layer._modules[name]).get(PLAN) for name in _NORMS if name in layer._modules]
     return (
@@ -221,8 +221,8 @@ def _kind(layer: torch.nn.Module) -> tuple[Any, ...]:
 def _compare(
     layer: torch.nn.Module, given: _Given, attention: _Attention, tokens: int, magnitude: float
 ) -> bool:
-    """Whether ours does what a layer's own forward does, for one random input. The first time,
-    the layer's is exchanged.
+    """Whether our forward and the layer's own give the same for one random input. The first call
+    replaces the layer's forward.
     """
     inputs: Any = layer.get_submodule("q_proj").in_features
     embeddings = given.embeddings_of(tokens)
@@ -232,7 +232,7 @@ def _compare(
         "attention_mask": torch.zeros(1, 1, tokens, tokens),
         "past_key_values": None,
     }
-    # Whatever the model is called with reaches attention, as it is.
+    # Other arguments of the model reach attention unchanged.
     passed = {**given.others, "headrace_fusing": object()}
     attention.calls.clear()
     outputs: Any = layer.get_submodule("o_proj").in_features
@@ -279,7 +279,7 @@ def _plan(
     embeddings: Any,
     passed: dict[str, Any],
 ) -> AttentionPlan | None:
-    """What our forward would have to do; None: it cannot."""
+    """The plan for our forward; None: it cannot compute this layer."""
     (_, heads, _, width), kv_heads = call.query.shape, call.key.shape[1]
     if not call.key.shape == call.value.shape == (*call.key.shape[:-1], width):
         return None
@@ -311,7 +311,9 @@ def _plan(
 
 
 def _rotates(computing: Counter[str], plan: AttentionPlan) -> bool:
-    """Whether these operations, beside those of the layer's modules, rotate as the plan has it."""
+    """Whether these operations, without those of the layer's modules, are the rotation in the
+    plan.
+    """
     rotary, width = plan.rotary_dim, plan.head_dim
     if not rotary:
         return not computing

@@ -1,10 +1,10 @@
-"""Finds out whether a model does nothing between its decoder layers, so that one call may compute
-all of them.
+"""Checks whether a model does nothing between its decoder layers, so that one call may compute all
+of them.
 
 The model's own decoder is run, layer by layer, in a small step over a small paged cache. Each layer
-must be called once, in order, and be given the very tensor that the one before it returned, with
-the same embeddings; and no operation may be made in between. Then all layers in one call must yield
-the same numbers, bit by bit, and write the same into the cache.
+must be called once, in order, with exactly the tensor that the layer before it returned and the
+same embeddings, and without any operation in between. Then all layers in one call must give the
+same values, bit for bit, and write the same into the cache.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from engine.runner.likeness import Operations, has_hooks
 
 
 def chain_layers(model: PreTrainedModel) -> int:
-    """Let one call compute all layers of a decoder, where nothing comes between them.
+    """Let one call compute all layers of a decoder, if nothing comes between them.
 
     Args:
-        model: its layers exchanged before.
+        model: the forwards of its layers have already been replaced.
 
     Returns:
-        how many layers are computed with others.
+        how many layers are computed together with others.
     """
     chained = 0
     for decoder in model.modules():
@@ -55,7 +55,7 @@ def _chain(
     layers: list[torch.nn.Module],
     places: list[LayerPlace],
 ) -> None:
-    """Let the first of the layers compute all, if that is what the decoder does."""
+    """Let the first layer compute all, if that is equivalent to the decoder."""
     plans = [place.alone.plans[0] for place in places]
     if len({plan.rotary_dim for plan in plans} - {0}) > 1:
         return
@@ -70,7 +70,7 @@ def _chain(
             actual, ours = _run(decoder, plans)
             if not (torch.equal(actual, expected) and _caches_equal(plans, theirs, ours)):
                 _tie(places, None)
-    except Exception:  # a decoder may raise anything at ids and a cache that it does not expect
+    except Exception:  # a decoder may raise anything for ids and a cache that it does not expect
         _tie(places, None)
     finally:
         model.set_attn_implementation(before)
@@ -82,7 +82,7 @@ def _tie(places: list[LayerPlace], chain: LayerRun | None) -> None:
 
 
 def _run(decoder: torch.nn.Module, plans: list[LayerPlan]) -> tuple[torch.Tensor, AttentionContext]:
-    """What a decoder makes of a small step, and the step with its caches."""
+    """Run a decoder on a small step. Returns its output, and the step with its caches."""
     context, positions = small_context(plans), small_step().positions
     output: Any = decoder(
         input_ids=torch.arange(1, len(positions) + 1).unsqueeze(0),
@@ -106,9 +106,9 @@ class _Call:
     """One call of a layer.
 
     Attributes:
-        layer: which.
+        layer: which layer.
         given, embeddings, returned: its input, its cosines and sines, its output.
-        before, after: operations that had been made when it began, and when it returned.
+        before, after: how many operations had been counted when it began, and when it returned.
     """
 
     layer: torch.nn.Module
@@ -120,14 +120,14 @@ class _Call:
 
 
 class _Watch:
-    """Writes down the calls of layers."""
+    """Records the calls of layers."""
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
 
     @contextmanager
     def of(self, layers: list[torch.nn.Module], operations: Operations) -> Iterator[None]:
-        """While this lasts, calls of these layers are written down."""
+        """Record calls of these layers during the block."""
         begun: list[int] = []
 
         def begin(*_: object) -> None:
@@ -136,7 +136,7 @@ class _Watch:
         def end(
             layer: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any], returned: object
         ) -> None:
-            (hidden_states,) = given  # a layer that is given more is not called as ours expects
+            (hidden_states,) = given  # a layer with more arguments is not called as ours expects
             embeddings, after = named.get("position_embeddings"), operations.seen.total()
             call = _Call(layer, hidden_states, embeddings, returned, begun.pop(), after)
             self._calls.append(call)
@@ -150,7 +150,7 @@ class _Watch:
                 hook.remove()
 
     def is_straight(self, layers: list[torch.nn.Module]) -> bool:
-        """Whether each layer was called once, in order, and nothing was done in between."""
+        """Whether each layer was called once, in order, with nothing in between."""
         called = [call.layer for call in self._calls]
         return called == layers and all(
             call.given is last.returned

@@ -1,8 +1,8 @@
-"""Exchanges the forward of whole decoder layers all of whose parts are ours already.
+"""Replaces the forward of whole decoder layers, if those of all their parts have been replaced.
 
-The layer's own forward is run, with the engine's attention over a small cache: which operations it
-makes beside its modules' is watched (two sums, and nothing else), and ours must give the same
-numbers, bit by bit, and write the same into the cache.
+The layer's own forward is run, with the engine's attention over a small cache. Apart from its
+modules, it may make only two operations, both sums. Our forward must give the same values, bit for
+bit, and write the same into the cache.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from engine.runner.packed import PackedLinear, native_library
 _PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _BLOCK_SIZE = 4
 _STARTS, _COUNTS = (5, 0, 3), (1, 6, 2)
-"""Of the requests of a small step."""
+"""Start positions and token counts of the requests in a small step."""
 _OPTIONS = {"dropout", "scaling", "sliding_window", "softcap"}
-"""What a layer may tell the attention function. The window is in the metadata."""
+"""The options that a layer may pass to the attention function. The window is in the metadata."""
 
 
 def fuse_layers(model: PreTrainedModel, likeness: Likeness) -> int:
-    """Exchange the forward of layers where ours does what it does.
+    """Replace the forward of each layer for which ours is equivalent.
 
     Args:
-        model: its smaller modules exchanged before.
-        likeness: which kinds were found to be alike.
+        model: the forwards of its smaller modules have already been replaced.
+        likeness: the kinds that were found to be equivalent.
 
     Returns:
-        how many are exchanged.
+        how many were replaced.
     """
     scratch = LayerScratch()
     layers = [one for one in model.modules() if one._modules.keys() == _PARTS]
@@ -75,7 +75,7 @@ def fuse_layers(model: PreTrainedModel, likeness: Likeness) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A layer's modules, and what is known of them."""
+    """A layer's modules, and what is known about them."""
 
     modules: dict[str, Any]
     first: NormPlan
@@ -89,7 +89,7 @@ class _Parts:
 
 
 def _parts(layer: torch.nn.Module) -> _Parts | None:
-    """Those of a layer all of whose parts are ours; None: they are not."""
+    """A layer's parts, if all of them have our forwards; None: they do not."""
     if layer._parameters or layer._buffers or any(has_hooks(one) for one in layer.modules()):
         return None
     modules: dict[str, Any] = dict(layer._modules)
@@ -128,7 +128,7 @@ def _parts(layer: torch.nn.Module) -> _Parts | None:
 
 
 class _Held:
-    """Tensors whose addresses were taken: whatever becomes of a module's own, these stay."""
+    """Keeps tensors alive whose addresses are used, even if their module gets others."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -154,7 +154,7 @@ class _Held:
 
 
 def _plan(layer: torch.nn.Module) -> LayerPlan | None:
-    """What our forward would have to do; None: it cannot."""
+    """The plan for our forward; None: it cannot compute this layer."""
     parts = _parts(layer)
     if parts is None:
         return None
@@ -197,7 +197,7 @@ def _plan(layer: torch.nn.Module) -> LayerPlan | None:
 def _fuse(
     layer: torch.nn.Module, plan: LayerPlan, scratch: LayerScratch, likeness: Likeness
 ) -> None:
-    """Exchange one layer's forward if ours does what it does."""
+    """Replace one layer's forward if ours is equivalent."""
     kind = _kind(layer, plan)
     magnitudes = {magnitude for magnitude, _ in likeness.probes(kind)}
     exchange(layer, layer_forward, LayerPlace(LayerRun([plan], scratch)))
@@ -212,7 +212,7 @@ def _fuse(
 
 
 def _kind(layer: torch.nn.Module, plan: LayerPlan) -> tuple[Any, ...]:
-    """What the layers that repeat each other have in common."""
+    """A key that is equal for layers of the same kind."""
     spec = plan.spec
     heads = spec.heads
     return (
@@ -225,7 +225,7 @@ def _kind(layer: torch.nn.Module, plan: LayerPlan) -> tuple[Any, ...]:
 
 
 def _compare(layer: torch.nn.Module, plan: LayerPlan, magnitude: float) -> bool:
-    """Whether ours does what a layer's own forward does, for one random step."""
+    """Whether our forward and the layer's own give the same for one random step."""
     tokens, rotary = sum(_COUNTS), plan.rotary_dim
     x = (random_numbers(1, tokens, plan.spec.projection.inputs) * magnitude).bfloat16()
     angles = random_numbers(1, tokens, rotary, seed=3)
@@ -256,7 +256,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def small_context(plans: Sequence[LayerPlan]) -> AttentionContext:
-    """A step of a few requests, over caches of random numbers for some layers."""
+    """A step of a few requests, with random caches for some layers."""
     layout = small_step()
     slots = (1 + layout.tables.size) * _BLOCK_SIZE
     caches = {}
@@ -271,7 +271,7 @@ def small_context(plans: Sequence[LayerPlan]) -> AttentionContext:
 
 
 def small_step() -> BatchLayout:
-    """Of requests that decode, begin and go on."""
+    """A step with requests that decode, start and continue a prompt."""
     ends = [start + count for start, count in zip(_STARTS, _COUNTS, strict=True)]
     width = -(-max(ends) // _BLOCK_SIZE)
     tables = 1 + np.arange(len(ends) * width, dtype=np.int32).reshape(len(ends), width)

@@ -1,17 +1,18 @@
-"""Makes one product of those that a module computes of the same input: queries, keys and values,
-and the two halves of a gated layer.
+"""Joins the products that a module computes from the same input: queries, keys and values, and the
+two halves of a gated layer.
 
     join_products ─▶ watch what the modules are given ─▶ each: compare, join its weights, exchange
 
-How a step then computes is told in `engine.runner.fused_products`. It is for devices on which
-weights are ordinary tensors, CUDA's above all: fewer and larger products, of the same elements.
-Sums may be made in another order, so the last bits may differ. What a class's own forward does with
-its input is not known from its name: each module is run on random input, and stays as it is if
-anything but its projections sees that, or if the product in the input's place changes a result.
+`engine.runner.fused_products` describes how a step is then computed. This is for devices with
+    ordinary weight tensors, mainly CUDA: there are fewer and larger products of the same elements.
+    Sums may be computed in another order, so the last bits may differ. A class's name does not tell
+    what its forward does with its input, so each module is run on random input. It is not changed
+    if anything but its projections uses the input, or if giving it the product instead changes a
+    result.
 
 Weights are joined module by module: [Wq Wk Wv] is made, the three parameters become views of it,
-and the three originals go before the next module's are made. So no weight is held twice, but for
-one module's while it is joined.
+    and the three originals are freed before the next module's are made. So only one module's
+    weights are held twice at a time.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ from engine.runner.pages import Pages
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _GATED = ("gate_proj", "up_proj")
 _TOKENS = 7
-"""Of the prompt that the model is run on."""
+"""Tokens in the prompt on which the model is run."""
 _MAGNITUDES = (1e-3, 1.0, 100.0)
-"""Of random input."""
+"""Magnitudes of the random input."""
 _ROUNDINGS = 8
-"""By how much a result may differ, in units of its type's precision, relative to its largest
-number: the same operations, on elements that lie elsewhere.
+"""The allowed difference of a result, relative to its largest element, in units of its type's
+precision, if the same operations read elements from other addresses.
 """
 _REORDERED = {torch.float64: 1e-10, torch.float32: 1e-4}
-"""By how much a product may differ whose sums are made in another order, relative likewise."""
+"""The allowed relative difference of a product if its sums are computed in another order."""
 _REORDERED_SHORT = 2e-2
 """The same for other types."""
 
@@ -62,8 +63,8 @@ class JoiningReport:
     """What was joined.
 
     Attributes:
-        attentions, gates: of how many modules.
-        left: classes of which some stayed as they are, although they look alike.
+        attentions, gates: how many modules of each.
+        left: similar classes of which some modules were not changed.
     """
 
     attentions: int
@@ -81,7 +82,7 @@ class JoiningReport:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a module is called with, beside its input."""
+    """The other arguments of a module besides its input."""
 
     shape: tuple[int, ...]
     arguments: tuple[Any, ...]
@@ -89,17 +90,17 @@ class _Call:
 
 
 def join_products(model: PreTrainedModel) -> JoiningReport:
-    """Join what can be. What was joined before stays.
+    """Join every product that can be joined. Earlier ones stay.
 
     Args:
-        model: in evaluation mode, on its device, used by nobody meanwhile.
+        model: in evaluation mode, on its device, not in use.
 
     Raises:
-        ModelRefusedError: a joined product is not that of its parts.
+        ModelRefusedError: a joined product differs from its parts.
     """
     found = [(one, names) for one in model.modules() if (names := _names(one))]
     pages = Pages(itertools.chain(model.parameters(), model.buffers()))
-    # Not in inference mode, in which operations are seen before they are taken apart.
+    # Not in inference mode, in which operations are recorded before they are decomposed.
     with torch.inference_mode(False), torch.no_grad():
         holders = _holders(model)
         plain = [
@@ -138,7 +139,9 @@ def _holders(model: torch.nn.Module) -> Counter[int]:
 
 
 def _is_plain(module: torch.nn.Module, names: Sequence[str], holders: Counter[int]) -> bool:
-    """Whether a module's projections are ordinary layers of one input, and nobody else's."""
+    """Whether a module's projections are ordinary layers with one input, which no other module
+    shares.
+    """
     layers = _projections(module, names)
     if any(
         type(one) is not torch.nn.Linear
@@ -159,7 +162,7 @@ def _is_plain(module: torch.nn.Module, names: Sequence[str], holders: Counter[in
         and weights[0].is_floating_point()
         and not weights[0].is_meta
         and {one.shape[1] for one in weights} == {weights[0].shape[1]}
-        and weights[0].shape[1] != width  # a projection tells its input from the product by that
+        and weights[0].shape[1] != width  # which tells a projection's input from the product
         and not module.training
         and bool(_argument(module))
     )
@@ -174,7 +177,7 @@ def _argument(module: torch.nn.Module) -> str:
 
 
 def _watch(model: PreTrainedModel, modules: list[torch.nn.Module]) -> dict[torch.nn.Module, _Call]:
-    """What modules are called with; empty if the model cannot be run."""
+    """Record the arguments of modules; empty if the model cannot be run."""
     calls: dict[torch.nn.Module, _Call] = {}
 
     def note(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -191,7 +194,7 @@ def _watch(model: PreTrainedModel, modules: list[torch.nn.Module]) -> dict[torch
         ids = torch.arange(_TOKENS, device=model.device).unsqueeze(0)
         model(input_ids=ids, use_cache=False)
     except FAILURES:
-        return {}  # if it is the model's fault, the load gate says so
+        return {}  # if it is the model's fault, the load gate reports it
     finally:
         for hook in hooks:
             hook.remove()
@@ -199,8 +202,8 @@ def _watch(model: PreTrainedModel, modules: list[torch.nn.Module]) -> dict[torch
 
 
 def _is_alike(module: torch.nn.Module, names: Sequence[str], call: _Call) -> bool:
-    """Whether a module may be given the product in its input's place. If so, its projections are
-    exchanged.
+    """Whether a module may be given the product instead of its input. If so, its projections'
+    forwards are replaced.
     """
     layers = _projections(module, names)
     width = sum(len(one.weight) for one in layers)
@@ -220,11 +223,13 @@ def _is_alike(module: torch.nn.Module, names: Sequence[str], call: _Call) -> boo
 
 
 def _compare(module: torch.nn.Module, layers: list[Any], call: _Call, magnitude: float) -> bool:
-    """Whether a class's own forward does the same, given the input or its projections' results."""
+    """Whether a class's own forward gives the same for the input and for its projections'
+    results.
+    """
     weight = layers[0].weight
     x = (random_numbers(*call.shape) * magnitude).to(weight)
     expected, operations, is_handed_on = _run(module, layers, x, call)
-    # Columns are views of the product, and are read: it tells nothing of the product itself.
+    # Columns are views of the product, so reading them says nothing about the product itself.
     if not is_handed_on or operations.reads:
         return False
     joint = torch.cat([one(x) for one in layers], dim=-1)
@@ -240,7 +245,7 @@ def _compare(module: torch.nn.Module, layers: list[Any], call: _Call, magnitude:
 
 
 class _Reading(Operations):  # type: ignore[no-untyped-call]
-    """Tells, besides, how many of the operations are given a tensor's memory."""
+    """Also counts the operations that get a tensor's memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
@@ -265,8 +270,8 @@ class _Reading(Operations):  # type: ignore[no-untyped-call]
 def _run(
     module: torch.nn.Module, layers: list[Any], x: torch.Tensor, call: _Call
 ) -> tuple[Any, _Reading, bool]:
-    """What a class's own forward gives, which operations it makes beside those of the module's
-    children, and whether it hands its input to each projection once, as it is.
+    """Run a class's own forward. Returns its result, the operations that it makes outside the
+    module's children, and whether it passes its input to each projection once, unchanged.
     """
     given: list[tuple[torch.nn.Module, torch.Tensor]] = []
     hooks = [
@@ -284,7 +289,7 @@ def _run(
 
 
 def _is_near(actual: object, expected: torch.Tensor, tolerance: float) -> bool:
-    """Whether elements differ by no more than so much of the largest."""
+    """Whether elements differ by at most this fraction of the largest."""
     if not isinstance(actual, torch.Tensor):
         return False
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
@@ -298,7 +303,7 @@ def _is_near(actual: object, expected: torch.Tensor, tolerance: float) -> bool:
 
 
 def _join(module: torch.nn.Module, names: Sequence[str], pages: Pages) -> None:
-    """Make one weight of those of a module's projections, and exchange its forward."""
+    """Join the weights of a module's projections, and replace its forward."""
     layers = _projections(module, names)
     weights = [one.weight for one in layers]
     x = random_numbers(_TOKENS, weights[0].shape[1]).to(weights[0])
@@ -325,13 +330,13 @@ def _join(module: torch.nn.Module, names: Sequence[str], pages: Pages) -> None:
             "compute one by one; report it, and start with fuse_layers off meanwhile"
         ).naming("fuse_layers")
     if weight.is_cuda:
-        # The originals' memory, which the next joined weight is too large for, and the KV cache
-        # is not made of.
+        # Free the originals' memory, which neither the next joined weight nor the KV cache could
+        # reuse.
         torch.cuda.empty_cache()
 
 
 def _move(parameter: torch.nn.Parameter, place: torch.Tensor, pages: Pages) -> None:
-    """Have a parameter's elements elsewhere."""
+    """Move a parameter's elements to another tensor."""
     place.copy_(parameter)
     pages.give_back(parameter)
     parameter.data = place

@@ -1,13 +1,13 @@
-"""The load gate: a model that we would run wrongly is refused, with the reason.
+"""The load gate: refuses a model that we would run wrongly, with the reason.
 
-1. `check_config`: before any weight is read. The class routes its attention through
-   AttentionInterface, and every layer's kind is one that we do.
-2. `probe_layers`: one eager forward that watches the attention calls and the masks. Exactly one
-   call a layer; what keys and values each layer really has (a config may say otherwise). The window
-   is found by asking the mask's rule about positions up to the end of the context
-   (`engine.runner.mask_rules`): the prompts are too short to show it. At each call our backend
-   computes the same attention, on queries scaled up until the scores are large: a softcap, a sink
-   or a window that is dropped then shows, which with ordinary small scores it does not.
+1. `check_config`, before any weight is read: the class must route its attention through
+    AttentionInterface, and every layer must be of a supported kind.
+2. `probe_layers`: one eager forward that watches the attention calls and the masks. Each layer must
+    make exactly one call; the shapes of its keys and values are recorded (a config may be wrong
+    about them). The window is found by evaluating the mask's rule for positions up to the end of
+    the context (`engine.runner.mask_rules`), because the prompts are too short to show it. At each
+    call our backend computes the same attention, with queries scaled up until the scores are large.
+    Then a missing softcap, sink or window shows, which it would not with ordinary small scores.
 3. `self_check`: two prompts in one ragged batch, one of them in chunks, through the paged cache,
    against the eager logits of each alone.
 """
@@ -52,23 +52,23 @@ _PROBE_NAME = "headrace_probe"
 _PROBE_TOKENS = (43, 11)
 """Lengths of the two prompts; more than one small block, and not a multiple of it."""
 _LONGEST_CONTEXT = 1 << 20
-"""Of a model that names no limit."""
+"""The context assumed for a model without a limit."""
 _PROBE_BLOCK_SIZE = 8
 _PROBE_CHUNK = 29
 _TARGET_SCORE = 60.0
-"""Scores are scaled up to about this: beyond the softcaps in use (30 to 50)."""
+"""Scores are scaled up to about this, which is beyond the usual softcaps (30 to 50)."""
 _LAYER_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Of one layer's output, relative to its largest element: in float32, or as our backend computes it
-if it cannot do that.
+"""Tolerances for one layer's output, relative to its largest element; in float32, or in another
+type if our backend does not support that.
 """
 _LOGITS_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
-"""Of the logits, as |difference| / |reference| over all of them."""
+"""Tolerances for the logits: |difference| / |reference| over all of them."""
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def check_config(config: Any, model_class: type[PreTrainedModel]) -> None:
-    """Refuse what can be refused before the weights are read.
+    """Refuse a model as far as possible before its weights are read.
 
     Raises:
         ModelRefusedError: the architecture is not one that we run.
@@ -115,8 +115,8 @@ class _Probe:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Stands in for the model's eager attention: records, compares, and returns what eager
-        gives.
+        """Replaces the model's eager attention: records the call, compares, and returns the eager
+        result.
         """
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
@@ -152,7 +152,9 @@ class _Probe:
     def _window(
         self, layer: int, module: torch.nn.Module, mask: torch.Tensor | None, told: object
     ) -> int | None:
-        """The window of the layer's mask, which must not contradict what attention is told."""
+        """The window of the layer's mask, which must agree with the one that is passed to
+        attention.
+        """
         name = f"{type(module).__name__}, layer {layer}"
         try:
             window = self.masks.window(mask)
@@ -183,7 +185,7 @@ class _Probe:
         kwargs: dict[str, Any],
     ) -> None:
         """Compare our backend with the model's own attention on large scores, in float32 if ours
-        can do that.
+        supports it.
         """
         known = self.backend.dtypes
         dtype = torch.float32 if known is None or torch.float32 in known else key.dtype
@@ -223,8 +225,8 @@ class _Probe:
 
 
 def _eager_attention(module: torch.nn.Module) -> Callable[..., Any]:
-    """The eager attention function that an attention layer's forward names: of the file in which
-    that is written, which is not the class's where it is inherited.
+    """The eager attention function that an attention layer's forward uses. It is looked up in the
+    source file of the forward, which may be inherited from another file than the class.
     """
     forward = inspect.unwrap(type(module).forward)
     function: Callable[..., Any] | None = forward.__globals__.get("eager_attention_forward")
@@ -237,7 +239,7 @@ def _eager_attention(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def _block_size(backend: AttentionBackend) -> int:
-    """The smallest block that a backend reads, and no smaller than what is usual here."""
+    """The smallest block size that a backend supports, but no smaller than the usual one here."""
     return math.lcm(_PROBE_BLOCK_SIZE, backend.block_multiple)
 
 
@@ -249,7 +251,7 @@ def _attend_alone(
     shape: LayerShape,
     params: AttentionParams,
 ) -> torch.Tensor:
-    """One prompt from its start, through a cache of its own: [T, Hq, Dv]."""
+    """Attend over one whole prompt, through its own cache: [T, Hq, Dv]."""
     count, block_size = query.shape[2], _block_size(backend)
     num_blocks = -(-count // block_size)
     slots = (num_blocks + 1) * block_size
@@ -272,13 +274,13 @@ def _attend_alone(
 
 @dataclass(frozen=True, slots=True)
 class ModelProbe:
-    """What the probe saw.
+    """What the probe found.
 
     Attributes:
         shapes: by layer.
-        dtype: of keys and values.
+        dtype: the type of keys and values.
         prompts: the two prompts.
-        logits: [V] each, the eager logits behind each prompt's last token.
+        logits: [V] each, the eager logits after each prompt's last token.
     """
 
     shapes: tuple[LayerShape, ...]
@@ -291,9 +293,9 @@ def probe_layers(model: PreTrainedModel, backend: AttentionBackend, num_layers: 
     """Run the model eagerly on two prompts and watch its attention.
 
     Raises:
-        ModelRefusedError: a layer makes no attention call, or several, or one that we would compute
-            wrongly.
-        AttentionUnavailableError: a layer is one that the backend does not do.
+        ModelRefusedError: a layer makes no attention call, several calls, or one that we would
+            compute wrongly.
+        AttentionUnavailableError: the backend does not support a layer.
     """
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     probe = _Probe(backend, MaskWatch(context or _LONGEST_CONTEXT))
@@ -326,13 +328,14 @@ def probe_layers(model: PreTrainedModel, backend: AttentionBackend, num_layers: 
 def num_embeddings(model: PreTrainedModel) -> int:
     """How many token ids the model's input embeddings have."""
     embeddings = model.get_input_embeddings()
-    # A packed weight is unpacked for whoever asks for it.
+    # Reading a packed weight would unpack it.
     count: int = getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0]
     return count
 
 
 def eager_forward(model: PreTrainedModel, ids: torch.Tensor) -> Any:
-    """A prompt's forward pass without a cache: ids [1, T]; its `logits` are of the last token.
+    """A prompt's forward pass without a cache: ids [1, T]. Its `logits` are those of the last
+    token.
 
     Raises:
         ModelRefusedError: the model fails.
@@ -360,8 +363,8 @@ def _check_calls(model: PreTrainedModel, probe: _Probe, num_layers: int) -> None
         )
     text_config = model.config.get_text_config()
     kinds = getattr(text_config, "layer_types", None)
-    # Where the config has no kinds of layers, generate's cache drops what is beyond the config's
-    # window or chunk, whether the layers know of it or not.
+    # If the config has no kinds of layers, the cache of `generate` drops everything beyond the
+    # config's window or chunk, even if the layers do not use one.
     full = [layer for layer in range(num_layers) if probe.shapes[layer].window is None]
     for option in ("sliding_window", "attention_chunk_size"):
         window = getattr(text_config, option, None)
@@ -403,7 +406,8 @@ def self_check(
         manager.allocate(request.key, request.num_tokens)
 
     def part(request: Request, start: int, end: int) -> ScheduledRequest:
-        # The last token of each part is asked for: some rows of many, and every row.
+        # The last token of each part is requested: in one step a few of many rows, in another every
+        # row.
         return ScheduledRequest(request, start, end - start, manager.tables(request.key), True)
 
     long, short = requests
@@ -459,7 +463,7 @@ def _paged_logits(
 
 
 def _why_logits_differ(model: PreTrainedModel, probe: ModelProbe) -> str:
-    """What is known of the cause: whether the model counts positions as everybody else does."""
+    """A possible cause for the message: whether the model counts positions from 0."""
     model.set_attn_implementation("eager")
     prompt = torch.tensor([probe.prompts[1]], device=model.device)
     positions = torch.arange(prompt.shape[1], device=model.device).unsqueeze(0)

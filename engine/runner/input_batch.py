@@ -1,4 +1,4 @@
-"""From a scheduled batch to the flat ragged arrays of one step.
+"""Converts a scheduled batch to the flat ragged arrays of one step.
 
 request   a        b        c             requests that compute one token come first
 tokens    a7       b3       c0 c1 c2      token_ids, T = 5
@@ -6,7 +6,7 @@ position  7        3        0  1  2       positions
 sampled   0        1              4       logit_rows: the last token of each request that samples
 
 A step in which every request computes one token may take the decode path; others take the path for
-varying lengths. Padding goes behind the last request.
+varying lengths. Padding comes after the last request.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from engine.types import RequestKey, TokenId
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """The prompt tokens of one request whose log-probabilities a step finds.
+    """The prompt tokens of one request for which a step computes log-probabilities.
 
     Attributes:
         key: the request.
         top_n: how many candidates to report with each.
-        targets: the tokens that stand behind the computed ones, as far as the prompt goes.
+        targets: the tokens after the computed ones, up to the prompt's end.
     """
 
     key: RequestKey
@@ -45,17 +45,17 @@ class InputBatch:
     """One step's inputs on the host.
 
     Attributes:
-        path: by which way it is computed.
-        num_tokens: its tokens, padding not counted.
+        path: the path that computes it.
+        num_tokens: its tokens, without padding.
         token_ids, positions: int64 [T], padding included: token 0 at position 0.
-        logit_rows: int64 [S + P], which tokens' logits are wanted: of the S requests that sample,
-            then of P prompt tokens.
-        wants_all_rows: whether these are all tokens, in their order: none need be picked.
+        logit_rows: int64 [S + P], the tokens of which the logits are needed: those of the S
+            requests that sample, then P prompt tokens.
+        wants_all_rows: whether these are all tokens in order, so that no rows need to be selected.
         sampling: the S requests.
-        prompts: what the P prompt tokens belong to, in order.
+        prompts: the requests of the P prompt tokens, in order.
         layouts: one per layer group.
-        carried: the tokens that are not on the host yet, as 0 in token_ids: (token, the request
-            for which the step before this one samples it).
+        carried: tokens that are not on the host yet and are 0 in token_ids: (index of the token,
+            the request for which the previous step samples it).
     """
 
     path: StepPath
@@ -71,13 +71,15 @@ class InputBatch:
 
 
 class InputBatchBuilder:
-    """Lays batches out. Decode steps follow one another with the same requests: what is the same
-    for all of them is made once, and block tables are stacked again only when one has changed. So
-    nobody may write to the arrays of a batch.
+    """Lays batches out. Consecutive decode steps often have the same requests, so arrays that do
+    not change are reused, and block tables are stacked again only if one has changed. So the arrays
+    of a batch must not be written to.
     """
 
     def __init__(self, num_groups: int, block_size: int, options: RunnerOptions) -> None:
-        """num_groups: of layers. block_size: in tokens. options: for paths and padding."""
+        """num_groups: the number of layer groups. block_size: tokens in a block. options: for paths
+        and padding.
+        """
         self._block_size = block_size
         self._options = options
         self._tables = tuple(_StackedTables(group) for group in range(num_groups))
@@ -134,7 +136,7 @@ class InputBatchBuilder:
             if num_padding
             else positions,
             logit_rows=logit_rows,
-            # That there are as many rows as tokens would not do: those of prompts stand behind
+            # Comparing the numbers of rows and tokens would not be enough: prompt rows come after
             # the sampled ones.
             wants_all_rows=len(sampling) == len(token_ids),
             sampling=sampling,
@@ -146,7 +148,7 @@ class InputBatchBuilder:
     def _decode_counts(
         self, num_requests: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Of requests that compute one token each: how many, and in which rows. int64 [R]."""
+        """Counts and rows for requests that compute one token each: int64 [R]."""
         if num_requests > len(self._ones):
             self._ones = np.ones(num_requests, dtype=np.int64)
             self._rows = np.arange(num_requests, dtype=np.int64)
@@ -162,11 +164,11 @@ class _StackedTables:
         self._stacked = np.zeros((0, 0), dtype=np.int32)
 
     def stack(self, parts: Sequence[ScheduledRequest]) -> npt.NDArray[np.int32]:
-        """int32 [R, blocks of the longest], padded with the null block. The array of the last call,
-        if nothing has changed.
+        """int32 [R, blocks of the longest], padded with the null block. If nothing has changed, the
+        array of the last call.
         """
         tables = [part.tables[self._group] for part in parts]
-        # Entries change by being appended, or by being released from the front.
+        # Entries only change by appending, or by release from the front.
         state = [(table, table.length, table.released) for table in tables]
         if state != self._stacked_of:
             width = max(table.length for table in tables)
@@ -180,8 +182,8 @@ class _StackedTables:
 def _token_ids(
     parts: Sequence[ScheduledRequest], num_decodes: int, length: int
 ) -> tuple[npt.NDArray[np.int64], list[int]]:
-    """The step's tokens, int64 [length]: those that are there, then 0. And the indices of those
-    that are pending; they are 0 too.
+    """The step's tokens, int64 [length], padded with 0; and the indices of pending tokens, which
+    are also 0.
     """
     known: list[int] = [part.request.token_ids[part.start] for part in parts[:num_decodes]]
     pending: list[int] = []
@@ -198,9 +200,9 @@ def _token_ids(
 def _prompts(
     parts: Sequence[ScheduledRequest], last_rows: Sequence[int]
 ) -> tuple[tuple[PromptRows, ...], list[npt.NDArray[np.int64]]]:
-    """What a step finds of its prompts' log-probabilities, and in which rows.
+    """The prompt tokens for which a step computes log-probabilities, and their rows.
 
-    last_rows: where the last token of each part stands in the flat row of tokens.
+    last_rows: the index of each part's last token in the flat row.
     """
     prompts, rows = [], []
     for part, last in zip(parts, last_rows, strict=True):

@@ -25,7 +25,7 @@ class KVTensors:
     Attributes:
         groups: the layer groups.
         caches: by layer, on the device.
-        host_caches: by layer, on the host; empty where nothing is offloaded.
+        host_caches: by layer, on the host; empty if nothing is offloaded.
         block_size: tokens in a block.
     """
 
@@ -36,7 +36,7 @@ class KVTensors:
 
     @property
     def device(self) -> torch.device:
-        """Where the cache is."""
+        """The device of the cache."""
         return self.caches[0].keys.device
 
 
@@ -66,9 +66,10 @@ def allocate_caches(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[LayerCache, ...]:
-    """Allocate zeroed caches, one a layer; `num_blocks` per group, the null block is added.
+    """Allocate zeroed caches, one for each layer; `num_blocks` per group, to which the null block
+    is added.
 
-    Zeros matter: masked reads of slots that were never written must not meet NaN.
+    Zeros are needed: masked reads of slots that were never written must not find a NaN.
     """
     slots = [(count + 1) * block_size for count in num_blocks]
     return _allocate(shapes, groups, slots, dtype=dtype, device=device)
@@ -83,10 +84,11 @@ def allocate_host_caches(
     *,
     pin_memory: bool,
 ) -> tuple[LayerCache, ...]:
-    """Allocate the host's side of the cache, one a layer: `host_blocks` blocks per group, from 0.
+    """Allocate the host's caches, one for each layer: `host_blocks` blocks per group, numbered from
+    0.
 
-    There is no null block. Empty if no group has any. pin_memory: so that a CUDA device copies
-    without waiting.
+    They have no null block. Empty if no group has host blocks. pin_memory: allows a CUDA device to
+        copy asynchronously.
     """
     if not any(host_blocks):
         return ()
@@ -96,7 +98,7 @@ def allocate_host_caches(
 
 
 class CacheSize(Protocol):
-    """How large a cache is; see CachePlan."""
+    """The size of a cache; see CachePlan."""
 
     @property
     def num_blocks(self) -> tuple[int, ...]: ...
@@ -140,7 +142,7 @@ def _allocate(
     device: torch.device,
     pin_memory: bool = False,
 ) -> tuple[LayerCache, ...]:
-    """One cache a layer, of as many token slots as its group has."""
+    """Make one cache for each layer, with as many token slots as its group has."""
     group_of = {layer: group.group_id for group in groups for layer in group.layers}
 
     def zeros(layer: int, dim: int) -> torch.Tensor:
@@ -160,10 +162,11 @@ def _allocate(
 
 
 def _zeros_on_demand(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in memory that the kernel provides when it is first touched, in large pages if it can.
+    """Allocate zeros in memory that the kernel provides on first access, in large pages if
+    possible.
 
-    `torch.zeros` would touch all of it: many seconds for a cache of gigabytes, and memory that a
-    server with few requests never needs. It would also leave this thread with OpenMP workers, which
+    `torch.zeros` would write all of it, which takes many seconds for gigabytes, and memory that a
+    server with few requests never needs. It would also start OpenMP workers for this thread, which
     slow down those of the engine's own thread (see `engine.threads`).
     """
     count = math.prod(size)

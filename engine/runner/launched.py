@@ -5,10 +5,9 @@
                                        └▶ carried into the next step         └── result: waits,
                                                                                  frees the buffers
 
-A step's inputs are written to a set of buffers on the host. With two sets a step can be launched
-while the one
-before it still runs: a request's next token is then not on the host yet, and is carried over on the
-device.
+A step's inputs are written to a set of buffers on the host. With two sets, a step can be launched
+while the previous one still runs. A request's next token is then not on the host yet, and is
+carried over on the device.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class InputBuffers:
         self._free = list(range(count))
 
     def take(self) -> int:
-        """A set that no step uses.
+        """Take a set that no step uses.
 
         Raises:
-            RuntimeError: each belongs to a step whose results were not collected.
+            RuntimeError: the results of the steps that use them have not been collected.
         """
         if not self._free:
             raise RuntimeError("a step was launched while all input buffers are in use")
@@ -49,7 +48,7 @@ class InputBuffers:
 
 
 class CarriedTokens:
-    """The tokens of the step that was launched last, which may not be on the host yet."""
+    """The tokens of the last launched step, which may not be on the host yet."""
 
     def __init__(self) -> None:
         self._requests: Sequence[Request] = ()
@@ -61,13 +60,13 @@ class CarriedTokens:
         self._token_ids = token_ids
 
     def fill_in(self, inputs: InputBatch, token_ids: torch.Tensor) -> None:
-        """Put the tokens that a step waits for into its inputs, int64 [T] on the device."""
+        """Put the missing tokens of a step into its inputs, int64 [T] on the device."""
         if not inputs.carried:
             return
         rows = {request.key: row for row, request in enumerate(self._requests)}
         targets = [row for row, _ in inputs.carried]
         sources = [rows[key] for _, key in inputs.carried]
-        # A request without a valid token fails when it is collected; this step must not.
+        # A request without a valid token fails when its step is collected; this step must not fail.
         known = self._token_ids.clamp(min=0)
         if sources != list(range(len(known))):
             known = known.index_select(0, self._index(sources))
@@ -91,7 +90,7 @@ class LaunchedStep:
         rows: SampledRows,
         prompt_logprobs: Mapping[RequestKey, Sequence[TokenLogprobs]],
     ) -> None:
-        """Queue the copies of what was sampled, and mark the step's end."""
+        """Queue the copies of the sampled tokens to the host, and mark the step's end."""
         self._buffers = buffers
         self._index = index
         self._rows = rows.copied(device.download)
@@ -99,7 +98,7 @@ class LaunchedStep:
         self._end = device.record()
 
     def result(self) -> SampledTokens:
-        """Wait for this step, not for one that was launched since."""
+        """Wait for this step, but not for later ones."""
         try:
             self._end.wait()
             token_ids, logprobs = self._rows.result()

@@ -1,11 +1,12 @@
-"""Rank 0 of a tensor-parallel model: whatever it computes, it tells the other ranks first.
+"""Rank 0 of a tensor-parallel model: it tells the other ranks what to compute, then computes its
+own part.
 
     ModelRunner ─┬─▶ LeadingCopier ── Copies ──▶ other ranks      then it copies its own blocks
                  └─▶ LeadingForward ── Step ───▶ other ranks      then it computes its own part
 
-A step that cannot be laid out fails its batch alone, as everywhere. Once it was sent, a failure
-leaves the others inside the model's collectives, and nobody knows where: the engine ends then, and
-so do all ranks.
+If a step cannot be laid out, only its batch fails, as without ranks. After it was sent, a failure
+leaves the other ranks at an unknown point inside the model's collectives, so the engine and all
+ranks end.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from engine.runner.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 _END_WAIT_S = 10.0
-"""How long the end waits for a step that runs."""
+"""How long `end` waits for a running step."""
 
 
 class Leader:
@@ -43,7 +44,7 @@ class Leader:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._lock = threading.Lock()  # two runners' collectives must not mix
+        self._lock = threading.Lock()  # the collectives of two runners must not mix
         self._runner_ids = itertools.count(1)
         self._forwards: weakref.WeakValueDictionary[int, LeadingForward] = (
             weakref.WeakValueDictionary()
@@ -51,13 +52,13 @@ class Leader:
         self._is_over = ""
 
     def begin(self, available: int, host_available: int) -> tuple[int, int, int]:
-        """Begin to make a runner; the others drop the caches of those that are gone.
+        """Start to make a runner; the other ranks drop the caches of former runners.
 
         Args:
-            available, host_available: bytes that are free here, on the device and on the host.
+            available, host_available: free bytes here, on the device and on the host.
 
         Returns:
-            The runner's id, and the bytes that are free on every rank.
+            The runner's id, and the bytes that are free on every rank (device, host).
 
         Raises:
             RanksLostError: the ranks no longer compute together.
@@ -68,7 +69,7 @@ class Leader:
         return runner_id, device, host
 
     def allocate(self, runner_id: int, plan: CachePlan, make: Callable[[], KVTensors]) -> KVTensors:
-        """Have every rank allocate its part of a cache; `make` does it here.
+        """Let every rank allocate its part of a cache; `make` does so here.
 
         Raises:
             InsufficientMemoryError: it does not fit here, or on another rank.
@@ -96,20 +97,20 @@ class Leader:
     def forward(
         self, runner_id: int, model: CausalModel, kv: KVTensors, backend: AttentionBackend
     ) -> LeadingForward:
-        """The forward pass of a runner."""
+        """Make the forward pass of a runner."""
         self._forwards[runner_id] = forward = LeadingForward(self, runner_id, model, kv, backend)
         return forward
 
     def copier(self, runner_id: int, kv: KVTensors) -> BlockCopier:
-        """What copies a runner's blocks."""
+        """Make the block copier of a runner."""
         return LeadingCopier(self, runner_id, kv)
 
     @staticmethod
     def config(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
-        """The options, with that turned off which a divided model does without.
+        """The options, without features that a split model does not support.
 
         Raises:
-            ConfigError: it is asked for.
+            ConfigError: such a feature is explicitly on.
         """
         asked = {
             "use_async_batching": bool(config.use_async_batching),
@@ -130,10 +131,11 @@ class Leader:
 
     @contextlib.contextmanager
     def telling(self, message: Message) -> Iterator[None]:
-        """Tell the others, and do here, in the block, what they do there.
+        """Send a message to the other ranks; the block does the same work on this rank.
 
         Raises:
-            RanksLostError: the ranks no longer compute together, or do so no longer now.
+            RanksLostError: the ranks no longer compute together, or stopped doing so during the
+                block.
         """
         with self._lock:
             if self._is_over:
@@ -150,7 +152,7 @@ class Leader:
                 raise RanksLostError(self._is_over) from error
 
     def end(self) -> None:
-        """Let the other ranks end, after the step that runs. Harmless when they have."""
+        """Let the other ranks end after the running step. Harmless if they have ended."""
         if not self._lock.acquire(timeout=_END_WAIT_S):
             logger.warning("a step does not end; the other ranks end with an error")
             return
@@ -167,7 +169,7 @@ class Leader:
 
 
 class LeadingForward(ModelForward):
-    """A forward pass that the other ranks make too."""
+    """A forward pass that the other ranks compute too."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Whether one of our forwards does what a module's own does: what both are judged by.
+"""Tools to decide whether one of our forwards is equivalent to a module's own.
 
-`Operations` tells which tensor operations a module's own forward makes: a clamp that random input
-does not reach, or a factor that is 1 at most positions, is an operation too many. `agree` compares
-the elements.
+`Operations` records the tensor operations of a module's own forward, so that an extra one is found
+even if it has no effect on random input, such as a clamp, or a factor that is 1 at most positions.
+`agree` compares the elements.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from engine.runner.packed import PackedLinear
 from engine.runner.packed_onednn import OneDnnLinear
 
 FAILURES = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
-"""What a module may raise on input that it is not for: then it stays as it is."""
+"""What a module may raise for unsuitable input; it is then not changed."""
 LINEARS = (torch.nn.Linear, PackedLinear, OneDnnLinear)
-"""Layers that are known to compute a product and nothing else."""
+"""Layers that are known to compute only a product."""
 PROBES = ((1e-3, False), (1.0, False), (1.0, True), (100.0, False))
-"""Magnitudes of random input: so small that a norm's eps counts, ordinary, and beyond what models
-clamp to; and whether it is one token's, as in a decode step of one request.
+"""Magnitudes of random input: so small that a norm's eps matters, ordinary, and beyond the usual
+clamps; and whether it has only one token, as in a decode step of one request.
 """
 Probe = tuple[float, bool]
 _MOST_DIFFERENT = 0.01
-"""Of the elements may be rounded the other way: sums are made in another order."""
+"""The fraction of elements that may be rounded the other way, because sums are computed in another
+order.
+"""
 _NEIGHBOUR = 2.0**-7
-"""Of bfloat16 numbers: the distance to the next, relative."""
+"""The relative distance between neighbouring bfloat16 values."""
 FLOAT32 = 2.0**-22
-"""Of float32 numbers, relative: a difference that may come of their rounding."""
+"""A relative difference of float32 values that may come from rounding."""
 
 VIEWS = frozenset(
     (
@@ -46,26 +48,26 @@ VIEWS = frozenset(
 
 
 class Likeness:
-    """Which kinds of modules were found to do what ours do.
+    """The kinds of modules for which our forwards were found equivalent.
 
-    Models repeat the same layer dozens of times, and what `PROBES` tell apart lies in the code of
-    its class. So the first of a kind must pass all of them, and each other one an ordinary probe,
-    which tells whether its own elements are used as the first one's were.
+    Models repeat the same layer dozens of times, and the differences that `PROBES` find are in the
+    code of its class. So the first module of a kind must pass all of them, and each other one only
+    an ordinary probe, which shows whether its own elements are used in the same way.
     """
 
     def __init__(self) -> None:
         self._kinds: set[Hashable] = set()
 
     def has(self, kind: Hashable) -> bool:
-        """Whether one of a kind has passed.
+        """Whether a module of a kind has passed.
 
         Args:
-            kind: a module's class, and every size and constant that ours knows of it.
+            kind: a module's class, and every size and constant that our forward uses.
         """
         return kind in self._kinds
 
     def probes(self, kind: Hashable) -> Sequence[Probe]:
-        """What a module of a kind has to pass."""
+        """The probes that a module of a kind has to pass."""
         return PROBES[1:2] if self.has(kind) else PROBES
 
     def passed(self, kind: Hashable) -> None:
@@ -74,7 +76,7 @@ class Likeness:
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the tensor operations that are made, but for those of modules that are left out."""
+    """Counts tensor operations, except those of excluded modules."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -94,7 +96,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def without(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """While this lasts, what these modules do is not counted."""
+        """Do not count the operations of these modules during the block."""
 
         def pause(*_: object) -> None:
             self._paused += 1
@@ -112,7 +114,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def computing(self) -> Counter[str]:
-        """Those that compute something."""
+        """The operations that compute something."""
         return Counter({name: count for name, count in self.seen.items() if name not in VIEWS})
 
 
@@ -123,13 +125,13 @@ def agree(
     *,
     mixed: bool = False,
 ) -> bool:
-    """Whether elements are equal, but for a few that are rounded to a neighbour.
+    """Whether elements are equal, except for a few that are rounded to a neighbouring value.
 
     Args:
         actual, expected: bfloat16.
-        allowed: differences that do not count, of the shape of both; None: those of float32
-            beside the largest element.
-        mixed: whether they are sums of elements of their row, whose own rounding counts.
+        allowed: differences to ignore, in the same shape; None: float32 rounding errors relative to
+            the largest element.
+        mixed: whether each element is a sum over a row of elements that are themselves rounded.
     """
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
         return False
@@ -145,24 +147,24 @@ def agree(
 
 
 def _in_order(elements: torch.Tensor) -> torch.Tensor:
-    """Of bfloat16 numbers: neighbours differ by 1."""
+    """Map bfloat16 values to integers such that neighbouring values differ by 1."""
     bits = elements.contiguous().view(torch.int16).int()
     return torch.where(bits < 0, -0x8000 - bits, bits)
 
 
 def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Normally distributed, about 0.5, the same for the same seed: float32 [*shape]."""
+    """Normally distributed around 0.5, the same for the same seed: float32 [*shape]."""
     generator = torch.Generator().manual_seed(seed)
-    # Not about 0: a mean that is taken away would not show.
+    # Not around 0: then the subtraction of a mean would not show.
     return torch.randn(shape, generator=generator).add_(0.5)
 
 
 def takes_one_argument(module: torch.nn.Module) -> bool:
-    """Whether its forward does, and takes nothing else."""
+    """Whether a module's forward takes exactly one argument."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     return [one.kind for one in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether something of others runs before or after its forward."""
+    """Whether a module has hooks that run before or after its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

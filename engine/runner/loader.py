@@ -1,12 +1,13 @@
-"""From a model's path to a runner: read, verify, size the cache, wire.
+"""Makes a runner from a model's path: reads and verifies the model, sizes the cache, and wires the
+parts.
 
     path ─▶ config ─▶ check_config ─▶ weights ─▶ pack ─▶ view ─▶ fuse ─▶ probe_layers, self_check
            └────────────────────────────────── load_model ──────────────────────────────────┘
     ─▶ measure_step ─▶ plan_cache ─▶ ModelRunner
        └──────────── build_runner ────────────┘
 
-Only safetensors are read and no code of the model's directory is run. A model that is divided among
-processes (`engine.runner.ranks`) is loaded by all of them in step, and a runner is built by rank 0.
+Only safetensors are read, and no code in the model's directory is run. All ranks of a split model
+(`engine.runner.ranks`) load it in lockstep; rank 0 builds the runner.
 """
 
 from __future__ import annotations
@@ -73,20 +74,21 @@ class VerifiedModel:
     """A model in memory that passed the load gate.
 
     Attributes:
-        model: what steps run: a view of `original` with our attention implementation.
-        original: the transformers model, as its owner has it. A divided model has no view: it is
-            the engine's own.
+        model: the model that steps run: a view of `original` with our attention implementation.
+        original: the transformers model, as its owner has it. A split model has no view, because
+            the engine owns it.
         path: its local directory.
-        device, dtype, backend, probe: where and in what it runs, and what the gate learnt.
+        device, dtype, backend, probe: what it runs on and with, and what the gate found.
         context_length: the longest request that the model allows, in tokens.
-        vocab_size: token ids that embedding and logits both have.
-        parameters: how many it has, packed or not.
-        eos_token_ids: the model's own.
+        vocab_size: how many token ids both embedding and logits have.
+        parameters: how many it has, packed ones included.
+        eos_token_ids: the model's end-of-sequence ids.
         default_sampling: what `model.generate` would use.
-        ranks: the processes among which the model is divided; None: this one has all of it.
-        leader: rank 0's door to the others; None: this is another rank, or there are none.
-        step_bytes: what steps were measured to take, by the largest step and the block size.
-        view: joins `model` and `original`; None: they are one.
+        ranks: the processes across which the model is split; None: this one has all of it.
+        leader: on rank 0, the connection to the other ranks; None: this is another rank, or there
+            are no others.
+        step_bytes: the measured memory of steps, by the largest step and the block size.
+        view: connects `model` and `original`; None: they are the same.
     """
 
     model: PreTrainedModel
@@ -107,11 +109,11 @@ class VerifiedModel:
     view: ModelView | None = None
 
     def refresh(self) -> None:
-        """Take over what the owner has set on the model since; called where steps may follow his
-        own work on it.
+        """Take over changes that the owner has made to the model; called when steps may follow the
+        owner's own work on it.
 
         Raises:
-            ModelChangedError: he has exchanged modules, or moved or converted it.
+            ModelChangedError: the owner has replaced modules, or moved or converted the model.
         """
         if self.view is None:
             return
@@ -124,7 +126,7 @@ class VerifiedModel:
             )
 
     def end(self) -> None:
-        """Let the other ranks end, if there are any. Harmless if they have."""
+        """Let the other ranks end, if there are any. Harmless if they have ended."""
         if self.leader is not None:
             self.leader.end()
 
@@ -134,8 +136,8 @@ class LoadedRunner:
     """A runner around a verified model, with its KV cache's groups and size.
 
     overlap: whether the runner has two sets of input buffers, so that the core may launch a step
-        before it collects the last one.
-    padded_sizes: the numbers of tokens to which steps with prompts are padded; None: they are not.
+        before it collects the last one. padded_sizes: the sizes in tokens to which steps with
+        prompts are padded; None: not padded.
     """
 
     runner: ModelRunner
@@ -146,11 +148,11 @@ class LoadedRunner:
 
 
 def resolve_path(model: str) -> Path:
-    """The local directory of a model: itself, or what the hub's cache has of a hub id, downloaded
-    if need be.
+    """The local directory of a model: the path itself, or the hub's cache for a hub id, downloaded
+    if necessary.
 
     Raises:
-        ModelRefusedError: there is no such directory and no such hub id can be had.
+        ModelRefusedError: there is no such directory, and no such hub id can be downloaded.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -176,17 +178,17 @@ def load_model(
     progress: Callable[[str], None],
     block_size: int = DEFAULT_BLOCK_SIZE,
 ) -> VerifiedModel:
-    """Load and verify a model. `progress` gets one line for each stage. `block_size` is that of the
-    cache it will have, for which attention is chosen.
+    """Load and verify a model. `progress` gets one line for each stage. Attention is chosen for
+    caches with this `block_size`.
 
     Raises:
         ModelRefusedError: the model cannot be loaded, or would be run wrongly.
-        ConfigError: load_config asks for what cannot be had here.
-        RanksLostError: the model is divided, and another rank has ended.
+        ConfigError: load_config asks for something that is not available here.
+        RanksLostError: the model is split, and another rank has ended.
     """
     ranks = None
     if load_config.tensor_parallel != "none":
-        from engine.runner.ranks import join  # msgspec is needed for a divided model alone
+        from engine.runner.ranks import join  # msgspec is only needed for a split model
 
         ranks = join(load_config, RankPlace.read())
     if ranks is None:
@@ -226,12 +228,12 @@ def prepare_model(
     progress: Callable[[str], None],
     block_size: int = DEFAULT_BLOCK_SIZE,
 ) -> VerifiedModel:
-    """What `load_model` does once the weights are in memory, where they are to be: pack, fuse,
-    verify. The model's modules are exchanged.
+    """Pack, fuse and verify a model whose weights are already on their device, as `load_model`
+    does. Changes the model's modules.
 
     Raises:
-        ModelRefusedError: it would be run wrongly.
-        ConfigError: load_config asks for what cannot be had here.
+        ModelRefusedError: the model would be run wrongly.
+        ConfigError: load_config asks for something that is not available here.
     """
     packing = choose_packing(
         model.device, model.dtype, load_config.pack_weights, load_config.quantization
@@ -257,30 +259,31 @@ def verify_model(
     `engine.runner.view`), which has our attention, and whose layers are fused.
 
     Args:
-        model: it; its modules are exchanged if its weights are packed, and else it stays as it is.
+        model: the model; its modules are replaced if its weights are packed, otherwise it is not
+            changed.
         path: its local directory.
         progress: gets a line for each stage.
         attention: see LoadConfig.
-        packing: how its weights are packed, if they are. Each layer is compared with what it was;
-            the gate then judges the packed model.
-        fuse: how its layers are fused, if they are; judged likewise.
-        block_size: of the cache that it will have; attention is chosen for it.
-        ranks: the processes among which it is divided, all of which call this. The gate then
-            compares with what the model computes undivided.
+        packing: how its weights are packed, if they are. Each packed layer is compared with its
+            original; the gate then checks the packed model.
+        fuse: how its layers are fused, if they are; checked in the same way.
+        block_size: tokens in a block of the cache; attention is chosen for it.
+        ranks: the processes across which it is split; all of them call this. The gate then compares
+            with the results of the whole model.
 
     Raises:
-        ModelRefusedError: it would be run wrongly.
-        ConfigError: that attention cannot be had here.
+        ModelRefusedError: the model would be run wrongly.
+        ConfigError: that attention is not available here.
     """
     register()
     check_config(model.config, type(model))
     text_config = model.config.get_text_config()
     backend = choose_backend(model.device, model.dtype, attention, block_size)
-    parameters = model.num_parameters()  # packed weights are none any more
+    parameters = model.num_parameters()  # packed weights are no longer parameters
     if packing is not None:
         progress(str(pack_model(model, packing)))
     original, view = model, None
-    if ranks is None:  # a divided model has hooks that are bound to its own modules
+    if ranks is None:  # the hooks of a split model are bound to its own modules
         view = ModelView.of(original)
         model = view.model
     if fuse is not None:
@@ -333,8 +336,8 @@ def build_runner(
         verified: the model.
         config: the options.
         progress: gets a line for each stage.
-        graphs: captures steps; None: CUDA graphs where the model is on CUDA.
-        memory: of the model's device; None: read from it.
+        graphs: captures steps; None: CUDA graphs if the model is on CUDA.
+        memory: the memory of the model's device; None: read from the device.
 
     Raises:
         ConfigError: an option asks for what the device cannot do.
@@ -350,7 +353,7 @@ def build_runner(
         step_bytes = _step_bytes(verified, config, groups, memory)
         available, host_available = memory.available(), HostLimits.read().memory_available
     else:
-        # No step is measured: the other ranks follow one only when they have a cache.
+        # No step is measured, because the other ranks can only follow one when they have a cache.
         config = leader.config(config)
         runner_id, available, host_available = leader.begin(*free_memory(verified))
     plan = plan_cache(
@@ -410,7 +413,7 @@ def _step_bytes(
     groups: tuple[LayerGroup, ...],
     memory: DeviceMemory,
 ) -> int:
-    """What the largest step takes, measured once for a model and a size."""
+    """The memory of the largest step, measured once for a model and a size."""
     device, limits = verified.device, step_limits(config, verified.device)
     measured = (limits, config.block_size)
     if measured not in verified.step_bytes:
@@ -429,8 +432,8 @@ def _step_bytes(
 
 
 def free_memory(verified: VerifiedModel) -> tuple[int, int]:
-    """Bytes that a KV cache could take on this process's device and on its host, now. Processes
-    that share a host share it evenly.
+    """The bytes that a KV cache could take now on this process's device and on its host. Processes
+    on the same host share its memory evenly.
     """
     sharers = 1 if verified.ranks is None else verified.ranks.place.local_world_size
     device_sharers = sharers if verified.device.type == "cpu" else 1
@@ -447,7 +450,7 @@ def _compiled_forward(
 
 
 def _longest_in_blocks(groups: tuple[LayerGroup, ...], plan: CachePlan, context: int) -> int:
-    """The blocks of the longest request that model and cache allow."""
+    """How many blocks the longest request has that model and cache allow."""
     full = [n for n, group in zip(plan.num_blocks, groups, strict=True) if group.window is None]
     return min([-(-context // plan.block_size), *full])
 
@@ -469,7 +472,7 @@ def _load_weights(
     if ranks is not None:
         check_plan(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], ranks.place.world_size)
     if not sys.stderr.isatty():
-        disable_progress_bar()  # a bar is for a person who waits, not for a log
+        disable_progress_bar()  # a progress bar is for a terminal, not for a log
     dtype = "auto" if load_config.dtype == "auto" else getattr(torch, load_config.dtype)
     try:
         model: PreTrainedModel
@@ -477,7 +480,7 @@ def _load_weights(
             path,
             config=config,
             dtype=dtype,
-            attn_implementation=None,  # its owner's is the usual one, whatever the file says
+            attn_implementation=None,  # the owner gets the usual attention, whatever the file says
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
@@ -500,10 +503,10 @@ def _load_weights(
 
 
 def _device(load_config: LoadConfig) -> torch.device:
-    """The device that "auto" comes to.
+    """The device to use; resolves "auto".
 
     Raises:
-        ModelRefusedError: CUDA is asked for and not there.
+        ModelRefusedError: CUDA is requested but not available.
     """
     if load_config.device == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -514,7 +517,7 @@ def _device(load_config: LoadConfig) -> torch.device:
 
 
 def _set_threads(load_config: LoadConfig, device: torch.device, sharers: int) -> None:
-    """Set torch's threads; sharers: how many processes of ours share this host."""
+    """Set torch's threads; sharers: how many of our processes share this host."""
     limits = HostLimits.read()
     threads = load_config.threads or (max(1, limits.cpus // sharers) if device.type == "cpu" else 1)
     if torch.get_num_threads() != threads:

@@ -1,4 +1,4 @@
-"""What a model's masks hide, asked of the masks' own rules.
+"""Finds out what a model's masks hide, from the masks' own rules.
 
 A model makes its masks through transformers' mask interface, which is given a rule: a function of
 (batch, head, query position, key position) that says whether the key is visible. The mask itself
@@ -19,21 +19,21 @@ MaskRule = Callable[..., torch.Tensor]
 
 
 class UnknownMaskError(ValueError):
-    """A mask hides something else than the future and what a window has left behind."""
+    """A mask hides something other than the future and positions before a window."""
 
 
 @dataclass(slots=True)
 class MaskWatch:
-    """Stands in for transformers' eager mask function: makes the same masks, keeps their rules.
+    """Replaces transformers' eager mask function: makes the same masks, and keeps their rules.
 
     Attributes:
-        context: the longest request that the model allows, in tokens; rules are asked about
+        context: the longest request that the model allows, in tokens; rules are evaluated for
             positions below it.
     """
 
     context: int
     _made: dict[int, tuple[torch.Tensor, MaskRule]] = field(default_factory=dict)
-    """By the address of the mask's memory: models slice masks, slices share it."""
+    """By the address of the mask's memory, which slices of a mask share."""
     _windows: dict[int, int | None] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -46,8 +46,8 @@ class MaskWatch:
         return mask
 
     def window(self, mask: torch.Tensor | None) -> int | None:
-        """How many tokens a token sees through this mask, itself included; None: all before it, as
-        far as the context goes.
+        """How many tokens a token attends to with this mask, itself included; None: all before
+        it.
 
         Raises:
             UnknownMaskError: the mask was not made here, or its rule is neither causal nor causal
@@ -70,7 +70,7 @@ def _window_of(rule: MaskRule, context: int) -> int | None:
     """The window of a rule that is causal, or causal with a window; see `MaskWatch.window`."""
     last = context - 1
     visible = _ask(rule, last, context)
-    first = int(visible.int().argmax())  # where the last token begins to see
+    first = int(visible.int().argmax())  # the first position that the last token attends to
     window = context - first
     # At the window's two ends, in the middle of the context, and at odd places.
     for query in {0, 1, window - 1, window, context // 3, context // 2, 3 * context // 4, last}:
@@ -86,7 +86,7 @@ def _window_of(rule: MaskRule, context: int) -> int | None:
 
 
 def _ask(rule: MaskRule, query: int, context: int) -> torch.Tensor:
-    """Which of the keys at positions 0 … context − 1 a query sees: bool [context]."""
+    """Which of the keys at positions 0 … context − 1 a query attends to: bool [context]."""
     zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
     keys = torch.arange(context).view(1, 1, 1, context)
     try:

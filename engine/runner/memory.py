@@ -1,7 +1,6 @@
-"""How much memory and how many CPUs this process may use, and how large the KV cache becomes.
+"""Finds out how much memory and how many CPUs this process may use, and sizes the KV cache.
 
-A container's limits count, not the host's: psutil shows the host's. Both versions of cgroups are
-read.
+The container's limits apply; psutil only shows the host's. Both versions of cgroups are read.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ def _read_number(path: Path) -> int | None:
 
 
 def _cgroup_directory(root: Path, own: Path) -> Path:
-    """The directory of this process's own cgroup (v2), where the limits are seen from inside a
-    container or not.
-    """
+    """The directory of this process's own cgroup (v2), inside a container or outside."""
     try:
         for line in own.read_text().splitlines():
             if line.startswith("0::"):
@@ -58,14 +55,14 @@ def _cgroup_directory(root: Path, own: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """What this process may use.
+    """The memory and CPUs that this process may use.
 
     Attributes:
-        memory_limit: bytes of the container's limit; None: no limit.
-        memory_available: bytes that can still be taken, within the container's limit and the host's
-            free memory.
-        cpus: CPUs, by affinity and by the container's quota; at least 1.
-        cpu_source: what bounds the CPUs, for the log.
+        memory_limit: the container's limit in bytes; None: no limit.
+        memory_available: bytes that can still be allocated, within the container's limit and the
+            host's free memory.
+        cpus: how many CPUs, by affinity and by the container's quota; at least 1.
+        cpu_source: what limits the CPUs, for the log.
     """
 
     memory_limit: int | None
@@ -89,7 +86,9 @@ class HostLimits:
 
 
 def _memory_limit(root: Path, own: Path) -> tuple[int | None, int]:
-    """The tightest memory limit of the cgroup and its parents, and what is used of it, in bytes."""
+    """The lowest memory limit of the cgroup and its parents, and how much of it is used, in
+    bytes.
+    """
     directory = _cgroup_directory(root, own)
     tightest: tuple[int, int] | None = None
     for level in (directory, *directory.parents):
@@ -109,8 +108,8 @@ def _memory_limit(root: Path, own: Path) -> tuple[int | None, int]:
 
 
 def _reclaimable(group: Path) -> int:
-    """Bytes of a cgroup (v2) that are cached files, given up when memory is short: a checkpoint
-    that was just read stands there as well as in the model.
+    """Bytes of a cgroup (v2) that are cached files, which the kernel frees when memory is short. A
+    checkpoint that was just read counts there, as well as in the model.
     """
     try:
         entries = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -120,7 +119,7 @@ def _reclaimable(group: Path) -> int:
 
 
 def _cpu_quota(root: Path, own: Path) -> float | None:
-    """The tightest CPU quota of the cgroup and its parents, in CPUs."""
+    """The lowest CPU quota of the cgroup and its parents, in CPUs."""
     quotas: list[float] = []
     directory = _cgroup_directory(root, own)
     for level in (directory, *directory.parents):
@@ -144,13 +143,13 @@ class CachePlan:
     """The size of the KV cache.
 
     Attributes:
-        num_blocks: per layer group, null blocks not counted.
+        num_blocks: blocks per layer group, without null blocks.
         block_size: tokens in a block.
         max_batch_tokens, max_requests: the largest step.
-        total_bytes: on the device.
-        host_blocks: per layer group, blocks that the host keeps for preempted requests; zeros where
-            nothing is offloaded.
-        host_bytes: on the host.
+        total_bytes: bytes on the device.
+        host_blocks: blocks per layer group that the host keeps for preempted requests; 0 if nothing
+            is offloaded.
+        host_bytes: bytes on the host.
     """
 
     num_blocks: tuple[int, ...]
@@ -167,8 +166,8 @@ class StepLimits:
     """The largest step.
 
     Attributes:
-        max_batch_tokens: of all requests together.
-        max_requests: that run at the same time.
+        max_batch_tokens: the most tokens of all requests together.
+        max_requests: the most requests that run at the same time.
     """
 
     max_batch_tokens: int
@@ -185,7 +184,9 @@ def step_limits(config: ContinuousBatchingConfig, device: torch.device) -> StepL
 
 
 def _default_percent(config: ContinuousBatchingConfig, on_cuda: bool) -> float:
-    """Processors need vocabulary-sized temporaries for every row, which counts on a GPU."""
+    """The default of max_memory_percent. Processors need vocabulary-sized temporaries for every
+    row, which matters on a GPU.
+    """
     if not on_cuda:
         return CPU_MEMORY_PERCENT
     if config.per_request_processors:
@@ -203,17 +204,17 @@ def plan_cache(
     host_available: int,
     step_bytes: int = 0,
 ) -> CachePlan:
-    """Decide the cache's size and log why.
+    """Decide the cache's size, and log the reason.
 
     Args:
         model_context: the longest request that the model allows, in tokens.
         available: bytes that are free on the device, with the model loaded.
         host_available: bytes that are free on the host, within the container's limit.
-        step_bytes: of `available`, what the largest step was seen to need.
+        step_bytes: how much of `available` the largest step needs, as measured.
 
     Raises:
         InsufficientMemoryError: not even one block of each group fits, or `num_blocks` asks for
-            more than is there.
+            more memory than there is.
     """
     on_cuda = device.type == "cuda"
     limits = step_limits(config, device)
@@ -283,7 +284,7 @@ def plan_cache(
 
 
 def _remedies(percent: float, step_bytes: int) -> str:
-    """What to change where the cache does not fit."""
+    """What to change if the cache does not fit."""
     remedies = ["lower num_blocks or block_size"]
     if step_bytes:
         remedies.append("lower max_batch_tokens or max_requests_per_batch")
@@ -293,7 +294,7 @@ def _remedies(percent: float, step_bytes: int) -> str:
 
 
 def _tell(plan: CachePlan, device: torch.device, reason: str) -> None:
-    """Log a plan, and why it is so."""
+    """Log a plan, and the reason for its size."""
     logger.info(
         "KV cache: %.2f GiB on %s, %s blocks of %d tokens, because of %s; "
         "steps of up to %d tokens, %d requests at a time",
@@ -314,10 +315,10 @@ def _plan_host(
     longest: int,
     available: int,
 ) -> tuple[tuple[int, ...], int]:
-    """How many blocks of each group the host keeps, and how many bytes they are; logs why.
+    """How many blocks of each group the host keeps, and their size in bytes; logs the reason.
 
-    The space is divided as the longest request (in tokens) divides it, so that the groups fill
-    together.
+    The space is divided in the proportions of the longest request (in tokens), so that the groups
+    fill up together.
     """
     none = (0,) * len(groups), 0
     if config.cpu_offload_space == 0:

@@ -1,5 +1,5 @@
-"""What a checkpoint says of itself: how long requests may be, which tokens end one, and how it is
-sampled where a request says nothing.
+"""Reads a checkpoint's defaults: how long requests may be, which tokens end one, and how to sample
+if a request does not say.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.types import TokenId
 logger = logging.getLogger(__name__)
 
 _NO_LIMIT = 1 << 20
-"""Context of a model that names no limit; the cache's size bounds it anyway."""
+"""The context assumed for a model without a limit; the cache's size limits it anyway."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest request in the batch, beyond the
 original length.
@@ -28,7 +28,7 @@ def context_length(text_config: Any) -> int:
     """The longest request that the model allows, in tokens."""
     length = getattr(text_config, "max_position_embeddings", None) or _NO_LIMIT
     parameters = getattr(text_config, "rope_parameters", None) or {}
-    # One set of parameters, or one for each kind of layer.
+    # Either one set of parameters, or one for each kind of layer.
     nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
     for rope in nested or [parameters]:
         if rope.get("rope_type") not in _LENGTH_DEPENDENT_ROPE:
@@ -51,8 +51,8 @@ def context_length(text_config: Any) -> int:
 def eos_token_ids(
     generation_config: GenerationConfig | None, config: Any, vocab_size: int
 ) -> tuple[TokenId, ...]:
-    """The model's end-of-sequence ids, in ascending order, as far as the vocabulary has them:
-    configs that keep another tokenizer's are common.
+    """The model's end-of-sequence ids, in ascending order. Ids outside the vocabulary are dropped:
+    configs often have those of another tokenizer.
     """
     ids = generation_config.eos_token_id if generation_config is not None else None
     if ids is None:
@@ -67,9 +67,9 @@ def eos_token_ids(
 
 
 def default_sampling(generation_config: GenerationConfig | None) -> SamplingParams:
-    """What `model.generate` would do with this generation config: greedy unless it asks for
-    sampling. What limits the choice is the config's in either case, else transformers' default: a
-    request may ask for sampling where the model does not.
+    """The sampling of `model.generate` with this generation config: greedy unless the config asks
+    for sampling. Filters such as top_k come from the config, else from transformers' defaults, even
+    for a greedy config: a request may ask for sampling by itself.
     """
     neutral_params = SamplingParams(top_k=DEFAULT_TOP_K)
     if generation_config is None:

@@ -1,4 +1,4 @@
-"""Runs batches: lays them out, computes them by one of the ways that there are, and samples.
+"""Runs batches: lays them out, computes them on one of the paths, and samples.
 
 ScheduledBatch ─▶ block copies ─▶ InputBatch ─┬─▶ ModelForward, as it comes ──┬─▶ logits ─▶ Sampler
                                               └─▶ CapturedSteps, replayed ────┘               │
@@ -45,14 +45,14 @@ _COMPILE_FAILED = (
 
 
 class StepKind(NamedTuple):
-    """By which way a step was computed."""
+    """How a step was computed."""
 
     path: StepPath
     is_replayed: bool
 
 
 class _NothingSampled:
-    """A step of copies alone. They are queued in front of whatever comes next."""
+    """A step that only has copies. They are queued before any later work."""
 
     def result(self) -> SampledTokens:
         """Nothing."""
@@ -65,7 +65,7 @@ class ModelRunner:
     Attributes:
         kv: the cache.
         options: how steps are computed.
-        steps: how many were computed, by path and by whether they were replayed.
+        steps: how many steps were computed, by path and by whether they were replayed.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class ModelRunner:
             forward: the model, with its cache.
             sampler: chooses tokens.
             options: how steps are computed.
-            copier: makes block copies; None: one of the forward's cache.
-            device: queues copies; None: what the cache's device needs.
+            copier: makes block copies; None: a copier for the forward's cache is made.
+            device: queues copies; None: one for the cache's device is made.
             graphs: captures steps; None: nothing is captured.
-            progress: gets a line for what takes long in `warmup`.
+            progress: gets a line for each slow stage of `warmup`.
         """
         kv = forward.kv
         self.kv = kv
@@ -107,10 +107,11 @@ class ModelRunner:
             self._captured = CapturedSteps(forward, graphs, options, self._device)
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Begin to compute a batch and to sample. Raises whatever the model or the device raises.
+        """Start to compute a batch and to sample. Raises whatever the model or the device
+        raises.
 
-        On a device that queues its work, nothing of the step was waited for when this returns, but
-        where a request asks for its prompt's log-probabilities.
+        On an asynchronous device this does not wait for the step, unless a request asks for prompt
+        log-probabilities.
         """
         with torch.inference_mode():
             if not batch.copies.is_empty:
@@ -151,17 +152,17 @@ class ModelRunner:
             return self._logits(self._builder.build(batch), 0)
 
     def release(self, key: RequestKey) -> None:
-        """Forget what sampling keeps for a choice."""
+        """Drop the sampling state of a choice."""
         self._sampler.release(key)
 
     def warmup(self) -> None:
-        """Run one prefill and one decode step of a request of its own, in the null block's slots,
-        and capture what is to be replayed.
+        """Run one prefill and one decode step of a dummy request, in the null block's slots, and
+        capture steps for replay.
 
-        The null block belongs to nobody, so no request's cache is touched.
+        The null block belongs to no request, so no request's cache is changed.
 
         Raises:
-            ConfigError: the model cannot be compiled as the options say.
+            ConfigError: the model cannot be compiled with these options.
         """
         spec = GenerationRequest(
             request_id=RequestId("warmup"),

@@ -1,8 +1,8 @@
-"""Linear layers and embeddings whose weights lie as the native kernel reads them.
+"""Linear layers and embeddings with weights in the order in which the native kernel reads them.
 
-Packing moves elements and changes none, unless they are to be int8: a layer's weights can be read
-back, and are, by whoever asks for `weight`. As int8 they are multiples of a scale of their row,
-which is its largest element / 127. These layers compute and do not learn: they have no gradients.
+Packing moves elements without changing them, except with int8. Reading a layer's `weight` unpacks
+it. With int8, elements are multiples of their row's scale, which is its largest element / 127.
+These layers have no gradients.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ def native_library() -> NativeLibrary:
     """The kernels, loaded once.
 
     Raises:
-        NativeUnavailableError: they cannot be used here.
+        NativeUnavailableError: the kernels cannot be used here.
     """
     return load_library()
 
 
 def packed_size(outputs: int, inputs: int, *, int8: bool = False) -> int:
-    """How many bytes a packed weight is."""
+    """How many bytes a packed weight takes."""
     size: int = native_library().linear_size(outputs, inputs, 1 if int8 else 2)
     return size
 
 
 def new_scales(outputs: int) -> torch.Tensor:
-    """Room for the scales of a weight's rows, float32."""
+    """Allocate the scales of a weight's rows, float32."""
     return torch.zeros(-(-outputs // PANEL) * PANEL)
 
 
@@ -44,9 +44,9 @@ def pack(weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None
     """Pack a weight.
 
     Args:
-        weight: bfloat16 [N, K], the elements of a row side by side.
-        packed: uint8 [packed_size(N, K)], where to.
-        scales: see `new_scales`: where those of its rows go; it is then packed as int8.
+        weight: bfloat16 [N, K], with contiguous rows.
+        packed: uint8 [packed_size(N, K)], the target.
+        scales: see `new_scales`. If given, they are filled, and the weight is packed as int8.
     """
     outputs, inputs = weight.shape
     native_library().linear_pack(
@@ -61,7 +61,7 @@ def pack(weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None
 
 
 def pad_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
-    """A bias as the kernel reads it: float32, as long as whole panels."""
+    """A bias for the kernel: float32, padded to whole panels."""
     if bias is None:
         return None
     padded = torch.zeros(-(-len(bias) // PANEL) * PANEL)
@@ -76,11 +76,11 @@ def read_rows(
     outputs: int,
     inputs: int,
 ) -> torch.Tensor:
-    """Rows of a packed weight, as they were, or as near as int8 is.
+    """Rows of a packed weight: exact, or with the rounding of int8.
 
     Args:
         packed: uint8.
-        scales: of int8.
+        scales: for int8.
         rows: int64 or int32, of any shape.
         outputs, inputs: N and K of the weight.
 
@@ -214,7 +214,7 @@ def _shape_of_rows(
 
 
 class _Packed(torch.nn.Module):
-    """What both have: the packed weight, [N, K]."""
+    """The common part of both: the packed weight, [N, K]."""
 
     packed: torch.Tensor
     scales: torch.Tensor | None
@@ -226,7 +226,7 @@ class _Packed(torch.nn.Module):
         self._outputs, self._inputs = outputs, inputs
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
-        # Of no size: a model's dtype and device are those of its first parameter.
+        # Empty, but present: a model's dtype and device are those of its first parameter.
         nothing = torch.empty(0, dtype=torch.bfloat16)
         self.register_parameter("_dtype", torch.nn.Parameter(nothing, requires_grad=False))
 
@@ -252,7 +252,7 @@ class PackedLinear(_Packed):
     def __init__(
         self, packed: torch.Tensor, linear: torch.nn.Linear, scales: torch.Tensor | None = None
     ) -> None:
-        """A layer that computes what `linear` does.
+        """Make a layer that computes the same as `linear`.
 
         Args:
             packed: its weight, packed.
@@ -271,7 +271,7 @@ class PackedLinear(_Packed):
         return run(x, self.packed, self.scales, self.padded_bias, *sizes)
 
     def extra_repr(self) -> str:
-        """What str() shows of it."""
+        """The arguments that str() shows."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, {_form(self)}"
 
@@ -285,7 +285,7 @@ class PackedEmbedding(_Packed):
         embedding: torch.nn.Embedding,
         scales: torch.Tensor | None = None,
     ) -> None:
-        """A table that reads what `embedding` does.
+        """Make a table that returns the same as `embedding`.
 
         Args:
             packed: its weight, packed; the linear layer's.
@@ -304,7 +304,7 @@ class PackedEmbedding(_Packed):
         return run(self.packed, self.scales, token_ids, *sizes)
 
     def extra_repr(self) -> str:
-        """What str() shows of it."""
+        """The arguments that str() shows."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {_form(self)}"
 
 

@@ -1,5 +1,5 @@
-"""Linear layers whose weights oneDNN has packed: for processors whose matrix tiles it knows to use,
-and ours do not.
+"""Linear layers with weights packed by oneDNN, for processors with matrix tiles, which oneDNN uses
+and our kernels do not.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from typing import Any
 import torch
 
 _TYPICAL_ROWS = 16
-"""oneDNN's packed form may depend on how many rows are expected; any number can be computed."""
+"""The expected number of rows, on which oneDNN's packed form may depend; any number can be
+computed.
+"""
 
 
 class OneDnnLinear(torch.nn.Module):
     """Stands for a torch.nn.Linear of bfloat16."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
-        """A layer that computes what `linear` does, whose weight is not kept."""
+        """Make a layer that computes the same as `linear`, without keeping its weight."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_parameter("bias", linear.bias)
-        # Of no size: a model's dtype and device are those of its first parameter.
+        # Empty, but present: a model's dtype and device are those of its first parameter.
         nothing = torch.empty(0, dtype=torch.bfloat16)
         self.register_parameter("_dtype", torch.nn.Parameter(nothing, requires_grad=False))
         self._packed = torch.ops.mkldnn._reorder_linear_weight(
@@ -48,5 +50,5 @@ class OneDnnLinear(torch.nn.Module):
         destination[f"{prefix}weight"] = self.weight
 
     def extra_repr(self) -> str:
-        """What str() shows of it."""
+        """The arguments that str() shows."""
         return f"in_features={self.in_features}, out_features={self.out_features}, oneDNN"

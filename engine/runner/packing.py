@@ -1,11 +1,11 @@
-"""Exchanges a model's linear layers for packed ones, in place.
+"""Replaces a model's linear layers by packed ones, in place.
 
-    choose_packing ─▶ how: our kernel (as bfloat16 or as int8), oneDNN's, or not at all
-    pack_model     ─▶ one weight after the other: pack, compare, exchange, let go of the original
+    choose_packing ─▶ how: our kernel (as bfloat16 or as int8), oneDNN's, or not at all pack_model
+    ─▶ for one weight after another: pack, compare, replace, free the original
 
-Only what is plainly a torch.nn.Linear of bfloat16 on the CPU is exchanged. A weight that an
-embedding shares is packed once for both, and a weight that anything else holds, too, is copied.
-Only models that Headrace has loaded itself are packed: others belong to their owners.
+Only plain torch.nn.Linear layers in bfloat16 on the CPU are replaced. A weight that an embedding
+shares is packed once for both; a weight that anything else shares is copied. Only models that
+Headrace has loaded itself are packed; others belong to their owners.
 """
 
 from __future__ import annotations
@@ -36,23 +36,25 @@ from engine.runner.pages import Pages
 Packing = Literal["native", "onednn", "int8"]
 
 _SMALLEST = 16
-"""Inputs and outputs of the smallest layer that is packed."""
+"""The smallest number of inputs and outputs of a packed layer."""
 _PROBE_ROWS = 3
-"""Of random input, on which a packed layer must compute what the original did."""
+"""How many rows of random input a packed layer is compared on."""
 _TOLERANCE = 2e-2
-"""Of that, relative to the largest element: sums of bfloat16 products, in another order."""
+"""The tolerance of that comparison, relative to the largest element, for sums of bfloat16 products
+in another order.
+"""
 _SAMPLED_ROWS = 64
-"""Of each packed weight that are read back and must be equal."""
+"""How many rows of each packed weight are read back and must be equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackingReport:
-    """What was exchanged.
+    """What was replaced.
 
     Attributes:
         linears, embeddings: how many layers.
-        how: by what they compute.
-        copied_bytes: of weights that had to stay where they were too, since others hold them.
+        how: what computes them.
+        copied_bytes: the size of weights that are held twice, because others use the original.
     """
 
     linears: int
@@ -76,15 +78,15 @@ def choose_packing(
     wanted: bool | None,
     quantization: Quantization = "none",
 ) -> Packing | None:
-    """How linear layers are packed for a device and dtype; None: they are not.
+    """Choose how linear layers are packed for a device and dtype; None: not at all.
 
     Args:
         device, dtype: the model's.
-        wanted: True: packed or refused; None: where it was measured to pay.
+        wanted: True: pack or refuse; None: pack on processors where it was measured to pay.
         quantization: see LoadConfig.
 
     Raises:
-        ConfigError: they are to be packed, or int8, and cannot be.
+        ConfigError: the layers are to be packed, or int8, and cannot be.
     """
     if quantization == "int8":
         return _int8(device, dtype, wanted)
@@ -94,7 +96,7 @@ def choose_packing(
         reason = f"only bfloat16 on a CPU is packed, and this is {dtype} on {device}"
         return _not_packed(reason, wanted)
     if torch.cpu._is_amx_tile_supported():
-        return "onednn"  # its tiles multiply many rows faster than vectors can
+        return "onednn"  # its tiles are faster than vectors for many rows
     try:
         isa = native_library().isa
     except NativeUnavailableError as error:
@@ -131,15 +133,15 @@ def _not_packed(reason: str, wanted: bool | None) -> Packing | None:
 
 
 def pack_model(model: torch.nn.Module, how: Packing) -> PackingReport:
-    """Exchange the model's linear layers.
+    """Replace the model's linear layers.
 
     Args:
-        model: in evaluation mode, used by nobody meanwhile. Its modules are exchanged in place, and
-            its other parameters moved.
+        model: in evaluation mode, not in use. Its modules are replaced in place, and its other
+            parameters moved.
         how: see `choose_packing`.
 
     Raises:
-        ModelRefusedError: a packed layer does not compute what the original does.
+        ModelRefusedError: a packed layer does not compute the same as the original.
     """
     groups = list(_shared_weights(model))
     with torch.no_grad():
@@ -147,7 +149,8 @@ def pack_model(model: torch.nn.Module, how: Packing) -> PackingReport:
             report = _pack_for_onednn(model, groups)
         else:
             report = _pack_natively(model, groups, int8=how == "int8")
-        # What is left may lie in a mapping of the checkpoint's file, all of which it would hold.
+        # The other parameters may be in a mapping of the checkpoint's file, and would keep all of
+        # it in memory.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     return report
@@ -157,7 +160,7 @@ def pack_model(model: torch.nn.Module, how: Packing) -> PackingReport:
 class _Group:
     """The layers that share one weight, by name.
 
-    is_ours: whether they are all that holds it.
+    is_ours: whether nothing else holds the weight.
     """
 
     linears: dict[str, torch.nn.Linear]
@@ -186,7 +189,7 @@ def _shared_weights(model: torch.nn.Module) -> Iterator[_Group]:
             for name, one in found
             if isinstance(one, torch.nn.Embedding) and _is_plain_embedding(one)
         }
-        # A bias is a parameter, too.
+        # A bias is also a parameter.
         weights = {id(one.weight) for one in linears.values()}
         if len(weights) != 1 or holders.get(next(iter(weights))) is not found:
             continue
@@ -215,7 +218,8 @@ def _is_plain_embedding(module: torch.nn.Embedding) -> bool:
 
 def _pack_natively(model: torch.nn.Module, groups: list[_Group], *, int8: bool) -> PackingReport:
     sizes = [packed_size(*group.weight.shape, int8=int8) for group in groups]
-    # One piece for all: pages come as it is filled, while the originals go, and may be large ones.
+    # One allocation for all weights: its pages, which may be large ones, are filled while the
+    # originals are freed.
     memory = torch.empty(sum(sizes), dtype=torch.uint8)
     pages = Pages(itertools.chain(model.parameters(), model.buffers()))
     copied = start = 0
@@ -253,11 +257,11 @@ def _pack_natively(model: torch.nn.Module, groups: list[_Group], *, int8: bool) 
 def _holds(
     packed: torch.Tensor, scales: torch.Tensor | None, weight: torch.Tensor, rows: torch.Tensor
 ) -> bool:
-    """Whether rows of a packed weight are the original's, or as near as int8 is."""
+    """Whether rows of a packed weight equal the original's, except for the rounding of int8."""
     original, actual = weight[rows], read_rows(packed, scales, rows, *weight.shape)
     if scales is None:
         return torch.equal(_bits(actual), _bits(original))
-    # To the next multiple of the scale, which is then rounded to bfloat16.
+    # Rounded to the next multiple of the scale, and then to bfloat16.
     bound = scales[rows, None] * 0.5 + original.float().abs() * 2**-7
     return bool(((actual.float() - original.float()).abs() <= bound).all())
 
@@ -288,12 +292,12 @@ def _exchange(
     linear: torch.nn.Linear,
     packed: PackedLinear | OneDnnLinear,
 ) -> None:
-    """Exchange one layer for another that computes the same on random input."""
+    """Replace a layer by another one, and check that it computes the same on random input."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((_PROBE_ROWS, linear.in_features), generator=generator).bfloat16()
     weight = linear.weight
     if isinstance(packed, PackedLinear) and packed.scales is not None:
-        weight = packed.weight  # as int8 has it
+        weight = packed.weight  # with int8 rounding
     expected = torch_linear(x, weight, linear.bias).float()
     actual = packed(x).float()
     scale = expected.abs().max().item()
@@ -306,7 +310,7 @@ def _exchange(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Of bfloat16 elements: NaN equals itself."""
+    """The bits of bfloat16 elements, so that NaN equals itself."""
     return tensor.view(torch.int16)
 
 

@@ -1,8 +1,8 @@
-"""Gives memory back before its owner does.
+"""Returns the memory of tensors to the system before their owner does.
 
-A checkpoint's weights lie in one mapping of its file, which holds all of them until the last one
-goes: whoever copies them one by one would have both in memory in the end. So the pages of each are
-given back as soon as nobody needs it.
+A checkpoint's weights are in one mapping of its file, which stays until the last weight is freed.
+Code that copies them one by one would end up with both copies in memory. So the pages of each
+weight are returned as soon as it is no longer needed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 
 
 class Pages:
-    """Knows where tensors lie."""
+    """Knows the addresses of tensors."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         """See the module.
 
         Args:
-            tensors: all that may be needed later. Those on other devices do not count.
+            tensors: all that may be needed later. Those on other devices are ignored.
         """
         places = [
             (tensor.data_ptr(), tensor.data_ptr() + tensor.untyped_storage().nbytes())
@@ -36,11 +36,11 @@ class Pages:
         self._ends = sorted(end for _, end in places)
 
     def give_back(self, tensor: torch.Tensor) -> int:
-        """Let go of the whole pages of a tensor whose elements nobody reads any more.
+        """Return the whole pages of a tensor whose elements are no longer read.
 
         Args:
-            tensor: one of those that were given. If another one shares its memory, or it does not
-                lie in one piece, nothing happens.
+            tensor: one of the constructor's tensors. Nothing happens if another one shares its
+                memory, or it is not contiguous.
 
         Returns:
             How many bytes were given back.
@@ -50,7 +50,8 @@ class Pages:
         if not tensor.is_contiguous():
             return 0
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        # Of all tensors, those that begin before its end and do not end before its beginning.
+        # Find the tensors that overlap it: they begin before its end and do not end before its
+        # beginning.
         sharing = bisect.bisect_left(self._starts, end) - bisect.bisect_right(self._ends, start)
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         length = end // mmap.PAGESIZE * mmap.PAGESIZE - first

@@ -1,10 +1,10 @@
-"""What a step takes on a device, beside weights and KV cache: measured, before the cache is sized.
+"""Measures the memory that a step takes besides weights and KV cache, before the cache is sized.
 
     largest step (max_batch_tokens, max_requests_per_batch) ─▶ run, with one block for a cache
         ─▶ the most memory that it had at once ─▶ is left free (`engine.runner.memory.plan_cache`)
 
-On CUDA the cache takes nearly all that is free, so what a step needs must be known. On a CPU the
-cache is sized by what the allowed concurrency needs, and leaves half of the memory: nothing is run.
+On CUDA the cache takes nearly all free memory, so the needs of a step must be known. On a CPU the
+cache is sized for the allowed concurrency and leaves half of the memory, so no step is run.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from engine.token_ids import TokenIds
 from engine.types import RequestId, RequestKey, TokenId
 
 _SAMPLING = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1)
-"""What needs the most memory of what is usual: logits are sorted, and tokens are counted."""
+"""The usual sampling that needs the most memory: logits are sorted, and tokens are counted."""
 
 
 class DeviceMemory(Protocol):
     """A device's memory, as one process sees it."""
 
     def available(self) -> int:
-        """Bytes that a cache could take, now."""
+        """The bytes that a cache could take now."""
 
     def peak(self, run: Callable[[], None]) -> int:
-        """How many bytes more there were at most while `run` ran than before; 0 where it is not
-        measured, and then nothing is run.
+        """How many bytes more than before were in use at most while `run` ran; 0, without calling
+        `run`, if this is not measured.
 
         Raises:
-            torch.OutOfMemoryError: there were not enough.
+            torch.OutOfMemoryError: there was not enough memory.
         """
 
 
 class HostMemory:
-    """Of the host, within the container's limit."""
+    """The memory of the host, within the container's limit."""
 
     def available(self) -> int:
         """See DeviceMemory."""
@@ -62,19 +62,21 @@ class HostMemory:
 
 
 class CudaMemory:
-    """Of a CUDA device."""
+    """The memory of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def available(self) -> int:
-        """See DeviceMemory. What torch keeps for later, and does not use, is given back first."""
+        """See DeviceMemory. Unused memory that torch caches is freed first."""
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._device)
         return int(free)
 
     def peak(self, run: Callable[[], None]) -> int:
-        """See DeviceMemory. Counts what torch took from the device, its own waste included."""
+        """See DeviceMemory. Counts what torch allocated from the device, including
+        fragmentation.
+        """
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
@@ -101,18 +103,18 @@ def measure_step(
     block_size: int,
     model_context: int,
 ) -> int:
-    """How many bytes the largest step takes, beside weights and cache.
+    """How many bytes the largest step takes, besides weights and cache.
 
     Args:
-        memory: of the device.
-        model, backend, probe, groups: verified, and its layer groups.
+        memory: the device's memory.
+        model, backend, probe, groups: the verified model, and its layer groups.
         device: the model's.
         limits: the largest step.
         block_size: tokens in a block.
         model_context: the longest request that the model allows, in tokens.
 
     Raises:
-        InsufficientMemoryError: there is not even enough for that.
+        InsufficientMemoryError: there is not even enough memory for that.
     """
     available = memory.available()
 
@@ -142,9 +144,10 @@ def largest_batch(
     model_context: int,
     probe: ModelProbe,
 ) -> ScheduledBatch:
-    """As many requests as may be, with as many tokens as may be, of which the first has the most.
+    """A step with the most requests and the most tokens, of which the first request has the
+    most.
 
-    All of their blocks are the null block, which belongs to nobody. Every request samples.
+    All of their blocks are the null block. Every request samples.
     """
     vocab_size = probe.logits[0].shape[-1]
     left, requests = limits.max_batch_tokens, min(limits.max_requests, limits.max_batch_tokens)
@@ -154,7 +157,7 @@ def largest_batch(
     for index in range(requests):
         count = max(1, min(model_context, left - (requests - 1 - index)))
         left -= count
-        # Of many kinds, so that experts share them.
+        # Many different tokens, so that they are spread over the experts.
         prompt = tuple(TokenId(token % vocab_size) for token in range(index, index + count))
         spec = GenerationRequest(
             request_id=RequestId(f"largest-{index}"),
@@ -168,6 +171,6 @@ def largest_batch(
         for table in tables:
             table.blocks[:] = 0
         parts.append(ScheduledRequest(request, 0, count, tables, samples=True))
-    # Requests with one token stand first.
+    # Requests with one token come first.
     parts.sort(key=lambda part: part.num_tokens > 1)
     return ScheduledBatch(tuple(parts), sum(part.num_tokens for part in parts))

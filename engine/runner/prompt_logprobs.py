@@ -15,12 +15,12 @@ from engine.types import RequestKey
 def report_prompts(
     sampler: Sampler, logits: torch.Tensor, prompts: Sequence[PromptRows]
 ) -> dict[RequestKey, list[TokenLogprobs]]:
-    """What a step reports of its requests' prompts; see SampledTokens.prompt_logprobs.
+    """What a step reports about its requests' prompts; see SampledTokens.prompt_logprobs.
 
     Args:
         sampler: computes log-probabilities, of a bounded number of rows at a time.
         logits: [P, V] in the model's dtype, the prompts' rows one after the other.
-        prompts: what the P rows belong to.
+        prompts: the requests of the P rows.
     """
     report: dict[RequestKey, list[TokenLogprobs]] = {}
     begin = 0

@@ -1,11 +1,10 @@
-"""What rank 0 tells the other ranks of a tensor-parallel model, as msgpack that is checked against
-its type on arrival: nothing that arrives is executed.
+"""The messages of rank 0 to the other ranks of a tensor-parallel model: msgpack that is checked
+against its type on arrival. Nothing received is executed.
 
-Begin(1) ─▶ all tell their free memory ─▶ Plan(1) ─▶ all allocate their part of the cache
-Copies(1), Step(1), Step(1), …            a step's block copies, and its inputs, laid out
-End
+Begin(1) ─▶ all report their free memory ─▶ Plan(1) ─▶ all allocate their part of the cache
+Copies(1), Step(1), Step(1), … a step's block copies, and its inputs, laid out End
 
-A Begin that is followed by no Plan has no meaning: rank 0 found that the cache does not fit.
+A Begin without a Plan has no effect: rank 0 found that the cache does not fit.
 """
 
 from __future__ import annotations
@@ -22,14 +21,16 @@ from engine.runner.runner_options import StepPath
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """A runner is made. Runners that are not among the live ones are gone, with their caches."""
+    """A runner is being made. Runners that are not in the list of live ones are dropped, with their
+    caches.
+    """
 
     runner: int
     live: tuple[int, ...]
 
 
 class Plan(msgspec.Struct, frozen=True, tag=True):
-    """How large its cache becomes; see CachePlan."""
+    """The size of the runner's cache; see CachePlan."""
 
     runner: int
     block_size: int
@@ -38,7 +39,7 @@ class Plan(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, runner: int, plan: CachePlan) -> Plan:
-        """What others need to know of a plan."""
+        """The part of a plan that other ranks need."""
         return cls(runner, plan.block_size, plan.num_blocks, plan.host_blocks)
 
 
@@ -71,7 +72,9 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, runner: int, inputs: InputBatch) -> Step:
-        """What of a step's inputs the forward pass needs. None of its tokens may be carried."""
+        """The part of a step's inputs that the forward pass needs. None of its tokens may be
+        carried.
+        """
         first = inputs.layouts[0]
         return cls(
             runner=runner,
@@ -91,7 +94,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
         )
 
     def inputs(self) -> InputBatch:
-        """The inputs again, without what only sampling needs: who samples, and whose prompts."""
+        """Recreate the inputs, without the parts that only sampling needs."""
         positions = _array(self.positions)
         starts = _array(self.starts)
         counts = _array(self.counts)
@@ -121,7 +124,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """Nothing more is to be computed: the other ranks end."""
+    """There is nothing more to compute: the other ranks end."""
 
 
 Message = Begin | Plan | Copies | Step | End
@@ -132,4 +135,4 @@ def _bytes(array: npt.NDArray[np.int64]) -> bytes:
 
 
 def _array(raw: bytes) -> npt.NDArray[np.int64]:
-    return np.frombuffer(raw, dtype=np.int64).copy()  # torch takes writable memory only
+    return np.frombuffer(raw, dtype=np.int64).copy()  # torch accepts only writable memory

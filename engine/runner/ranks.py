@@ -1,15 +1,15 @@
-"""The processes that share a tensor-parallel model, and how they speak to each other.
+"""The processes that share a tensor-parallel model, and their communication.
 
     rank 0   ── messages ──▶  the others      gloo, on the host: what is to be computed next
     each rank ◀── sums ───▶  each rank        gloo on CPUs, NCCL on CUDA: inside the model's layers
 
-torchrun starts them and says who they are. The model's own collectives have the default process
-group, which transformers uses; messages have another one, on which a rank may wait for days.
+torchrun starts them and assigns their ranks. The model's own collectives use the default process
+group, as transformers expects; messages use another one, on which a rank may wait for days.
 
-Whatever ends a process closes its connections, and whoever waits for it then fails: no rank
-outlives the others for long. While a model is loaded, all ranks do the same; one that refuses
-leaves its reason in the store that they met at, then closes its connections, so that all of them
-end with that reason.
+However a process ends, its connections close, and ranks that wait for it fail; so no rank outlives
+the others for long. While a model is loaded, all ranks do the same work. A rank that refuses the
+model writes its reason to the rendezvous store, then closes its connections, so all ranks end with
+that reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from engine.runner.rank_messages import Message
 logger = logging.getLogger(__name__)
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""How long a rank that lives may keep the others waiting inside the model, or while it loads."""
+"""How long a live rank may keep the others waiting inside the model, or during loading."""
 _IDLE_TIMEOUT = timedelta(days=3650)
 """How long rank 0 may have nothing to compute."""
 _FRAME_BYTES = 4096
@@ -43,10 +43,10 @@ _REASON_KEY = "headrace/reason"
 
 
 class Store(Protocol):
-    """What is asked of the store that the ranks met at."""
+    """What is needed of the rendezvous store."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key that is not there yet, if `expected` is empty; returns what is there then."""
+        """If `expected` is empty, set a key unless it exists; returns its value afterwards."""
         ...
 
 
@@ -54,19 +54,19 @@ class Ranks:
     """This process among those that share the model.
 
     Attributes:
-        place: its number, and how many they are.
-        device: of its part of the model.
+        place: its rank, and how many there are.
+        device: the device of its part of the model.
     """
 
     def __init__(
         self, place: RankPlace, device: torch.device, store: Store, messages: dist.ProcessGroup
     ) -> None:
-        """Wrap what `join` has set up.
+        """Wrap the connections that `join` has set up.
 
         Args:
             place, device: see the class.
-            store: where the ranks met.
-            messages: the group on the host.
+            store: the rendezvous store.
+            messages: the process group on the host.
         """
         self.place = place
         self.device = device
@@ -97,11 +97,11 @@ class Ranks:
             dist.broadcast(tail, src=0, group=self._messages)
 
     def receive(self) -> Message:
-        """Wait for what rank 0 tells. Called by the others.
+        """Wait for a message from rank 0. Called by the others.
 
         Raises:
             RuntimeError: a rank is gone.
-            msgspec.DecodeError: what came is no message.
+            msgspec.DecodeError: the data is not a message.
         """
         dist.broadcast(self._frame, src=0, group=self._messages)
         head = self._frame.numpy().tobytes()
@@ -114,7 +114,7 @@ class Ranks:
         return self._decoder.decode(payload)
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
-        """The smallest of what the ranks have, one by one. Called by all of them.
+        """The element-wise minimum of all ranks' values. Called by all of them.
 
         Raises:
             RuntimeError: a rank is gone.
@@ -125,7 +125,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """What all ranks do, or none: if it fails on one of them, it does on all, for its reason.
+        """A block that all ranks run: if it fails on one of them, it fails on all, with the same
+        reason.
 
         Raises:
             ModelRefusedError: another rank has failed; the message has its number and its reason.
@@ -147,13 +148,13 @@ class Ranks:
             raise RanksLostError("another rank has ended while the model was loaded") from error
 
     def leave(self) -> None:
-        """Close the connections: whoever waits for this rank fails. Harmless if done before."""
+        """Close the connections, so that ranks waiting for this one fail. Harmless if repeated."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _first_reason(self, own: str) -> tuple[int, str]:
-        """Who failed first, and why; own: this rank's reason, kept if it is the first one. No
-        reason: the store is gone, with the process that had it.
+        """The first rank that failed, and its reason; own: this rank's reason, recorded if it is
+        the first. An empty reason: the store is gone, with the process that hosted it.
         """
         mine = f"{self.place.rank} {own}"
         try:
@@ -165,15 +166,15 @@ class Ranks:
 
 
 def join(load_config: LoadConfig, place: RankPlace | None) -> Ranks | None:
-    """Meet the other ranks; None: there are none to meet.
+    """Connect to the other ranks; None: there are none.
 
     Args:
-        load_config: says whether the model is divided, and on which kind of device it is.
+        load_config: says whether the model is split, and on which type of device it is.
         place: this process; None: torchrun did not start it.
 
     Raises:
-        ConfigError: the model cannot be divided in this process.
-        RanksLostError: the others do not come.
+        ConfigError: the model cannot be split in this process.
+        RanksLostError: the other ranks do not connect.
     """
     if load_config.tensor_parallel == "none":
         return None
@@ -218,11 +219,11 @@ def join(load_config: LoadConfig, place: RankPlace | None) -> Ranks | None:
 
 
 def rank_device(load_config: LoadConfig, place: RankPlace) -> torch.device:
-    """The device of a rank. transformers divides models over a machine's accelerators, where it has
+    """The device of a rank. transformers splits models across a machine's accelerators, if it has
     any.
 
     Raises:
-        ConfigError: that device cannot be had.
+        ConfigError: that device is not available.
     """
     if not torch.cuda.is_available():
         if load_config.device == "cuda":

@@ -1,4 +1,4 @@
-"""How a runner computes a step: the options of the configuration, resolved for one device."""
+"""The options of a runner: those of the configuration, resolved for one device."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ DEFAULT_MAX_GRAPHS = 32
 
 
 class StepPath(enum.Enum):
-    """By which way a step is computed."""
+    """The path on which a step is computed."""
 
     DECODE = "decode"
     """Every request computes one token."""
     VARLEN = "varlen"
-    """Any number of tokens each."""
+    """Requests compute any number of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOptions:
-    """What a runner does beside the plain thing; the default is the plain thing alone.
+    """A runner's options; the defaults turn everything optional off.
 
     Attributes:
         max_decode_blocks: a step in which every request computes one token takes the decode path
@@ -34,7 +34,8 @@ class RunnerOptions:
         captured_paths: the paths whose steps are captured and replayed.
         max_graphs: most captured steps that are kept.
         max_requests: most requests of a step.
-        num_input_buffers: sets of input buffers on the host: how many steps may be pending at once.
+        num_input_buffers: how many sets of input buffers the host has, and so how many steps may be
+            pending at once.
     """
 
     max_decode_blocks: int = 0
@@ -47,14 +48,14 @@ class RunnerOptions:
 
     @property
     def padded_sizes(self) -> Sizes | None:
-        """The numbers of tokens to which steps with prompts are padded; None: they are not."""
+        """The sizes in tokens to which steps with prompts are padded; None: not padded."""
         if self.q_interval or StepPath.VARLEN in self.captured_paths:
             return token_sizes(self.q_interval)
         return None
 
 
 PLAIN = RunnerOptions()
-"""Steps as they come, on the path for varying lengths."""
+"""Steps without capture or padding, on the path for varying lengths."""
 
 
 def resolve_options(
@@ -65,13 +66,13 @@ def resolve_options(
     max_blocks: int,
     max_requests: int,
 ) -> RunnerOptions:
-    """The options for a device.
+    """Resolve the options for a device.
 
     Args:
         config: the configuration.
         device: its type, for messages.
         can_capture: whether device work can be captured there.
-        max_blocks: blocks of the longest request that can be.
+        max_blocks: blocks of the longest possible request.
         max_requests: most requests of a step.
 
     Raises:

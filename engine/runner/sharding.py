@@ -1,12 +1,12 @@
-"""How a model is divided among ranks: by transformers, as its own tensor-parallel plan says.
+"""Splits a model across ranks: transformers does it, by the model's own tensor-parallel plan.
 
     q, k, v, gate, up    by outputs     each rank has its heads, and their part of the KV cache
     o, down              by inputs      partial results, which are summed over the ranks
     embedding, lm_head   by vocabulary  summed, and gathered: every rank has all logits
 
-Weights are DTensors; between the layers there are plain tensors, the same on every rank. A plan
-that does not fit its model would give wrong results that look right. So the load gate compares with
-what the model computes undivided: module by module, with weights that are gathered for one call.
+Weights are DTensors; tensors between layers are plain ones, the same on every rank. A plan that
+does not match its model would give plausible but wrong results. So the load gate compares with the
+whole model, module by module, with weights that are gathered for each call.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _HEADS = {
     "k_proj": "num_key_value_heads",
     "v_proj": "num_key_value_heads",
 }
-"""Projections whose outputs are heads, and how many the config says there are."""
+"""Projections whose outputs are heads, and the config field with the number of heads."""
 
 
 def check_plan(config: Any, model_class: type[PreTrainedModel], size: int) -> None:
-    """Refuse, before any weight is read, what cannot be divided.
+    """Refuse, before any weight is read, a model that cannot be split.
 
     Args:
         config, model_class: the model's.
-        size: among how many ranks it is to be divided.
+        size: the number of ranks.
 
     Raises:
-        ModelRefusedError: transformers has no plan for it, or its heads cannot be divided.
+        ModelRefusedError: transformers has no plan for it, or its heads cannot be split evenly.
     """
     name = model_class.__name__
     text_config = config.get_text_config()
@@ -61,16 +61,16 @@ def check_plan(config: Any, model_class: type[PreTrainedModel], size: int) -> No
 
 
 def sharding(size: int) -> dict[str, Any]:
-    """What has `from_pretrained` divide a model among the ranks that have met."""
+    """The arguments with which `from_pretrained` splits a model across the connected ranks."""
     return {"distributed_config": DistributedConfig(tp_size=size, tp_plan="auto")}
 
 
 def whole_logits(model: PreTrainedModel, probe: ModelProbe) -> tuple[torch.Tensor, ...]:
-    """The logits behind the probe's prompts, [V] each, of the model computed undivided. All ranks
-    call this. Leaves the model with eager attention.
+    """The logits after the probe's prompts, [V] each, computed by the whole model. All ranks call
+    this. Leaves the model with eager attention.
 
     Raises:
-        ModelRefusedError: divided, it gives other logits, or fails.
+        ModelRefusedError: the split model gives other logits, or fails.
     """
     model.set_attn_implementation("eager")
     with _undivided(model):
@@ -98,8 +98,8 @@ def _last_logits(model: PreTrainedModel, prompt: tuple[TokenId, ...]) -> torch.T
 
 @contextlib.contextmanager
 def _undivided(model: PreTrainedModel) -> Iterator[None]:
-    """While it lasts, the model computes as though it was not divided: the plan's wrappers of
-    forward methods are taken off, and a module that has parts of weights gathers them for its call.
+    """Make the model compute as if it was not split, during the block: the plan's wrappers of
+    forward methods are removed, and a module with partial weights gathers them for its call.
     """
     wrappers: list[tuple[torch.nn.Module, Any]] = []
     hooks = []
@@ -121,7 +121,7 @@ def _undivided(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _divided(module: torch.nn.Module) -> dict[str, DTensor]:
-    """A module's own parameters of which this rank has a part."""
+    """A module's own parameters of which this rank only has a part."""
     return {
         name: parameter
         for name, parameter in module.named_parameters(recurse=False)

@@ -1,12 +1,12 @@
-"""A step's inputs at places that do not move, so that a captured step finds them.
+"""A step's inputs at fixed addresses, as a captured step needs them.
 
     InputBatch ──fill──▶ host[set], one int64 array ──one copy──▶ one int64 tensor on the device:
                                                      its parts are the model's inputs and the
                                                      fields of the attention's metadata
 
-The host's array is pinned where the device is CUDA, and there is one for each set of input buffers:
-the copy may still be under way when the next step is filled in. One tensor on the device is enough,
-because copies and computation are queued in order on one stream.
+On CUDA the host's array is pinned. There is one for each set of input buffers, because a copy may
+still be in progress when the next step is filled in. One tensor on the device is enough, because
+copies and computation are queued in order on one stream.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StaticInputs:
         self._tensors = _split(self._device, sizes)
 
     def fill(self, inputs: InputBatch, buffers: int) -> None:
-        """Write a step that is no larger than the shape, and queue its copy to the device."""
+        """Write a step, which must fit the shape, and queue its copy to the device."""
         arrays, shape, count = self._arrays[buffers], self.shape, inputs.num_tokens
         for name, values in (("token_ids", inputs.token_ids), ("positions", inputs.positions)):
             arrays[name][:count] = values[:count]
@@ -85,11 +85,11 @@ class StaticInputs:
 
     @property
     def logit_rows(self) -> torch.Tensor | None:
-        """[R], padded with 0; None: the logits of all tokens are wanted."""
+        """[R], padded with 0; None: the logits of all tokens are needed."""
         return self._tensors.get("logit_rows")
 
     def metadata(self) -> list[AttentionMetadata]:
-        """The groups' metadata, computed on the device: part of what is captured."""
+        """The groups' metadata, computed on the device; this is part of the captured work."""
         return [
             self._backend.static_metadata(
                 self.shape,

@@ -1,20 +1,20 @@
-"""A view of a model: the same weights behind modules of its own, so that the engine's steps and the
-model's owner do not meet.
+"""A view of a model: separate modules with the same weights, so that the engine's steps and the
+model's owner do not interfere.
 
     owner ─▶ model ── modules, config ──┐
                                         ├── parameters: held once
     steps ─▶ view ─── modules, config ──┘
 
-Steps need our attention implementation in the config, evaluation mode, and here and there another
-forward. The owner generates, trains and saves, with the attention that he chooses, perhaps at the
-same time on another thread. Nothing that is set on one side is seen on the other, and there is
-nothing to restore. A module of the view is of the same class, and has the very parameters of its
-original: weights that are changed in place, and parameters that are exchanged, are the engine's
-from the next step on. Hooks are shared, too. Buffers are the same tensors until one side replaces
-its own, as rotary embeddings do.
+Steps need our attention implementation in the config, evaluation mode, and sometimes another
+    forward. The owner may generate, train and save with any attention, even at the same time on
+    another thread. Settings on one side do not affect the other, so nothing needs to be restored. A
+    module of the view has the same class and the same parameters as its original: the engine sees
+    weights that are changed in place, and parameters that are replaced, from the next step on.
+    Hooks are shared too. Buffers are the same tensors until one side replaces its own, as rotary
+    embeddings do.
 
-What is set on the owner's modules later is taken over by `refresh`. Modules that are exchanged are
-not: nobody has compared what they compute.
+`refresh` takes over later changes to attributes of the owner's modules. It does not take over
+replaced modules, because these have not been verified.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.errors import ModelChangedError
 
 _OWN = frozenset({"_modules", "_buffers", "_non_persistent_buffers_set", "training"})
-"""Attributes of torch.nn.Module that a module of a view has for itself."""
+"""Attributes of torch.nn.Module that a module of a view does not share."""
 _COMPILED = "_compiled_call_impl"
-"""Where a module keeps its call as `compile` made it: it would call the original."""
+"""Where a module keeps its compiled call, which would call the original."""
 
 _UNCOMPILED = "_torchdynamo_orig_callable"
-"""Where a function that torch.compile made keeps the one that it was made of."""
+"""Where a function made by torch.compile keeps its original."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,12 @@ class ModelView:
     """A model and its view.
 
     Attributes:
-        original: the owner's. Nothing of it is changed.
+        original: the owner's model, which is never changed.
         model: the view, in evaluation mode.
-        twins: of each module of the original its counterpart, by id.
-        configs: of each config of the original its copy, by id, and what else the copies refer to.
-        modules: the original's modules; their ids are not given to others while these are here.
+        twins: the counterpart of each module of the original, by id.
+        configs: the copy of each config of the original, by id, and other objects that the copies
+            refer to.
+        modules: the original's modules, kept alive so that their ids are not reused.
     """
 
     original: PreTrainedModel
@@ -59,7 +60,7 @@ class ModelView:
 
     @classmethod
     def of(cls, original: PreTrainedModel) -> ModelView:
-        """Make a view. It costs some kilobytes a module, and no weights."""
+        """Make a view. It takes some kilobytes for each module, and no copies of weights."""
         modules = tuple(original.modules())
         twins = {id(one): object.__new__(type(one)) for one in modules}
         view: Any = twins[id(original)]
@@ -75,16 +76,18 @@ class ModelView:
             }
             for name, value in vars(one).items():
                 if isinstance(value, PreTrainedConfig):
-                    # One memo for all: configs that are one in the original are one in the view.
+                    # One memo for all, so that configs shared in the original are shared in the
+                    # view.
                     own[name] = copy.deepcopy(value, self.configs)
         self._take_over()
         return self
 
     def refresh(self) -> None:
-        """Take over what was set on the original's modules since. Harmless while steps run.
+        """Take over attributes that were changed on the original's modules. Harmless while steps
+        run.
 
         Raises:
-            ModelChangedError: a module was exchanged, or given a forward that is no method of it.
+            ModelChangedError: a module was replaced, or given a forward that is not its own method.
         """
         for one in self.modules:
             twin = self.twins[id(one)]
@@ -120,8 +123,9 @@ class ModelView:
             own[_COMPILED] = None
 
     def _bound(self, value: object) -> object:
-        """A method of one of the original's modules as that of its counterpart; else the value. A
-        compiled one was traced through the original's modules: it is taken as it was before.
+        """If a value is a method of one of the original's modules, the same method of its
+        counterpart; else the value. For a compiled method, which was traced through the original's
+        modules, the uncompiled one is used.
         """
         value = getattr(value, _UNCOMPILED, value) if callable(value) else value
         if isinstance(value, MethodType):

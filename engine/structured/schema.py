@@ -38,7 +38,7 @@ MAX_SCHEMA_DEPTH = 96
 MAX_MULTIPLE_OF = 100_000
 """The largest product of a schema's different multipleOf values, each without its decimal point."""
 MAX_DECIMAL_PLACES = 9
-"""Of a multipleOf."""
+"""The most decimal places of a multipleOf value."""
 MAX_OPTIONAL_PROPERTIES = 256
 """The most optional properties of one object: each is one more way to continue at the same point. A
 few more would work with small vocabularies, but fail in the middle of an output with large ones.
