@@ -291,7 +291,8 @@ type GenerationSpec struct {
 	// Limits.result_retention after the end.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// The prompt. Required. It must not be empty (to start from nothing, send the begin-of-sequence id as tokens), and it
-	// must leave room for one token in the context, unless max_tokens is 0.
+	// must leave room for one token in the context, unless max_tokens is 0. If the model has no tokenizer
+	// (InputCapabilities.text), it is tokens; what needs text is refused with UNIMPLEMENTED.
 	//
 	// Types that are valid to be assigned to Input:
 	//
@@ -664,8 +665,9 @@ func (x *TokenInput) GetIds() []uint32 {
 // send a template. If the model has none, this input is refused with FAILED_PRECONDITION.
 //
 // What is JSON here is text (`..._json`), parsed once: its members reach the template in the order in which they stand,
-// integers exact whatever their size, numbers with a fraction as the nearest double. It is refused if it is malformed,
-// names a member twice, has NaN or an infinity, or nests deeper than 64 levels. The prompt is the one that transformers'
+// integers exact (up to 4,300 digits), numbers with a fraction as the nearest double. It is refused if it is malformed,
+// names a member twice, has NaN or an infinity, or nests deeper than 64 levels; a text may have 256 KiB and 16,384
+// values, those of a conversation four times as much together. The prompt is the one that transformers'
 // apply_chat_template makes of the same messages, tools and arguments.
 type ChatInput struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -755,7 +757,8 @@ type ChatMessage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Who speaks. Required.
 	Role ChatRole `protobuf:"varint,1,opt,name=role,proto3,enum=headrace.v1.ChatRole" json:"role,omitempty"`
-	// What is said. If none is set, the template sees an empty string, or null in a message with tool calls.
+	// What is said. If none is set, the template sees a message without content, as apply_chat_template shows one whose
+	// content is null; a template that fails on tool calls without content, or loses them, sees null or an empty string.
 	//
 	// Types that are valid to be assigned to ContentKind:
 	//
@@ -1223,11 +1226,12 @@ func (x *Tool) GetDefinitionJson() string {
 // A call of a tool that the assistant made.
 type ToolCall struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The call's id, repeated in the answer's tool_call_id.
+	// The call's id, repeated in the answer's tool_call_id. Empty: the template sees none.
 	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
 	// The name of the tool that was called. Required.
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	// The arguments of the call, a JSON object. Empty: {}. A template that expects text sees it as it stands here.
+	// The arguments of the call, a JSON object. Empty: {}. The template sees an object; one that takes text alone sees
+	// this text as it stands.
 	ArgumentsJson string `protobuf:"bytes,3,opt,name=arguments_json,json=argumentsJson,proto3" json:"arguments_json,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2458,7 +2462,7 @@ type Delta struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The new tokens' ids. Empty if tokens is used.
 	TokenIds []uint32 `protobuf:"varint,1,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// The new text. Empty with omit_text.
+	// The new text. Empty with omit_text, and if the model has no tokenizer.
 	Text string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
 	// The new tokens with their details, if logprobs, token_details or record_timestamps is set.
 	Tokens        []*TokenInfo `protobuf:"bytes,3,rep,name=tokens,proto3" json:"tokens,omitempty"`
@@ -2522,7 +2526,8 @@ type TokenInfo struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The token's id.
 	Id uint32 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
-	// The token's own text; a part of a character shows as U+FFFD. Do not join these: Delta.text is the text.
+	// The token's own text; a part of a character shows as U+FFFD. Do not join these: Delta.text is the text. Empty if
+	// the model has no tokenizer.
 	Text string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
 	// The token's own bytes, which may be a part of a character. Joined, they are the text in UTF-8. Special tokens
 	// have the bytes of their name.

@@ -368,8 +368,9 @@ class ChatInput(_message.Message):
     send a template. If the model has none, this input is refused with FAILED_PRECONDITION.
 
     What is JSON here is text (`..._json`), parsed once: its members reach the template in the order in which they stand,
-    integers exact whatever their size, numbers with a fraction as the nearest double. It is refused if it is malformed,
-    names a member twice, has NaN or an infinity, or nests deeper than 64 levels. The prompt is the one that transformers'
+    integers exact (up to 4,300 digits), numbers with a fraction as the nearest double. It is refused if it is malformed,
+    names a member twice, has NaN or an infinity, or nests deeper than 64 levels; a text may have 256 KiB and 16,384
+    values, those of a conversation four times as much together. The prompt is the one that transformers'
     apply_chat_template makes of the same messages, tools and arguments.
     """
 
@@ -616,11 +617,13 @@ class ToolCall(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """The call's id, repeated in the answer's tool_call_id."""
+    """The call's id, repeated in the answer's tool_call_id. Empty: the template sees none."""
     name: _builtins.str
     """The name of the tool that was called. Required."""
     arguments_json: _builtins.str
-    """The arguments of the call, a JSON object. Empty: {}. A template that expects text sees it as it stands here."""
+    """The arguments of the call, a JSON object. Empty: {}. The template sees an object; one that takes text alone sees
+    this text as it stands.
+    """
     def __init__(
         self,
         *,
@@ -1296,7 +1299,7 @@ class Delta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """The new text. Empty with omit_text."""
+    """The new text. Empty with omit_text, and if the model has no tokenizer."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The new tokens' ids. Empty if tokens is used."""
@@ -1336,7 +1339,9 @@ class TokenInfo(_message.Message):
     id: _builtins.int
     """The token's id."""
     text: _builtins.str
-    """The token's own text; a part of a character shows as U+FFFD. Do not join these: Delta.text is the text."""
+    """The token's own text; a part of a character shows as U+FFFD. Do not join these: Delta.text is the text. Empty if
+    the model has no tokenizer.
+    """
     bytes: _builtins.bytes
     """The token's own bytes, which may be a part of a character. Joined, they are the text in UTF-8. Special tokens
     have the bytes of their name.

@@ -57,7 +57,8 @@ export type GenerationSpec = Message<"headrace.v1.GenerationSpec"> & {
 
   /**
    * The prompt. Required. It must not be empty (to start from nothing, send the begin-of-sequence id as tokens), and it
-   * must leave room for one token in the context, unless max_tokens is 0.
+   * must leave room for one token in the context, unless max_tokens is 0. If the model has no tokenizer
+   * (InputCapabilities.text), it is tokens; what needs text is refused with UNIMPLEMENTED.
    *
    * @generated from oneof headrace.v1.GenerationSpec.input
    */
@@ -260,8 +261,9 @@ export const TokenInputSchema: GenMessage<TokenInput> = /*@__PURE__*/
  * send a template. If the model has none, this input is refused with FAILED_PRECONDITION.
  *
  * What is JSON here is text (`..._json`), parsed once: its members reach the template in the order in which they stand,
- * integers exact whatever their size, numbers with a fraction as the nearest double. It is refused if it is malformed,
- * names a member twice, has NaN or an infinity, or nests deeper than 64 levels. The prompt is the one that transformers'
+ * integers exact (up to 4,300 digits), numbers with a fraction as the nearest double. It is refused if it is malformed,
+ * names a member twice, has NaN or an infinity, or nests deeper than 64 levels; a text may have 256 KiB and 16,384
+ * values, those of a conversation four times as much together. The prompt is the one that transformers'
  * apply_chat_template makes of the same messages, tools and arguments.
  *
  * @generated from message headrace.v1.ChatInput
@@ -326,7 +328,8 @@ export type ChatMessage = Message<"headrace.v1.ChatMessage"> & {
   role: ChatRole;
 
   /**
-   * What is said. If none is set, the template sees an empty string, or null in a message with tool calls.
+   * What is said. If none is set, the template sees a message without content, as apply_chat_template shows one whose
+   * content is null; a template that fails on tool calls without content, or loses them, sees null or an empty string.
    *
    * @generated from oneof headrace.v1.ChatMessage.content_kind
    */
@@ -553,7 +556,7 @@ export const ToolSchema: GenMessage<Tool> = /*@__PURE__*/
  */
 export type ToolCall = Message<"headrace.v1.ToolCall"> & {
   /**
-   * The call's id, repeated in the answer's tool_call_id.
+   * The call's id, repeated in the answer's tool_call_id. Empty: the template sees none.
    *
    * @generated from field: string id = 1;
    */
@@ -567,7 +570,8 @@ export type ToolCall = Message<"headrace.v1.ToolCall"> & {
   name: string;
 
   /**
-   * The arguments of the call, a JSON object. Empty: {}. A template that expects text sees it as it stands here.
+   * The arguments of the call, a JSON object. Empty: {}. The template sees an object; one that takes text alone sees
+   * this text as it stands.
    *
    * @generated from field: string arguments_json = 3;
    */
@@ -1268,7 +1272,7 @@ export type Delta = Message<"headrace.v1.Delta"> & {
   tokenIds: number[];
 
   /**
-   * The new text. Empty with omit_text.
+   * The new text. Empty with omit_text, and if the model has no tokenizer.
    *
    * @generated from field: string text = 2;
    */
@@ -1303,7 +1307,8 @@ export type TokenInfo = Message<"headrace.v1.TokenInfo"> & {
   id: number;
 
   /**
-   * The token's own text; a part of a character shows as U+FFFD. Do not join these: Delta.text is the text.
+   * The token's own text; a part of a character shows as U+FFFD. Do not join these: Delta.text is the text. Empty if
+   * the model has no tokenizer.
    *
    * @generated from field: string text = 2;
    */
