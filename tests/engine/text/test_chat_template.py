@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine.text import (
     ChatTemplateError,
     ChatTemplates,
     ChatTemplateUnavailableError,
+    JsonObject,
     Tokenizer,
 )
 
@@ -261,6 +263,53 @@ def test_odd_names_are_refused(name: str) -> None:
 
 def test_names_need_not_be_ascii() -> None:
     assert render("{{ größe }}", template_arguments={"größe": 1}) == "1"
+
+
+@pytest.mark.parametrize(
+    ("calls", "content", "printed"),
+    [
+        # As most: content is left out, arguments are a mapping.
+        ("{{ c.function.arguments | tojson }}", "{{ m.content }}", '<>{"a": 1}'),
+        ("{{ c.function.arguments.a }}", "{{ m.content is defined }}", "<False>1"),
+        # Arguments are joined as text, with a special token that must be there.
+        ("{{ bos_token + c.function.arguments }}", "{{ m.content }}", '<><s>{"a":  1}'),
+        ("{{ c.function.arguments }}", "{{ m.content }}", '<>{"a":  1}'),
+        # Content must be a string; or null, else the call is lost; or it fails on what is left out.
+        ("{{ c.function.arguments | tojson }}", "{{ '' + m.content }}", '<>{"a": 1}'),
+        (
+            "{% if m.content is none %}{{ c.function.arguments | tojson }}{% endif %}",
+            "{{ m.content }}",
+            '<None>{"a": 1}',
+        ),
+        (
+            "{{ c.function.arguments }}",
+            "{% if m.content is none %}{% else %}{{ '' + m.content }}{% endif %}",
+            '<>{"a":  1}',
+        ),
+        # It has no calls: as transformers would show it.
+        ("", "{{ m.content is defined }}", "<False>"),
+    ],
+)
+def test_tool_calls_are_shown_in_the_form_that_the_template_takes(
+    calls: str, content: str, printed: str
+) -> None:
+    source = (
+        "{% for m in messages %}{% if m.tool_calls %}<" + content + ">"
+        "{% for c in m.tool_calls %}" + calls + "{% endfor %}{% endif %}{% endfor %}"
+    )
+    arguments = JsonObject({"a": 1}, '{"a":  1}')
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert render(source, messages=messages) == printed
+    messages[0]["content"] = "said"
+    assert "<None>" not in render(source, messages=messages)
+
+
+def test_the_clock_is_the_tokenizers(directories: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(directories["byte_level"], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}")
+    tokenizer = Tokenizer.load(tmp_path, clock=lambda: datetime(2031, 2, 3))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]) == "03 Feb 2031"
 
 
 def test_wrong_conversations_are_refused() -> None:
