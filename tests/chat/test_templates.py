@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import headrace
@@ -21,13 +22,14 @@ import pytest
 from engine.text import ChatTemplateError, JsonObject, Tokenizer
 from tests.chat.families import (
     CONVERSATIONS,
+    DEMO,
     FAMILIES,
     NOW,
     Conversation,
     make_directory,
     reference,
 )
-from tests.service.real_server import ROOT, clean_environment
+from tests.service.real_server import ROOT, clean_environment, real_server
 
 HASH_SEEDS = ("1", "2")
 Prompts = dict[str, dict[str, list[int] | None]]
@@ -169,6 +171,38 @@ def test_a_request_has_the_same_prompt(processes: list[dict[str, str]], expected
         assert result.prompt is not None
         prompt = [token.id for token in result.prompt.tokens]
         assert prompt == expected["qwen3"]["call_answered"]
+
+
+@pytest.mark.slow
+def test_the_command_serves_the_same_prompts_and_outputs(folder: Path, expected: Prompts) -> None:
+    """The demo model with a family's template, as it is served, started twice."""
+    family, names = "qwen2_5", ("system", "call_without_tools", "turns")
+    with TemporaryDirectory() as made:
+        for path in (*DEMO.iterdir(), *(folder / family).iterdir()):
+            if path.is_file():
+                shutil.copy(path, made)
+        outputs = []
+        for seed in HASH_SEEDS:
+            with real_server(
+                "--model", made, "--listen", "127.0.0.1:0", PYTHONHASHSEED=seed
+            ) as server:
+                server.wait_until_ready()
+                with headrace.Client(server.addresses[0]) as client:
+                    for name in names:
+                        assert (
+                            _ask(client, CONVERSATIONS[name], as_text=True)
+                            == (expected[family][name])
+                        )
+                    conversation = CONVERSATIONS["call_answered"]
+                    result = client.generate(
+                        conversation.messages,
+                        tools=conversation.tools or [],
+                        truncate_prompt_to=1500,
+                        temperature=0,
+                        max_tokens=16,
+                    )
+                    outputs.append((result.usage.prompt_tokens, result.token_ids))
+        assert outputs[0] == outputs[1]
 
 
 @pytest.mark.slow

@@ -114,10 +114,10 @@ def is_in(path: str, message: Descriptor) -> bool:
             return False
         if index + 1 == len(names):
             return True
+        if name.endswith("_json"):  # the path goes on into the text
+            return True
         if field.message_type is None:
             return False
-        if field.message_type.full_name == "google.protobuf.Struct":
-            return True
         message = field.message_type
     return False
 

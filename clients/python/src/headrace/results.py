@@ -168,6 +168,7 @@ class Choice:
 
     index: int
     text: str
+    """Empty if the model has no tokenizer: its output is `token_ids` alone."""
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_string: str | None = None
@@ -197,7 +198,7 @@ class Result:
 
     @property
     def text(self) -> str:
-        """The text of the first choice."""
+        """The text of the first choice. Empty if the model has no tokenizer: read `token_ids`."""
         return self.choices[0].text
 
     @property
