@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from headrace._capabilities import with_capabilities
 from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import model_service_pb2 as model
@@ -331,6 +332,20 @@ async def test_unknown_fields_are_ignored_and_counted_at_any_depth(
         assert h.server.state.incoming.unknown == 1
         await h.generate(spec())
         assert h.server.state.incoming.unknown == 1
+
+
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+async def test_a_part_that_is_no_text_is_refused_by_its_capability(kind: str) -> None:
+    request = with_capabilities(
+        rpc.GenerateRequest(spec=make(said_with({"text": "a"}, {kind: {"uri": "x"}})))
+    )
+    assert set(request.required_capabilities) == {"chat", "content_parts", f"{kind}_input"}
+    async with serving() as h:
+        error = await refused(h.generation.Generate(request))
+        card = (await h.models.GetModel(model.GetModelRequest())).model
+    assert (error.code, error.reason) == (grpc.StatusCode.UNIMPLEMENTED, "CAPABILITY_MISSING")
+    assert f"'{kind}_input'" in error.message
+    assert list(card.capabilities.input.content_parts) == ["text"]
 
 
 async def test_a_capability_that_is_missing_is_refused_by_name_everywhere() -> None:
