@@ -35,7 +35,7 @@ _SEEN = 130
 _NGRAM = 160
 """Each token that is indexed as the end of an n-gram."""
 _LABEL = 200
-"""Of a label, beside its characters: two texts in a map."""
+"""Each label, without its characters: two strings in a map."""
 _DESCRIBED = 200
 _CANDIDATE = 130
 """Each prompt token with log-probabilities, and each candidate with it; once in each process."""

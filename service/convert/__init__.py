@@ -1,11 +1,11 @@
-"""Protobuf on one side, the engine's and delivery's plain dataclasses on the other: the only place
-that knows both.
+"""Converts between protobuf and the plain dataclasses of the engine and of delivery. No other
+package knows both.
 
     GenerationSpec ──▶ unknown, unsupported, inputs, sampling, request.Converter ──▶ Submission
     ResultEvent ◀── response.Responder ◀── delivery.events
 
-`unknown` refuses fields that this server was not built with, `unsupported` those that it does not
-do yet, `inputs` makes token ids, `sampling` the sampling parameters and the output's form, and
-`request` the rest. `model` describes the model. Errors name fields by their path in the spec;
-`service.status_table` completes them with the path of the spec in its message.
+`incoming` checks the size of a message and the capabilities that it requires, `unsupported` refuses
+fields that this server does not support yet, `inputs` makes token ids, `sampling` the sampling
+parameters and the output's form, and `request` the rest. `model` describes the model. Errors name
+fields by their path in the spec; `service.status_table` adds the path of the spec in its message.
 """

@@ -1,4 +1,4 @@
-"""ControlService's messages: the server's figures, live requests, levels, bounds."""
+"""ControlService's messages: statistics, live requests, log levels, limits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _RATES = (
 
 
 def interval_of(request: pb.WatchStatisticsRequest) -> float:
-    """The interval, in seconds.
+    """The interval of a request, in seconds.
 
     Raises:
         FieldError: it is out of bounds.
@@ -65,7 +65,7 @@ def interval_of(request: pb.WatchStatisticsRequest) -> float:
 
 
 def drain_timeout_of(request: pb.DrainRequest) -> float | None:
-    """The timeout, in seconds; None: the server's own.
+    """The timeout of a request, in seconds; None: the server's own.
 
     Raises:
         FieldError: it is out of bounds.
@@ -79,7 +79,7 @@ def drain_timeout_of(request: pb.DrainRequest) -> float | None:
 
 
 def check_reason(reason: str) -> str:
-    """The reason, on one line: it is logged.
+    """The reason on one line, because it is logged.
 
     Raises:
         FieldError: it is too long.
@@ -94,7 +94,7 @@ def level_of(level: pb.LogLevel.ValueType) -> str:
     """The level's name.
 
     Raises:
-        FieldError: it is missing, or a newer client's.
+        FieldError: it is missing, or unknown (from a newer client).
     """
     if level not in _LEVEL_NAMES:
         raise FieldError(
@@ -107,7 +107,7 @@ def check_names(names: Sequence[pb.RequestName]) -> None:
     """Refuse names that cannot be looked up.
 
     Raises:
-        FieldError: there are too few or too many, or one is not whole.
+        FieldError: there are too few or too many, or one is incomplete.
     """
     if not 1 <= len(names) <= MAX_CANCELS:
         raise FieldError("requests", f"has {len(names)} entries; give between 1 and {MAX_CANCELS}")
@@ -120,10 +120,10 @@ def check_names(names: Sequence[pb.RequestName]) -> None:
 
 
 def page_of(request: pb.ListRequestsRequest) -> tuple[int, int]:
-    """The page's size, and the serial that it begins behind.
+    """The page's size, and the serial after which it begins.
 
     Raises:
-        FieldError: the token is none of ours.
+        FieldError: the page token was not made by this server.
     """
     size, token = request.page_size or DEFAULT_PAGE_SIZE, request.page_token
     if token and not (token.isascii() and token.isdigit() and len(token) <= 20):
@@ -135,7 +135,7 @@ def page_of(request: pb.ListRequestsRequest) -> tuple[int, int]:
 
 
 def statistics_message(snapshot: Snapshot, before: Snapshot | None = None) -> pb.Statistics:
-    """The figures; with rates, where there are figures from before."""
+    """The statistics; with rates, if there are earlier ones."""
     message = pb.Statistics(
         instance_id=snapshot.instance_id,
         server_version=server_version(),
@@ -183,7 +183,7 @@ def _engine(stats: EngineStats) -> pb.EngineStatistics:
 
 
 def _rates(before: Snapshot, now: Snapshot) -> pb.EngineRates | None:
-    """How fast the counters grew; None where that cannot be said."""
+    """How fast the counters grew; None if that is unknown."""
     window_s = now.moment - before.moment
     if (
         before.engine is None
@@ -232,7 +232,7 @@ def live_request(request: ServedRequest, now: float) -> pb.LiveRequest:
 
 
 def cancellation(name: pb.RequestName, status: str) -> pb.RequestCancellation:
-    """What became of a cancel."""
+    """The answer to a cancel."""
     result: generation_service_pb2.CancelResult = cancel_result(name.request_id, status)
     return pb.RequestCancellation(
         identity=name.identity, request_id=name.request_id, status=result.status

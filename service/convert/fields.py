@@ -1,11 +1,11 @@
-"""Errors that name a field, in the caller's words.
+"""Translates field names in errors to those of the contract.
 
     engine    InvalidRequestError("cache_salt", …) ──▶ FieldError("add.spec.cache.salt", …)
     convert   FieldError("truncation.side", …) ──────▶ FieldError("add.spec.truncation.side", …)
 
-The engine names its own fields, `CONTRACT_FIELDS` says what the contract calls them, and nothing
-else knows both. What convert refuses it names by the path in the message that it reads; whoever
-hands it a part of a message says where that part is.
+The engine uses its own field names; `CONTRACT_FIELDS`, and nothing else, maps them to the
+contract's. Errors of this package have the path in the message that was read; the caller adds the
+path of that message if it is a part of another.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CONTRACT_FIELDS: Mapping[str, str] = {
     "template_arguments": "chat.template_arguments_json",
     "continue_final_message": "chat.continue_final_message",
 }
-"""The beginnings of the engine's field paths, and what stands for each in the contract's. What
-follows (an index, a field of the same name) stays.
+"""For prefixes of the engine's field paths, the contract's. The rest of a path (an index, a field
+with the same name) stays.
 """
 
 NamedError = FieldError | InvalidRequestError | UnsupportedFeatureError
@@ -48,8 +48,8 @@ NamedError = FieldError | InvalidRequestError | UnsupportedFeatureError
 
 
 def contract_path(field: str) -> str:
-    """What the contract calls a field of the engine's. One that the contract lacks stays: no caller
-    can be wrong about it.
+    """The contract's path for a field of the engine. A field that the contract lacks is returned
+    unchanged; no caller can have set it.
     """
     names = field.split("[")[0].split(".")
     for count in range(len(names), 0, -1):
@@ -60,7 +60,9 @@ def contract_path(field: str) -> str:
 
 
 def field_error(error: NamedError, prefix: str = "") -> FieldError:
-    """An error that names a field, in the caller's words. `prefix` completes its path."""
+    """Convert an error to one with the contract's field path. `prefix` is put in front of the
+    path.
+    """
     match error:
         case UnsupportedFieldError():
             return UnsupportedFieldError(prefix + error.path, error.description)

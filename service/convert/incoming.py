@@ -1,13 +1,13 @@
-"""What is looked at before anything of a message is: how many parts it has, which capabilities it
-requires, and whether it has fields that this server was not built with (a newer client's).
+"""The first checks of each message: how many parts it has, which capabilities it requires, and
+whether it has fields that this server does not know (from a newer client).
 
-A newer client says by name what it needs and this server may lack (`required_capabilities`), and is
-refused by that name. So fields that are unknown here and that need no capability may be ignored;
-messages that have some are counted, for the metrics.
+A newer client lists by name what it needs from the server (`required_capabilities`), and is refused
+with the name of what is missing. So unknown fields that need no capability can be ignored; messages
+with such fields are counted, for the metrics.
 
-A message is cheap to send and dear to walk: a megabyte can have half a million parts. So their
-number is bounded, and each list is measured before it is entered; whoever converts the message
-later never meets more. Unknown fields are looked for by size, which costs no walk.
+A message is cheap to send but expensive to walk: a megabyte can have half a million parts. So their
+    number is limited, and each list is counted before it is walked; later code never has to handle
+    more. Unknown fields are found by comparing sizes, without a walk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from service.call_errors import CapabilityMissingError, FieldError
 
 MAX_PARTS = 16_384
 """The most messages within a message, at any depth: a chat's messages and their parts, tools and
-tool calls. To walk them all takes about 12 ms.
+tool calls. Walking that many takes about 12 ms.
 """
 MAX_REQUIRED = 64
 """The most capabilities that one message may require."""
@@ -42,17 +42,19 @@ _WHY_MISSING = {
     ),
     "structured_output": "the model has no tokenizer; leave structured_output out",
 }
-"""Of capabilities that some configurations of this server lack."""
+"""Why some configurations of this server lack a capability, and what to do."""
 
 
 _SCALAR, _MESSAGE, _MESSAGES, _SCALAR_MAP, _MESSAGE_MAP = range(5)
-"""What a field has. Numbers, since they are compared for each part: enums take longer."""
+"""The kinds of fields. Integers, because they are compared for each part, and enums are slower."""
 _Path = tuple[Any, FieldDescriptor] | None
-"""Of a field: the path of the message that has it, and the field itself. None: of the outermost."""
+"""The path of a field: that of the message that contains it, and the field itself. None: the
+outermost message.
+"""
 
 
 class IncomingCheck:
-    """Looks at each message of a client before anything else does.
+    """Checks each message of a client before any other code reads it.
 
     Attributes:
         capabilities: the names that a message may require; none before the model is loaded.
@@ -64,11 +66,11 @@ class IncomingCheck:
         self.unknown = 0
 
     def check(self, message: Message) -> None:
-        """Check the number of parts and the capabilities that are required; count unknown fields.
+        """Check the number of parts and the required capabilities; count unknown fields.
 
         Raises:
             FieldError: there are too many parts, or too many capabilities.
-            CapabilityMissingError: this server does not have one that is required.
+            CapabilityMissingError: this server lacks a required capability.
         """
         _check_parts(message)
         required: Sequence[str] = getattr(message, _REQUIRED, ())
@@ -89,8 +91,8 @@ class IncomingCheck:
 
 
 def _check_parts(message: Message) -> None:
-    """Walk the parts, as few steps for each as Python allows: what a field is, is looked up once,
-    and paths are only put together for a refusal.
+    """Walk the parts as fast as Python allows: the kind of each field is looked up once, and paths
+    are only built for a refusal.
     """
     left = MAX_PARTS
     fields: dict[FieldDescriptor, int] = {}
@@ -124,7 +126,7 @@ def _check_parts(message: Message) -> None:
 
 
 def _kind_of(descriptor: FieldDescriptor, value: object) -> int:
-    """What a field is, by one value of it."""
+    """The kind of a field, determined from one of its values."""
     kind = descriptor.message_type
     if kind is None:
         return _SCALAR

@@ -1,14 +1,14 @@
-"""What a request continues, as token ids: text, tokens or a conversation; then truncation.
+"""Converts a request's input (text, tokens or a conversation) to token ids, and truncates it.
 
-Tokenizing takes about a second for each megabyte, so only short texts are tokenized on the event
-loop; others go to `service.text_pool`, whose callers have equal shares of it. A text that could not
-fit the model's context, were each of its tokens the longest one of the vocabulary, is refused
-before it is tokenized.
+Tokenizing takes about a second per megabyte, so only short texts are tokenized on the event loop;
+others go to `service.text_pool`, which divides its time among the callers. A text is refused before
+it is tokenized if it could not fit the model's context even with the longest tokens of the
+vocabulary.
 
 Tokenizing also takes memory: about 100 bytes for each byte of the text, and as much for each token.
-So texts have a bound that comes from the model's context, whatever is to become of them, and a text
-that could come to far more tokens than the context has is counted in parts first. What is handed on
-are arrays of 4 bytes a token, for a list takes ten times as much.
+    So all texts have a size limit derived from the model's context, and if a text could have far
+    more tokens than the context, it is counted in parts first. Results are arrays of 4 bytes a
+    token, because a list takes ten times as much.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from service.text_pool import SHORT_BYTES, TextPool
 INLINE_CHARACTERS = 1024
 """Texts up to this length are tokenized at once, on the event loop: at worst about 1 ms."""
 INLINE_IDS = 1024
-"""So are this many ids turned into text."""
+"""Up to this many ids are converted to text at once, on the event loop."""
 BYTES_OF_ID = 8
-"""What an id counts for in the pool."""
+"""How many bytes an id counts as in the pool."""
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4096
 MIN_MOST_TEXT_BYTES = 128 << 10
-"""A text may have so many bytes of UTF-8, or TEXT_BYTES_OF_TOKEN for each token of the model's
-context if that is more.
+"""The most bytes of UTF-8 in a text; or TEXT_BYTES_OF_TOKEN for each token of the model's context,
+if that is more.
 """
 TEXT_BYTES_OF_TOKEN = 8
-"""Text in most languages comes to 2 to 6."""
+"""Text in most languages has 2 to 6 bytes a token."""
 MIN_MOST_TEXT_TOKENS = 128 << 10
-"""A text may come to so many tokens, or to twice the model's context if that is more: the tokens of
-parts add up to a little more than those of the whole, and what fits must not be refused.
+"""The most tokens in a text, or twice the model's context if that is more. Parts have slightly more
+tokens together than the whole text, and a text that fits must not be refused.
 """
 _PART_CHARACTERS = 32 << 10
 
@@ -54,12 +54,12 @@ _ROLES = {
     generation_pb2.CHAT_ROLE_DEVELOPER: "developer",
 }
 _Reader = Callable[[str, str], JsonObject]
-"""Makes an object of JSON text; told where the text stands."""
+"""Parses an object from JSON text; the second argument is the text's field."""
 
 
 class InputEncoder:
-    """Makes token ids of inputs, and text of token ids. Each method raises what
-    `TextPool.run` does, where there is too much to do already.
+    """Converts inputs to token ids, and token ids to text. Each method may raise the errors of
+    `TextPool.run`.
 
     Attributes:
         tokenizer: the model's.
@@ -73,13 +73,13 @@ class InputEncoder:
         max_context_tokens: int,
         max_receive_bytes: int,
     ) -> None:
-        """An encoder for one loaded model.
+        """Make an encoder for one loaded model.
 
         Args:
             tokenizer: the model's.
-            pool: where long texts are worked on.
-            max_context_tokens: of the model; bounds all texts.
-            max_receive_bytes: the largest message that is received; so are texts that templates
+            pool: processes long texts.
+            max_context_tokens: the model's; limits all texts.
+            max_receive_bytes: the largest accepted message; also the limit for texts that templates
                 make.
         """
         self.tokenizer = tokenizer
@@ -97,9 +97,9 @@ class InputEncoder:
         """The token ids of a text.
 
         Args:
-            account: whose it is.
+            account: whom the work is charged to.
             text: what to tokenize.
-            fits: whether it is to fit the model's context as a whole; what cannot is refused
+            fits: whether the whole text must fit the model's context; if it cannot, it is refused
                 before it is tokenized.
 
         Raises:
@@ -119,12 +119,12 @@ class InputEncoder:
     async def encode_chat(
         self, account: Account, chat: generation_pb2.ChatInput, *, fits: bool = False
     ) -> Sequence[int]:
-        """The token ids of a conversation, laid out by the tokenizer's template. Arguments as of
-        `encode_text`.
+        """The token ids of a conversation, formatted by the tokenizer's template. For the arguments
+        see `encode_text`.
 
         Raises:
             FieldError: a message, tool or argument is wrong, or the text is too long.
-            ChatTemplateUnavailableError: there is no template.
+            ChatTemplateUnavailableError: the model has no template.
         """
 
         def render() -> tuple[str, int, Sequence[int] | None]:
@@ -150,11 +150,11 @@ class InputEncoder:
         text, size, ids = await self._pool.run(account, chat.ByteSize(), render)
         if ids is not None:
             return ids
-        # A short conversation may make a long text, whose turn is among such.
+        # A short conversation may make a long text, which is queued with long ones.
         return await self._pool.run(account, size, lambda: encode(text, size))
 
     async def decode(self, account: Account, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of token ids, of which there are not too many."""
+        """The text of token ids, the number of which was checked."""
 
         def decode() -> str:
             return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -172,7 +172,7 @@ class InputEncoder:
         return array("I", self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _check_tokens(self, field: str, text: str) -> None:
-        """Refuse a text that comes to far too many tokens, before there are so many."""
+        """Refuse a text with far too many tokens, before all of them are made."""
         count = 0
         for start in range(0, len(text), _PART_CHARACTERS):
             count += self.tokenizer.count(text[start : start + _PART_CHARACTERS])
@@ -204,11 +204,11 @@ class InputEncoder:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """How an input is cut, where it is longer.
+    """How an input that is too long is truncated.
 
     Attributes:
         most: how many tokens are kept; None: all.
-        right: whether those at the end go, else those at the beginning.
+        right: whether tokens are removed at the end; otherwise at the beginning.
     """
 
     most: int | None
@@ -232,7 +232,7 @@ class Truncation:
         )
 
     def kept(self, length: int) -> slice:
-        """Which of this many tokens are kept."""
+        """Which of `length` tokens are kept."""
         if self.most is None or length <= self.most:
             return slice(0, length)
         return slice(0, self.most) if self.right else slice(length - self.most, length)
@@ -273,7 +273,7 @@ def _message(message: generation_pb2.ChatMessage, field: str, read: _Reader) -> 
 
 
 def _content(message: generation_pb2.ChatMessage, field: str) -> object:
-    """What is said: text, a list of parts, or nothing."""
+    """The content of a message: text, a list of parts, or nothing."""
     kind = message.WhichOneof("content_kind")
     if kind is None:
         return None

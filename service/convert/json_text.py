@@ -1,11 +1,11 @@
-"""JSON that comes as text in a field: schemas of tools, arguments of calls and of templates.
+"""Parses JSON text in fields: schemas of tools, arguments of calls and of templates.
 
-It is text on the wire so that nothing is lost on the way: its members keep their order, which a
-prompt shows, and integers their digits. It becomes values here, once, for the template.
+It is sent as text so that nothing is lost: members keep their order, which a prompt shows, and
+    integers keep their digits. It is parsed here, once, for the template.
 
-Parsing holds the interpreter, and values take many times their text's memory: so a text's length is
-bounded, and its depth and its values are counted before they are made. A conversation may have
-thousands of texts, so what they come to together is bounded too.
+Parsing holds the interpreter's lock, and values take many times the memory of their text. So a
+text's length is limited, and its depth and number of values are checked before it is parsed. A
+conversation may have thousands of texts, so their total is limited too.
 """
 
 from __future__ import annotations
@@ -26,26 +26,25 @@ MAX_JSON_VALUES = 16_384
 """The most values in one text, at any depth."""
 MAX_JSON_BYTES_TOGETHER = 4 * MAX_JSON_BYTES
 MAX_JSON_VALUES_TOGETHER = 4 * MAX_JSON_VALUES
-"""What the texts of one conversation may come to."""
-# A string that is not closed is taken to the end: were it no match, each quote in it would begin
-# another search.
+"""The most values in all texts of one conversation."""
+# An unclosed string matches to the end; otherwise each quote in it would start another search.
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKET = re.compile(r"[\[\]{}]")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class JsonReader:
-    """Reads the JSON texts of one conversation, and counts what they come to."""
+    """Reads the JSON texts of one conversation, and checks their total size."""
 
     def __init__(self) -> None:
         self._bytes = 0
         self._values = 0
 
     def object(self, text: str, field: str) -> JsonObject:
-        """The object that a JSON text has; of an empty text, an empty one.
+        """The object in a JSON text; for an empty text, an empty object.
 
         Raises:
-            FieldError: it is too long, no JSON, or no object.
+            FieldError: the text is too long, not JSON, or not an object.
         """
         if not text:
             return JsonObject({}, "{}")
@@ -80,7 +79,7 @@ class JsonReader:
 
 
 def _depth(bare: str) -> int:
-    """How deep the brackets of a text without its strings are."""
+    """The nesting depth of the brackets in a text without strings."""
     deepest = depth = 0
     for bracket in _BRACKET.findall(bare):
         depth += 1 if bracket in "[{" else -1
@@ -101,7 +100,7 @@ def _parsed(text: str, field: str) -> JsonObject:
         raise FieldError(field, str(error)) from error
     except UnicodeEncodeError as error:
         raise FieldError(field, "has half of a surrogate pair, which is no text") from error
-    except ValueError as error:  # of int(): more digits than Python converts
+    except ValueError as error:  # from int(): more digits than Python converts
         raise FieldError(field, "has an integer with too many digits") from error
     if not isinstance(value, dict):
         raise FieldError(field, "is not a JSON object; write {...}")
@@ -109,7 +108,7 @@ def _parsed(text: str, field: str) -> JsonObject:
 
 
 class _NotJsonError(Exception):
-    """What Python's parser takes, and JSON does not have."""
+    """Something that Python's parser accepts but JSON does not allow."""
 
 
 def _members(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The model card: what a client may want to know before it sends a request."""
+"""The model card: what a client may need to know before it sends a request."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from service.convert.values import to_duration
 SCHEMA_REVISION = 6
 """Grows with every change to the contract."""
 MINIMUM_CLIENT_REVISION = 6
-"""The oldest revision whose clients are served as they expect."""
+"""The oldest revision of clients that this server supports."""
 FORMS = ("json_schema", "json_object", "regex", "grammar", "choice")
-"""The forms that an output may be held to, by their names in StructuredOutput."""
+"""The kinds of structured output, by their names in StructuredOutput."""
 
 
 def server_version() -> str:
@@ -38,7 +38,7 @@ def server_version() -> str:
 def model_card(
     info: ModelInfo, tokenizer: Tokenizer | None, config: ServiceConfig, instance_id: str
 ) -> model_service_pb2.ModelCard:
-    """Describe the model and the server's limits. `tokenizer`: None: the model has none."""
+    """Describe the model and the server's limits. `tokenizer`: None if the model has none."""
     name = config.served_name or info.name
     return model_service_pb2.ModelCard(
         name=name,
@@ -50,7 +50,7 @@ def model_card(
         device=info.device,
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,
-        # Without a seed: an absent one is drawn for each request.
+        # Without a seed, because a missing one is drawn for each request.
         default_sampling=sampling_message(info.default_sampling, seed=False),
         limits=model_service_pb2.Limits(
             max_context_tokens=info.max_context_tokens,

@@ -1,6 +1,6 @@
 """A GenerationSpec becomes a `delivery.Submission`: checked, with every default filled in.
 
-Every field acts, or is refused by name: in `unsupported`, here, or in `sampling`.
+Every field has an effect or is refused by name: in `unsupported`, here, or in `sampling`.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _PROMPT_TAIL = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """The service's own limits of a request.
+    """The service's own limits for a request.
 
     Attributes:
-        default_max_tokens: max_tokens where a request does not say.
-        default_time_limit_s: the time limit where a request does not say; None: none.
-        max_time_limit_s: the longest one that may be asked for; None: any.
+        default_max_tokens: max_tokens of requests that do not set it.
+        default_time_limit_s: the time limit of requests that do not set one; None: none.
+        max_time_limit_s: the longest time limit that may be requested; None: any.
         max_choices: the most choices of one request.
         max_send_bytes: the largest message that can be sent.
     """
@@ -67,7 +67,7 @@ def check_request_id(request_id: str, field: str = "request_id") -> None:
     """Check a request id against the contract's pattern.
 
     Raises:
-        FieldError: it does not fit.
+        FieldError: it does not match.
     """
     if _REQUEST_ID.fullmatch(request_id) is None:
         raise FieldError(
@@ -92,15 +92,15 @@ _RETRIED = (generation_service_pb2.AddRequestRequest, generation_service_pb2.Gen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A spec that was looked at; nothing was made of it yet.
+    """A checked spec that has not been converted yet.
 
     Attributes:
         spec: the caller's.
-        field: where it is in what the caller sent; errors name its fields by their whole path.
+        field: the spec's path in the caller's message; errors name its fields by the whole path.
         request_id: the client's, or a new one.
         labels: the caller's.
-        footprint: about how many bytes the message takes.
-        digest: of what the call says, where it may be retried; else empty.
+        footprint: the memory that the message takes.
+        digest: the hash of the call's content, if it may be retried; else empty.
     """
 
     spec: generation_pb2.GenerationSpec
@@ -112,12 +112,12 @@ class Draft:
 
 
 def _digest(message: SpecMessage, spec: generation_pb2.GenerationSpec) -> bytes:
-    """What tells whether a call is the same as an earlier one with its request's id; empty for a
-    kind of call that cannot be retried.
+    """A hash to tell whether a call is the same as an earlier one with the same request id; empty
+    for a kind of call that cannot be retried.
 
-    The spec counts as it came: a field that says its default is another content than one that says
-    nothing, and fields that this server does not know count too. So nobody gets the answer to what
-    they have not said; a client that retries sends the same bytes.
+    The spec counts as it was sent: setting a field to its default differs from leaving it out, and
+        fields that this server does not know count too. So nobody gets the answer to a different
+        request; a client that retries sends the same bytes.
     """
     if not isinstance(message, _RETRIED):
         return b""
@@ -136,8 +136,8 @@ class Converter:
         limits: RequestLimits,
         names: Sequence[str],
     ) -> None:
-        """`encoder`: None where the model has no tokenizer. `names`: by which requests may call the
-        model, its own first.
+        """`encoder`: None if the model has no tokenizer. `names`: the names by which requests may
+        call the model, its own first.
         """
         self._info = info
         self._encoder = encoder
@@ -151,12 +151,12 @@ class Converter:
         return self._encoder
 
     def draft(self, message: SpecMessage, field: str = "spec") -> Draft:
-        """Look at a message's spec, before any work is done for it. `field`: where it is in what
-        the caller sent.
+        """Check a message's spec before any work is done for it. `field`: the spec's path in the
+        message.
 
         Raises:
-            FieldError: there is none, or the request's id or its labels do not fit.
-            ModelNotFoundError: it is for another model.
+            FieldError: the spec is missing, or the request's id or labels are not valid.
+            ModelNotFoundError: the spec names another model.
         """
         if not message.HasField("spec"):
             raise FieldError(field, "is missing; say what to generate")
@@ -184,21 +184,21 @@ class Converter:
         engine_id: RequestId,
         lives_by: LivesBy = LivesBy.STREAM,
     ) -> Submission:
-        """Convert a spec. What is cheap to check comes before the input is tokenized.
+        """Convert a spec. Cheap checks come before the input is tokenized.
 
         Args:
             draft: the caller's.
-            account: for whom it counts.
-            weight: how much service that is due now.
-            max_priority: the highest that the caller may ask for.
+            account: whom it is charged to.
+            weight: the account's present weight.
+            max_priority: the highest priority that the caller may ask for.
             engine_id: its name in the engine.
-            lives_by: what keeps the request from being cancelled. What calls wait for is
-                delivered in one piece, whatever the spec says.
+            lives_by: what the request needs in order not to be cancelled. Results for waiting calls
+                are delivered in one piece, whatever the spec says.
 
         Raises:
-            FieldError: a field, by its path in the spec.
-            InvalidRequestError, UnsupportedFeatureError: a field, as the engine calls it.
-            ChatTemplateUnavailableError: there is no template.
+            FieldError: a field is wrong; named by its path in the spec.
+            InvalidRequestError, UnsupportedFeatureError: a field is wrong; named as in the engine.
+            ChatTemplateUnavailableError: the model has no template.
         """
         spec = draft.spec
         output, field = spec.output, input_field(spec)
@@ -260,7 +260,7 @@ class Converter:
         max_priority: int,
         engine_id: RequestId,
     ) -> GenerationRequest:
-        """What the engine gets, but for the prompt and what depends on its length."""
+        """The engine's request, without the prompt and everything that depends on its length."""
         refuse_unsupported(
             spec,
             heeds_priorities=self._info.heeds_priorities,
@@ -295,17 +295,17 @@ class Converter:
     async def _prompt(
         self, account: Account, spec: generation_pb2.GenerationSpec, field: str
     ) -> TokenIds:
-        """The token ids of the input, cut as the spec asks for, and not too many. `field`: what to
-        call it.
+        """The token ids of the input, truncated as the spec asks, and checked for length. `field`:
+        the input's field.
         """
         truncation = Truncation.of(spec)
         whole = truncation.most is None
-        # A prompt that fills the context can still be processed, where nothing is to follow it.
+        # A prompt that fills the context can still be processed if max_tokens is 0.
         alone = spec.stop.HasField("max_tokens") and spec.stop.max_tokens == 0
         limit = self._info.max_context_tokens - (0 if alone else 1)
         match spec.WhichOneof("input"):
             case "tokens":
-                # Those that are left out are not looked at, and no more than fit are.
+                # Only kept ids are checked, and no more than fit.
                 ids = spec.tokens.ids
                 kept = truncation.kept(len(ids))
                 length = kept.stop - kept.start
@@ -349,8 +349,8 @@ class Converter:
         return LogprobParams(top_n=output.logprobs, token_ids=ids)
 
     def _check_prompt_size(self, options: DeliveryOptions, prompt_tokens: int) -> None:
-        """PromptProcessed is one event and cannot be cut: it must fit one message, with room for
-        what comes with it and for tokens that are longer than most.
+        """Check that PromptProcessed, which cannot be split, fits in one message, with room for
+        other parts and for longer tokens than usual.
         """
         size, most = prompt_size(prompt_tokens, options), self._limits.max_send_bytes // 2
         if size > most:
@@ -389,9 +389,7 @@ class Converter:
 
 
 def _wrong_length(field: str, length: int, limit: int, alone: bool) -> FieldError:
-    """The error for a prompt that has no token, or more than fit. `alone`: nothing is to follow
-    it.
-    """
+    """The error for a prompt with no tokens, or more than fit. `alone`: no output is requested."""
     if length == 0:
         return FieldError(field, "comes to no token at all; at least one is needed")
     name = "max_context_tokens" if alone else "max_prompt_tokens"
@@ -403,8 +401,8 @@ def _wrong_length(field: str, length: int, limit: int, alone: bool) -> FieldErro
 
 
 def cache_salt(identity: str, salt: str) -> bytes:
-    """What cached prefixes are shared by: 32 bytes that are the same only for the same identity and
-    the same salt.
+    """The key by which cached prefixes are shared: 32 bytes that are equal only for the same
+    identity and the same salt.
 
     Raises:
         FieldError: the salt is too long.
@@ -412,14 +410,14 @@ def cache_salt(identity: str, salt: str) -> bytes:
     raw = salt.encode()
     if len(raw) > MAX_SALT_BYTES:
         raise FieldError("cache.salt", f"is longer than {MAX_SALT_BYTES} bytes")
-    # Each part is hashed for itself, so that no boundary can be moved from one into the other.
+    # Each part is hashed separately, so that bytes cannot be moved from one to the other.
     name = hashlib.sha256(identity.encode()).digest()
     return hashlib.sha256(name + hashlib.sha256(raw).digest()).digest()
 
 
 def _stop_strings(spec: generation_pb2.GenerationSpec) -> tuple[str, ...]:
     given, output = spec.stop.stop_strings, spec.output
-    if len(given) > MAX_STOP_STRINGS:  # before they are looked at
+    if len(given) > MAX_STOP_STRINGS:  # before they are walked
         raise FieldError(
             "stop.stop_strings",
             f"has {len(given)} entries; at most {MAX_STOP_STRINGS} are allowed "

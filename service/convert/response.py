@@ -1,7 +1,7 @@
-"""Delivery's events and answers become messages.
+"""Converts delivery's events and answers to messages.
 
-One `Responder` for a loaded model. `batch` is the path of every token of a session: it makes one
-message of everything that a stream took.
+There is one `Responder` for each loaded model. Every token of a session passes through `batch`,
+which makes one message of everything that a stream took.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _load(stats: EngineStats) -> generation_service_pb2.ServerLoad:
 
 
 def _total(usages: Sequence[generation_pb2.Usage]) -> generation_pb2.Usage:
-    """What all choices cost together: their prompt counts once."""
+    """The sum over all choices; the prompt counts once."""
     return generation_pb2.Usage(
         prompt_tokens=max(usage.prompt_tokens for usage in usages),
         cached_tokens=max(usage.cached_tokens for usage in usages),
@@ -107,18 +107,20 @@ def _timings(finish: Finish, last_token: float | None) -> generation_pb2.Timings
 
 
 class Responder:
-    """Makes messages of events."""
+    """Converts events to messages."""
 
     def __init__(self, tokenizer: Tokenizer | None, instance_id: str) -> None:
-        """What makes them in this process. `tokenizer`: of tokens' texts; None: they have none."""
+        """Make the responder of this process. `tokenizer`: for the text of tokens; None: they have
+        no text.
+        """
         self._tokenizer = tokenizer
         self._instance_id = instance_id
 
     def batch(
         self, batch: Batch, instance_id: str = "", load: EngineStats | None = None
     ) -> generation_service_pb2.StreamResultResponse:
-        """Everything that a session took, as one message; the first one says which process has
-        the session. `load`: what it says of the engine's load, if it does.
+        """One message with everything that a session took; the first one has the instance id.
+        `load`: the engine's load, if it is to be reported.
         """
         message = generation_service_pb2.StreamResultResponse(instance_id=instance_id)
         self.add_events(message.events, batch.events)
@@ -134,8 +136,8 @@ class Responder:
         """Add the events of several requests (by number) to `target`, a message's repeated
         ResultEvent.
 
-        They are filled where they stand: a message that is made first and then copied into another
-        costs three times as much.
+        They are filled in place: making a message and copying it into another costs three times as
+            much.
         """
         add, is_delta = target.add, events.Delta
         for number, run in taken:
@@ -147,7 +149,7 @@ class Responder:
                 if not isinstance(event, is_delta):
                     self._fill(message, event)
                     continue
-                # New output. The path of every token: kept short.
+                # New output. Runs for every token, so kept short.
                 delta = message.delta
                 delta.text = event.text
                 if event.choice:
@@ -174,7 +176,7 @@ class Responder:
                 message.failed.CopyFrom(self.failed(event))
 
     def accepted(self, event: events.Accepted) -> generation_pb2.Accepted:
-        """How a request was taken in."""
+        """The message of an accepted request."""
         at = timestamp_pb2.Timestamp()
         at.FromNanoseconds(int(event.accepted_at * 1e9))
         return generation_pb2.Accepted(
@@ -189,9 +191,9 @@ class Responder:
         )
 
     def prompt(self, event: events.PromptProcessed) -> generation_pb2.PromptProcessed:
-        """What was learnt from the prompt."""
+        """The message of a processed prompt."""
         tokens = [self.token(token_id) for token_id in event.token_ids]
-        # The first token has nothing before it that could make it likely.
+        # The first token has no context, so it has no probability.
         for info, logprobs in zip(tokens[1:], event.logprobs, strict=False):
             self._add_logprobs(info, logprobs)
         return generation_pb2.PromptProcessed(
@@ -228,7 +230,7 @@ class Responder:
             )
 
     def finished(self, event: events.Finished) -> generation_pb2.Finished:
-        """How a request ended."""
+        """The message of a choice's normal end."""
         message = generation_pb2.Finished(
             reason=_REASONS[event.reason],
             usage=_usage(event.usage),
@@ -241,7 +243,7 @@ class Responder:
         return message
 
     def failed(self, event: events.Failed) -> generation_pb2.Failed:
-        """How a request failed."""
+        """The message of a failed request."""
         finish = event.finish
         message = generation_pb2.Failed(
             usage=_usage(finish.usage), timings=_timings(finish, finish.timings.last_token)
@@ -255,7 +257,7 @@ class Responder:
     def result(
         self, request_id: str, n: int, run: Iterable[events.NumberedEvent]
     ) -> generation_service_pb2.GenerateResponse:
-        """All events of a finished request with n choices, folded into one result."""
+        """All events of a finished request with n choices, merged into one result."""
         message = generation_service_pb2.GenerateResponse(
             request_id=request_id, instance_id=self._instance_id
         )

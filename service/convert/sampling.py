@@ -1,5 +1,5 @@
-"""How tokens are chosen, and what their form must be: `SamplingOptions` and `StructuredOutput`
-become the engine's `SamplingParams` and `GrammarParams`.
+"""Converts `SamplingOptions` and `StructuredOutput` to the engine's `SamplingParams` and
+`GrammarParams`.
 
 An absent field takes the value of the model's generation config.
 """
@@ -26,7 +26,7 @@ from service.call_errors import FieldError
 from service.convert.values import check_ids
 
 MAX_CHOICE_STRINGS = 16_384
-"""The most strings of which an output may be one."""
+"""The most strings in StructuredOutput.choice."""
 
 _TEXT_FORMATS = {
     "json_schema": GrammarKind.JSON_SCHEMA,
@@ -36,10 +36,11 @@ _TEXT_FORMATS = {
 
 
 def sampling_params(options: generation_pb2.SamplingOptions, info: ModelInfo) -> SamplingParams:
-    """The effective parameters: the field's value, else what the model's generation config says.
+    """The effective parameters: each field's value, or else that of the model's generation
+    config.
 
     Raises:
-        FieldError: a value is out of its bounds, or no token could ever be chosen.
+        FieldError: a value is out of bounds, or no token could ever be chosen.
     """
     default = info.default_sampling
     if len(options.logit_bias) > MAX_LOGIT_BIAS:  # before they are looked at
@@ -96,8 +97,8 @@ def _check_something_is_left(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_min_tokens(sampling: SamplingParams, stop: StopParams) -> None:
-    """Ids that end the output are kept out of the choice until min_tokens: some other must be
-    allowed.
+    """Check that a token can be chosen before min_tokens, while ids that end the output are
+    forbidden.
 
     Raises:
         FieldError: none is.
@@ -114,11 +115,11 @@ def check_min_tokens(sampling: SamplingParams, stop: StopParams) -> None:
 
 
 def grammar_params(output: generation_pb2.StructuredOutput) -> GrammarParams:
-    """The form that is asked for. (Whether a schema, expression or grammar is one is the engine's
-    to say.)
+    """The requested grammar. (The engine checks whether a schema, expression or grammar is
+    valid.)
 
     Raises:
-        FieldError: none is, or its text is empty or too long.
+        FieldError: none is set, or its text is empty or too long.
     """
     kind = output.WhichOneof("format")
     if output.flexible_whitespace and kind not in ("json_schema", "json_object"):

@@ -1,7 +1,7 @@
-"""Fields of the contract that this server does not do yet: refused with UNIMPLEMENTED, by name,
-when they ask for it.
+"""Refuses fields of the contract that this server does not support yet, by name, with
+UNIMPLEMENTED.
 
-A field that is set to its neutral value asks for nothing and passes.
+A field with its neutral value asks for nothing, and is accepted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _NO_TOKENIZER = "the model has no tokenizer"
 def refuse_unsupported(
     spec: generation_pb2.GenerationSpec, *, heeds_priorities: bool, has_tokenizer: bool
 ) -> None:
-    """Refuse what is not done yet, and what this server's configuration or model leaves out.
+    """Refuse fields that are not supported yet, or not with this server's configuration or
+    model.
 
     Raises:
         UnsupportedFieldError: with the field's path in the spec.
@@ -39,7 +40,7 @@ def refuse_unsupported(
 
 
 def _refuse_text(spec: generation_pb2.GenerationSpec) -> None:
-    """Refuse what needs text."""
+    """Refuse fields that need text, for a model without a tokenizer."""
     instead = f"{_NO_TOKENIZER}; send token ids (tokens)"
     stop, output = spec.stop, spec.output
     for field, asked, why in (

@@ -38,7 +38,7 @@ def seconds(duration: duration_pb2.Duration, field: str) -> float:
 
 
 def interval_seconds(duration: duration_pb2.Duration, field: str) -> float:
-    """How often something is to be told, in seconds.
+    """The interval of reports, in seconds.
 
     Raises:
         FieldError: it is out of bounds, or not a valid duration.
@@ -63,7 +63,7 @@ def check_labels(labels: Sequence[generation_pb2.Label], field: str) -> dict[str
     """A request's labels, by name.
 
     Raises:
-        FieldError: there are too many, or a name or a value does not fit.
+        FieldError: there are too many, or a name or a value is not valid.
     """
     if len(labels) > MAX_LABELS:  # before they are looked at
         raise FieldError(field, f"has {len(labels)} labels; at most {MAX_LABELS} are allowed")
@@ -85,7 +85,7 @@ def check_labels(labels: Sequence[generation_pb2.Label], field: str) -> dict[str
 
 
 def check_enum(enum: Any, value: int, field: str) -> None:
-    """Refuse a number that the enum (a generated one) does not have: a newer client's."""
+    """Refuse a value that a generated enum does not have (from a newer client)."""
     if value not in enum.values():
         raise FieldError(field, f"has the unknown value {value}")
 
@@ -98,20 +98,21 @@ def check_ids(
     most: int | None = None,
     kept: slice | None = None,
 ) -> TokenIds:
-    """The token ids, which must all be in the vocabulary. There may be as many as the context or
-    the vocabulary has, and this is done on the event loop: so no id becomes a Python object.
+    """Check that token ids are in the vocabulary, and return them. There may be as many as the
+    context or the vocabulary has, and this runs on the event loop, so no id becomes a Python
+    object.
 
     Args:
-        ids: of a message: not negative.
-        field: what to call them.
-        vocab_size: of the model.
-        most: how many there may be, which is looked at first; None: no more than the vocabulary
-            has, for lists in which an id says nothing twice.
-        kept: which of them are taken, and looked at, from its start to its stop; None: all.
+        ids: from a message, so not negative.
+        field: their field, for errors.
+        vocab_size: the model's.
+        most: how many there may be, checked first; None: at most the size of the vocabulary, for
+            lists in which a repeated id has no effect.
+        kept: which of them are checked and returned, from its start to its stop; None: all.
 
     Raises:
-        FieldError: there are too many, or one is not in the vocabulary: with the first
-            that is not.
+        FieldError: there are too many, or one is not in the vocabulary; the message names the first
+            such id.
     """
     most = vocab_size if most is None else most
     if len(ids) > most:

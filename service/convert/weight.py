@@ -1,8 +1,8 @@
-"""About how many bytes a request's message takes, as it came and as it was parsed.
+"""Estimates how many bytes a request's message takes, as received and as parsed.
 
-It is there while the request is converted, and gRPC keeps it as long as an RPC of one request is.
-What protobuf makes of a message is many times as large where it has many small parts; the
-coefficients are what its parts were measured to take (protobuf 7, upb).
+The message exists while the request is converted; in an RPC with one request, gRPC keeps it until
+the end. A parsed message with many small parts is many times as large as received; the coefficients
+were measured (protobuf 7, upb).
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from headrace.v1 import generation_pb2
 from service.footprint import Footprint
 
 _ID = 9
-"""Of a token id of the input, beside the message itself."""
+"""Each token id of the input, in addition to the message itself."""
 _LISTED_ID = 14
-"""Of an allowed or banned one: two lists that grow in turns leave more behind."""
+"""Each allowed or banned id; two lists that grow alternately waste more memory."""
 _ID_ON_THE_WIRE = 3
 _BIAS = 115
-"""Of a bias, and of a label."""
+"""Each bias, and each label."""
 _MESSAGE = 480
-"""Of a chat's message: parsed, as the converter makes it, and as the template sees it."""
+"""Each message of a chat: as parsed, as converted, and as passed to the template."""
 _PART = 420
-"""Likewise of a part of its content."""
+"""The same for each part of its content."""
 _CALL = 1_000
-"""Likewise of a tool, and of a tool call, beside their JSON."""
+"""The same for each tool and tool call, without their JSON."""
 _CHOICE = 45
 _JSON = 3
-"""For each byte of JSON, as Python keeps the text: itself, its strings, and the prompt's."""
+"""Each byte of JSON, for the copies that Python keeps: the text, its strings, and the prompt."""
 _JSON_MARKS = (("{", 210), ("[", 165), (",", 30), (":", 150), ('"', 25))
-"""For each of these in it: objects, lists, further values, members and strings, which are made
-twice: as the text is parsed, and as the template sees them. In strings they count too much.
+"""Each of these characters in JSON, which stand for objects, lists, further values, members and
+strings. These exist twice: as parsed, and as passed to the template. Characters inside strings are
+also counted, which overestimates.
 """
 
 
 def message_footprint(spec: generation_pb2.GenerationSpec) -> Footprint:
-    """What a spec's message holds. Takes less time than parsing it took."""
+    """The footprint of a spec's message. Takes less time than parsing it took."""
     size = spec.ByteSize()
     sampling = spec.sampling
     ids = len(spec.tokens.ids)
@@ -69,7 +70,7 @@ def _chat(chat: generation_pb2.ChatInput) -> int:
 
 
 def input_field(spec: generation_pb2.GenerationSpec) -> str:
-    """What to call a spec's input."""
+    """The field name of a spec's input."""
     return {"tokens": "tokens.ids", "text": "text.text"}.get(
         spec.WhichOneof("input") or "", "chat.messages"
     )

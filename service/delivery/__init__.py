@@ -6,20 +6,20 @@ The journey of a result:
    its choice (`choice.ChoiceLog`): tokens become text, stop strings are found, and everything that
    was not taken yet is merged into one pending delta.
 3. The request puts itself into its stream (`session.ResultStream`, a mailbox, one per RPC), which
-   wakes its writer. That takes all that is pending of all its requests at once: one message per
-   engine step and stream, fewer where the client reads slowly. What is taken gets its sequence
-   number then, never before.
-4. What may be wanted again (AddRequest, Generate, a session with a lease) stays in the log until
-   its retention has passed.
+  wakes its writer. The writer takes everything that is pending for all of its requests at once: one
+  message per engine step and stream, fewer if the client reads slowly. Events get their sequence
+  numbers when they are taken, not before.
+4. Events that may be read again (AddRequest, Generate, a session with a lease) stay in the log for
+  the retention time.
 
-The request decides what becomes of it, by one table of states (`states`); `registry` finds it, and
-counts; `timers` has all timers.
+Each request changes its own state, by one table of states (`states`); `registry` finds requests and
+counts them; `timers` has all timers.
 
 Nothing here knows protobuf: events are the plain dataclasses of `events`; `service.convert` turns
 them into messages.
 
-Memory is bounded: what is pending of a request by `flow` (the request is held, then ended), or by
-its own length where its output is to be kept; the number of requests whose results are not
-delivered yet, and the bytes of all of them, by `service.admission` (new ones are refused beyond
-that); and what is kept of ended ones by `kept`, by count and bytes.
+Memory is bounded. `flow` limits the pending output of a request (the request is held, then ended);
+if its output is kept, its own length does. `service.admission` limits the number of requests with
+undelivered results, and their bytes (beyond that, new ones are refused). `kept` limits the results
+of ended requests, by count and bytes.
 """

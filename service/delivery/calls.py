@@ -1,5 +1,5 @@
-"""Calls to the engine that nobody waits for: each in a task, begun in the order of the calls. What
-one of them raises is logged, but for the engine's death, which ends the requests by itself.
+"""Calls to the engine that nobody waits for: each is a task, and the tasks start in the order of
+the calls. Errors are logged, except the engine's death, which ends the requests anyway.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCalls:
-    """Tells the engine what is to become of requests."""
+    """Sends commands about requests to the engine."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -25,7 +25,7 @@ class EngineCalls:
 
     @property
     def num_open(self) -> int:
-        """Calls that are under way."""
+        """How many calls are in progress."""
         return len(self._tasks)
 
     def cancel(self, request_id: RequestId) -> None:
@@ -38,7 +38,7 @@ class EngineCalls:
         self._tell("finishing", request_id, call)
 
     def hold(self, request_id: RequestId) -> None:
-        """Take no step for a request."""
+        """Leave a request out of all steps."""
         self._tell("holding", request_id, self._client.hold(request_id))
 
     def unhold(self, request_id: RequestId) -> None:
@@ -46,14 +46,14 @@ class EngineCalls:
         self._tell("releasing", request_id, self._client.unhold(request_id))
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Have something done that is waited for at the end."""
+        """Start a task that `settle` waits for."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def settle(self) -> None:
-        """Wait for all that is under way."""
+        """Wait for all calls in progress."""
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 

@@ -1,14 +1,14 @@
-"""One choice of a request: from the engine's tokens to the deltas and the end that are pending.
+"""One choice of a request: turns the engine's tokens into pending deltas and an end.
 
     tokens ──push──▶ text, stop strings ──▶ one pending delta ──take──▶ Delta, … and Finished
 
-A request with n choices has n of these, and they know nothing of each other: each has its own
-text, stop strings, token offsets and end. What is pending has no number yet; `log.EventLog`
-gives it one when it is taken.
+A request with n choices has n of these, which are independent: each has its own text, stop strings,
+    token offsets and end. Pending events have no number yet; `log.EventLog` numbers them when they
+    are taken.
 
-A stop string is found here, where the text is made: the tokens after it are dropped, and the
-choice's end says STOP whatever the engine's own reason was, because by the output that the client
-sees the choice had ended before that.
+Stop strings are found here, where the text is made. The tokens after one are dropped, and the
+choice ends with STOP whatever the engine's own reason was, because in the output that the client
+sees the choice had already ended.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ from service.delivery.events import (
 
 
 class ChoiceLog:
-    """One choice's output, as far as it was not taken yet.
+    """One choice's output that was not taken yet.
 
     Attributes:
         index: which of the request's choices it is.
-        queued: whether it stands in its request's list of choices to take from. Set there.
+        queued: whether it is in its request's list of choices to take from. Set by the request's
+            log.
         stop: the stop string that ended it, once it was found.
-        finished: its end, once it is there (taken or not).
-        arrival: when the request was taken in, monotonic seconds; known before anything is taken.
+        finished: its end, once it has ended (taken or not).
+        arrival: when the request was accepted, in monotonic seconds; known before anything is
+            taken.
     """
 
     __slots__ = (
@@ -101,19 +103,19 @@ class ChoiceLog:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that were not taken yet."""
+        """How many tokens were not taken yet."""
         return len(self._ids)
 
     @property
     def is_ready(self) -> bool:
-        """Whether its delivery options let something go now."""
+        """Whether its delivery options allow something to be taken now."""
         return len(self._ids) >= self._at_least or (
             self.finished is not None and not self._end_taken
         )
 
     @property
     def held_size(self) -> int:
-        """About how much memory the pending output takes. O(1), however much there is."""
+        """About how many bytes the pending output takes. O(1), however much there is."""
         return len(self._ids) * self._held_per_token + len(self._text) * HELD_TEXT_BYTES
 
     # Filling
@@ -124,8 +126,8 @@ class ChoiceLog:
         logprobs: tuple[TokenLogprobs, ...] | None,
         now: float,
     ) -> StopMatch | None:
-        """Take one step's tokens, of a choice that is not over; returns the stop string if they
-        completed one. The path of every token: kept short.
+        """Add one step's tokens to a choice that has not ended; returns the stop string if they
+        complete one. Called for every token, so kept short.
         """
         found = None
         text = ""
@@ -149,9 +151,9 @@ class ChoiceLog:
         return found
 
     def flush(self) -> None:
-        """No more tokens will come: release what was held back, because a character or a stop
-        string might have been completed. A stop string that is completed by a part of a character
-        (U+FFFD) is found only here.
+        """Release text that was held back for an incomplete character or stop string, because no
+        more tokens will come. Only here can a stop string be completed by a part of a character
+        (U+FFFD).
         """
         if self._text_stream is None:
             return
@@ -163,8 +165,8 @@ class ChoiceLog:
             self.stop = self._text_stream.stop
 
     def end(self, finish: Finish) -> None:
-        """The engine is done with this choice; the text was flushed. With ERROR, its stop string
-        must have been found before.
+        """Record the engine's end of this choice; the text was flushed. If the reason is ERROR, its
+        stop string must have been found before.
         """
         stop = self.stop
         last_token = finish.timings.last_token
@@ -185,9 +187,9 @@ class ChoiceLog:
     def take(
         self, number: Callable[[Delta | Finished], None], *, ending: bool, room: int | None = None
     ) -> int:
-        """Hand what is pending to `number`, as far as the delivery options let it go; all of it
-        where the choice has ended, or the request has (`ending`). At most `room` tokens (None: any
-        number); the end comes behind the last token.
+        """Pass pending output to `number`, as far as the delivery options allow; all of it if the
+        choice or the request (`ending`) has ended. At most `room` tokens (None: any number); the
+        end comes after the last token.
 
         Returns:
             How many tokens were taken.
@@ -213,7 +215,7 @@ class ChoiceLog:
         return count - len(self._ids)
 
     def _take_in_parts(self, number: Callable[[Delta | Finished], None], count: int) -> None:
-        """Some of the first tokens, in several deltas where one would be very large."""
+        """Take some of the first tokens, in several deltas if one would be very large."""
         while count > 0:
             part = min(count, self._most)
             pieces = bisect_right(self._text_ends, part)
@@ -224,7 +226,7 @@ class ChoiceLog:
             count -= part
 
     def _delta(self, count: int, text: str) -> Delta:
-        """A delta of the first pending tokens."""
+        """Make a delta of the first pending tokens."""
         ids = tuple(self._ids if count == len(self._ids) else self._ids[:count])
         times = None
         if self._times:

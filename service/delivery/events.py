@@ -18,18 +18,19 @@ from engine.token_ids import NO_IDS, TokenIds
 from engine.types import TokenId
 
 MAX_DELTA_BYTES = 1 << 20
-"""A delta that would become larger than about this is cut in several, so that messages stay
-receivable.
+"""A delta larger than about this is split, so that clients can receive the messages.
 """
 EVENT_BYTES = 96
-"""About how much an event takes in a message besides what grows."""
+"""About how many bytes an event takes in a message, without the parts that grow."""
 _TOKEN_BYTES = 6
 _DETAIL_BYTES = 48
 
 HELD_EVENT_BYTES = 400
-"""About how much an event takes in memory besides what grows: see `held_per_token`."""
+"""About how many bytes an event takes in memory, without the parts that grow: see
+`held_per_token`.
+"""
 HELD_TEXT_BYTES = 100
-"""About how much the text of a token takes in memory while it is a piece of its own."""
+"""About how many bytes of memory a token's text takes while it is a separate piece."""
 _HELD_TOKEN_BYTES = 48
 _HELD_LOGPROB_BYTES = 160
 _HELD_CANDIDATE_BYTES = 120
@@ -42,9 +43,9 @@ class DeliveryOptions:
     Attributes:
         final: everything at the end, in one delta.
         min_tokens_per_delta: a delta waits for this many tokens, or for the end. At least 1.
-        token_details: tokens are described one by one.
-        candidates: how many candidates come with each token; None: no log-probabilities do. Only to
-            estimate sizes.
+        token_details: each token is described separately.
+        candidates: how many candidates come with each token; None: no log-probabilities. Only used
+            to estimate sizes.
         describe_prompt, prompt_candidates: whether the prompt's tokens are described too, and with
             how many candidates each.
         record_times: each token carries when it was made.
@@ -60,15 +61,15 @@ class DeliveryOptions:
 
     @property
     def bytes_per_token(self) -> int:
-        """About how large one token is in a message."""
+        """About how many bytes one token takes in a message."""
         if not self.token_details:
             return _TOKEN_BYTES
         return detail_bytes(self.candidates or 0)
 
     @property
     def held_per_token(self) -> int:
-        """About how much memory one token takes until it was read, without its text: a message's
-        bytes say little of what Python's objects take (CPython 3.11).
+        """About how many bytes of memory one token takes until it is read, without its text. This
+        is not its size in a message: it counts Python's objects (CPython 3.11).
         """
         if self.candidates is None:
             return _HELD_TOKEN_BYTES
@@ -76,19 +77,19 @@ class DeliveryOptions:
 
 
 def detail_bytes(candidates: int) -> int:
-    """About how large one described token is in a message."""
+    """About how many bytes one described token takes in a message."""
     return _DETAIL_BYTES * (1 + candidates)
 
 
 def held_logprobs(candidates: int) -> int:
-    """About how much memory a token's log-probabilities take."""
+    """About how many bytes of memory a token's log-probabilities take."""
     return _HELD_LOGPROB_BYTES + _HELD_CANDIDATE_BYTES * candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """The request was taken in. All parameters are the effective ones; accepted_at is wall-clock
-    seconds, n the number of choices.
+    """The request was accepted. All parameters are the effective ones; accepted_at is in wall-clock
+    seconds, n is the number of choices.
     """
 
     request_id: str
@@ -136,8 +137,9 @@ class PromptProcessed:
     """The prompt was processed.
 
     Attributes:
-        prompt_tokens, cached_tokens: its length, and how much of it came from the prefix cache.
-        token_ids: its tokens, where they are described one by one; else empty.
+        prompt_tokens, cached_tokens: its length, and how many of its tokens came from the prefix
+            cache.
+        token_ids: its tokens if they are described separately; else empty.
         logprobs: one entry for each of token_ids but the first.
         size, held: about how many bytes it takes in a message, and in memory.
     """
@@ -151,14 +153,14 @@ class PromptProcessed:
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
-    """New output of one choice. A struct, as is `NumberedEvent`: both are made for every token, and
-    a named tuple takes four times as long to make, a frozen dataclass ten times.
+    """New output of one choice. A struct, like `NumberedEvent`, because both are made for every
+    token: a named tuple takes four times as long to make, a frozen dataclass ten times.
 
     Attributes:
         token_ids, text: the new tokens, and the new text (which may belong to earlier tokens).
-        detailed: whether the tokens are described one by one.
-        logprobs: one entry a token, where asked for.
-        times: seconds since the request was accepted, one a token, where asked for.
+        detailed: whether the tokens are described separately.
+        logprobs: one entry per token, if requested.
+        times: for each token, the seconds since the request was accepted, if requested.
         size, held: about how many bytes it takes in a message, and in memory.
         choice: which of the request's choices it belongs to.
     """
@@ -175,7 +177,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of one choice, as it should be. `reason` is never ERROR. `size`, `held`: as of
+    """The normal end of one choice. `reason` is never ERROR. `size`, `held`: see
     PromptProcessed.
     """
 
@@ -192,8 +194,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The end of the whole request by a failure; `finish.failure` says why. `error`: where it was
-    not the engine that failed. `size`, `held`: as of PromptProcessed.
+    """The end of the whole request by a failure; `finish.failure` says why. `error`: set if the
+    front end ended it, not the engine. `size`, `held`: see PromptProcessed.
     """
 
     size: ClassVar[int] = EVENT_BYTES
@@ -207,7 +209,7 @@ Event = Accepted | PromptProcessed | Delta | Finished | Failed
 
 
 def num_tokens(event: Event) -> int:
-    """How many tokens of output an event has."""
+    """How many output tokens an event has."""
     return len(event.token_ids) if isinstance(event, Delta) else 0
 
 
@@ -220,12 +222,12 @@ class NumberedEvent(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """Some of a request's events, read by their numbers.
+    """Some of a request's events, read by number.
 
     Attributes:
         events: as many as fit one message.
         next_seq: the number after them.
-        done: whether nothing follows.
+        done: whether these are the last events.
     """
 
     events: list[NumberedEvent]
@@ -234,7 +236,7 @@ class ReadResult:
 
 
 def at_most(run: list[NumberedEvent], limit: int) -> list[NumberedEvent]:
-    """The first events, as many as fit a message of about this size; at least one."""
+    """The first events that fit in a message of about this size; at least one."""
     size = 0
     for index, numbered in enumerate(run):
         size += numbered.event.size
@@ -250,7 +252,7 @@ def prompt_size(tokens: int, options: DeliveryOptions) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A command was refused."""
+    """The answer to a refused command."""
 
     command_id: int
     request_id: str
@@ -277,7 +279,7 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class CancelAnswered:
-    """What became of a cancel."""
+    """The answer to a cancel."""
 
     command_id: int
     request_id: str
@@ -286,7 +288,7 @@ class CancelAnswered:
 
 @dataclass(frozen=True, slots=True)
 class Detached:
-    """Another stream has a request's results now."""
+    """A request's results now go to another stream."""
 
     request_id: str
     number: int

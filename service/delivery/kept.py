@@ -1,9 +1,9 @@
-"""The ended requests whose results are kept, within a bound of their number and one of their bytes.
+"""The ended requests whose results are kept, limited in number and in bytes.
 
-Beyond a bound the oldest request goes of the group of accounts (`service.accounts`) that has the
-most: the most requests where there are too many, the most bytes where those are too many. So a
-group that keeps much pushes out its own results, and nobody's who keeps less; and so does each
-caller of a group. With one caller, the oldest goes.
+Beyond a limit, a request is dropped: from the group of accounts (`service.accounts`) with the most
+    requests or bytes, whichever limit it is; in that group, from the caller with the most; and of
+    that caller's requests, the oldest. So a group or caller that keeps much pushes out its own
+    results, never those of others that keep less. With one caller, the oldest is dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """What is kept, and how much of it.
+    """The limits on kept results.
 
     Attributes:
         retention_s: how long results are kept after a request's end.
@@ -34,7 +34,7 @@ class Retention:
 
 
 class _Share:
-    """What is kept of one caller: requests with their sizes, oldest first."""
+    """What is kept for one caller: requests with their sizes, oldest first."""
 
     __slots__ = ("requests", "size")
 
@@ -48,7 +48,7 @@ class _Share:
 
 
 class _Group:
-    """What is kept of the callers of one group."""
+    """What is kept for the callers of one group."""
 
     __slots__ = ("callers", "count", "size")
 
@@ -59,11 +59,11 @@ class _Group:
 
 
 class KeptResults:
-    """See the module. O(1) for a request, and O(groups, and callers of one) for one that must go.
+    """See the module. O(1) to add a request, and O(groups + callers of one group) to drop one.
 
     Attributes:
         count, size: how many requests are kept, and about how many bytes of events.
-        groups: what is kept of those groups that have some.
+        groups: what is kept for each group that has some.
     """
 
     def __init__(self, max_results: int, max_bytes: int) -> None:
@@ -79,7 +79,9 @@ class KeptResults:
         return share is not None and request in share.requests
 
     def add(self, request: ServedRequest, size: int) -> None:
-        """Keep a request that is not kept yet; then see `surplus`. `size`: about how many bytes."""
+        """Keep a request that is not kept yet; call `surplus` afterwards. `size`: about how many
+        bytes.
+        """
         group = self.groups.setdefault(request.account.group, _Group())
         share = group.callers.setdefault(request.account.key, _Share())
         share.requests[request] = size
@@ -87,7 +89,7 @@ class KeptResults:
         self._count(group, 1, size)
 
     def discard(self, request: ServedRequest) -> None:
-        """Keep a request no more. Harmless if it is not kept."""
+        """Stop keeping a request. Harmless if it is not kept."""
         if request not in self:
             return
         account = request.account
@@ -108,7 +110,7 @@ class KeptResults:
         self.size += size
 
     def surplus(self) -> ServedRequest | None:
-        """The request that must go next; None: all may stay."""
+        """The request to drop next; None: all may stay."""
         if self.count > self._max_results:
             return self._oldest_of_most(attrgetter("count"))
         if self.size > self._max_bytes:

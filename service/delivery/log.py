@@ -1,19 +1,18 @@
-"""The log of one request's events: from the engine's outputs to numbered events that can be sent,
-and sent again.
+"""The log of one request's events: turns the engine's outputs into numbered events that can be sent
+and resent.
 
     outputs ──push──▶ choices (pending: `choice`) ──number──▶ events 1, 2, 3, … ──take──▶ readers
 
-What is pending has no number yet: it grows while nobody takes it, so a slow reader costs one
-delta for each choice, not thousands. A number is given when an event is first taken, and from then
-on it stands for that event alone. Events are kept while `keep` is set; otherwise they go once the
-stream has taken them.
+Pending output has no number yet: it is merged while nobody takes it, so a slow reader costs one
+    delta for each choice, not thousands. An event is numbered when it is first taken, and then
+    never changes. Events are kept while `keep` is set; otherwise they are dropped once the stream
+    has taken them.
 
-A request ends in one Finished for each of its choices, or in one Failed. It has ended when the
-engine says that nothing of it comes after (`ends_request`), and never twice: `push` and `fail` do
-nothing after that.
+A request ends with one Finished for each of its choices, or with one Failed. It has ended when the
+engine marks its last output (`ends_request`); after that, `push` and `fail` do nothing.
 
-The log is data: it knows no stream, no timer and no engine. `request.ServedRequest` has it, and
-decides what becomes of the request.
+The log is only data: it has no access to streams, timers or the engine. It belongs to a
+    `request.ServedRequest`, which acts on it.
 """
 
 from __future__ import annotations
@@ -45,23 +44,23 @@ from service.delivery.result_errors import RequestFailedError, ResultGoneError
 
 
 class EventLog:
-    """One request's events, and how far its reader is.
+    """One request's events, and the position of its reader.
 
     Attributes:
-        cursor: the number of the next event for the reader, which is its stream, or GetResult where
-            it has none.
+        cursor: the number of the next event for the reader, which is its stream, or GetResult if it
+            has none.
         next_seq: the number that the next new event gets.
         keep: whether events are kept after the reader took them.
-        accepted: event number 1, once the engine took the request in.
+        accepted: event number 1, once the engine has accepted the request.
         failure: the terminal event of a request that failed.
-        ended: whether the terminal events are all there (taken or not).
-        size: about how much memory its kept events take.
-        untaken: tokens of output that the reader has not taken.
-        credit: how many tokens the stream may still take; None: any number. Below zero after an
-            event that was numbered before, since such a one is not cut.
-        arrival: when the request was taken in; before that: when it went to the engine. Monotonic
-            seconds.
-        prompt_tokens: tokens of its prompt.
+        ended: whether all terminal events exist (taken or not).
+        size: about how many bytes of memory its kept events take.
+        untaken: how many output tokens the reader has not taken.
+        credit: how many tokens the stream may still take; None: any number. May be below zero,
+            because an event that already has a number is not split.
+        arrival: when the request was accepted; before that: when it was sent to the engine.
+            Monotonic seconds.
+        prompt_tokens: how many tokens its prompt has.
     """
 
     def __init__(
@@ -75,12 +74,13 @@ class EventLog:
         now: float,
         keep: bool = False,
     ) -> None:
-        """An empty log.
+        """Make an empty log.
 
         Args:
-            request_id: whose it is, for errors.
-            options, keep, prompt: how the results are delivered, and what of.
-            text_streams: one for each choice; None where no text is wanted.
+            request_id: the request's id, for errors.
+            options, keep, prompt: how the results are delivered, whether they are kept, and the
+                prompt.
+            text_streams: one for each choice; None if no text is wanted.
             ending_ids: stop and end-of-sequence ids in force.
             now: monotonic seconds, until the engine tells when the request arrived.
         """
@@ -96,13 +96,15 @@ class EventLog:
         self.prompt_tokens = len(prompt)
         self._request_id = request_id
         self._at_least = options.min_tokens_per_delta
-        self._flows = False  # whether output may go as it comes: accepted, and not in one piece
+        self._flows = (
+            False  # whether output may be taken as it comes: accepted, and not in one piece
+        )
         self._options = options
         self._prompt_ids = prompt if options.describe_prompt else NO_IDS
         self._cached_tokens = 0
         self._first_token: float | None = None
         self._last_token: float | None = None
-        # Pending: what came since the last number was given.
+        # Pending: output since the last numbered event.
         self._choices = tuple(
             ChoiceLog(index, options=options, text_stream=text_stream, ending_ids=ending_ids)
             for index, text_stream in enumerate(text_streams)
@@ -118,12 +120,12 @@ class EventLog:
 
     @property
     def n(self) -> int:
-        """How many choices it has."""
+        """How many choices the request has."""
         return len(self._choices)
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of all its choices so far."""
+        """How many tokens all its choices have so far."""
         return sum(choice.num_tokens for choice in self._choices)
 
     @property
@@ -133,8 +135,8 @@ class EventLog:
 
     @property
     def held_size(self) -> int:
-        """About how much memory its events take, the pending ones too; O(1) for each choice,
-        however much it is.
+        """About how many bytes of memory its events take, pending ones included; O(1) for each
+        choice.
         """
         size = self.size + sum([choice.held_size for choice in self._choices])
         return size if self._prompt is None else size + self._prompt.held
@@ -142,8 +144,8 @@ class EventLog:
     # Filling
 
     def accept(self, accepted: Accepted, arrival: float) -> None:
-        """The engine took the request in, at this moment of its monotonic clock: event number 1.
-        Nothing can be taken before.
+        """Record that the engine accepted the request at `arrival`, by its monotonic clock: event
+        number 1. Nothing can be taken before.
         """
         self.accepted = accepted
         self._flows = not self._options.final
@@ -153,11 +155,11 @@ class EventLog:
         self._number(accepted)
 
     def push(self, output: RequestOutput, now: float) -> StopMatch | None:
-        """Take one step's output of one choice; returns its stop string if that was completed. The
-        path of every token: kept short.
+        """Add one step's output of one choice; returns its stop string if it was completed. Called
+        for every token, so kept short.
 
         Raises:
-            RuntimeError: the engine ended the request, and not all of its choices.
+            RuntimeError: the engine ended the request but not all of its choices.
         """
         stop = None
         is_ready = False
@@ -175,7 +177,7 @@ class EventLog:
             if stop is None:
                 is_ready = len(ids) >= self._at_least
             else:
-                self.untaken = self._untaken_from(self.cursor)  # what is behind it was dropped
+                self.untaken = self._untaken_from(self.cursor)  # the tokens after it were dropped
         if output.finish is not None:
             self._finish(choice, output.finish)
         if not choice.queued and (is_ready or choice.is_ready):
@@ -204,8 +206,8 @@ class EventLog:
                 choice.flush()
                 choice.end(finish)
             return
-        # An error ends the whole request; but a choice whose stop string was found had ended
-        # before, by the output that the client sees.
+        # An error ends the whole request. But a choice with a stop string had already ended in the
+        # output that the client sees.
         unfinished = [choice for choice in self._choices if choice.finished is None]
         for other in unfinished:
             other.flush()
@@ -217,8 +219,8 @@ class EventLog:
             self.failure = Failed(finish)
 
     def _counted(self, finish: Finish, unfinished: Sequence[ChoiceLog]) -> Finish:
-        """A failure with what was delivered, or will be, of the choices that it ends. The engine
-        may be gone, and with it whatever it had counted.
+        """Add the delivered (or pending) tokens of the choices that a failure ends to its usage.
+        The engine and its counts may be gone.
         """
         tokens = sum(choice.num_tokens for choice in unfinished)
         first, last = finish.timings.first_token, finish.timings.last_token
@@ -242,16 +244,16 @@ class EventLog:
             )
 
     def flush(self) -> None:
-        """No more output is taken, though the engine has not ended it: what the choices held back
-        belongs to what they have.
+        """Release text that the choices held back, because no more output will come although the
+        engine has not ended the request.
         """
         for choice in self._choices:
             if choice.finished is None:
                 choice.flush()
 
     def fail(self, failure: RequestFailure, now: float, error: HeadraceError | None = None) -> None:
-        """End the request here with a failure, where the front end itself does not go on with it.
-        `error`: what the caller is told, where it is no error of ours.
+        """End the request with a failure because the front end does not continue it. `error`: the
+        caller's error, unless the server is at fault.
         """
         if self.ended:
             return
@@ -266,10 +268,10 @@ class EventLog:
         self.ended = True
 
     def raise_failure(self) -> None:
-        """Does nothing unless the request failed.
+        """Raise the request's error, if it failed.
 
         Raises:
-            HeadraceError: it did, and why.
+            HeadraceError: the request failed.
         """
         failed = self.failure
         if failed is not None and failed.error is not None:
@@ -294,8 +296,8 @@ class EventLog:
         return self._prompt is not None or bool(self._ready)
 
     def _number_pending(self, room: int | None = None) -> None:
-        """Give numbers to what is pending, as far as the delivery options let it go, and to at most
-        `room` tokens of it; None: any number.
+        """Number pending output, as far as the delivery options allow, and at most `room` tokens of
+        it; None: any number.
         """
         if not (self._ready and self._flows) and not self._can_number():
             return
@@ -319,21 +321,21 @@ class EventLog:
     # Taking
 
     def has(self, seq: int) -> bool:
-        """Whether there is an event to take from `seq` on."""
+        """Whether there are events to take from `seq` on."""
         return seq < self.next_seq or self._can_number()
 
     def check_from(self, seq: int) -> None:
-        """Check that the events from `seq` on can be had.
+        """Check that the events from `seq` on are available.
 
         Raises:
-            ResultGoneError: event `seq` is no longer kept, or lies behind the next one.
+            ResultGoneError: event `seq` is no longer kept, or is after the next one.
         """
         earliest = self._kept[0].seq if self._kept else self.next_seq
         if not earliest <= seq <= self.next_seq:
             raise ResultGoneError(self._request_id, seq, earliest, self.next_seq)
 
     def take_from(self, seq: int) -> list[NumberedEvent]:
-        """Number what is pending and return the events from `seq` on. `seq` was checked."""
+        """Number pending output and return the events from `seq` on. `seq` was checked."""
         self._number_pending()
         if not self._kept:
             return []
@@ -350,7 +352,7 @@ class EventLog:
             return self.cursor < self.next_seq or self._can_number()
         if self.cursor < self.next_seq:
             return num_tokens(self._kept[self.cursor - self._kept[0].seq].event) == 0
-        # What has no tokens needs no credit.
+        # Events without tokens need no credit.
         if not self._can_number():
             return False
         if self._prompt is not None or (self.ended and not self.untaken):
@@ -358,9 +360,8 @@ class EventLog:
         return any(choice.is_ready and not choice.num_pending for choice in self._choices)
 
     def take_for_stream(self, limit: int) -> list[NumberedEvent]:
-        """Take what the stream has not had yet, about `limit` bytes at most but one event where
-        there is one that it may have, as far as its credit goes; forget what nobody may ask for
-        again.
+        """Take events that the stream has not had yet, as far as its credit goes: about `limit`
+        bytes at most, but at least one event if there is any. Drop events that need not be kept.
         """
         if self.credit is None:
             self._number_pending()
@@ -395,7 +396,7 @@ class EventLog:
         return events
 
     def _affordable(self, events: list[NumberedEvent]) -> list[NumberedEvent]:
-        """The first events, as far as the credit goes; none is cut."""
+        """The first events, as far as the credit goes; none is split."""
         left = self.credit or 0
         for index, numbered in enumerate(events):
             cost = num_tokens(numbered.event)
@@ -405,9 +406,7 @@ class EventLog:
         return events
 
     def move_to(self, seq: int, credit: int | None = None) -> None:
-        """The events from `seq` on (which was checked) are the next to be taken, as far as this
-        credit goes.
-        """
+        """Move the reader to `seq`, which was checked, with a new credit."""
         self.cursor = seq
         self.credit = credit
         self.untaken = self._untaken_from(seq)
@@ -417,13 +416,13 @@ class EventLog:
         return sum([choice.num_pending for choice in self._choices])
 
     def _untaken_from(self, seq: int) -> int:
-        """Tokens of output in the events from `seq` on, and pending."""
+        """How many output tokens are in the events from `seq` on, and pending."""
         kept = [num_tokens(numbered.event) for numbered in self._kept if numbered.seq >= seq]
         return sum(kept) + self._num_pending
 
     def keep_all(self, keep: bool) -> None:
-        """Whether events are kept after the reader took them, from now on: else those go that it
-        has taken.
+        """Set whether events are kept after the reader took them. If not, those already taken are
+        dropped.
         """
         if self.keep and not keep:
             self._drop_taken()

@@ -1,8 +1,7 @@
-"""All requests that are running, or whose results are kept: by identity and request id.
+"""Finds all requests that run or have kept results, by identity and request id.
 
-What becomes of each request it decides itself (`request`, by the table of `states`); here are the
-tables that find it, the counts and bounds of all of them, and the timers. All methods run on one
-event loop.
+Each request changes its own state (`request`, by the table of `states`). This module has the tables
+to find requests, their counts and limits, and the timers. All methods run on one event loop.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from service.delivery.timers import Timer
 logger = logging.getLogger(__name__)
 
 UNREAD_S = 300.0
-"""How long a stream whose client reads nothing may hold requests that have ended; twice `max_hold`
-where that is longer, since a stream without credit takes nothing that long.
+"""How long, in seconds, a stream may keep ended requests while its client reads nothing; twice
+`max_hold` if that is longer, because a stream without credit takes nothing for that long.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistryStats:
-    """How much there is now.
+    """The registry's counts at one moment.
 
     Attributes:
         live: requests that have not ended.
-        streams: streams that are open.
-        attached: requests on them, ended and unread ones too.
+        streams: open streams.
+        attached: requests on these streams, including ended ones with unread results.
         kept, kept_bytes: ended requests whose results are kept, and about how many bytes.
     """
 
@@ -62,12 +61,12 @@ class Registry:
     """The requests of this process.
 
     Attributes:
-        requests: all of them, by identity and name.
-        streams: those that are open.
+        requests: all requests, by identity and name.
+        streams: the open streams.
         kept: the ended requests whose results are kept.
-        unread_s: how long a stream whose client reads nothing may hold requests that have ended.
+        unread_s: how long a stream may keep ended requests while its client reads nothing.
         clock: monotonic seconds.
-        flow, engine, admission, leases, retentions, holds: for the requests.
+        flow, engine, admission, leases, retentions, holds: used by the requests.
     """
 
     def __init__(
@@ -103,16 +102,16 @@ class Registry:
 
     @property
     def live(self) -> int:
-        """Requests that have not ended."""
+        """How many requests have not ended."""
         return len(self._live)
 
     @property
     def under_way(self) -> int:
-        """Calls to the engine that were not answered yet."""
+        """How many calls to the engine are not answered yet."""
         return self.engine.num_open + len(self._admitting)
 
     def stats(self) -> RegistryStats:
-        """How much there is now."""
+        """The counts now."""
         return RegistryStats(
             live=self.live,
             streams=len(self.streams),
@@ -122,23 +121,23 @@ class Registry:
         )
 
     def live_requests(self, identity: str | None = None) -> list[ServedRequest]:
-        """The requests that have not ended, of one identity or all, by serial."""
+        """The requests that have not ended, of one identity or of all, sorted by serial."""
         live = self._live.values()
         return [request for request in live if identity is None or request.identity == identity]
 
     def new_name(self, identity: str, request_id: str) -> RequestId:
-        """A name for the engine: tells whose request it is, and is never used twice.
+        """Make a request's name in the engine: it contains the identity and is never used twice.
 
         Raises:
-            DuplicateRequestError: there is a request of that name.
+            DuplicateRequestError: there is a request with this id.
         """
         if (identity, request_id) in self.requests:
             raise DuplicateRequestError(request_id)
         return RequestId(f"{identity}/{request_id}#{next(self._numbers)}")
 
     def undelivered_bytes(self) -> dict[CallerKey, tuple[Account, int]]:
-        """About how many bytes of results each account did not read, but for ended requests that
-        are kept: these have a bound of their own.
+        """About how many bytes of unread results each account has, without kept results of ended
+        requests, which have a limit of their own.
         """
         found: dict[CallerKey, tuple[Account, int]] = {}
         for request in self.requests.values():
@@ -150,9 +149,7 @@ class Registry:
 
     @contextlib.contextmanager
     def arriving(self) -> Iterator[None]:
-        """Around what is done for a request before `start`, and `start`: `wait_idle` waits for
-        it.
-        """
+        """A block around the preparation and `start` of a request, for which `wait_idle` waits."""
         self._arriving += 1
         self._idle.clear()
         try:
@@ -162,13 +159,13 @@ class Registry:
             self._check_idle()
 
     async def retried(self, identity: str, request_id: str, digest: bytes) -> ServedRequest | None:
-        """The request that the same call has started before; None: no request has this name. One
-        that nobody wants any more is waited out, so that there are never two of a name. `digest`:
-        of what the call says.
+        """The request that the same call started before; None: no request has this id. If a request
+        with this id is being abandoned, wait for its end, so that there are never two with one id.
+        `digest`: the hash of the call's content.
 
         Raises:
-            OtherContentError: the name belongs to a request that the same call has not started.
-            TooManyWaitError: as many calls wait as may.
+            OtherContentError: the id belongs to a request of another call.
+            TooManyWaitError: too many calls already wait.
         """
         key = identity, request_id
         while (request := self.requests.get(key)) is not None:
@@ -191,13 +188,13 @@ class Registry:
         *,
         command_id: int = 0,
     ) -> ServedRequest:
-        """Hand a request to the engine, and its results to `stream`. Without one, this call waits
-        for the request from now on, and says when it does not any more (`ServedRequest.left`).
-        `holding`: what it was admitted for, which is released at its end.
+        """Submit a request to the engine, with its results going to `stream`. Without a stream, the
+        calling RPC counts as waiting for the request until it calls `ServedRequest.left`.
+        `holding`: what the request takes from the limits; released at its end.
 
-        A caller that is cancelled meanwhile takes the request with it, unless another call waits
-        for it, or its results are to be kept (AddRequest, or a lease): who asked for that may come
-        back, and the request goes on.
+        If the caller is cancelled meanwhile, the request ends too, unless another call waits for it
+        or its results are kept (AddRequest, or a lease): then the client may come back, and the
+        request goes on.
 
         Raises:
             DuplicateRequestError: its name is taken.
@@ -205,7 +202,7 @@ class Registry:
                 EngineUnavailableError: the engine's refusals.
         """
         key = submission.account.identity, submission.request_id
-        if key in self.requests:  # it was begun meanwhile
+        if key in self.requests:  # it was started meanwhile
             raise DuplicateRequestError(submission.request_id)
         request = ServedRequest(
             self,
@@ -236,7 +233,7 @@ class Registry:
         return request
 
     def stop_admitting(self, request: ServedRequest) -> None:
-        """Nobody waits for the engine's answer to this request any more."""
+        """Note that no call waits for the engine's answer to this request any more."""
         self._admitting[request.identity, request.request_id].cancel()
 
     async def _admit(
@@ -250,7 +247,8 @@ class Registry:
         try:
             admission = await self._client.submit(asked)
         except asyncio.CancelledError:
-            # Whether the engine has it is not known: end it there, and here once that is certain.
+            # The engine may or may not have the request: end it there, and here once that is
+            # certain.
             request.abandon()
             self.engine.spawn(self._abandon(request))
             raise
@@ -276,8 +274,8 @@ class Registry:
             del self._admitting[key]
 
     async def settled(self, identity: str, request_id: str) -> None:
-        """Wait while it is open whether the engine takes a request of this name in, where that
-        does not depend on its caller any more: until then it is neither there nor refused.
+        """Wait for the engine's answer about a request with this id whose caller no longer waits
+        for it: until then it is neither accepted nor refused.
         """
         task = self._admitting.get((identity, request_id))
         if task is not None:
@@ -286,26 +284,26 @@ class Registry:
     # What a request tells of itself
 
     def has_ended(self, request: ServedRequest) -> None:
-        """It does not run any more."""
+        """Note that a request has ended."""
         del self._live[request.engine_id]
         served = request.log.accepted is not None
         request.holding.release(served=served, keeps_place=request.stream is not None)
         self._check_idle()
 
     def keep(self, request: ServedRequest) -> None:
-        """Its results are to be kept; the oldest go where there is no room."""
+        """Keep a request's results; if there is no room, the oldest are dropped."""
         self.retentions.start(request, self._retention.retention_s)
         self.kept.add(request, request.log.held_size + len(request.digest))
         while (surplus := self.kept.surplus()) is not None:
             surplus.keep_no_more()
 
     def unkeep(self, request: ServedRequest) -> None:
-        """Its results are kept no more."""
+        """Stop keeping a request's results."""
         self.retentions.stop(request)
         self.kept.discard(request)
 
     def forget(self, request: ServedRequest) -> None:
-        """Its name is free."""
+        """Free a request's id."""
         key = request.identity, request.request_id
         if self.requests.get(key) is request:
             del self.requests[key]
@@ -317,7 +315,7 @@ class Registry:
     # Results
 
     def on_step(self, step: StepOutputs) -> None:
-        """The engine's sink: take one step's outputs and wake the streams concerned."""
+        """The engine's sink: deliver one step's outputs, and wake the streams concerned."""
         live = self._live
         now = step.time
         for output in step.outputs:
@@ -337,8 +335,8 @@ class Registry:
         return request
 
     def grant(self, identity: str, request_id: str, tokens: int, stream: ResultStream) -> None:
-        """Let so many more tokens of a request be sent on its stream. Harmless for one that is not
-        there (any more).
+        """Allow so many more tokens of a request to be sent on its stream. Harmless if there is no
+        such request, or no longer.
         """
         request = self.requests.get((identity, request_id))
         if request is not None:
@@ -360,20 +358,20 @@ class Registry:
     # Streams
 
     def open_stream(self, *, is_session: bool = False) -> ResultStream:
-        """A stream of a session, or of an RPC that has one request and takes no commands."""
+        """Open a stream for a session, or for an RPC with one request and no commands."""
         stream = ResultStream(self.admission.delivered, is_session=is_session)
         self.streams.add(stream)
         return stream
 
     def complete(self, stream: ResultStream) -> None:
-        """Its RPC ended as it should."""
+        """Note that a stream's RPC ended normally."""
         stream.is_over = True
         self._unread.stop(stream)
         self.streams.discard(stream)
 
     def lost(self, stream: ResultStream) -> None:
-        """Its RPC is over. Unless it was complete: its requests go on for the lease, or are
-        cancelled.
+        """Note that a stream's RPC is over. If it was not complete, its requests go on for the
+        lease, or are cancelled.
         """
         if not stream.is_over:
             self.complete(stream)
@@ -381,15 +379,15 @@ class Registry:
                 request.lost(stream.lease_s)
 
     def expect_reader(self, stream: ResultStream, request: ServedRequest) -> None:
-        """One of its requests has ended: if such a one waits, and nothing was taken, for
-        `unread_s`, nobody reads.
+        """Start to watch a stream's reader, because one of its requests has ended: if nothing is
+        taken within `unread_s` while ended requests wait, the client counts as not reading.
         """
         stream.ended_at[request] = self.clock()
         if not self._unread.is_running(stream):
             self._unread.start(stream, self.unread_s)
 
     def check_reader(self, stream: ResultStream) -> None:
-        """See whether it is time to let those requests go that have ended; else wait on."""
+        """Drop a stream's ended requests if it is time; otherwise wait longer."""
         ended = stream.ended_at
         if not ended or stream.is_over:
             return
@@ -404,7 +402,7 @@ class Registry:
     # Ending
 
     def cancel(self, identity: str, request_id: str) -> str:
-        """End a request by its name; returns CANCELLED, ALREADY_FINISHED or NOT_FOUND. Does not
+        """End a request by its id; returns CANCELLED, ALREADY_FINISHED or NOT_FOUND. Does not
         wait.
         """
         request = self.requests.get((identity, request_id))
@@ -421,11 +419,11 @@ class Registry:
             request.cancel()
 
     async def wait_idle(self) -> None:
-        """Wait until no request is live, or about to be."""
+        """Wait until no request is live or about to start."""
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Forget everything and wait for what is under way."""
+        """Drop everything and wait for the calls in progress."""
         for request in list(self.requests.values()):
             request.forget()
         for task in self._admitting.values():

@@ -1,19 +1,19 @@
-"""One request from its start until its name is free: the one object that changes its state.
+"""One request from its start until its id is free. Only this object changes the request's state.
 
     engine ──▶ push ──▶ EventLog ──take──▶ its stream (a mailbox), or `read` (GetResult)
                  └──▶ state (`states`), counts (admission), timers, calls to the engine
 
-The state is in `state`, and `_become` alone sets it: it looks into the table of `states`, and does
-what belongs to leaving a state and to coming into one. All else that is to happen to a request is a
-method here, named by what has happened: `attach`, `lost`, `cancel`, `lease_over`, … So whoever
-calls (the registry, a stream, a timer) needs to know nothing of the states.
+Only `_become` sets `state`: it checks the table of `states`, and carries out what belongs to
+    leaving one state and entering another. For every event there is a method named after it:
+    `attach`, `lost`, `cancel`, `lease_over`, … So the callers (the registry, a stream, a timer)
+    need not know the states.
 
-Calls wait for a request beside its stream (`joined`): those of Generate for its whole result, and
-retries of AddRequest for the engine's answer. One that lives by such calls is cancelled when the
-last of them has left.
+Besides its stream, calls may wait for a request (`joined`): those of Generate for its whole result,
+and retries of AddRequest for the engine's answer. If a request exists only for such calls, it is
+cancelled when the last of them has left.
 
-Whether the request is held in the engine, because its output is not read (`flow`), is beside the
-state: `is_held`.
+Whether the request is held in the engine because its output is not read (`flow`) is separate from
+the state: `is_held`.
 """
 
 from __future__ import annotations
@@ -45,33 +45,34 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_CALLS = 16
-"""So many calls may wait for one request: each gets the whole result for itself, at the same
-moment. A caller that retries has one or two: those whose loss was not seen yet wait too.
+"""How many calls may wait for one request; each gets its own copy of the whole result at the same
+moment. A caller that retries has one or two, because calls whose loss was not noticed yet also
+wait.
 """
 
 
 class ServedRequest:
-    """See the module. All methods run on the event loop; none but `read` waits.
+    """See the module. All methods run on the event loop.
 
     Attributes:
-        account: for whom it counts.
-        identity, request_id: whose request it is, and its name there.
-        engine_id: its name in the engine, unique for the life of the process.
-        serial: which of the process's requests it is, counted from 1.
-        priority, time_limit_s: as the engine has them.
-        holding: what it takes of the limits, as admission counts.
-        state: where it is in its life.
+        account: whom it is charged to.
+        identity, request_id: the owner of the request, and its id there.
+        engine_id: its name in the engine, unique in this process.
+        serial: its number among the process's requests, from 1.
+        priority, time_limit_s: as given to the engine.
+        holding: what it takes from admission's limits.
+        state: its present state.
         log: its events.
-        lives_by: what keeps it from being cancelled before its end.
-        digest: of what its call has said; the same call again gets it. Empty: it is not to be had
-            again.
+        lives_by: what it needs in order not to be cancelled before its end.
+        digest: the hash of its call's content; the same call again gets this request. Empty: it
+            cannot be retried.
         labels: as the caller gave them; none once it has ended.
         waiting: how many calls wait for it.
-        stream: where its results go; None: they wait to be read.
-        cancel_wanted: somebody asked for its end.
+        stream: the stream of its results; None: they wait to be read.
+        cancel_wanted: whether its cancellation was requested.
         is_held: whether the engine was told to hold it.
-        bound: with so many untaken tokens it is held.
-        readers: who waits for its events without a stream; woken by each of them.
+        bound: at how many untaken tokens it is held.
+        readers: tasks that wait for its events without a stream; each event wakes them.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class ServedRequest:
         serial: int,
         keep: bool,
     ) -> None:
-        """A request that the engine has not yet. `keep`: its results are kept, so far."""
+        """Make a request that the engine has not accepted yet. `keep`: whether its results are
+        kept, for now.
+        """
         request = submission.request
         self.account = submission.account
         self.identity = submission.account.identity
@@ -132,25 +135,25 @@ class ServedRequest:
             registry.unkeep(self)
         if before.is_live and not state.is_live:
             self.is_held = False
-            self.labels = NO_LABELS  # what is kept of it is counted without them
+            self.labels = NO_LABELS  # its kept size is counted without them
             registry.has_ended(self)
         if state is State.GONE:
             registry.holds.stop(self)
             registry.forget(self)
         elif state is State.KEPT:
-            registry.keep(self)  # which may be too much, and then it does not stay in this state
+            registry.keep(self)  # there may be too much, and then it does not stay in this state
         self._watchers.wake()
 
     def accept(self, accepted: Accepted, arrival: float, stream: ResultStream | None) -> None:
-        """The engine took it in, at this moment of its monotonic clock; its results go to this
-        stream.
+        """Record that the engine accepted it at `arrival`, by its monotonic clock; its results go
+        to this stream.
         """
         self.log.accept(accepted, arrival)
         if self.state is State.ADMITTING:
             self._become(State.LIVE)
         if stream is not None:
             self.attach(stream, 1)
-        elif self.state is State.ENDED:  # nobody else takes anything of it
+        elif self.state is State.ENDED:  # nobody else takes its events
             self._become(State.GONE)
         if self.cancel_wanted:
             self._registry.engine.cancel(self.engine_id)
@@ -159,8 +162,8 @@ class ServedRequest:
         self.readers.wake()
 
     def abandon(self) -> None:
-        """Nobody wants it any more. Whoever attaches to it before its end gets what there is of it;
-        the same call again does not.
+        """End it, because nobody wants it any more. A stream that attaches before its end still
+        gets its events; a retry of the same call does not.
         """
         self.log.keep = False
         self.lives_by = LivesBy.STREAM
@@ -169,13 +172,13 @@ class ServedRequest:
             self._become(State.ABANDONED)
 
     def forget(self) -> None:
-        """It is no more: the engine does not have it, or the server closes."""
+        """Forget it: the engine does not have it, or the server closes."""
         if self.state is not State.GONE:
             self._become(State.GONE)
 
     def keep_no_more(self) -> None:
-        """Its results need not be kept any longer. A stream that still sends them has the request,
-        and its name, until they are delivered.
+        """Stop keeping its results. If a stream still sends them, the request and its id stay until
+        they are delivered.
         """
         if self.stream is None:
             self._become(State.GONE)
@@ -187,7 +190,7 @@ class ServedRequest:
     # What comes from the engine
 
     def push(self, output: RequestOutput, now: float) -> None:
-        """Take one step's output of one choice, and wake who waits for it. The path of every token:
+        """Add one step's output of one choice, and wake its readers. Called for every token, so
         kept short.
         """
         log = self.log
@@ -210,7 +213,7 @@ class ServedRequest:
             self._end()
 
     def _tell(self) -> None:
-        """Something of it has come: wake who waits for it."""
+        """Wake its stream and its readers, because it has new events."""
         if self.stream is not None and self.log.is_takeable:
             self.stream.mark(self)
         self.readers.wake()
@@ -218,7 +221,7 @@ class ServedRequest:
             self._end()
 
     def _break(self, now: float, error: Exception) -> None:
-        """The front end could not go on with this request: it alone ends."""
+        """End only this request, because the front end failed on it."""
         error_id = secrets.token_hex(8)
         logger.error("delivery of a request failed [error_id=%s]", error_id, exc_info=error)
         failure = RequestFailure("the request's output could not be delivered", error_id)
@@ -226,7 +229,7 @@ class ServedRequest:
         self._registry.engine.cancel(self.engine_id)
 
     def _end(self) -> None:
-        """Its terminal events are there."""
+        """Handle its terminal events."""
         if not self.state.is_live:
             return
         self._watch_hold()
@@ -236,7 +239,8 @@ class ServedRequest:
             self._registry.expect_reader(self.stream, self)
         is_calls = self.lives_by is LivesBy.CALLS and self.stream is None
         if is_calls and self.state is not State.LEASED:
-            # A failure is told to who waits, and not kept: the same call again is a new try.
+            # A failure goes to the waiting calls, and is not kept: the same call again is a new
+            # attempt.
             self.log.keep = bool(self.digest) and self.log.failure is None
         if self.log.keep:
             self._become(State.KEPT)
@@ -246,8 +250,9 @@ class ServedRequest:
             self._become(State.ENDED)
 
     def _log_failure(self, failed: Failed) -> None:
-        """Say which request failed, whose fault it was not. Why stands in the log of what failed,
-        under the same id. Those that an engine has lost which died are not told one by one.
+        """Log a failure for which the caller is not to blame. The cause is in the log of the failed
+        part, under the same error id. Requests that a dead engine has lost are not logged one by
+        one.
         """
         failure = failed.finish.failure
         if failed.error is not None or failure is None:
@@ -263,7 +268,7 @@ class ServedRequest:
             )
 
     def cancel(self) -> None:
-        """End it: its terminal event follows within one step."""
+        """Cancel it: its terminal event follows within one step."""
         self.cancel_wanted = True
         if self.log.accepted is not None:  # else `accept` does it
             self._registry.engine.cancel(self.engine_id)
@@ -271,8 +276,8 @@ class ServedRequest:
     # Streams
 
     def attach(self, stream: ResultStream, from_seq: int) -> int:
-        """Make the events from `from_seq` on go to a stream, away from where they went; returns the
-        number that it has there.
+        """Send the events from `from_seq` on to this stream instead of the present one; returns the
+        request's number there.
 
         Raises:
             ResultGoneError: they are not all there.
@@ -300,14 +305,14 @@ class ServedRequest:
             self.leave()
         if self.stream is not None:
             self._have_taken()
-            if stream.is_over:  # it was lost while the request was on its way
+            if stream.is_over:  # the stream was lost while the request was on its way
                 self.lost(stream.lease_s)
             elif log.ended:
                 self._registry.expect_reader(stream, self)
         return number
 
     def take(self, limit: int) -> list[NumberedEvent]:
-        """Its stream takes about so many bytes of what is pending, at most."""
+        """Take pending events for its stream, about `limit` bytes at most."""
         log = self.log
         events = log.take_for_stream(limit)
         if log.ended and log.delivered:
@@ -317,11 +322,11 @@ class ServedRequest:
         if self.is_held or (log.ended and credit is not None):
             self._have_taken()
         if (log.cursor < log.next_seq or credit is not None) and log.is_takeable and self.stream:
-            self.stream.mark(self)  # it goes on in the next message
+            self.stream.mark(self)  # the rest goes into the next message
         return events
 
     def lost(self, lease_s: float) -> None:
-        """Its stream is over before it was delivered. It goes on for the lease."""
+        """Handle the loss of its stream before it was delivered. It goes on for the lease."""
         self._leave()
         self.log.credit = None
         if self.state is State.ENDED:
@@ -330,32 +335,34 @@ class ServedRequest:
             if lease_s > 0:
                 self._become(State.LEASED)
                 self._registry.leases.start(self, lease_s)
-                self.readers.wake()  # one that waits is what reads it now
+                self.readers.wake()  # a waiting call now reads it
             else:
                 self._end_if_alone()
 
     def lease_over(self) -> None:
-        """Its lease ended, and no stream has attached to it."""
+        """Handle the end of its lease without a new stream."""
         if self.lives_by is LivesBy.CALLS and self.waiting:
             self._become(State.LIVE)
         else:
             self.cancel()
 
     def _end_if_alone(self) -> None:
-        """Its stream was lost without a lease, or the last call that waited for it has left."""
+        """End it if nobody is left: its stream was lost without a lease, or the last waiting call
+        has left.
+        """
         if self.lives_by is LivesBy.CALLS and self.waiting:
             return
         self.abandon()
         self.cancel()
 
     def leave(self) -> None:
-        """Its stream has no more of it: it took the last event, or its client does not read it."""
+        """Leave its stream, which has taken the last event or is not read."""
         self._leave()
         if self.state is State.ENDED:
             self._become(State.GONE)
 
     def _leave(self) -> None:
-        """Its stream does not have it any more."""
+        """Detach it from its stream."""
         if self.stream is not None:
             self.stream.remove(self)
             self.stream = None
@@ -366,7 +373,9 @@ class ServedRequest:
     # Flow control
 
     def grant(self, tokens: int, stream: ResultStream) -> None:
-        """Let so many more of its tokens be sent on this stream. Harmless if it is not there."""
+        """Allow so many more of its tokens to be sent on this stream. Harmless if it is on another
+        one.
+        """
         log = self.log
         if self.stream is stream and log.credit is not None:
             log.credit += tokens
@@ -375,7 +384,7 @@ class ServedRequest:
             self._watch_hold()
 
     def _reach_bound(self) -> None:
-        """As much of it is untaken as may be, or more."""
+        """Hold it, or end it, because its untaken output has reached the limit."""
         if self.is_held or self.log.ended or self.log.accepted is None:
             return
         if self._registry.flow.ends:
@@ -386,14 +395,14 @@ class ServedRequest:
         self._watch_hold()
 
     def _have_taken(self) -> None:
-        """Something of it was taken, where it is held or on credit; or it has another reader."""
+        """Check whether it goes on, because some of its events were taken or its reader changed."""
         if self.is_held and not self.log.ended and self.log.untaken <= self._low:
             self.is_held = False
             self._registry.engine.unhold(self.engine_id)
         self._watch_hold()
 
     def _watch_hold(self) -> None:
-        """Its wait for its stream begins anew, or is over."""
+        """Restart or stop the timer of its hold."""
         log = self.log
         if log.ended:
             waits = log.credit is not None and not log.delivered and not log.is_takeable
@@ -406,15 +415,17 @@ class ServedRequest:
             registry.holds.stop(self)
 
     def hold_over(self) -> None:
-        """Its stream took nothing of it for max_hold, or does not get such a time."""
-        self.log.credit = None  # what is there goes with its end
+        """Handle the end of its hold: its stream took nothing for max_hold, or no time is
+        allowed.
+        """
+        self.log.credit = None  # its pending events are sent with its end
         if not self.log.ended:
             self._end_unread()
         elif self.stream is not None:
             self.stream.mark(self)
 
     def _end_unread(self) -> None:
-        """Nobody reads its output: it alone ends."""
+        """End only this request, because nobody reads its output."""
         waited_s = self._registry.flow.max_hold_s if self.is_held else None
         error = OutputNotReadError(self.log.untaken, waited_s)
         self.log.flush()
@@ -426,9 +437,9 @@ class ServedRequest:
     # Reading without a stream
 
     async def read(self, from_seq: int, *, until_done: bool, wait_s: float) -> ReadResult:
-        """Its events from a number on, as many as fit one message. Where there are none, or
-        (`until_done`) it has not ended, so many seconds are waited; the answer is then what there
-        is. Nothing is consumed.
+        """Its events from a number on, as many as fit in one message. If there are none, or
+        (`until_done`) it has not ended, wait up to `wait_s` seconds, then return what there is.
+        Nothing is consumed.
 
         Raises:
             ResultGoneError: the events from `from_seq` on are not all there (any more).
@@ -439,18 +450,18 @@ class ServedRequest:
             async with asyncio.timeout(wait_s):
                 while not (log.ended or (not until_done and log.has(from_seq)) or wait_s == 0):
                     if until_done and self.is_held and self.stream is None:
-                        # It waits for a reader, which is this one. What is read is kept.
+                        # It waits for a reader, which is this one. Events that were read are kept.
                         log.take_from(log.next_seq)
                         self._read_to(log.next_seq)
                     await self.readers.wait()
-        log.check_from(from_seq)  # it may have been let go meanwhile
+        log.check_from(from_seq)  # it may have been dropped meanwhile
         events = at_most(log.take_from(from_seq), MAX_BATCH_BYTES)
         next_seq = events[-1].seq + 1 if events else from_seq
         self._read_to(next_seq)
         return ReadResult(events, next_seq, log.ended and next_seq == log.next_seq)
 
     def _read_to(self, seq: int) -> None:
-        """A reader has all before this event: where there is no stream, that counts."""
+        """Note that a reader has all events before this one; counts if there is no stream."""
         if self.stream is None and self.log.cursor < seq:
             self.log.move_to(seq)
             self._have_taken()
@@ -459,7 +470,7 @@ class ServedRequest:
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
-        """While a call waits for it.
+        """A block in which a call waits for it.
 
         Raises:
             TooManyWaitError: as many do as may.
@@ -473,12 +484,12 @@ class ServedRequest:
             self.left()
 
     def left(self) -> None:
-        """A call that waited for it does not any more."""
+        """Note that a call no longer waits for it."""
         self.waiting -= 1
         if self.waiting:
             return
         if self.state is State.ENDED:
-            self.log.keep_all(False)  # its stream has what it has not taken
+            self.log.keep_all(False)  # its stream still has events to take
         elif self.lives_by is LivesBy.CALLS and self.stream is None:
             if self.state is State.ADMITTING:
                 self._registry.stop_admitting(self)
@@ -486,11 +497,11 @@ class ServedRequest:
                 self._end_if_alone()
 
     async def whole(self) -> list[NumberedEvent]:
-        """Wait for its end; returns all of its events. Only for one that was accepted.
+        """Wait for its end and return all of its events. Only for an accepted request.
 
         Raises:
             RequestFailedError: it failed.
-            ResultGoneError: they are not all there any more.
+            ResultGoneError: some of its events are no longer kept.
             EngineUnavailableError: the server closes.
         """
         log = self.log

@@ -1,5 +1,5 @@
-"""Why results cannot be had, beside the engine's own errors. `service.status_table` maps these
-classes to gRPC codes.
+"""Errors about results, in addition to the engine's own. `service.status_table` maps these classes
+to gRPC codes.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from engine.outputs import RequestFailure
 from service.bounds import LimitReachedError
 
 _RETRY_S = 1.0
-"""When to try again where a request's end is waited for: it is not known when that comes."""
+"""The retry delay when a request's end must be waited for, which may come at any time."""
 
 
 class OtherContentError(DuplicateRequestError):
-    """The name belongs to a request that this call has not started: it said something else, or was
-    another kind of call.
-    """
+    """The id belongs to a request of another call: its content or its kind differs."""
 
     def __init__(self, request_id: str) -> None:
         HeadraceError.__init__(
@@ -28,7 +26,7 @@ class OtherContentError(DuplicateRequestError):
 
 
 class TooManyWaitError(LimitReachedError):
-    """As many calls wait for a request as may."""
+    """Too many calls wait for a request."""
 
     def __init__(self, request_id: str, limit: int) -> None:
         super().__init__(
@@ -43,7 +41,7 @@ class TooManyWaitError(LimitReachedError):
 
 
 class ResultGoneError(HeadraceError):
-    """An event was asked for that is no longer kept, or that does not exist yet."""
+    """The requested event is no longer kept, or does not exist yet."""
 
     def __init__(self, request_id: str, wanted: int, earliest: int, following: int) -> None:
         super().__init__(
@@ -56,7 +54,7 @@ class ResultGoneError(HeadraceError):
 
 
 class ResultsNotReadError(HeadraceError):
-    """A stream's client read nothing for so long that the results were forgotten."""
+    """A stream's client read nothing for so long that the results were dropped."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -66,8 +64,8 @@ class ResultsNotReadError(HeadraceError):
 
 
 class OutputNotReadError(HeadraceError):
-    """A request's output was not read, so it was ended. `max_hold_s`: how long that was waited
-    for; None: the policy is to end it at once.
+    """A request was ended because its output was not read. `max_hold_s`: how long it was held
+    before; None: the policy is to end it at once.
     """
 
     def __init__(self, unread_tokens: int, max_hold_s: float | None) -> None:
@@ -81,7 +79,7 @@ class OutputNotReadError(HeadraceError):
 
 
 class RequestMovedError(HeadraceError):
-    """The request's results continue on another stream, which attached to it."""
+    """The request's results continue on another stream that attached to it."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""A stream of results: what one RPC receives of the requests that are attached to it.
+"""A stream of results: everything that one RPC sends for the requests attached to it.
 
     request ──mark──▶ dirty requests ──take──▶ Batch ──▶ the RPC's writer (one message)
     answers ──reply─▶ replies ─────────────────┘
@@ -9,14 +9,13 @@ session (StreamResult) adds requests and answers; GenerateStream has one request
 stream is a mailbox: requests put themselves into it, and decide what is taken.
 
 How a stream ends:
-- `finished`: the client said that nothing follows (or the server drains), and all requests are
-  delivered.
-- `given_up`: its client reads nothing for minutes while ended requests wait for it. They are
-  forgotten, so that they do not fill the server; the RPC ends with an error once it can write.
-- refused: its client may not go on (`refuse`). The RPC ends with that, behind the answers.
-- lost: the RPC ended before that. Its requests go on for the lease, or are cancelled. Whether a
-  half-close was one or the first sign of a lost connection cannot be told when it is seen; it is
-  concluded only by a normal end.
+- `finished`: the client has half-closed (or the server drains), and all requests are delivered.
+- `given_up`: its client reads nothing for minutes while ended requests wait for it. These are
+  dropped, so that they do not fill the server; the RPC ends with an error once it can write.
+- refused: its client may not go on (`refuse`). The RPC ends with that error, after the answers.
+- lost: the RPC ended before that. Its requests go on for the lease, or are cancelled. A half-close
+  cannot be told from a lost connection when it is seen; only a normal end of the RPC shows that it
+  was one.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ if TYPE_CHECKING:
     from service.load import LoadReport
 
 MAX_BATCH_BYTES = 2 << 20
-"""A message that is about this large is sent; the rest goes into the next one."""
+"""About the largest message; the rest goes into the next one."""
 MAX_REPLIES = 512
-"""With this many answers unread, no further command is read."""
+"""With this many unread answers, no further command is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What goes into one message. `events`: with their requests' numbers on the session; `size`:
+    """The content of one message. `events`: with their requests' numbers on the session; `size`:
     about how many bytes they take.
     """
 
@@ -52,30 +51,31 @@ class Batch:
 
 
 class ResultStream:
-    """The requests and answers of one RPC. `Registry.open_stream` makes it.
+    """The requests and answers of one RPC. Made by `Registry.open_stream`.
 
     Attributes:
-        lease_s: how long its requests go on after it was lost.
-        closing: nothing more is to come from the client, or from the server because it drains.
-        busy: commands that are being carried out; the stream is not finished before they are.
-        requests: those that are attached and not fully delivered, with their numbers: 1, 2, 3 and
-            so on in a session, 0 in other streams.
-        ended_at: when which of them have ended; monotonic seconds.
-        last_taken: when something was taken last.
-        moved: the last request that another stream took over.
-        is_session: whether it takes commands; else it has one request.
+        lease_s: how long its requests go on after it is lost.
+        closing: whether nothing new is to come, because the client has half-closed or the server
+            drains.
+        busy: how many commands are being carried out; the stream is not finished before they are.
+        requests: the requests that are attached and not fully delivered, with their numbers: 1, 2,
+            3, … in a session, 0 in other streams.
+        ended_at: when those of them that have ended did so, in monotonic seconds.
+        last_taken: when something was last taken.
+        moved: the last request that another stream has taken over.
+        is_session: whether it accepts commands; otherwise it has one request.
         initial_credit: how many tokens of each of its requests may be sent before more are granted;
-            None: there are no credits.
-        load: the engine's load, as far as the client is to be told it; None: it is not.
-        has_room: set while answers are being read: a client that only writes is not listened to for
-            ever.
-        given_up: whether ended requests were let go, because the client read nothing for minutes.
+            None: credit is not used.
+        load: reports of the engine's load for the client; None: it did not ask for them.
+        has_room: set while answers are being read, so that a client that only writes is not read
+            from for ever.
+        given_up: whether ended requests were dropped because the client read nothing for minutes.
         is_over: whether the RPC has ended.
     """
 
     def __init__(self, on_taken: Callable[[int], None], *, is_session: bool = False) -> None:
-        """A stream: of a session, or of an RPC that has one request and takes no commands.
-        `on_taken` is told of about how many bytes of memory were taken.
+        """Make a stream for a session, or for an RPC with one request and no commands. `on_taken`
+        is called with about how many bytes of memory were taken.
         """
         self._on_taken = on_taken
         self._dirty: dict[ServedRequest, None] = {}
@@ -84,7 +84,7 @@ class ResultStream:
         self.has_room = asyncio.Event()
         self.has_room.set()
         self._refusal: BaseException | None = None
-        self._has_last_word = False  # what came before the refusal was received
+        self._has_last_word = False  # everything before the refusal was received
         self.is_over = False
         self.last_taken = 0.0
         self.ended_at: dict[ServedRequest, float] = {}
@@ -102,25 +102,25 @@ class ResultStream:
     # The requests' and the reader's side
 
     def mark(self, request: ServedRequest) -> None:
-        """One of its requests has something to take."""
+        """Note that one of its requests has something to take."""
         if not self._dirty:  # else the writer is awake
             self._wake.set()
         self._dirty[request] = None
 
     def add(self, request: ServedRequest) -> None:
-        """It has one more request, which gets a number."""
+        """Add a request, which gets a number."""
         if self.is_session:
             self._numbers += 1
         self.requests[request] = self._numbers
 
     def remove(self, request: ServedRequest) -> None:
-        """It does not have a request any more."""
+        """Remove a request."""
         self.requests.pop(request, None)
         self.ended_at.pop(request, None)
         self._dirty.pop(request, None)
 
     def moved_away(self, request: ServedRequest) -> None:
-        """A request that it had goes to another stream from now on."""
+        """Remove a request that now goes to another stream."""
         self.moved = request
         if self.is_session:
             self.reply(Detached(request.request_id, self.requests[request]))
@@ -135,35 +135,35 @@ class ResultStream:
 
     @property
     def unread_replies(self) -> int:
-        """Answers that were not taken yet."""
+        """How many answers were not taken yet."""
         return len(self._replies)
 
     def close(self) -> None:
-        """Nothing more is to come: end once everything is delivered."""
+        """Accept nothing new, and end once everything is delivered."""
         self.closing = True
         self._wake.set()
 
     def nudge(self) -> None:
-        """Let the writer look again whether the stream is finished."""
+        """Let the writer check again whether the stream is finished."""
         self._wake.set()
 
     def refuse(self, error: BaseException) -> None:
-        """Its client may not go on: the RPC ends with this error, behind the answers that are
-        there; not where it was about to end anyway.
+        """End the RPC with this error, after the present answers, because its client may not go on;
+        no effect if it is about to end anyway.
         """
         if not self.closing:
             self._refusal = error
         self._wake.set()
 
     def give_up(self) -> None:
-        """Its client reads nothing: those of its requests that have ended were let go."""
+        """Note that its ended requests were dropped, because its client reads nothing."""
         self.given_up = True
         self._wake.set()
 
     # The writer's side
 
     def take(self) -> Batch | None:
-        """Take what is pending; None: nothing is."""
+        """Take everything that is pending; None: there is nothing."""
         self._wake.clear()
         if not self._dirty and not self._replies:
             return None
@@ -189,15 +189,15 @@ class ResultStream:
 
     @property
     def finished(self) -> bool:
-        """Whether the RPC ends now: nothing is left and nothing is to come."""
+        """Whether the RPC ends now: everything is delivered and nothing new is to come."""
         return self.closing and not (self.busy or self.requests or self._dirty or self._replies)
 
     async def receive(self) -> Batch | None:
-        """Wait for what goes into the next message; None: the RPC ends as it should.
+        """Wait for the content of the next message; None: the RPC ends normally.
 
         Raises:
-            ResultsNotReadError: results were forgotten, because nobody read them.
-            HeadraceError: what `refuse` was given; the answers before it were received.
+            ResultsNotReadError: results were dropped because nobody read them.
+            HeadraceError: the error given to `refuse`; the answers before it were received.
         """
         while True:
             if self.given_up:
@@ -214,7 +214,8 @@ class ResultStream:
                 await self._wake.wait()
 
     def check_end(self, request: ServedRequest) -> None:
-        """Called by the writer of a single request's stream, once nothing is left of it.
+        """Check how a stream of a single request ends; called by its writer when nothing is left to
+        send.
 
         Raises:
             RequestMovedError: its results go to another stream.

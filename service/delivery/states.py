@@ -1,5 +1,5 @@
-"""The states of a request in the front end, and what leads from one to the next: the one table.
-`request.ServedRequest` alone changes them, and docs/sessions.md shows them.
+"""The states of a request in the front end, and one table of the transitions between them. Only
+`request.ServedRequest` changes states; docs/sessions.md shows them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 
 class State(enum.Enum):
-    """Where a request is between its start and the moment when its name is free again. The value
-    says what is true in it.
+    """The states of a request from its start until its id is free again. The value describes the
+    state.
     """
 
     ADMITTING = "the engine has not yet answered whether it accepts the request"
@@ -23,7 +23,7 @@ class State(enum.Enum):
 
     @property
     def is_live(self) -> bool:
-        """Whether the request has not ended: the engine may have it."""
+        """Whether the request has not ended, so that the engine may have it."""
         return self in _LIVE
 
 
@@ -64,4 +64,4 @@ TRANSITIONS: Mapping[State, Mapping[State, str]] = {
     },
     State.GONE: {},
 }
-"""From each state: to which others a request goes, and when."""
+"""For each state, the next ones, and when a request goes there."""

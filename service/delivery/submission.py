@@ -17,7 +17,7 @@ NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 class LivesBy(enum.Enum):
-    """What a request needs, so that it is not cancelled before its end."""
+    """What a request needs in order not to be cancelled before its end."""
 
     STREAM = "the stream that receives its results, or that stream's lease"
     CALLS = "a call that waits for its whole result (Generate), or a stream that attached to it"
@@ -29,17 +29,17 @@ class Submission:
     """A checked request, ready for the engine.
 
     Attributes:
-        account, request_id: for whom it counts and whose it is, and its name there.
-        request: what the engine gets, under a name that `Registry.new_name` made.
-        reserved_tokens: its prompt and the longest output of all its choices.
+        account, request_id: whom it is charged to and who owns it, and its id there.
+        request: the request for the engine, with a name from `Registry.new_name`.
+        reserved_tokens: the tokens of its prompt and of the longest output of each choice.
         footprint: about how many bytes it holds.
         options: how its results are delivered.
-        texts: of each choice, where its text is made; None: none is wanted.
-        stop_strings, include_stop: as asked for.
-        lives_by: what keeps it from being cancelled.
+        texts: makes the text of each choice; None: no text is wanted.
+        stop_strings, include_stop: as requested.
+        lives_by: what it needs in order not to be cancelled.
         labels: as the caller gave them.
-        digest: of what its call has said; the same call again gets the same request. Empty: it is
-            not to be had again.
+        digest: the hash of its call's content; the same call again gets the same request. Empty: it
+            cannot be retried.
     """
 
     account: Account

@@ -1,4 +1,5 @@
-"""All timers of delivery. Each is of one kind of wait, and an owner has at most one of a kind.
+"""All timers of delivery. Each handles one kind of wait; an owner has at most one wait of each
+kind.
 
 | kind | of | runs while | then |
 |---|---|---|---|
@@ -18,21 +19,21 @@ Owner = TypeVar("Owner", bound=Hashable)
 
 
 class Timer(Generic[Owner]):
-    """One kind of wait, of many owners. Of one event loop."""
+    """One kind of wait, for many owners, on one event loop."""
 
     def __init__(self, then: Callable[[Owner], None]) -> None:
-        """`then`: what is done with an owner whose time is over."""
+        """`then`: called with an owner whose time is over."""
         self._then = then
         self._handles: dict[Owner, asyncio.TimerHandle] = {}
 
     def start(self, owner: Owner, delay_s: float) -> None:
-        """Wait, from now on; a wait that is under way is over."""
+        """Start an owner's wait now, or restart it."""
         self.stop(owner)
         loop = asyncio.get_running_loop()
         self._handles[owner] = loop.call_later(delay_s, self._fire, owner)
 
     def stop(self, owner: Owner) -> None:
-        """Do not wait any more. Harmless if nothing is waited for."""
+        """Stop an owner's wait. Harmless if there is none."""
         handle = self._handles.pop(owner, None)
         if handle is not None:
             handle.cancel()

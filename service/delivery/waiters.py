@@ -1,5 +1,5 @@
-"""Tasks that wait for something of a request: a list of futures, so that whoever wakes them sees at
-no cost that there are none.
+"""Tasks that wait for an event of a request: a list of futures, so that checking for waiters costs
+nothing if there are none.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import asyncio
 
 
 class Waiters(list["asyncio.Future[None]"]):
-    """Who waits. Of one event loop."""
+    """The waiting tasks, on one event loop."""
 
     async def wait(self) -> None:
         """Wait until `wake` is called."""
@@ -21,7 +21,7 @@ class Waiters(list["asyncio.Future[None]"]):
                 self.remove(future)
 
     def wake(self) -> None:
-        """Let all go on that wait now."""
+        """Wake all tasks that wait now."""
         for future in self:
             if not future.done():
                 future.set_result(None)

@@ -1,8 +1,8 @@
-"""How what is said looks: for people ("console"), or as one JSON object a line.
+"""The formats of the output: for people ("console"), or as one JSON object per line.
 
-Nothing that somebody sent can look like a line of its own, steer a terminal, or be longer than the
-bounds of `engine.logs.records`. What gRPC and asyncio log about a call may hold what the caller
-sent, tokens too: of theirs only the fact is kept, and where it happened.
+Text from callers cannot look like a separate line, control a terminal, or exceed the limits of
+`engine.logs.records`. Records of gRPC and asyncio about a call may contain data that the caller
+sent, even tokens; of these, only the kind of event and its place are logged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol
 from engine.logs.records import MAX_MESSAGE, MAX_TRACEBACK, cut
 
 _TELL_VALUES = ("grpc", "asyncio")
-"""Loggers whose records, their exceptions too, hold values of calls."""
+"""Loggers whose records and exceptions may contain values of calls."""
 _DIRECTIVE = re.compile(r"%[-#0 +]*\d*(?:\.\d+)?[a-zA-Z]")
 _TOKEN = re.compile(r"(?i)\b(bearer)(?:\s|%20|\\x20)+(?!<token>)[^\s'\",]+")
 
@@ -33,10 +33,10 @@ class Form(Protocol):
     """Makes lines."""
 
     def said(self, text: str) -> str:
-        """Of what the server says by itself; it may have several lines."""
+        """Format text of the server itself; it may have several lines."""
 
     def record(self, record: logging.LogRecord, skipped: int) -> str:
-        """Of a log record.
+        """Format a log record.
 
         Args:
             record: the record.
@@ -50,11 +50,11 @@ class Console:
     """
 
     def said(self, text: str) -> str:
-        """Of what the server says by itself."""
+        """Format text of the server itself."""
         return "\n".join(line.translate(_STEERS) for line in text.split("\n"))
 
     def record(self, record: logging.LogRecord, skipped: int) -> str:
-        """Of a log record."""
+        """Format a log record."""
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         milliseconds = int(record.created % 1 * 1000)
         process = _process(record)
@@ -70,11 +70,11 @@ class Json:
     """One object a line: time (UTC), level, process, logger, message, traceback if there is one."""
 
     def said(self, text: str) -> str:
-        """Of what the server says by itself."""
+        """Format text of the server itself."""
         return _object(time.time(), "info", "server", "headrace-server", text)
 
     def record(self, record: logging.LogRecord, skipped: int) -> str:
-        """Of a log record."""
+        """Format a log record."""
         return _object(
             record.created,
             record.levelname.lower(),
@@ -86,7 +86,7 @@ class Json:
 
 
 def form(name: str) -> Form:
-    """The format of that name, one of LOG_FORMATS."""
+    """The format with this name, one of LOG_FORMATS."""
     return Json() if name == "json" else Console()
 
 
@@ -101,7 +101,7 @@ def _object(at: float, level: str, process: str, logger: str, message: str, trac
     }
     if trace:
         fields["traceback"] = trace
-    return json.dumps(fields)  # in ASCII: nothing steers, nothing breaks a line
+    return json.dumps(fields)  # in ASCII: no control characters, no line breaks
 
 
 def _process(record: logging.LogRecord) -> str:
@@ -131,7 +131,7 @@ def _tells_values(record: logging.LogRecord) -> bool:
 
 
 def _fact(record: logging.LogRecord) -> str:
-    """A message without what was put in it: in arguments, or, as asyncio does, behind the first
+    """A message without the values in it, which are arguments or, with asyncio, follow the first
     line, a colon or a bracket.
     """
     if record.args:
@@ -140,5 +140,5 @@ def _fact(record: logging.LogRecord) -> str:
 
 
 def _hide(text: str) -> str:
-    """A last line of defence, for what calls itself a bearer token."""
+    """A last line of defence: hide anything that looks like a bearer token."""
     return _TOKEN.sub(r"\1 …", text)

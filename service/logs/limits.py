@@ -1,8 +1,8 @@
-"""Bounds on how often a line is logged: whoever can cause one must not be able to fill a disk, nor
-to drive the other lines out.
+"""Limits how often a line is logged: clients that can cause a line must not be able to fill a disk,
+or to crowd out other lines.
 
-Each place in the code that logs may say BURST lines at once and then one a second; the next one
-tells how many were left out. Debugging is exempt: whoever asks for it wants everything.
+Each place in the code that logs may log BURST lines at once and then one a second; the next line
+tells how many were left out. The debug level is exempt, because its users want everything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_PLACES = 4096
 
 @dataclass(slots=True)
 class _Place:
-    """What a place in the code may still say; `left` counts lines and grows with time."""
+    """How much a place in the code may still log; `left` counts lines and grows with time."""
 
     left: float
     as_of: float
@@ -35,8 +35,8 @@ class Limits:
         self._places: dict[tuple[str | None, str, int], _Place] = {}
 
     def admit(self, record: logging.LogRecord) -> int | None:
-        """Whether a record may be logged: None if not, else how many of its place were left out
-        since the last one that was.
+        """Check whether a record may be logged. None: no; otherwise how many from the same place
+        were left out since the last one.
         """
         if record.levelno < logging.INFO:
             return 0

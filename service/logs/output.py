@@ -1,4 +1,4 @@
-"""Takes over what the process says, until its end."""
+"""Redirects all output of the process until its end."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from service.logs.limits import Limits
 
 _STDERR = 2
 _FLUSH_S = 1.0
-"""How long the end of the process waits for stderr to take what is left."""
+"""How long the process waits at its end for stderr to accept the remaining output."""
 _LAST_WORDS_S = 0.2
 
 
 class Output:
-    """What the process says: `say` and, from `__enter__` to `__exit__`, the root logger, sys.stderr
-    and the file descriptor 2. Nothing of it raises, or waits.
+    """The output of the process: `say` and, from `__enter__` to `__exit__`, the root logger,
+    sys.stderr and file descriptor 2. None of it raises or waits.
     """
 
     def __init__(self, log_format: str, level: str) -> None:
@@ -34,7 +34,7 @@ class Output:
         """
         self._form = form(log_format)
         self._level = level.upper()
-        # What stands at 2 is exchanged below: whatever wants to reach stderr itself goes here.
+        # File descriptor 2 is replaced below; this one reaches stderr itself.
         self._stderr = os.dup(_STDERR)
         self._queue = LogQueue(
             self._stderr, lambda count: self._form.record(records.dropped(count), 0)
@@ -42,7 +42,9 @@ class Output:
         self._undo = ExitStack()
 
     def say(self, text: str) -> None:
-        """Say something to whoever started the process: a line, or several that belong together."""
+        """Print something for the user who started the process: one or several lines that belong
+        together.
+        """
         self._queue.put(self._form.said(text))
 
     def __enter__(self) -> Output:
@@ -67,13 +69,13 @@ class Output:
         self.close()
 
     def close(self) -> None:
-        """End, within about a second. What is said later is written if the process lives on."""
+        """Finish within about a second. Later output is still written if the process lives on."""
         self._undo.close()
         self._queue.flush(_FLUSH_S)
 
     def _capture(self) -> None:
-        """Put a pipe of our own in the place of stderr, which native code writes to. It never waits
-        there, and what it says is bounded like everything else.
+        """Replace stderr, to which native code writes, by our own pipe. Native code then never
+        waits, and its output is limited like all other.
         """
         reading, writing = open_pipe()
         os.dup2(writing, _STDERR)
@@ -85,8 +87,9 @@ class Output:
             reader.join(_LAST_WORDS_S)
 
         self._undo.callback(restore)
-        # Nobody would read the pipe after a crash. This way of its own into the file does not wait
-        # either; sockets, and files of other users, have none.
+        # Nobody would read the pipe after a crash, so crash output goes to the file directly,
+        # through a separate descriptor that does not block either; sockets, and files of other
+        # users, have none.
         with suppress(OSError):
             if faulthandler.is_enabled():  # somebody wants it elsewhere
                 return
@@ -98,7 +101,7 @@ class Output:
 
 
 class _Handler(logging.Handler):
-    """Puts log records in the queue, as far as they may be."""
+    """Puts log records in the queue, within the limits."""
 
     def __init__(self, queue: LogQueue, used: Form) -> None:
         super().__init__()
@@ -117,14 +120,14 @@ class _Handler(logging.Handler):
 
 
 def _log_foreign(line: str) -> None:
-    """Log what was written past logging."""
+    """Log a line that did not come through logging."""
     record = records.foreign(line, "MainProcess")
     logging.getLogger(record.name).handle(record)
 
 
 def open_standard_files() -> None:
-    """Open those of the files 0, 1 and 2 that the process was started without: the next file that
-    is opened would be taken for one of them, a caller's connection for stderr.
+    """Open those of the files 0, 1 and 2 that are closed at the start of the process: otherwise the
+    next opened file, such as a caller's connection, would be used as stderr.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(fd, True)

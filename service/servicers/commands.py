@@ -1,18 +1,17 @@
-"""The commands of a session: read one after the other, carried out, answered in-band.
+"""The commands of a session: they are read one after another, carried out, and answered in-band.
 
     commands ──▶ open, cancel, credit: at once ───────────────────▶ answers
              └─▶ add, attach: a task each, which may wait ────────▶ answers
 
-A refused command is answered by a CommandRejection and disturbs nothing else, but for one that the
-session's caller may not give any more: a session may be open for days, and the token that opened it
-be taken away meanwhile. So the permit is checked with each command, and where it holds no longer
-the session ends with that status, behind the rejection. An add may wait for
-long: its prompt is tokenized, its form compiled. Commands of other requests do not wait for it; a
-command of the same request does, whatever it is, so that a cancel that follows an add finds the
-request. What need not wait is begun in the order of the commands.
+A refused command is answered by a CommandRejection and affects nothing else, with one exception: a
+    session may be open for days, and its caller's permission may be revoked meanwhile. So the
+    permit is checked with each command, and if it is no longer valid, the session ends with that
+    status, after the rejection. An add may take long: its prompt is tokenized and its grammar
+    compiled. Commands for other requests do not wait for it; all commands for the same request do,
+    so that a cancel after an add finds the request. Commands that need not wait start in order.
 
-The reader waits while answers pile up unread, so that a client that only writes is not listened to
-for ever, and while MAX_WAITING commands wait, or MAX_WAITING_BYTES of them.
+The reader waits while too many answers are unread, so that a client that only writes is not read
+from for ever, and while MAX_WAITING commands, or MAX_WAITING_BYTES of them, are in progress.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from service.state import NO_NEW_WORK, ServerState, current_front
 Command = generation_service_pb2.StreamResultRequest
 
 MAX_WAITING = 64
-"""With so many commands of a session begun and not answered, no further one is read."""
+"""With this many unanswered commands of a session, no further one is read."""
 MAX_WAITING_BYTES = 4 << 20
-"""Nor with so many bytes of them: a few of the largest."""
+"""The same limit in bytes: a few of the largest commands."""
 
 
 async def read_commands(
     commands: Any, state: ServerState, permit: Permit, stream: ResultStream
 ) -> None:
-    """Read a session's commands, and carry them out; see `CommandReader.run`. `permit`: of who
-    opened it.
+    """Read a session's commands, and carry them out; see `CommandReader.run`. `permit`: that of the
+    caller who opened it.
     """
     await CommandReader(state, permit, stream).run(commands)
 
@@ -59,16 +58,16 @@ class CommandReader:
         self._identity = permit.caller.identity
         self._stream = stream
         self._first = True
-        self._waiting: dict[asyncio.Task[None], int] = {}  # with their commands' bytes
+        self._waiting: dict[asyncio.Task[None], int] = {}  # with the bytes of their commands
         self._waiting_bytes = 0
-        self._last_of: dict[str, asyncio.Task[None]] = {}  # by request: the last one that waits
+        self._last_of: dict[str, asyncio.Task[None]] = {}  # by request: the last waiting one
 
     async def run(self, commands: Any) -> None:
-        """Read until the client half-closes (or the connection is lost, which looks the same
-        here), and until what was read is carried out.
+        """Read until the client half-closes (or the connection is lost, which looks the same here),
+        and until all commands are carried out.
 
         Raises:
-            UnauthenticatedError, PermissionDeniedError: the caller may not do this any more.
+            UnauthenticatedError, PermissionDeniedError: the caller no longer has permission.
             MalformedMessageError, MessageTooLargeError: a command could not be read.
         """
         stream, waiting = self._stream, self._waiting
@@ -77,7 +76,7 @@ class CommandReader:
                 command, draft = await parsed(received), None
                 try:
                     self._permit.check()
-                    self._state.incoming.check(command)  # what waits is bounded in its parts too
+                    self._state.incoming.check(command)  # limits the parts of waiting commands
                     if command.HasField("add"):
                         draft = self._front.converter.draft(command.add, "add.spec")
                 except (UnauthenticatedError, PermissionDeniedError) as error:
@@ -88,7 +87,7 @@ class CommandReader:
                 else:
                     self._begin(command, draft)
                 self._first = False
-                del received, command, draft  # not to be kept until the next one comes
+                del received, command, draft  # not kept until the next one comes
                 while len(waiting) >= MAX_WAITING or self._waiting_bytes >= MAX_WAITING_BYTES:
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 await stream.has_room.wait()
@@ -100,7 +99,7 @@ class CommandReader:
                 task.cancel()
 
     def _begin(self, command: Command, draft: Draft | None) -> None:
-        """Carry out a command, at once where it need not wait."""
+        """Carry out a command, at once if it need not wait."""
         request_id = _request_id(command)
         before = self._last_of.get(request_id) if request_id else None
         if before is None and command.WhichOneof("command") not in ("add", "attach"):
@@ -127,7 +126,7 @@ class CommandReader:
     async def _carry_out(
         self, command: Command, draft: Draft | None, before: asyncio.Task[None] | None
     ) -> None:
-        """Carry out a command, once the one before it of the same request was."""
+        """Carry out a command after the previous one for the same request."""
         if before is not None:
             await asyncio.wait([before])
         try:

@@ -1,5 +1,5 @@
-"""ControlService: what operators see and steer. Served in every phase; what needs the engine is
-refused by `service.operator_control` while there is none.
+"""ControlService: what operators see and control. Served in every phase; without an engine,
+`service.operator_control` refuses the operations that need it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
     """Answers ControlService."""
 
     def __init__(self, control: Control, watches: Places) -> None:
-        """`watches`: the places that open WatchStatistics take."""
+        """`watches`: the places for open WatchStatistics calls."""
         self._control = control
         self._watches = watches
 
@@ -44,8 +44,8 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
     async def WatchStatistics(
         self, request: pb.WatchStatisticsRequest, context: Any
     ) -> AsyncIterator[pb.WatchStatisticsResponse]:
-        """The figures, every interval, until the server stops or the caller may not see them any
-        more.
+        """Send the statistics at every interval, until the server stops or the caller loses the
+        permission.
         """
         permit = current_permit.get()
         interval_s = convert.interval_of(request)
@@ -69,7 +69,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
     async def ListRequests(
         self, request: pb.ListRequestsRequest, context: Any
     ) -> pb.ListRequestsResponse:
-        """Live requests, in pages."""
+        """List live requests, in pages."""
         size, behind = convert.page_of(request)
         live = self._control.registry.live_requests(request.identity or None)
         later = (one for one in live if one.serial > behind)
@@ -98,7 +98,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         )
 
     async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
-        """Stop the engine between two steps."""
+        """Pause the engine between two steps."""
         pause, was_paused = await self._control.pause(convert.check_reason(request.reason))
         return pb.PauseResponse(pause=convert.pause_message(pause), was_paused=was_paused)
 
@@ -107,7 +107,7 @@ class ControlServicer(control_service_pb2_grpc.ControlServiceServicer):
         return pb.ResumeResponse(was_paused=await self._control.resume())
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
-        """Begin to end the process."""
+        """Start to drain the server."""
         timeout_s = convert.drain_timeout_of(request)
         drain, was_draining = self._control.drain(timeout_s, convert.check_reason(request.reason))
         return pb.DrainResponse(

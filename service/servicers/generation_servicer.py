@@ -1,10 +1,10 @@
 """GenerationService: requests and their results.
 
-Every RPC that starts a request goes the same way: its spec is drafted, then `start_request`. They
-differ in where the results go: to a session, to this RPC's own stream, or nowhere: AddRequest's are
-read later, and Generate waits for the end. These two may be retried (`called_request`). The writers
-of streams take and yield; they are async generators, never `context.write`, because the tracing
-interceptor breaks that.
+All RPCs start a request in the same way: its spec is drafted, then passed to `start_request`. They
+    differ in where the results go: to a session, to the RPC's own stream, or to no stream (those of
+    AddRequest are read later, and Generate waits for the end). AddRequest and Generate may be
+    retried (`called_request`). Streaming methods are async generators that take batches and yield
+    messages; they never use `context.write`, which the tracing interceptor breaks.
 
 A stream tells delivery that it is over in two ways, whichever comes first: the generator's
 `finally`, and the RPC's done callback. The second is needed because a generator that is suspended
@@ -35,14 +35,14 @@ from service.state import FrontEnd, ServerState, current_front
 MAX_CANCEL_IDS = 1024
 MAX_WAIT_S = 60.0
 MOST_OVERESTIMATED = 4
-"""How many times larger than it is an answer may be taken for (`events.detail_bytes`)."""
+"""The factor by which an answer's size may be overestimated (`events.detail_bytes`)."""
 
 
 class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     """Answers GenerationService."""
 
     def __init__(self, state: ServerState, sessions: Places) -> None:
-        """`sessions`: the places that sessions take."""
+        """`sessions`: the places for sessions."""
         self._state = state
         self._sessions = sessions
 
@@ -92,7 +92,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                     permit.account, batch.size, partial(_streamed, front, batch, instance_id)
                 )
                 instance_id = ""
-                del batch  # its texts are not held while the next one is awaited
+                del batch  # its texts are not kept while the next one is awaited
             registry.complete(stream)
             stream.check_end(started)
         finally:
@@ -101,7 +101,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     async def StreamResult(
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[generation_service_pb2.StreamResultResponse]:
-        """A session: the reader carries out commands, and this writer sends what they bring."""
+        """A session: the reader carries out commands, and this method sends the results."""
         front, permit = current_front.get(), current_permit.get()
         self._sessions.take(context, permit.account)
         registry = front.registry
@@ -170,7 +170,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
 
 
 def _check_read(request: generation_service_pb2.GetResultRequest) -> float:
-    """Check what GetResult was given; returns for how many seconds it waits."""
+    """Check a GetResult request; returns how many seconds it waits at most."""
     wait_s = seconds(request.wait, "wait")
     check_request_id(request.request_id)
     if wait_s > MAX_WAIT_S:
@@ -187,7 +187,9 @@ def _streamed(
 
 
 def _reader_ended(stream: ResultStream, reader: asyncio.Task[None]) -> None:
-    """The reader ends by itself at the half-close alone; with an error the session ends too."""
+    """End the session if its reader ended with an error; without one, it ended at the
+    half-close.
+    """
     if reader.cancelled():
         stream.refuse(asyncio.CancelledError())
     elif (error := reader.exception()) is not None:

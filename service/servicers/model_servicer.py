@@ -16,11 +16,10 @@ from service.delivery.events import detail_bytes
 from service.state import FrontEnd, current_front
 
 MIN_MOST_TOKENS = 1 << 17
-"""So many token ids may be turned into text in one call, or as many as the model's context has if
-that is more.
+"""The most token ids that one call may convert to text; or the model's context, if that is more.
 """
 MIN_MOST_DETAILS = 1 << 14
-"""Likewise, of tokens that are described: one takes some 200 bytes."""
+"""The same for tokens with details; one takes about 200 bytes."""
 
 
 class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
@@ -35,7 +34,7 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
     async def Tokenize(
         self, request: model_service_pb2.TokenizeRequest, context: Any
     ) -> model_service_pb2.TokenizeResponse:
-        """Text or a conversation as token ids."""
+        """Convert text or a conversation to token ids."""
         front, account = current_front.get(), current_permit.get().account
         ids = await _encode(front, account, request)
         if not request.token_details:
@@ -57,7 +56,7 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
     async def Detokenize(
         self, request: model_service_pb2.DetokenizeRequest, context: Any
     ) -> model_service_pb2.DetokenizeResponse:
-        """Token ids as text."""
+        """Convert token ids to text."""
         front, account = current_front.get(), current_permit.get().account
         encoder = _encoder(front)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True

@@ -1,4 +1,4 @@
-"""From a caller's draft to a request that runs: the same for all RPCs and commands."""
+"""Starts a request from a caller's draft, in the same way for all RPCs and commands."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from service.telemetry import label_span
 async def called_request(
     front: FrontEnd, permit: Permit, draft: Draft, lives_by: LivesBy
 ) -> AsyncIterator[ServedRequest]:
-    """The request of a call that may be retried, once the engine took it in: the one that the same
-    call has started before, if that is there, or else a new one. It is waited for until the end of
-    the context.
+    """The accepted request of a call that may be retried: the one that the same call started
+    before, if it still exists, or else a new one. The call counts as waiting for it until the end
+    of the block.
 
-    A call that finds its request there costs what its message takes, and nothing else.
+    A call that finds its request costs only the memory of its message.
 
     Args:
-        front, permit, draft: as of `start_request`.
-        lives_by: what keeps the request from being cancelled.
+        front, permit, draft: see `start_request`.
+        lives_by: what the request needs in order not to be cancelled.
 
     Raises:
         OtherContentError: the id belongs to another request.
-        TooManyWaitError: as many calls wait for the request as may.
-        HeadraceError: as of `start_request`.
+        TooManyWaitError: too many calls wait for the request.
+        HeadraceError: see `start_request`.
     """
     registry, account = front.registry, permit.account
     identity, request_id = account.identity, draft.request_id
@@ -59,7 +59,7 @@ async def called_request(
                     if found.log.accepted is not None:
                         waiting.push(joining.pop_all())
                         break
-                # The engine refused it: the next try is this call's own.
+                # The engine refused it, so this call makes the next attempt itself.
         yield found
 
 
@@ -72,20 +72,20 @@ async def start_request(
     lives_by: LivesBy = LivesBy.STREAM,
     command_id: int = 0,
 ) -> ServedRequest:
-    """Convert a caller's spec and start the request. Its name is checked before any work is done
-    for it, and a drain that begins meanwhile waits for it.
+    """Convert a caller's spec and start the request. Its id is checked before any work is done for
+    it, and a drain that starts meanwhile waits for it.
 
     Args:
         front: what requests need.
-        permit: of whoever asks for it.
+        permit: the caller's.
         draft: what is to be generated.
-        stream: where the results go; None: they are kept.
-        lives_by: what keeps the request from being cancelled.
+        stream: the stream for the results; None: they are kept.
+        lives_by: what the request needs in order not to be cancelled.
         command_id: see `Registry.start`.
 
     Raises:
-        FieldError: something is wrong with the spec; names it by the field's whole path.
-        HeadraceError: it is refused for another reason.
+        FieldError: the spec is wrong; the message has the field's whole path.
+        HeadraceError: the request is refused for another reason.
     """
     registry, account = front.registry, permit.account
     is_session = stream is not None and stream.is_session
@@ -95,7 +95,7 @@ async def start_request(
         with registry.arriving():
             await registry.settled(account.identity, draft.request_id)
             engine_id = registry.new_name(account.identity, draft.request_id)
-            # What it holds counts from here on, whatever becomes of it.
+            # From here on, the memory that it holds is counted.
             with registry.admission.holding(account) as holding:
                 holding.enter(draft.footprint, unread)
                 submission = await front.converter.submission(
@@ -110,7 +110,7 @@ async def start_request(
                 try:
                     return await registry.start(submission, holding, stream, command_id=command_id)
                 finally:
-                    # Else gRPC holds it as long as the RPC is.
+                    # Otherwise gRPC keeps the message until the RPC ends.
                     if lives_by is LivesBy.ITSELF or is_session:
                         holding.drop(draft.footprint)
     except (FieldError, InvalidRequestError, UnsupportedFeatureError) as error:
