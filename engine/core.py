@@ -5,14 +5,14 @@
                                           └── collect: append, fork, finish, free ◀──────┘
 
 Without overlap, a step is collected right after its launch. With overlap, the next step is
-    scheduled and launched first: each request that samples then carries a PENDING_TOKEN, whose
-    value the runner fills in on the device. If the token ends its request, the next step has
-    computed one token too many for it; that one is dropped.
+scheduled and launched first: each request that samples then carries a PENDING_TOKEN, whose value
+the runner fills in on the device. If the token ends its request, the next step has computed one
+token too many for it; that one is dropped.
 
 The runner is injected: a real one drives the device, a scripted one drives most tests. If the
-    runner raises, only the requests of that batch end with an error. If it raises at launch, the
-    results of the step before are still collected; if it raises in the results, the next step,
-    already launched, goes on without the requests that ended.
+runner raises, only the requests of that batch end with an error. If it raises at launch, the
+results of the step before are still collected; if it raises in the results, the next step, already
+launched, goes on without the requests that ended.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ The engine's queue has one, and so has each limit of the service (`service.admis
 whatever its user counts: requests, tokens or bytes.
 
 Each refused caller is told when to try again and is counted until that time, so the next one is
-    told a later time, as in a line. So callers come back as room becomes free, not all at once.
-    Nothing is reserved: a caller that comes without such advice takes whatever is free.
+told a later time, as in a line. So callers come back as room becomes free, not all at once. Nothing
+is reserved: a caller that comes without such advice takes whatever is free.
 """
 
 from __future__ import annotations

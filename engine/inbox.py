@@ -5,7 +5,7 @@ steps.
     engine thread   inbox ──carry_out──▶ commands, answers
 
 It has no lock of its own: the loop's condition guards `put`, `call` and `close`. `carry_out` takes
-    commands from the other end without the lock.
+commands from the other end without the lock.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Loads classes from outside the source tree that operators name as package.module:Class.
 
 Such a name comes from a flag, an environment variable or a config, never from a request. The module
-    must be importable by the engine: installed, or on PYTHONPATH. A server's engine does not import
-    from its working directory.
+must be importable by the engine: installed, or on PYTHONPATH. A server's engine does not import
+from its working directory.
 """
 
 from __future__ import annotations

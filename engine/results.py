@@ -4,11 +4,10 @@
                                                └──▶ handlers                   (their event loops)
 
 The engine delivers deltas for each choice. Cumulative outputs, one name for each choice, are made
-    here, and only when they are read: an unread streaming result is stored as a length. If a stream
-    has more than `max_unread_results` unread results, the oldest are dropped; the next one has
-    their tokens too, and says how many were merged into it. A choice's last result is always kept.
-    Last results are bounded by `max_unread_requests`: with that many unread, no more requests are
-    accepted.
+here, and only when they are read: an unread streaming result is stored as a length. If a stream has
+more than `max_unread_results` unread results, the oldest are dropped; the next one has their tokens
+too, and says how many were merged into it. A choice's last result is always kept. Last results are
+bounded by `max_unread_requests`: with that many unread, no more requests are accepted.
 """
 
 from __future__ import annotations

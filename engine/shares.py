@@ -4,8 +4,8 @@
     add ──▶ … ──▶ remove
 
 A caller may use whatever nobody else wants: a single caller has the whole limit. If several want
-    it, each is due a share, by weight, among those that hold something or were refused lately. With
-    a limit of L, and beyond it a reserve R of an eighth of L (at least 1):
+it, each is due a share, by weight, among those that hold something or were refused lately. With a
+limit of L, and beyond it a reserve R of an eighth of L (at least 1):
 
 - never more than L + R is in use;
 - a caller that holds more than its share, or would with this request, finds room up to L, less what
@@ -16,9 +16,9 @@ A caller may use whatever nobody else wants: a single caller has the whole limit
   that caller is above a share of one half, and cannot have taken any of the reserve.
 
 Callers may form a group, which has one weight and divides its share equally among them. If a group
-    is above its share, its new callers may use a quarter of the reserve: enough that one of its
-    callers does not shut out the others, but not all of the reserve, so that a group gains nothing
-    by having many callers.
+is above its share, its new callers may use a quarter of the reserve: enough that one of its callers
+does not shut out the others, but not all of the reserve, so that a group gains nothing by having
+many callers.
 
 A refused amount is counted until its advised time, so that the next refused caller is given a later
 time (`engine.drain_rate`). But no caller waits for more of another's amount than the other is due

@@ -4,11 +4,10 @@
              its message     what was made of it, a place, tokens    the place: once it is read
 
 A request takes a place while it runs or has results that its stream has not read. While it runs it
-    also reserves tokens: its prompt, and the longest output of each of its choices. This is the
-    most that it can need and is known in advance, so an accepted request is never refused later.
-    The size of unread results is not known in advance; if they are too large, new requests are
-    refused until results are read. It is measured when a request asks, not counted with every
-    token.
+also reserves tokens: its prompt, and the longest output of each of its choices. This is the most
+that it can need and is known in advance, so an accepted request is never refused later. The size of
+unread results is not known in advance; if they are too large, new requests are refused until
+results are read. It is measured when a request asks, not counted with every token.
 
 The memory that a request itself holds in both processes (`service.footprint`) counts from the
 arrival of its message, through tokenizing and the compilation of its grammar, to its end.

@@ -1,8 +1,9 @@
 """What operators see and control: the server's statistics, the pause, the drain and the log level.
 The wiring is in `service.server`, the messages are in `convert.control_messages`.
 
-    ControlServicer ──▶ Control ──▶ EngineClient pause, resume, stats, … └──────▶ Registry live
-                           requests, kept results └──────▶ HeadraceServer begin_drain
+    ControlServicer ──▶ Control ──▶ EngineClient    pause, resume, stats, …
+                           └──────▶ Registry        live requests, kept results
+                           └──────▶ HeadraceServer  begin_drain
 
 There is one pause and one drain, not one for each operator. If an operator's call is cancelled, the
 operation that it started is still completed.

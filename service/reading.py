@@ -4,9 +4,9 @@ calls.
     a call ──▶ (authenticated, served) ──▶ [a stranger's: its turn] ──▶ read ──▶ servicer
 
 gRPC would read the message before it calls any of our code. A client could then open a call, send
-    half of a message, and hold the memory of that half as long as its connection lives. So the
-    methods are registered as if their requests were streams, and their one message is read here:
-    after authentication, and within a few seconds.
+half of a message, and hold the memory of that half as long as its connection lives. So the methods
+are registered as if their requests were streams, and their one message is read here: after
+authentication, and within a few seconds.
 
 Calls that need no authentication (health checks) are read in turns. Before a call's turn, HTTP/2's
 flow control keeps all but a few KiB of its message at the client. In its turn, gRPC lets the client
@@ -24,7 +24,7 @@ have waited long are probably part of a flood. (All connections to a Unix socket
 because gRPC does not distinguish them.)
 
 A read is never cancelled here: gRPC's core would write its result into freed memory. Instead the
-    call is given its status, which ends the read.
+call is given its status, which ends the read.
 """
 
 from __future__ import annotations

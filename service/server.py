@@ -2,8 +2,8 @@
 `service.process` runs it as a process with signals.
 
 Start: the port opens first, so that probes see a live process. While the model loads, everything
-    but health, reflection and ControlService is refused. Then the front end is made and the
-    services become ready.
+but health, reflection and ControlService is refused. Then the front end is made and the services
+become ready.
 
 Shutdown (`drain`):
 1. the server is no longer ready: health says NOT_SERVING, Watches end, new work is refused with

@@ -7,7 +7,7 @@ exception that is not in the table is a defect of the server: it is logged with 
 caller gets INTERNAL with only that id.
 
 Text from callers is cut, so that the details stay below 4 KiB: with more than 8 KiB of trailers,
-    clients see RESOURCE_EXHAUSTED instead of the real code.
+clients see RESOURCE_EXHAUSTED instead of the real code.
 """
 
 from __future__ import annotations

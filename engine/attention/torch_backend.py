@@ -10,8 +10,7 @@ head are laid out as query positions, so that nothing is repeated per query head
 
 Requests that compute several tokens are computed one after another, with heads as the batch:
 
-    q [Hkv, G, n, D] · k [Hkv, 1→G, S, D] → scores [Hkv, G, n, S] S: tokens that the chunk attends
-    to
+    q [Hkv, G, n, D] · k [Hkv, 1→G, S, D] → scores [Hkv, G, n, S]   S: tokens the chunk attends to
 
 Steps with fixed addresses (see `torch_static`) are computed as one bucket, or with all requests as
 one chunk.

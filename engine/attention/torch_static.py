@@ -8,8 +8,8 @@ varlen   one attention over all contexts, laid one after the other:
          query_positions [T]
 
 Padding is harmless: padding tokens go to the null block, which has finite contents, and attend to
-    one key of it; a request's context is padded with its own last block. Hidden scores are
-    replaced, so the results are those of the step without padding.
+one key of it; a request's context is padded with its own last block. Hidden scores are replaced, so
+the results are those of the step without padding.
 """
 
 from __future__ import annotations

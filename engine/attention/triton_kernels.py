@@ -1,10 +1,11 @@
 """Paged attention on a CUDA device, in Triton. Contexts are read in place, through the block
 tables.
 
-    write one program a token: its key and value into the cache decode requests with one token: one
-    program a (request, key/value head, split); a split takes every n-th cut of the context, with n
-    splits merge their cuts put together, in order prefill the other requests: one program a (tile
-    of one request's tokens, key/value head)
+    write    one program a token: its key and value into the cache
+    decode   requests with one token: one program a (request, key/value head, split); of n splits,
+             each takes every n-th cut of the context
+    merge    merges the cuts, in order
+    prefill  the other requests: one program a (tile of one request's tokens, key/value head)
 
 All query heads of a key/value head are rows of one tile, so that a context is read once for them.
 There are two kernels, because a decode program would have too few rows for the prefill kernel's
@@ -13,10 +14,10 @@ request's own number of tokens decides which kernel computes it, so its result d
 the other requests in the step.
 
 Lengths are read on the device, so that a launch can be captured and replayed: a grid is an upper
-    bound, and programs with nothing to do end at once. The cuts of a context depend only on the
-    request's own position (`_cuts`), the number of splits changes which program computes a cut but
-    not the result, and tiles of keys begin at multiples of BLOCK_N. So a request's result does not
-    depend on other requests.
+bound, and programs with nothing to do end at once. The cuts of a context depend only on the
+request's own position (`_cuts`), the number of splits changes which program computes a cut but not
+the result, and tiles of keys begin at multiples of BLOCK_N. So a request's result does not depend
+on other requests.
 
 Scores, softmax and sums are float32. Scores are in units of log 2, because the hardware computes
 2^x. Memory beyond a context or before a window is never read, because it may be NaN.

@@ -4,8 +4,8 @@ the runner.
 Their order matters: an offloaded block may be allocated to another request in the same step.
 
     1. offloads   device block → host block    a preempted request's KV is kept
-    2. restores host block → device block and comes back unchanged
-    3. forks device block → device block choices diverge within a shared block
+    2. restores   host block → device block    and comes back unchanged
+    3. forks      device block → device block  choices diverge within a shared block
 """
 
 from __future__ import annotations

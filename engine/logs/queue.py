@@ -1,8 +1,8 @@
 """A queue of lines for a file that may be slow to write to, or block.
 
 Adding a line neither waits nor fails: if the queue is full or the file cannot be written, the line
-    is dropped. Dropped lines are counted, and the count is written in their place as soon as
-    writing works again.
+is dropped. Dropped lines are counted, and the count is written in their place as soon as writing
+works again.
 """
 
 from __future__ import annotations

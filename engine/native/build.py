@@ -2,9 +2,9 @@
 C++ compiler (g++ 11 or clang++ 14, or newer).
 
 Each source is compiled once for every instruction set in VARIANTS, into a namespace of that name.
-    The library chooses one when it is loaded, so it may be built on one machine and run on another.
-    Objects of the lowest set are linked first: if several objects contain the same template of the
-    standard library, the linker keeps the first one.
+The library chooses one when it is loaded, so it may be built on one machine and run on another.
+Objects of the lowest set are linked first: if several objects contain the same template of the
+standard library, the linker keeps the first one.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Derives how each verb is sent over the socket from the signatures of
 `engine.client.EngineVerbs`.
 
-    front end EngineVerbs.finish, ("a", 3, 0) ──Call "finish"──▶ engine process engine process
-    decodes the arguments as (RequestId, int, int), and calls its engine's `finish` front end
-    ◀──Answer── decodes the result by the signature
+    front end        EngineVerbs.finish, ("a", 3, 0) ──Call "finish"──▶ engine process
+    engine process   decodes the arguments as (RequestId, int, int), and calls its engine's `finish`
+    front end        ◀──Answer── decodes the result by the signature
 
 Most verbs need no other code in the front end: `sends_the_rest` makes the client's methods for
-    them. The client defines the others itself, because it has to know their effects.
+them. The client defines the others itself, because it has to know their effects.
 
 The set of verbs is fixed when this module is imported: a received name only selects one of them.
-    Arguments and answers that do not match the signature are errors.
+Arguments and answers that do not match the signature are errors.
 """
 
 from __future__ import annotations

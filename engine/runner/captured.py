@@ -6,7 +6,7 @@
                                     fill the inputs ─▶ replay ─▶ logits
 
 Other steps are computed directly, without capture: steps with prompt log-probabilities, steps that
-    would need too much memory when padded, and steps that could not be captured.
+would need too much memory when padded, and steps that could not be captured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """The other ranks of a tensor-parallel model: they only compute what rank 0 tells them.
 
-receive ─▶ Begin, Plan allocate this rank's part of a cache Copies copy its blocks Step the forward
-           pass; rank 0 uses the logits End return
+receive ─▶ Begin, Plan    allocate this rank's part of a cache
+           Copies         copy its blocks
+           Step           the forward pass; rank 0 uses the logits
+           End            return
 """
 
 from __future__ import annotations

@@ -4,15 +4,14 @@ two halves of a gated layer.
     join_products ─▶ watch what the modules are given ─▶ each: compare, join its weights, exchange
 
 `engine.runner.fused_products` describes how a step is then computed. This is for devices with
-    ordinary weight tensors, mainly CUDA: there are fewer and larger products of the same elements.
-    Sums may be computed in another order, so the last bits may differ. A class's name does not tell
-    what its forward does with its input, so each module is run on random input. It is not changed
-    if anything but its projections uses the input, or if giving it the product instead changes a
-    result.
+ordinary weight tensors, mainly CUDA: there are fewer and larger products of the same elements. Sums
+may be computed in another order, so the last bits may differ. A class's name does not tell what its
+forward does with its input, so each module is run on random input. It is not changed if anything
+but its projections uses the input, or if giving it the product instead changes a result.
 
 Weights are joined module by module: [Wq Wk Wv] is made, the three parameters become views of it,
-    and the three originals are freed before the next module's are made. So only one module's
-    weights are held twice at a time.
+and the three originals are freed before the next module's are made. So only one module's weights
+are held twice at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Replaces a model's linear layers by packed ones, in place.
 
-    choose_packing ─▶ how: our kernel (as bfloat16 or as int8), oneDNN's, or not at all pack_model
-    ─▶ for one weight after another: pack, compare, replace, free the original
+    choose_packing ─▶ how: our kernel (as bfloat16 or as int8), oneDNN's, or not at all
+    pack_model     ─▶ for each weight: pack, compare, replace, free the original
 
 Only plain torch.nn.Linear layers in bfloat16 on the CPU are replaced. A weight that an embedding
 shares is packed once for both; a weight that anything else shares is copied. Only models that

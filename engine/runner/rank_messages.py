@@ -2,7 +2,8 @@
 against its type on arrival. Nothing received is executed.
 
 Begin(1) ─▶ all report their free memory ─▶ Plan(1) ─▶ all allocate their part of the cache
-Copies(1), Step(1), Step(1), … a step's block copies, and its inputs, laid out End
+Copies(1), Step(1), Step(1), …            a step's block copies, and its inputs, laid out
+End
 
 A Begin without a Plan has no effect: rank 0 found that the cache does not fit.
 """

@@ -6,12 +6,11 @@ model's owner do not interfere.
     steps ─▶ view ─── modules, config ──┘
 
 Steps need our attention implementation in the config, evaluation mode, and sometimes another
-    forward. The owner may generate, train and save with any attention, even at the same time on
-    another thread. Settings on one side do not affect the other, so nothing needs to be restored. A
-    module of the view has the same class and the same parameters as its original: the engine sees
-    weights that are changed in place, and parameters that are replaced, from the next step on.
-    Hooks are shared too. Buffers are the same tensors until one side replaces its own, as rotary
-    embeddings do.
+forward. The owner may generate, train and save with any attention, even at the same time on another
+thread. Settings on one side do not affect the other, so nothing needs to be restored. A module of
+the view has the same class and the same parameters as its original: the engine sees weights that
+are changed in place, and parameters that are replaced, from the next step on. Hooks are shared too.
+Buffers are the same tensors until one side replaces its own, as rotary embeddings do.
 
 `refresh` takes over later changes to attributes of the owner's modules. It does not take over
 replaced modules, because these have not been verified.

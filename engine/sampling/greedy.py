@@ -1,6 +1,7 @@
 """The most likely token of each row, for greedy requests, which most steps consist of.
 
-choose_greedy(device) ─▶ the kernel for bfloat16 on a CPU ─▶ tokens └▶ torch's, otherwise ─▶ tokens
+choose_greedy(device) ─▶ the kernel for bfloat16 on a CPU ─▶ tokens
+                      └▶ torch's, otherwise               ─▶ tokens
 
 torch reads a row four times (conversion to float32, argmax, the entry itself, the check that it is
 finite), the kernel once.

@@ -11,11 +11,11 @@ again (or the part that the host did not keep). All of them are handled alike.
                └────set_aside──────┘   keeps them until others need them
 
 A request that is held, because nobody reads its output, is in neither: no step includes it, and it
-    has no place in the batch. It keeps its blocks until they are needed, and is preempted before
-    any running request.
+has no place in the batch. It keeps its blocks until they are needed, and is preempted before any
+running request.
 
     waiting, running ──hold──▶ held ──unhold──▶ waiting; running, if it still has its blocks and
-    there is a place for it
+                                                there is a place for it
 
 For each step, `schedule` decides it, `launched` records that its tokens are being computed, and
 `computed` that they have been. Between the last two, another step may be scheduled.

@@ -2,11 +2,11 @@
 given.
 
 Service is counted in computed tokens, weighted by cost: PROMPT_COST for a prompt token, OUTPUT_COST
-    for an output token. Prompt tokens are computed many at a time, while each output token takes a
-    step of its own, which reads all weights and the request's whole KV. As measured, an output
-    token costs as much as a prompt token if the batch is full and compute is the limit, and about
-    ten times as much if memory bandwidth is. A factor of two lies between these, and is what Sheng
-    et al. chose ("Fairness in Serving Large Language Models", OSDI 2024).
+for an output token. Prompt tokens are computed many at a time, while each output token takes a step
+of its own, which reads all weights and the request's whole KV. As measured, an output token costs
+as much as a prompt token if the batch is full and compute is the limit, and about ten times as much
+if memory bandwidth is. A factor of two lies between these, and is what Sheng et al. chose
+("Fairness in Serving Large Language Models", OSDI 2024).
 
 Each position of a request counts once, when it is launched. Tokens found in the prefix cache do not
 count, nor do tokens computed again after a preemption, which the caller did not cause. If the

@@ -1,8 +1,7 @@
 """Structured output: grammars compiled by llguidance, and matchers that follow an output through
 one.
 
-    GrammarParams ─▶ source (checked) ─▶ GrammarCompiler (own threads, cache) ─▶ a matcher per
-    choice
+    GrammarParams ─▶ source (checked) ─▶ GrammarCompiler (own threads, cache) ─▶ matchers
 
 Only this package imports llguidance, and only `engine.assembly` imports this package.
 """

@@ -7,10 +7,10 @@ once.
                             queue ──▶ at most `workers` threads ──▶ cache, and all that wait for it
 
 Compiled grammars are shared only among requests that may share cached prefixes, because the
-    matchers of one compiled grammar can fail together. Each caller has a share of the queue:
-    callers take turns, and if the queue is full, the caller with the most places loses its last one
-    to a caller with fewer. Turns and places are first divided among groups of callers, then among
-    the callers of a group.
+matchers of one compiled grammar can fail together. Each caller has a share of the queue: callers
+take turns, and if the queue is full, the caller with the most places loses its last one to a caller
+with fewer. Turns and places are first divided among groups of callers, then among the callers of a
+group.
 
 llguidance compiles without the interpreter's lock, and cannot be interrupted. Its own limits, and
 the checks of `source`, keep a compilation to seconds. If one takes longer than the time limit, the

@@ -1,7 +1,7 @@
 """Follows one output through a compiled grammar.
 
 Only `accept` changes the state. At most one mask is computed for each token: when it is asked for,
-    or earlier if the output may end after an accepted token, to know whether anything can follow.
+or earlier if the output may end after an accepted token, to know whether anything can follow.
 
 The matchers of one compiled grammar share its lexer. Its states are made when they are needed, and
 a state made for one matcher costs the others nothing. But if the lexer reaches a limit, none of

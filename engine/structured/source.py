@@ -2,10 +2,9 @@
 make.
 
 The text comes from untrusted callers. llguidance limits most of its own work, but not all: a chain
-    of thousands of definitions overflows its stack, `multipleOf` costs time and memory in
-    proportion to its value, and a long regular expression of optional parts in proportion to the
-    square of its length. So these are limited before llguidance gets them: schemas in `schema`, the
-    others here.
+of thousands of definitions overflows its stack, `multipleOf` costs time and memory in proportion to
+its value, and a long regular expression of optional parts in proportion to the square of its
+length. So these are limited before llguidance gets them: schemas in `schema`, the others here.
 
 Everything is translated to llguidance's dialect of Lark, because only there can forced tokens be
 turned off. With forced tokens, text that the grammar dictates may only be written in one

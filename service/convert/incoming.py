@@ -6,8 +6,8 @@ with the name of what is missing. So unknown fields that need no capability can 
 with such fields are counted, for the metrics.
 
 A message is cheap to send but expensive to walk: a megabyte can have half a million parts. So their
-    number is limited, and each list is counted before it is walked; later code never has to handle
-    more. Unknown fields are found by comparing sizes, without a walk.
+number is limited, and each list is counted before it is walked; later code never has to handle
+more. Unknown fields are found by comparing sizes, without a walk.
 """
 
 from __future__ import annotations

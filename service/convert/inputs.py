@@ -6,9 +6,9 @@ it is tokenized if it could not fit the model's context even with the longest to
 vocabulary.
 
 Tokenizing also takes memory: about 100 bytes for each byte of the text, and as much for each token.
-    So all texts have a size limit derived from the model's context, and if a text could have far
-    more tokens than the context, it is counted in parts first. Results are arrays of 4 bytes a
-    token, because a list takes ten times as much.
+So all texts have a size limit derived from the model's context, and if a text could have far more
+tokens than the context, it is counted in parts first. Results are arrays of 4 bytes a token,
+because a list takes ten times as much.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parses JSON text in fields: schemas of tools, arguments of calls and of templates.
 
 It is sent as text so that nothing is lost: members keep their order, which a prompt shows, and
-    integers keep their digits. It is parsed here, once, for the template.
+integers keep their digits. It is parsed here, once, for the template.
 
 Parsing holds the interpreter's lock, and values take many times the memory of their text. So a
 text's length is limited, and its depth and number of values are checked before it is parsed. A

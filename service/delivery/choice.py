@@ -3,8 +3,8 @@
     tokens ──push──▶ text, stop strings ──▶ one pending delta ──take──▶ Delta, … and Finished
 
 A request with n choices has n of these, which are independent: each has its own text, stop strings,
-    token offsets and end. Pending events have no number yet; `log.EventLog` numbers them when they
-    are taken.
+token offsets and end. Pending events have no number yet; `log.EventLog` numbers them when they are
+taken.
 
 Stop strings are found here, where the text is made. The tokens after one are dropped, and the
 choice ends with STOP whatever the engine's own reason was, because in the output that the client

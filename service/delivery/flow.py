@@ -10,9 +10,9 @@ says so). A token counts as taken when the writer takes it; the writer stops whi
 control blocks it, and for a request that is out of credit.
 
 Requests with output that is kept in any case are never held: those of AddRequest, and those that
-    are delivered in one piece at their end. Their own length limits them. A leased request that has
-    lost its stream is held like any other; while it has no stream, the lease's end applies instead
-    of max_hold, and GetResult reads instead of the stream.
+are delivered in one piece at their end. Their own length limits them. A leased request that has
+lost its stream is held like any other; while it has no stream, the lease's end applies instead of
+max_hold, and GetResult reads instead of the stream.
 
 If a request has ended and its stream is out of credit for it, the rest is sent without credit after
 max_hold.

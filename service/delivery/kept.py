@@ -1,9 +1,9 @@
 """The ended requests whose results are kept, limited in number and in bytes.
 
 Beyond a limit, a request is dropped: from the group of accounts (`service.accounts`) with the most
-    requests or bytes, whichever limit it is; in that group, from the caller with the most; and of
-    that caller's requests, the oldest. So a group or caller that keeps much pushes out its own
-    results, never those of others that keep less. With one caller, the oldest is dropped.
+requests or bytes, whichever limit it is; in that group, from the caller with the most; and of that
+caller's requests, the oldest. So a group or caller that keeps much pushes out its own results,
+never those of others that keep less. With one caller, the oldest is dropped.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@ and resent.
     outputs ──push──▶ choices (pending: `choice`) ──number──▶ events 1, 2, 3, … ──take──▶ readers
 
 Pending output has no number yet: it is merged while nobody takes it, so a slow reader costs one
-    delta for each choice, not thousands. An event is numbered when it is first taken, and then
-    never changes. Events are kept while `keep` is set; otherwise they are dropped once the stream
-    has taken them.
+delta for each choice, not thousands. An event is numbered when it is first taken, and then never
+changes. Events are kept while `keep` is set; otherwise they are dropped once the stream has taken
+them.
 
 A request ends with one Finished for each of its choices, or with one Failed. It has ended when the
 engine marks its last output (`ends_request`); after that, `push` and `fail` do nothing.
 
 The log is only data: it has no access to streams, timers or the engine. It belongs to a
-    `request.ServedRequest`, which acts on it.
+`request.ServedRequest`, which acts on it.
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ class EventLog:
         self.prompt_tokens = len(prompt)
         self._request_id = request_id
         self._at_least = options.min_tokens_per_delta
-        self._flows = (
-            False  # whether output may be taken as it comes: accepted, and not in one piece
-        )
+        self._flows = False  # whether output may be taken now: accepted, and not in one piece
         self._options = options
         self._prompt_ids = prompt if options.describe_prompt else NO_IDS
         self._cached_tokens = 0

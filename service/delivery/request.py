@@ -4,9 +4,9 @@
                  └──▶ state (`states`), counts (admission), timers, calls to the engine
 
 Only `_become` sets `state`: it checks the table of `states`, and carries out what belongs to
-    leaving one state and entering another. For every event there is a method named after it:
-    `attach`, `lost`, `cancel`, `lease_over`, … So the callers (the registry, a stream, a timer)
-    need not know the states.
+leaving one state and entering another. For every event there is a method named after it: `attach`,
+`lost`, `cancel`, `lease_over`, … So the callers (the registry, a stream, a timer) need not know the
+states.
 
 Besides its stream, calls may wait for a request (`joined`): those of Generate for its whole result,
 and retries of AddRequest for the engine's answer. If a request exists only for such calls, it is

@@ -4,11 +4,11 @@
              └─▶ add, attach: a task each, which may wait ────────▶ answers
 
 A refused command is answered by a CommandRejection and affects nothing else, with one exception: a
-    session may be open for days, and its caller's permission may be revoked meanwhile. So the
-    permit is checked with each command, and if it is no longer valid, the session ends with that
-    status, after the rejection. An add may take long: its prompt is tokenized and its grammar
-    compiled. Commands for other requests do not wait for it; all commands for the same request do,
-    so that a cancel after an add finds the request. Commands that need not wait start in order.
+session may be open for days, and its caller's permission may be revoked meanwhile. So the permit is
+checked with each command, and if it is no longer valid, the session ends with that status, after
+the rejection. An add may take long: its prompt is tokenized and its grammar compiled. Commands for
+other requests do not wait for it; all commands for the same request do, so that a cancel after an
+add finds the request. Commands that need not wait start in order.
 
 The reader waits while too many answers are unread, so that a client that only writes is not read
 from for ever, and while MAX_WAITING commands, or MAX_WAITING_BYTES of them, are in progress.
