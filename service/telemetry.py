@@ -195,7 +195,7 @@ def label_span(request_id: str, labels: Mapping[str, str], *, is_session: bool) 
     many requests: there they are in an event of the span.
     """
     span = trace.get_current_span()
-    if not labels or not span.is_recording():
+    if not span.is_recording():
         return
     attributes = {f"headrace.label.{name}": value for name, value in labels.items()}
     if is_session:

@@ -50,7 +50,8 @@ async def called_request(
                         continue  # another call was quicker: see which
                     waiting.callback(found.left)
                     break
-                label_span(request_id, draft.labels, is_session=False)
+                if draft.labels:
+                    label_span(request_id, draft.labels, is_session=False)
                 with ExitStack() as joining:
                     joining.enter_context(found.joined())
                     holding = joining.enter_context(registry.admission.holding(account))
@@ -88,8 +89,9 @@ async def start_request(
         HeadraceError: the request is refused for another reason.
     """
     registry, account = front.registry, permit.account
-    is_session = stream is not None and stream.is_session
-    label_span(draft.request_id, draft.labels, is_session=is_session)
+    if draft.labels:
+        is_session = stream is not None and stream.is_session
+        label_span(draft.request_id, draft.labels, is_session=is_session)
     unread = registry.undelivered_bytes
     try:
         with registry.arriving():
