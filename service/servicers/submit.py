@@ -89,8 +89,8 @@ async def start_request(
         HeadraceError: the request is refused for another reason.
     """
     registry, account = front.registry, permit.account
+    is_session = stream is not None and stream.is_session
     if draft.labels:
-        is_session = stream is not None and stream.is_session
         label_span(draft.request_id, draft.labels, is_session=is_session)
     unread = registry.undelivered_bytes
     try:
