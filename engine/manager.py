@@ -466,7 +466,7 @@ class ContinuousBatchingManager(EngineLoop):
 
 def token_ids(prompt: Iterable[Any]) -> tuple[TokenId, ...]:
     """A prompt's token ids, from a list, a numpy array or a torch tensor. Values that are not
-    integers stay as they are: admission refuses them by position.
+    integers stay as they are: admission refuses them and names the position.
     """
     if hasattr(prompt, "tolist"):
         prompt = prompt.tolist()  # one call; iterating would make an array or tensor of each entry

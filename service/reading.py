@@ -85,7 +85,7 @@ class Unparsed:
 
 async def parsed(message: Any) -> Any:
     """Parse the message that a call has received. Large ones are parsed one at a time, with other
-    tasks in between, so many of them together block the event loop no longer than one does.
+    tasks in between, so a group of them blocks the event loop no longer than one does.
 
     Raises:
         MalformedMessageError, MessageTooLargeError: it cannot be read.

@@ -26,8 +26,8 @@ class StepTimes:
             self._full.append(seconds)
 
     def at_least(self, num_tokens: int) -> float:
-        """The least seconds in which so many tokens of one request can be computed; 0 before
-        anything was measured.
+        """The least time, in seconds, to compute this many tokens of one request; 0 before anything
+        was measured.
 
         Alone in every step, the request needs ⌊tokens / budget⌋ full steps and one for the rest.
         Full steps are assumed to be as fast as the fastest remembered full one, the last as fast as

@@ -335,7 +335,7 @@ class Registry:
         return request
 
     def grant(self, identity: str, request_id: str, tokens: int, stream: ResultStream) -> None:
-        """Allow so many more tokens of a request to be sent on its stream. Harmless if there is no
+        """Allow `tokens` more tokens of a request to be sent on its stream. Harmless if there is no
         such request, or no longer.
         """
         request = self.requests.get((identity, request_id))

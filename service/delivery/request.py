@@ -461,7 +461,9 @@ class ServedRequest:
         return ReadResult(events, next_seq, log.ended and next_seq == log.next_seq)
 
     def _read_to(self, seq: int) -> None:
-        """Note that a reader has all events before this one; counts if there is no stream."""
+        """Record that a reader has all events before `seq`. This only matters if the request has no
+        stream.
+        """
         if self.stream is None and self.log.cursor < seq:
             self.log.move_to(seq)
             self._have_taken()

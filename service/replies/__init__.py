@@ -1,15 +1,16 @@
-"""A model's reply to a conversation becomes text, reasoning and tool calls, in the front end.
+"""Parses a model's reply to a conversation into text, reasoning and tool calls, in the front
+end.
 
     TextStream ──▶ text, with the format's marks ──▶ ReplyParser ──▶ pieces
                                                      by a Format
 
-A family of models has its own marks for what it thinks and calls. Each such format is one file,
-registered by name, and found by what the model's chat template writes (`choose`). A parser takes
-the text as it comes and hands it on as soon as it is certain what it is. What is not what a format
-would have there is text: no character is lost, and the pieces' raw texts are the reply as the model
-wrote it. Time is linear in the text, whatever it is; what is held back is bounded (`reader`).
+Each family of models has its own marks for reasoning and tool calls. Each such format is one file,
+registered by name, and found by what the model's chat template writes (`choose`). A parser reads
+the text as it comes, and passes it on as soon as its meaning is certain. Anything that does not
+follow the format is text, so no character is lost, and the pieces' raw texts together are the reply
+as the model wrote it. Time is linear in the text; the text that is held back is bounded (`reader`).
 
-Nothing here knows of the engine, of tokens or of gRPC.
+Nothing here depends on the engine, on tokens or on gRPC.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tool calls that are JSON: an object with a name and arguments, or the arguments alone.
 
-The arguments are handed on as the model wrote them, character for character, as they come. They
-are checked while they do: where they stop being JSON the call ends, incomplete, and the rest is
-text.
+The arguments are passed on as they come, exactly as the model wrote them. They are checked
+meanwhile: if they stop being JSON, the call ends as incomplete, and the rest is text.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from service.replies.pieces import PieceWriter
 from service.replies.reader import MalformedError, Reader, Steps, checked_name
 
 MAX_CALLS = 128
-"""The most calls of a reply; those that follow are text."""
+"""The most calls in a reply; further ones are text."""
 _MAX_ID = 64
 _ARGUMENTS = ("arguments", "parameters")
 
 
 def begin(reader: Reader, out: PieceWriter, name: str, id: str | None = None) -> None:
-    """A call begins with all that is held.
+    """Begin a call with everything that is held.
 
     Raises:
-        MalformedError: there are too many.
+        MalformedError: the reply has too many calls.
     """
     if out.num_calls >= MAX_CALLS:
         raise MalformedError
@@ -32,10 +31,10 @@ def begin(reader: Reader, out: PieceWriter, name: str, id: str | None = None) ->
 
 
 def arguments(reader: Reader, out: PieceWriter) -> Steps:
-    """The arguments of the call that has begun, which come next.
+    """Read the arguments of the call that has begun, which come next.
 
     Raises:
-        MalformedError: they stopped being JSON, or the output ended. The call has its end.
+        MalformedError: they stopped being JSON, or the output ended. The call has been ended.
     """
     scanner = JsonScanner()
     while True:
@@ -54,17 +53,17 @@ def arguments(reader: Reader, out: PieceWriter) -> Steps:
 def call_object(
     reader: Reader, out: PieceWriter, *, needs_arguments: bool = False
 ) -> Generator[None, None, bool]:
-    """A call as an object: {"name": …, "arguments": {…}}, or "parameters"; in any order. Other
-    members are passed over, as is all but the first of a kind. Arguments may also be a string that
-    has the object's text, null, or (unless `needs_arguments`) left out.
+    """Read a call as an object: {"name": …, "arguments": {…}}, or "parameters"; in any order. Other
+    members are skipped, and so are repeated ones. Arguments may also be a string with the object's
+    text, null, or (unless `needs_arguments`) missing.
 
     Returns:
-        Whether the object was whole. Where the call itself was, but not what follows in the object,
-        that comes as text.
+        Whether the object was complete. If the call was complete but the rest of the object was
+        not, that rest is text.
 
     Raises:
-        MalformedError: it is not a call, or not a whole one. What was read and not handed on is
-            held.
+        MalformedError: it is not a call, or not a complete one. Text that was read but not passed
+            on is held.
     """
     if (yield from _as_far_as_arguments(reader, out, needs_arguments)):
         try:
@@ -82,7 +81,9 @@ def call_object(
 def _as_far_as_arguments(
     reader: Reader, out: PieceWriter, needs_arguments: bool
 ) -> Generator[None, None, bool]:
-    """Reads an object until the arguments could be handed on as they came (True), or to its end."""
+    """Read an object up to its arguments if these can be passed on as they come (True), or to its
+    end.
+    """
     name: str | None = None
     id: str | None = None
     held: str | None = None  # arguments that came before the name, or as a string
@@ -123,13 +124,13 @@ def _key(reader: Reader) -> Generator[None, None, str]:
 
 
 def _separator(reader: Reader) -> Generator[None, None, str]:
-    """What stands behind a member: a comma, or the object's end."""
+    """What follows a member: a comma, or the object's end."""
     yield from reader.blanks()
     return (yield from reader.expect(",}"))
 
 
 def _held_arguments(reader: Reader, kind: str) -> Generator[None, None, str]:
-    """Arguments that cannot be handed on yet."""
+    """Arguments that cannot be passed on yet."""
     text = yield from reader.value()
     if kind == "n":
         return "{}"
@@ -150,7 +151,7 @@ def _decoded(string: str) -> str:
 
 
 def _checked_id(id: str) -> str | None:
-    """An id that the model wrote, if it can be one."""
+    """An id that the model wrote, if it is a valid one."""
     fits = (
         0 < len(id) <= _MAX_ID and id.isascii() and id.replace("-", "").replace("_", "").isalnum()
     )

@@ -26,7 +26,7 @@ _FENCE = "```"
 
 
 def _calls(reader: Reader, out: PieceWriter, context: Context) -> Steps:
-    """What follows the mark of all calls."""
+    """Read the list of calls, after its opening mark."""
     yield from reader.blanks()
     if (yield from reader.literal(_CALL)):
         yield from _call(reader, out, context)
@@ -35,7 +35,7 @@ def _calls(reader: Reader, out: PieceWriter, context: Context) -> Steps:
 
 
 def _call(reader: Reader, out: PieceWriter, context: Context) -> Steps:
-    """What follows the mark of one call: that one, and those behind it."""
+    """Read a call, after its opening mark, and the calls after it."""
     while True:
         name = yield from reader.name("<")
         if not (yield from reader.literal(_SEPARATOR)):
@@ -60,7 +60,7 @@ def _call(reader: Reader, out: PieceWriter, context: Context) -> Steps:
 
 
 def _past(reader: Reader, literal: str) -> Generator[None, None, bool]:
-    """Read this behind blanks, if it comes next."""
+    """Read this text after blanks, if it comes next."""
     if (yield from reader.behind_blanks()) != literal[0]:
         return False
     yield from reader.blanks()

@@ -1,8 +1,8 @@
-"""A format: how a family of models marks reasoning and tool calls in what it writes.
+"""A format: how a family of models marks reasoning and tool calls in its output.
 
-Most formats are text with marks: reasoning between two of them at the beginning, and a call behind
-another. For those a format says its marks and how a call is read (`marked`); what comes between
-is the same for all. A format may also read everything by itself (harmony).
+Most formats are text with marks: reasoning is between two marks at the beginning, and a call
+follows another mark. Such a format only defines its marks and how to read a call (`marked`); the
+rest is common to all. A format may also read everything by itself (harmony).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Schema = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What is known of a request before its reply begins.
+    """What is known about a request before its reply begins.
 
     Attributes:
-        tools: the tools that the model was told of: their parameters' JSON schemas by name.
+        tools: the tools given to the model: the JSON schemas of their parameters, by name.
         in_reasoning: whether the prompt ends within reasoning that the template opened.
-        seed: what the calls' ids are made from; one's own for each reply.
+        seed: the calls' ids are derived from it; a different one for each reply.
     """
 
     tools: Mapping[str, Schema] = field(default_factory=dict)
@@ -34,13 +34,13 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A family's way of writing.
+    """The output format of a family of models.
 
     Attributes:
-        name: what a flag calls it.
-        marks: all of its marks. Those that are special tokens must be in the text that is parsed,
-            whatever else is left out of it.
-        reasoning: the mark that opens reasoning; empty where a prompt never ends with one.
+        name: its name in flags.
+        marks: all of its marks. Those that are special tokens must be in the parsed text, even if
+            other special tokens are left out.
+        reasoning: the mark that opens reasoning; empty if a prompt never ends with one.
         read: reads a reply.
     """
 
@@ -50,16 +50,16 @@ class Format:
     read: Callable[[Reader, PieceWriter, Context], Steps]
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Whether a prompt (its end is enough) ends within reasoning."""
+        """Whether a prompt ends within reasoning; its last part is enough to tell."""
         return bool(self.reasoning) and prompt.rstrip(BLANKS).endswith(self.reasoning)
 
     def begin(self, context: Context) -> ReplyParser:
-        """A parser for one reply."""
+        """Make a parser for one reply."""
         return ReplyParser(self, context)
 
 
 class ReplyParser:
-    """One reply's text becomes pieces; on one thread at a time."""
+    """Parses one reply's text into pieces. Used by one thread at a time."""
 
     __slots__ = ("_out", "_over", "_reader", "_steps")
 
@@ -71,11 +71,11 @@ class ReplyParser:
 
     @property
     def size(self) -> int:
-        """Characters that are held back; at most MAX_HELD and a mark with its blanks."""
+        """How many characters are held back; at most MAX_HELD and a mark with its blanks."""
         return self._reader.size
 
     def push(self, text: str) -> list[Piece]:
-        """The pieces that are certain with this text; may be none."""
+        """Add text; returns the pieces that are now certain, if any."""
         if not text:
             return []
         self._reader.add(text)
@@ -83,7 +83,7 @@ class ReplyParser:
         return self._out.drain()
 
     def finish(self) -> list[Piece]:
-        """The output is over: the rest. May be called once more, for nothing."""
+        """End the output; returns the remaining pieces. A second call returns nothing."""
         if self._over:
             return []
         self._over = True
@@ -94,9 +94,8 @@ class ReplyParser:
 
 
 ReadCall = Callable[[Reader, PieceWriter, Context], Steps]
-"""Reads what follows a mark, which is held: a call, or several.
-
-Raises MalformedError where it is none: then what is held is text.
+"""Reads one or several calls after a mark, which is held. Raises MalformedError if there is none;
+the held text then becomes text of the reply.
 """
 
 
@@ -108,14 +107,15 @@ def marked(
     bare: ReadCall | None = None,
     marks: tuple[str, ...] = (),
 ) -> Format:
-    """A format of text with marks.
+    """Make a format of text with marks.
 
     Args:
         name: the format's.
         calls: how to read what follows a mark.
-        reasoning: the marks around reasoning. It is looked for until there is text.
-        bare: reads a call that has no mark: an object that begins the reply, where there are tools.
-        marks: further ones, within calls.
+        reasoning: the marks around reasoning. Reasoning is recognised only before any text.
+        bare: reads a call without a mark: an object at the beginning of the reply, if there are
+            tools.
+        marks: further marks, within calls.
     """
     opening, closing = reasoning
     in_text = Marks({opening, *calls})
@@ -144,7 +144,7 @@ def marked(
 
 
 def _blanks(reader: Reader, out: PieceWriter) -> Steps:
-    """A mark, which is held, takes the blanks behind it."""
+    """Add the blanks after a mark, which is held, to it."""
     out.mark(reader.take())
     yield from reader.blanks(MAX_BLANKS)
     out.mark(reader.take())

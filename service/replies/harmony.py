@@ -1,4 +1,5 @@
-"""gpt-oss' harmony: a reply is messages, each with a header, told apart by special tokens.
+"""The harmony format of gpt-oss: a reply consists of messages, each with a header, separated by
+special tokens.
 
     <|channel|>analysis<|message|>…<|end|>                                        reasoning
     <|start|>assistant<|channel|>commentary to=functions.name <|constrain|>json
@@ -56,7 +57,7 @@ def _read(reader: Reader, out: PieceWriter, context: Context) -> Steps:
 
 
 def _header(reader: Reader, before: str) -> Generator[None, None, tuple[str, str | None]]:
-    """The rest of a header, after what was read of it: its channel, and whom it calls."""
+    """Read the rest of a header: its channel, and the tool that it calls."""
     found = [before]
     size = 0
     while True:
@@ -89,8 +90,8 @@ def _header(reader: Reader, before: str) -> Generator[None, None, tuple[str, str
 def _message(
     reader: Reader, out: PieceWriter, channel: str, recipient: str | None
 ) -> Generator[None, None, str]:
-    """What follows a header: up to the mark that ends it. Gives the mark if it begins the next
-    header, which is held then.
+    """Read a message after its header, up to the mark that ends it. Returns the mark if it begins
+    the next header; it is then held.
     """
     if recipient is not None:
         begin(reader, out, recipient)
@@ -106,8 +107,8 @@ def _message(
 
 
 def _arguments(reader: Reader, out: PieceWriter) -> Steps:
-    """A call's arguments, and the blanks around them. None at all are an empty object, where the
-    message is closed.
+    """Read a call's arguments, and the blanks around them. If the message is closed without any,
+    they are an empty object.
     """
     ahead = yield from reader.behind_blanks()
     yield from reader.blanks(MAX_BLANKS)

@@ -1,6 +1,6 @@
 """Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, perhaps after reasoning.
 
-An object that lacks its last brace is a call all the same.
+An object without its last brace still counts as a call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Finds the end of a JSON value in text that comes in parts, and whether it is one so far.
+"""Finds the end of a JSON value in text that comes in parts, and checks that the text so far is
+JSON.
 
-Strict: what it takes is JSON as RFC 8259 has it. The text itself is not changed or kept; each
-character is looked at once.
+Strict: it accepts only JSON as in RFC 8259. The text itself is not changed or kept; each character
+is read once.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import re
 from enum import Enum, auto
 
 MAX_DEPTH = 64
-"""The deepest nesting: as deep as arguments of a call may be where they are sent back as a part of
-a conversation."""
+"""The deepest nesting; the same as for arguments of a call that are sent back as a part of a
+conversation.
+"""
 
 BLANKS = " \t\r\n"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -65,7 +67,7 @@ class JsonScanner:
     """Looks for the end of one value, which begins with its first character.
 
     Attributes:
-        done: the value is whole.
+        done: the value is complete.
         failed: the next character cannot follow, or it would be nested too deeply.
     """
 
@@ -81,8 +83,8 @@ class JsonScanner:
         self.failed = False
 
     def feed(self, text: str, start: int, end: int) -> int:
-        """Look at text[start:end]; gives the place behind what was taken. Less is taken only where
-        the value is done or has failed, which it does before the character that cannot follow.
+        """Scan text[start:end]; returns the index after the last accepted character. It stops early
+        only if the value is complete, or before a character that cannot follow.
         """
         place = start
         while place < end and not self.done and not self.failed:
@@ -93,7 +95,9 @@ class JsonScanner:
         return place
 
     def finish(self) -> bool:
-        """The text is over: whether the value is whole. A number's end is known only then."""
+        """End the text; returns whether the value is complete. Only now is the end of a number
+        known.
+        """
         if not self.failed and not self._stack and self._at in _WHOLE_NUMBER:
             self.done = True
         return self.done
@@ -117,7 +121,7 @@ class JsonScanner:
         return place + 1
 
     def _take(self, character: str) -> bool:
-        """One character outside of a string's plain text; whether it was taken."""
+        """Scan one character outside of a string's plain text; returns whether it was accepted."""
         at = self._at
         if (following := _NUMBER.get(at)) is not None:
             if (then := following.get(character)) is not None:

@@ -1,5 +1,5 @@
 """Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, and the newer
-`[TOOL_CALLS]name[ARGS]{…}`, perhaps with `[CALL_ID]id` before the arguments. Reasoning stands in
+`[TOOL_CALLS]name[ARGS]{…}`, perhaps with `[CALL_ID]id` before the arguments. Reasoning is in
 `[THINK]…[/THINK]`.
 """
 

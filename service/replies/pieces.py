@@ -1,10 +1,10 @@
-"""What a reply is made of: text, reasoning and tool calls, in pieces, as they come.
+"""The parts of a reply: text, reasoning and tool calls, in pieces, as they come.
 
     raw      Let me see.\\n<tool_call>\\n{"name": "f", "arguments": {"a": 1}}\\n</tool_call>
     pieces   Text        Mark, CallBegin               Arguments, CallEnd  Mark
 
-Each piece keeps the raw text that it was made of, so that the reply as the model wrote it is the
-concatenation of its pieces' `raw`, whatever was recognised in it. `fold` puts pieces together.
+Each piece keeps its raw text, so that the pieces' `raw` texts together are the reply as the model
+wrote it, whatever was recognised in it. `fold` joins pieces.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH = 9
-"""Templates of the Mistral family refuse an id that is not 9 letters and digits; the others take
-any."""
+"""Templates of the Mistral family refuse an id that is not 9 letters and digits; others accept
+any.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,9 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What only the format needs: marks, the blanks beside them, a call's other members."""
+    """Text that belongs only to the format: marks, the blanks around them, a call's other
+    members.
+    """
 
     raw: str
 
@@ -45,11 +48,11 @@ class CallBegin:
     """A tool is called; its arguments follow.
 
     Attributes:
-        raw: all that was held back until the call was certain.
+        raw: all text that was held back until the call was certain.
         index: which of the reply's calls it is, from 0.
-        id: of 9 letters and digits, or what the model wrote where the format has ids; no other call
-            of the reply has it.
-        name: the tool's.
+        id: 9 letters and digits, or the id that the model wrote if the format has ids; unique in
+            the reply.
+        name: the tool's name.
     """
 
     raw: str
@@ -71,8 +74,8 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """No more arguments come. `complete`: whether they are a whole JSON object; they are not where
-    the output ended, or stopped being JSON, before it.
+    """The end of a call's arguments. `complete`: whether they are a whole JSON object; False if the
+    output ended, or stopped being JSON, before that.
     """
 
     index: int
@@ -85,7 +88,7 @@ Piece = Text | Reasoning | Mark | CallBegin | Arguments | CallEnd
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as a whole; see `CallBegin` and `CallEnd`."""
+    """A whole call; see `CallBegin` and `CallEnd`."""
 
     index: int
     id: str
@@ -96,7 +99,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply as a whole."""
+    """A whole reply."""
 
     text: str
     reasoning: str
@@ -105,7 +108,7 @@ class Reply:
 
 
 def fold(pieces: Iterable[Piece]) -> Reply:
-    """The reply that these pieces are."""
+    """Join pieces into a reply."""
     raw: list[str] = []
     text: list[str] = []
     reasoning: list[str] = []
@@ -141,13 +144,13 @@ class PieceWriter:
 
     Attributes:
         has_text: whether there was text other than blanks.
-        num_calls: the calls that have begun.
+        num_calls: how many calls have begun.
     """
 
     __slots__ = ("_ids", "_pieces", "_seed", "has_text", "num_calls")
 
     def __init__(self, seed: str) -> None:
-        """`seed`: what the calls' ids are made from; one's own for each reply."""
+        """`seed`: the calls' ids are derived from it; a different one for each reply."""
         self._seed = seed
         self._ids: set[str] = set()
         self._pieces: list[Piece] = []
@@ -155,28 +158,28 @@ class PieceWriter:
         self.num_calls = 0
 
     def drain(self) -> list[Piece]:
-        """The pieces since the last call."""
+        """Take the pieces since the last call."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def text(self, raw: str) -> None:
-        """Text of the answer; may be empty."""
+        """Add text of the answer; may be empty."""
         if raw:
             self._pieces.append(Text(raw))
             self.has_text = self.has_text or not raw.isspace()
 
     def reasoning(self, raw: str) -> None:
-        """Reasoning; may be empty."""
+        """Add reasoning; may be empty."""
         if raw:
             self._pieces.append(Reasoning(raw))
 
     def mark(self, raw: str) -> None:
-        """What only the format needs; may be empty."""
+        """Add text that belongs only to the format; may be empty."""
         if raw:
             self._pieces.append(Mark(raw))
 
     def begin(self, raw: str, name: str, id: str | None = None) -> None:
-        """A call begins. `id`: the model's own, taken if no other call has it."""
+        """Begin a call. `id`: the model's own, used if no other call has it."""
         index = self.num_calls
         self.num_calls += 1
         if id is None or id in self._ids:
@@ -185,12 +188,12 @@ class PieceWriter:
         self._pieces.append(CallBegin(raw, index, id, name))
 
     def arguments(self, json: str, raw: str) -> None:
-        """A fragment of the arguments of the call that began last."""
+        """Add a fragment of the last call's arguments."""
         if json or raw:
             self._pieces.append(Arguments(raw, self.num_calls - 1, json))
 
     def end(self, *, complete: bool) -> None:
-        """The call that began last has its arguments."""
+        """End the last call's arguments."""
         self._pieces.append(CallEnd(self.num_calls - 1, complete))
 
     def _new_id(self, index: int) -> str:

@@ -53,7 +53,7 @@ _KINDS = {
 
 
 def _call(reader: Reader, out: PieceWriter, context: Context) -> Steps:
-    """What follows <tool_call>."""
+    """Read a call after <tool_call>."""
     yield from reader.blanks()
     if not (yield from reader.literal(_FUNCTION)):
         raise MalformedError
@@ -61,7 +61,7 @@ def _call(reader: Reader, out: PieceWriter, context: Context) -> Steps:
 
 
 def _function(reader: Reader, out: PieceWriter, context: Context) -> Steps:
-    """What follows <function=: models leave the mark around it out now and then."""
+    """Read a call after <function=, because models sometimes leave out the mark around it."""
     name = yield from reader.name(">\n")
     yield from reader.expect(">")
     if (yield from reader.behind_blanks()) not in ("<", ""):
@@ -104,7 +104,7 @@ def _parameters(reader: Reader, out: PieceWriter, types: Mapping[str, frozenset[
 
 
 class _Value:
-    """One parameter's value: held for its type, or handed on as a string."""
+    """Read one parameter's value: it is held if its type matters, or passed on as a string."""
 
     def __init__(self, out: PieceWriter, types: frozenset[str]) -> None:
         self._out = out
@@ -135,7 +135,9 @@ class _Value:
         self._out.arguments(_converted(whole, self._types), whole + raw)
 
     def abandon(self) -> None:
-        """The output ended within it: as it was written, so that nothing is lost."""
+        """Pass a value on as it was written, so that nothing is lost, because the output ended
+        within it.
+        """
         if not self._is_string:
             whole = "".join(self._parts)
             self._out.arguments(whole, whole)
@@ -158,7 +160,7 @@ def _converted(value: str, types: frozenset[str]) -> str:
 
 
 def _types(schema: Mapping[str, object] | None) -> Mapping[str, frozenset[str]]:
-    """What each of a tool's parameters may be."""
+    """The types that each of a tool's parameters may have."""
     properties = (schema or {}).get("properties")
     if not isinstance(properties, Mapping):
         return {}

@@ -1,16 +1,15 @@
-"""A reply's text, read by a format's generator as it comes.
+"""Lets a format's generator read a reply's text as it comes.
 
-A format is written as if the whole text were there. Where it needs more than has come, it yields
-(in `more`), and goes on when the next text is there:
+A format is written as if the whole text were there. If it needs more text, it yields (in `more`),
+and goes on when the next text has come:
 
     push(text) ──▶ Reader.add ──▶ the generator goes on ──▶ pieces
 
-What it decides depends on the characters alone, not on how they were divided: so a reply comes to
-the same whether it is given as a whole, by token or by character.
-
-What was read and not yet handed on (`take`) is held, up to MAX_HELD characters; what was looked at
-and not read (`literal`, `until`) is shorter than a mark and the blanks before it. So every
-character is read once, looked at a bounded number of times, and a reply takes bounded memory.
+The result depends only on the characters, not on how they were divided: a reply gives the same
+whether it is added as a whole, by token or by character. Text that was read but not passed on yet
+(`take`) is held, up to MAX_HELD characters; text that was looked at but not read (`literal`,
+`until`) is shorter than a mark and the blanks before it. So every character is read once and looked
+at a bounded number of times, and a reply takes bounded memory.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ from collections.abc import Callable, Generator, Iterable
 from service.replies.json_scanner import BLANKS, JsonScanner
 
 MAX_HELD = 65_536
-"""The most characters that are held until it is certain what they are; beyond, they are text."""
+"""The most characters that are held until their meaning is certain; beyond that, they are text."""
 MAX_BLANKS = 64
-"""The most blanks before and behind a mark that belong to it; those further off are text."""
+"""The most blanks before and after a mark that belong to it; further ones are text."""
 MAX_NAME = 256
 """The longest name of a tool, in characters; a call with a longer one is text."""
 
 Steps = Generator[None, None, None]
-"""A format at work: yields where it needs more text."""
+"""A running format: yields when it needs more text."""
 
 
 class MalformedError(Exception):
-    """What is held is not what the format would have there."""
+    """The held text does not follow the format."""
 
 
 class Reader:
-    """Text to read from; for one reply.
+    """The text of one reply, to read from.
 
     Attributes:
-        text: what has come, from the first character that was not read.
-        pos: the next character's place in it.
+        text: the text from the first character that was not read.
+        pos: the next character's index in it.
         end: how far it may be read before something must be taken.
     """
 
@@ -59,16 +58,16 @@ class Reader:
 
     @property
     def num_held(self) -> int:
-        """Characters that were read and not taken."""
+        """How many characters were read but not passed on."""
         return self._num_aside + self.pos - self._begin
 
     @property
     def size(self) -> int:
-        """Characters that are kept, read or not."""
+        """How many characters are kept, read or not."""
         return self._num_aside + len(self.text) - self._begin
 
     def add(self, text: str) -> None:
-        """More text has come."""
+        """Add text."""
         if self.pos > self._begin:
             self._aside.append(self.text[self._begin : self.pos])
             self._num_aside += self.pos - self._begin
@@ -78,11 +77,11 @@ class Reader:
         self._num_added += len(text)
 
     def close(self) -> None:
-        """No more text will come."""
+        """End the text."""
         self._over = True
 
     def take(self) -> str:
-        """What is held; nothing is any more."""
+        """Return the held text, and hold nothing."""
         taken = self.text[self._begin : self.pos]
         if self._aside:
             taken = "".join([*self._aside, taken])
@@ -96,7 +95,7 @@ class Reader:
         """Wait for more text; False: there is none.
 
         Raises:
-            MalformedError: more is held than may be.
+            MalformedError: too much text is held.
         """
         if self.num_held >= MAX_HELD:
             raise MalformedError
@@ -117,7 +116,7 @@ class Reader:
         """Read one of these characters.
 
         Raises:
-            MalformedError: there is another, or none.
+            MalformedError: another character comes next, or none.
         """
         found = yield from self.peek()
         if not found or found not in characters:
@@ -126,7 +125,7 @@ class Reader:
         return found
 
     def blanks(self, most: int = MAX_HELD) -> Steps:
-        """Read blanks, at most so many."""
+        """Read blanks, up to this many."""
         for _ in range(most):
             found = yield from self.peek()
             if not found or found not in BLANKS:
@@ -134,7 +133,7 @@ class Reader:
             self.pos += 1
 
     def behind_blanks(self) -> Generator[None, None, str]:
-        """The first character behind at most MAX_BLANKS blanks; nothing is read. Empty: there is
+        """The first character after at most MAX_BLANKS blanks; reads nothing. Empty: there is
         none.
         """
         place = 0
@@ -163,7 +162,7 @@ class Reader:
         """Read up to one of these characters: a tool's name, without the blanks around it.
 
         Raises:
-            MalformedError: it is none, or the text ends.
+            MalformedError: it is not a valid name, or the text ends.
         """
         found: list[str] = []
         while (character := (yield from self.peek())) not in stop or not character:
@@ -174,10 +173,10 @@ class Reader:
         return checked_name("".join(found).strip(BLANKS))
 
     def value(self) -> Generator[None, None, str]:
-        """Read a JSON value; gives its text.
+        """Read a JSON value; returns its text.
 
         Raises:
-            MalformedError: it is none, it is longer than may be held, or the text ends.
+            MalformedError: it is not JSON, it is too long to be held, or the text ends.
         """
         scanner = JsonScanner()
         parts: list[str] = []
@@ -191,10 +190,10 @@ class Reader:
                 raise MalformedError
 
     def string(self) -> Generator[None, None, str]:
-        """Read a JSON string; gives what it says.
+        """Read a JSON string; returns its value.
 
         Raises:
-            MalformedError: as `value`, or it is not a string.
+            MalformedError: see `value`; or it is not a string.
         """
         if (yield from self.peek()) != '"':
             raise MalformedError
@@ -208,11 +207,11 @@ class Reader:
         blanks: str = BLANKS,
         most: int = MAX_BLANKS,
     ) -> Generator[None, None, str]:
-        """Hand the text on up to the first of these marks, which is held then, with the blanks
-        before it (at most so many of these characters). Nothing may be held before.
+        """Pass the text on up to the first of these marks, which is then held with the blanks
+        before it (a limited number of the given characters). Nothing may be held before.
 
         Returns:
-            The mark; empty at the text's end, when all was handed on.
+            The mark; empty at the text's end, when everything was passed on.
         """
         while True:
             found = marks.find.search(self.text, self.pos)
@@ -239,7 +238,7 @@ class Reader:
 
 
 class Marks:
-    """Literal marks to look for, made ready.
+    """Literal marks to look for, compiled.
 
     Attributes:
         find: finds a mark.
@@ -249,11 +248,11 @@ class Marks:
     __slots__ = ("find", "find_partial")
 
     def __init__(self, marks: Iterable[str]) -> None:
-        """Make marks ready.
+        """Compile marks.
 
         Raises:
-            ValueError: one could begin within another: then the first to be complete need not be
-                the first to begin.
+            ValueError: a mark could begin within another; the first complete mark need not be the
+                first to begin then.
         """
         listed = sorted(marks)
         first = {mark[0] for mark in listed}
@@ -274,7 +273,7 @@ def _beginnings(mark: str) -> str:
 
 
 def checked_name(name: str) -> str:
-    """A tool's name as it was read.
+    """Check a tool's name as it was read.
 
     Raises:
         MalformedError: it is empty, too long, or has characters that cannot be printed.

@@ -1,6 +1,6 @@
-"""The formats by name, and which of them a model's chat template writes.
+"""The formats by name, and how to find the one that a model's chat template writes.
 
-A new format is a file with a `Format`, a row of FORMATS and one of _MARKS.
+A new format is a file with a `Format`, a row in FORMATS and one in _MARKS.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A template that contains all of these, and none of those, is of this format."""
+    """A template that contains all of the first texts and none of the second ones has this
+    format.
+    """
 
     format: Format
     all_of: tuple[str, ...]
@@ -47,7 +49,7 @@ _MARKS = (
     _Row(THINK, ("</think>",)),
     _Row(THINK, ("<think>",)),
 )
-"""The first row that fits counts."""
+"""The first row that matches is used."""
 
 
 def choose(template: str) -> Format | None:
@@ -61,7 +63,7 @@ def choose(template: str) -> Format | None:
 
 
 def special_marks(format: Format, tokenizer: Tokenizer) -> frozenset[int]:
-    """The special tokens that a parser of this format must be shown, by their text."""
+    """The special tokens, by their text, that a parser of this format must see."""
     special = tokenizer.special_token_ids
     ids = (tokenizer.token_id(mark) for mark in format.marks)
     return frozenset(id for id in ids if id is not None and id in special)

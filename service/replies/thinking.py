@@ -1,4 +1,6 @@
-"""Reasoning alone: `<think>…</think>`, then the answer. The template may have opened it."""
+"""Reasoning alone: `<think>…</think>`, then the answer. The template may already have opened the
+reasoning.
+"""
 
 from __future__ import annotations
 
