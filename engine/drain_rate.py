@@ -43,8 +43,8 @@ class DrainRate:
     thread at a time. O(1) for each departure; memory is bounded, however many are refused.
 
     The rate is only measured while enough is there for it to be that of a full queue: `begin` tells
-        when that starts. It is measured from the first departure after that (the time before it
-        says nothing about the rate), for at least SLICE_S.
+    when that starts. It is measured from the first departure after that (the time before it says
+    nothing about the rate), for at least SLICE_S.
     """
 
     __slots__ = ("_claimed", "_claims", "_clock", "_jitter", "_last", "_since", "_slices")

@@ -455,7 +455,7 @@ class ContinuousBatchingManager(EngineLoop):
         with its last one.
 
         It may be registered before its request is added, so that no result is missed: it then waits
-            for the next request with that id, and is dropped if that request is refused.
+        for the next request with that id, and is dropped if that request is refused.
 
         Raises:
             TooManyHandlersError: too many handlers wait for their requests.

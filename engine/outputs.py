@@ -78,8 +78,8 @@ class RequestFailure:
     """Why a request failed. `message` is safe to show; `error_id` finds the cause in the log.
 
     `retryable`: whether the same request may succeed elsewhere or later (the engine stopped, say).
-        `field`: the field of the request that caused the failure, if one did, in engine terms (see
-        InvalidRequestError); `message` then says what to change in it.
+    `field`: the field of the request that caused the failure, if one did, in engine terms (see
+    InvalidRequestError); `message` then says what to change in it.
     """
 
     message: str

@@ -191,7 +191,7 @@ class AttentionBackend(ABC):
         """Make one group's metadata from those arrays, on the device.
 
         This is part of the captured work: it may compute with `fields`, but not read their values
-            on the host.
+        on the host.
         """
         raise NotImplementedError
 

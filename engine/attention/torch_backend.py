@@ -194,7 +194,7 @@ def _attend_ragged(
     """query: [Hq, T, D] → [T, Hq, Dv].
 
     Hidden keys may belong to other requests, and must not matter even if they are NaN: their scores
-        are replaced, not added to, and their values made finite.
+    are replaced, not added to, and their values made finite.
     """
     num_heads, num_tokens, head_dim = query.shape
     num_kv_heads = cache.keys.shape[1]

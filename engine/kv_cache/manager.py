@@ -51,8 +51,8 @@ class KVCacheManager:
     """Block tables of all live requests, over one pool per layer group.
 
     The calls for a request: `find_prefix` and `can_start` while it waits, `start` when it enters
-        the batch, `allocate` before each step, `commit` after it; then `free`, or `preempt` and
-        `start` again. `take_copies` returns the copies that these plan, once a step.
+    the batch, `allocate` before each step, `commit` after it; then `free`, or `preempt` and `start`
+    again. `take_copies` returns the copies that these plan, once a step.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class KVCacheManager:
         freed.
 
         Only call this for blocks that the step has computed: a request that gave up its blocks and
-            started again has others.
+        started again has others.
 
         The next token is at position num_computed_tokens and attends to the window − 1 positions
         before it. O(blocks that became full or were left behind).

@@ -393,8 +393,8 @@ class ProcessEngineClient(EngineClient):
         counts as hung only if it is stopped.
 
         The process must look hung twice in a row: if the whole machine stood still, messages that
-            it sent may not have been read yet. It is only looked at when it is silent, because a
-            look takes up to 1 ms.
+        it sent may not have been read yet. It is only looked at when it is silent, because a look
+        takes up to 1 ms.
         """
         suspected = False
         used: float | None = None  # at the last look, if it was silent then

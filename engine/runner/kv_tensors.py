@@ -88,7 +88,7 @@ def allocate_host_caches(
     0.
 
     They have no null block. Empty if no group has host blocks. pin_memory: allows a CUDA device to
-        copy asynchronously.
+    copy asynchronously.
     """
     if not any(host_blocks):
         return ()

@@ -135,9 +135,10 @@ class VerifiedModel:
 class LoadedRunner:
     """A runner around a verified model, with its KV cache's groups and size.
 
-    overlap: whether the runner has two sets of input buffers, so that the core may launch a step
-        before it collects the last one. padded_sizes: the sizes in tokens to which steps with
-        prompts are padded; None: not padded.
+    Attributes:
+        overlap: whether the runner has two sets of input buffers, so that the core may launch a
+            step before it collects the last one.
+        padded_sizes: the sizes in tokens to which steps with prompts are padded; None: not padded.
     """
 
     runner: ModelRunner

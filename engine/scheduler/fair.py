@@ -49,8 +49,8 @@ class FairScheduler(Scheduler):
     6. A waiting request whose time limit cannot be met is ended instead of run (see TimeLimits).
 
     No caller starves: a waiting caller keeps its counter, and the counters of all that are served
-        before it rise above that, also those of new callers. Within a caller, a request of low
-        priority waits for as long as higher ones keep coming.
+    before it rise above that, also those of new callers. Within a caller, a request of low priority
+    waits for as long as higher ones keep coming.
     """
 
     heeds_priorities: ClassVar[bool] = True

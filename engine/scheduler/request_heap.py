@@ -14,8 +14,8 @@ class RequestHeap:
     dropped when they reach the top, or once they are the majority.
 
     A request may have several entries, such as an old one from before it was preempted. That is
-        harmless: either the rank never changes for a request, or it is a time at which to check the
-        request, and checking early does no harm.
+    harmless: either the rank never changes for a request, or it is a time at which to check the
+    request, and checking early does no harm.
     """
 
     def __init__(self, waiting: Mapping[RequestKey, Request]) -> None:

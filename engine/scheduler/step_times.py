@@ -11,7 +11,7 @@ class StepTimes:
     """The durations of the last 64 steps.
 
     The estimate is optimistic: it is more likely to keep a request that cannot finish in time than
-        to end one that could.
+    to end one that could.
     """
 
     def __init__(self, max_batch_tokens: int) -> None:

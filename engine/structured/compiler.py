@@ -283,8 +283,9 @@ class GrammarCompiler:
         del self._jobs[job.key]
 
     def _take_next(self) -> _Job | None:
-        """The next job for a worker: the first one of a group that has none in progress and was not
-        served last; else the first one of such a caller; else the first of all.
+        """The next job for a worker: the first one of a group that has no job in progress and was
+        not served last. If there is none, the same rule is applied to callers; otherwise it is the
+        first job of all.
         """
         self._drop_deserted()
         if not self._queue:

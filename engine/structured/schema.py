@@ -4,9 +4,9 @@ completes it.
     text ─▶ values (numbers as they are written) ─▶ checks, each with its place ─▶ text
 
 llguidance stores every number of a schema as a float64, and writes that: `{"const":
-    1234567890123456789}` would give another number, and no error. So a number that a float64 cannot
-    represent exactly is refused here, with its place. In four more cases llguidance deviates from
-    JSON Schema; they are refused or corrected here:
+1234567890123456789}` would give another number, and no error. So a number that a float64 cannot
+represent exactly is refused here, with its place. In four more cases llguidance deviates from JSON
+Schema; they are refused or corrected here:
 
 - Dates: `format` checks months, but neither leap years nor when a minute may have a 60th second. A
   pattern that does is added.

@@ -116,8 +116,8 @@ def _digest(message: SpecMessage, spec: generation_pb2.GenerationSpec) -> bytes:
     for a kind of call that cannot be retried.
 
     The spec counts as it was sent: setting a field to its default differs from leaving it out, and
-        fields that this server does not know count too. So nobody gets the answer to a different
-        request; a client that retries sends the same bytes.
+    fields that this server does not know count too. So nobody gets the answer to a different
+    request; a client that retries sends the same bytes.
     """
     if not isinstance(message, _RETRIED):
         return b""

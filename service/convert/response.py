@@ -137,7 +137,7 @@ class Responder:
         ResultEvent.
 
         They are filled in place: making a message and copying it into another costs three times as
-            much.
+        much.
         """
         add, is_delta = target.add, events.Delta
         for number, run in taken:

@@ -144,7 +144,7 @@ def marked(
 
 
 def _blanks(reader: Reader, out: PieceWriter) -> Steps:
-    """Add the blanks after a mark, which is held, to it."""
+    """Extend the held mark by the blanks after it."""
     out.mark(reader.take())
     yield from reader.blanks(MAX_BLANKS)
     out.mark(reader.take())
