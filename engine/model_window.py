@@ -77,11 +77,11 @@ class ModelWindow:
     # ---- the loop; all with the condition held -------------------------------------------------
 
     def loop_started(self) -> None:
-        """The loop was started."""
+        """Note that the loop was started."""
         self._is_running = True
 
     def loop_ended(self) -> None:
-        """The loop has ended; nobody waits for it any more."""
+        """Note that the loop has ended, and end all waits for it."""
         self._is_running = False
         self._changed.notify_all()
 

@@ -343,7 +343,7 @@ def build_runner(
     Raises:
         ConfigError: an option asks for what the device cannot do.
         InsufficientMemoryError: the KV cache does not fit, or not even a step.
-        RanksLostError: the model is divided, and another rank has ended.
+        RanksLostError: the model is split, and another rank has ended.
     """
     probe, device, leader = verified.probe, verified.device, verified.leader
     check_block_size(verified.backend, config.block_size)

@@ -1,8 +1,8 @@
 """Which capabilities a request needs: read from the marks of the contract's fields.
 
-The contract marks fields, enum values and members of oneofs that not every server has. What a
-message sets of them is said by name in its `required_capabilities`, so that a server which lacks
-one refuses the message, even if it does not know the field.
+The contract marks fields, enum values and members of oneofs that not every server has. Those that a
+message sets are listed by name in its `required_capabilities`, so that a server that lacks one
+refuses the message, even if it does not know the field.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def _needed(message: Message) -> Iterator[str]:
 
 
 _Mark = tuple[str, dict[int, str], bool]
-"""Of a field: its capability, those of its enum's values, whether its messages have marks."""
+"""For each field: its capability, those of its enum's values, and whether its messages have
+marks.
+"""
 
 
 @cache
