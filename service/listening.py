@@ -22,7 +22,7 @@ from service.tls import Tls
 
 logger = logging.getLogger(__name__)
 
-_MAX_GROUP = 2**32 - 2  # from Linux
+_MAX_GROUP = 2**32 - 2  # in Linux; the next number means "no change"
 
 
 AnyServer = grpc.Server | grpc.aio.Server

@@ -1,7 +1,7 @@
 """Converts between protobuf and the plain dataclasses of the engine and of delivery. No other
 package knows both.
 
-    GenerationSpec ──▶ unknown, unsupported, inputs, sampling, request.Converter ──▶ Submission
+    GenerationSpec ──▶ incoming, unsupported, inputs, sampling, request.Converter ──▶ Submission
     ResultEvent ◀── response.Responder ◀── delivery.events
 
 `incoming` checks the size of a message and the capabilities that it requires, `unsupported` refuses
