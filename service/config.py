@@ -18,6 +18,17 @@ from service.receiving import MIN_RECEIVE_BYTES
 
 SCHEDULERS = ("fair", "priority", "fifo", "prefill_first")
 SLOW_READERS = ("hold", "end")
+REPLY_PARSERS = (
+    "auto",
+    "none",
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "qwen3_coder",
+    "deepseek",
+    "harmony",
+    "think",
+)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_ALIASES = 16
 MAX_ALIAS = 128
@@ -57,6 +68,13 @@ class ServiceConfig:
         "Another name by which requests may call the model.",
         more="The flag may be given several times; in the variable, names are separated by blanks. "
         "At most 16, each of at most 128 characters without blanks.",
+        group=MODEL,
+    )
+    reply_parser: str = option(
+        "auto",
+        "How the model writes reasoning and tool calls, so that they come apart from the text of "
+        "[replies to conversations](chat.md): a format, `auto` (by the chat template) or `none`.",
+        choices=REPLY_PARSERS,
         group=MODEL,
     )
     insecure: bool = option(

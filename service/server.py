@@ -69,6 +69,7 @@ from service.operator_control import Control
 from service.places import Places
 from service.reading import Reading
 from service.reflection import add_reflection
+from service.replies import format_of
 from service.servicers.control_servicer import ControlServicer
 from service.servicers.generation_servicer import GenerationServicer
 from service.servicers.model_servicer import ModelServicer
@@ -356,12 +357,13 @@ class HeadraceServer:
             max_choices=config.max_choices,
             max_send_bytes=config.max_send_bytes,
         )
-        card = model_card(info, tokenizer, config, self.instance_id)
+        reply = format_of(config.reply_parser, tokenizer)
+        card = model_card(info, tokenizer, config, self.instance_id, reply)
         return FrontEnd(
             info=info,
             card=card,
             encoder=encoder,
-            converter=Converter(info, encoder, limits, (card.name, *card.aliases)),
+            converter=Converter(info, encoder, limits, (card.name, *card.aliases), reply),
             responder=Responder(tokenizer, self.instance_id),
             registry=self.registry,
             loads=self.loads,

@@ -198,6 +198,11 @@ class ChatTemplates:
         self._reserved = _SET_BY_SERVER | set(special_tokens) | set(ChatEnvironment().globals)
 
     @property
+    def sources(self) -> Sequence[str]:
+        """The Jinja sources."""
+        return [template.source for template in self._templates.values()]
+
+    @property
     def available(self) -> bool:
         """Whether there is one for ordinary conversations."""
         return "default" in self._templates

@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Protocol
 
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import PieceTable, Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 6
@@ -57,7 +57,11 @@ class IncrementalDetokenizer(Protocol):
 
 
 def incremental_detokenizer(
-    tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()
+    tokenizer: Tokenizer,
+    *,
+    skip_special_tokens: bool = True,
+    prompt_tail: Sequence[int] = (),
+    shown: frozenset[int] = frozenset(),
 ) -> IncrementalDetokenizer:
     """Begin an output.
 
@@ -66,9 +70,11 @@ def incremental_detokenizer(
         skip_special_tokens: whether special tokens are left out of the text.
         prompt_tail: the ids before the output: the whole prompt, or its last ids; only the last
             few are looked at. Empty: the output begins the text.
+        shown: special tokens that are not left out.
     """
     kind = _Bytes if tokenizer.piece_rules.concatenates else _Window
-    return kind(tokenizer, skip_special_tokens, prompt_tail)
+    pieces = tokenizer.pieces(skip_special_tokens=skip_special_tokens, shown=shown)
+    return kind(tokenizer, pieces, prompt_tail)
 
 
 class _Bytes:
@@ -76,9 +82,11 @@ class _Bytes:
 
     __slots__ = ("_drop_marker", "_pending", "_pieces", "_strip", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, skip: bool, prompt_tail: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, pieces: PieceTable, prompt_tail: Sequence[int]
+    ) -> None:
         self._tokenizer = tokenizer
-        self._pieces = tokenizer.pieces(skip_special_tokens=skip)
+        self._pieces = pieces
         rules = tokenizer.piece_rules
         self._drop_marker = bool(rules.first_marker)  # until the text's first token is there
         self._strip = rules.strip_blanks  # blanks still to be dropped
@@ -130,12 +138,13 @@ class _Bytes:
 class _Window:
     """For all other tokenizers, by the library's decoder."""
 
-    __slots__ = ("_ids", "_pieces", "_read", "_skip", "_tokenizer")
+    __slots__ = ("_ids", "_pieces", "_read", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, skip: bool, prompt_tail: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, pieces: PieceTable, prompt_tail: Sequence[int]
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip
-        self._pieces = tokenizer.pieces(skip_special_tokens=skip)
+        self._pieces = pieces
         tail: list[int] = []
         for token_id in reversed(prompt_tail):
             if len(tail) >= _CONTEXT and not self._begins_badly(tail):
@@ -175,11 +184,11 @@ class _Window:
 
     def _begins_badly(self, tail: Sequence[int]) -> bool:
         """Whether a context, newest id first, may begin within a character."""
-        text = self._tokenizer.decode(tail[::-1], skip_special_tokens=self._skip)
+        text = self._tokenizer.decode(tail[::-1], skip_special_tokens=False)
         return _REPLACEMENT in text and len(tail) < 4 * _CONTEXT
 
     def _decode(self, end: int) -> str:
-        return self._tokenizer.decode(self._ids[:end], skip_special_tokens=self._skip)
+        return self._tokenizer.decode(self._ids[:end], skip_special_tokens=False)
 
     def _take(self, end: int, text: str, before: str) -> str:
         """Hand out what text has beyond before; the ids that made it are the next ones' context.

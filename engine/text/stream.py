@@ -50,6 +50,7 @@ class TextStream:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
         prompt_tail: Sequence[int] = (),
+        shown: frozenset[int] = frozenset(),
         initial_text: str = "",
     ) -> None:
         """Begin an output.
@@ -61,11 +62,12 @@ class TextStream:
             min_tokens: stop strings that complete with fewer output tokens are ignored.
             skip_special_tokens: whether special tokens are left out of the text.
             prompt_tail: the prompt's ids, or the last of them; see `incremental_detokenizer`.
+            shown: special tokens that are not left out.
             initial_text: comes before the first text (echo: the prompt's); no stop strings are
                 looked for in it.
         """
         self._detokenizer = incremental_detokenizer(
-            tokenizer, skip_special_tokens=skip_special_tokens, prompt_tail=prompt_tail
+            tokenizer, skip_special_tokens=skip_special_tokens, prompt_tail=prompt_tail, shown=shown
         )
         self._matcher = (
             StopMatcher(stop_strings, include_stop=include_stop, min_tokens=min_tokens)

@@ -86,10 +86,7 @@ class Tokenizer:
         self._longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         decoder: Any = backend.decoder  # its pickled state is its part of tokenizer.json
         self._rules = read_decoder(None if decoder is None else json.loads(decoder.__getstate__()))
-        self._tables = {
-            True: PieceTable(backend, self._rules, self._special_ids),
-            False: PieceTable(backend, self._rules, frozenset()),
-        }
+        self._tables: dict[frozenset[int], PieceTable] = {}
 
     @classmethod
     def load(
@@ -240,12 +237,17 @@ class Tokenizer:
             )
         if token_id in self._special_ids:
             return encode_utf8(self._backend.id_to_token(token_id) or "")
-        return self._tables[False][token_id]
+        return self.pieces(skip_special_tokens=False)[token_id]
 
     @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be laid out."""
         return self._templates.available
+
+    @property
+    def chat_template_source(self) -> str:
+        """The Jinja sources of its chat templates, one behind the other."""
+        return "\n".join(self._templates.sources)
 
     def apply_chat_template(
         self,
@@ -274,11 +276,20 @@ class Tokenizer:
         """How tokens become bytes."""
         return self._rules
 
-    def pieces(self, *, skip_special_tokens: bool) -> PieceTable:
+    def pieces(
+        self, *, skip_special_tokens: bool, shown: frozenset[int] = frozenset()
+    ) -> PieceTable:
         """Token id → bytes in the text; their concatenation is the text where
-        `piece_rules.concatenates`.
+        `piece_rules.concatenates`. `shown`: special tokens that are not skipped; one set, or a few,
+        in a process: each has its table.
         """
-        return self._tables[skip_special_tokens]
+        skipped = self._special_ids - shown if skip_special_tokens else frozenset[int]()
+        table = self._tables.get(skipped)
+        if table is None:
+            table = self._tables.setdefault(
+                skipped, PieceTable(self._backend, self._rules, skipped)
+            )
+        return table
 
     def first_piece(self, token_id: int) -> bytes:
         """The bytes of a token that comes first in its text."""

@@ -24,6 +24,7 @@ from service.accounts import Account
 from service.call_errors import FieldError, UnsupportedFieldError
 from service.convert.json_text import JsonReader
 from service.convert.values import check_enum
+from service.replies import ToolTypes, tool_types
 from service.text_pool import SHORT_BYTES, TextPool
 
 INLINE_CHARACTERS = 1024
@@ -118,20 +119,21 @@ class InputEncoder:
 
     async def encode_chat(
         self, account: Account, chat: generation_pb2.ChatInput, *, fits: bool = False
-    ) -> Sequence[int]:
-        """The token ids of a conversation, formatted by the tokenizer's template. For the arguments
-        see `encode_text`.
+    ) -> tuple[Sequence[int], ToolTypes]:
+        """The token ids of a conversation, formatted by the tokenizer's template, and the types of
+        its tools' parameters. For the arguments see `encode_text`.
 
         Raises:
             FieldError: a message, tool or argument is wrong, or the text is too long.
             ChatTemplateUnavailableError: the model has no template.
         """
 
-        def render() -> tuple[str, int, Sequence[int] | None]:
+        def render() -> tuple[str, int, Sequence[int] | None, ToolTypes]:
             read = JsonReader().object
+            tools = [_tool(tool, index, read) for index, tool in enumerate(chat.tools)]
             text = self.tokenizer.apply_chat_template(
                 _messages(chat, read),
-                tools=[_tool(tool, index, read) for index, tool in enumerate(chat.tools)] or None,
+                tools=tools or None,
                 add_generation_prompt=(
                     chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
                 ),
@@ -141,17 +143,18 @@ class InputEncoder:
                 ),
             )
             size = self._check_length("chat.messages", text, fits=fits)
-            return text, size, encode(text, size) if size <= SHORT_BYTES else None
+            ids = encode(text, size) if size <= SHORT_BYTES else None
+            return text, size, ids, tool_types(tools)
 
         def encode(text: str, size: int) -> Sequence[int]:
             return self._encode("chat.messages", text, size, add_special_tokens=False)
 
         # A template is a program: it never runs on the event loop.
-        text, size, ids = await self._pool.run(account, chat.ByteSize(), render)
-        if ids is not None:
-            return ids
-        # A short conversation may make a long text, which is queued with long ones.
-        return await self._pool.run(account, size, lambda: encode(text, size))
+        text, size, ids, types = await self._pool.run(account, chat.ByteSize(), render)
+        if ids is None:
+            # A short conversation may make a long text, which is queued with long ones.
+            ids = await self._pool.run(account, size, lambda: encode(text, size))
+        return ids, types
 
     async def decode(self, account: Account, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of token ids, the number of which was checked."""

@@ -18,10 +18,11 @@ from engine.text import Tokenizer
 from service.config import ServiceConfig
 from service.convert.response import sampling_message
 from service.convert.values import to_duration
+from service.replies import ModelFormat
 
-SCHEMA_REVISION = 6
+SCHEMA_REVISION = 7
 """Grows with every change to the contract."""
-MINIMUM_CLIENT_REVISION = 6
+MINIMUM_CLIENT_REVISION = 7
 """The oldest revision of clients that this server supports."""
 FORMS = ("json_schema", "json_object", "regex", "grammar", "choice")
 """The kinds of structured output, by their names in StructuredOutput."""
@@ -36,9 +37,15 @@ def server_version() -> str:
 
 
 def model_card(
-    info: ModelInfo, tokenizer: Tokenizer | None, config: ServiceConfig, instance_id: str
+    info: ModelInfo,
+    tokenizer: Tokenizer | None,
+    config: ServiceConfig,
+    instance_id: str,
+    reply: ModelFormat | None,
 ) -> model_service_pb2.ModelCard:
-    """Describe the model and the server's limits. `tokenizer`: None if the model has none."""
+    """Describe the model and the server's limits. `tokenizer`: None if the model has none.
+    `reply`: the format of its replies; None if they are text.
+    """
     name = config.served_name or info.name
     return model_service_pb2.ModelCard(
         name=name,
@@ -70,7 +77,7 @@ def model_card(
             max_unread_tokens=config.max_unread_tokens,
             max_hold=(to_duration(config.max_hold_s) if config.slow_reader == "hold" else None),
         ),
-        capabilities=_capabilities(info, tokenizer, config),
+        capabilities=_capabilities(info, tokenizer, config, reply),
         instance_id=instance_id,
         server_version=server_version(),
         schema_revision=SCHEMA_REVISION,
@@ -79,7 +86,10 @@ def model_card(
 
 
 def _capabilities(
-    info: ModelInfo, tokenizer: Tokenizer | None, config: ServiceConfig
+    info: ModelInfo,
+    tokenizer: Tokenizer | None,
+    config: ServiceConfig,
+    reply: ModelFormat | None,
 ) -> model_service_pb2.Capabilities:
     """What this server can do with its model. The names are those that fields of the contract are
     marked with (capability.proto).
@@ -91,6 +101,7 @@ def _capabilities(
             {
                 *(("structured_output",) if text else ()),
                 *(("chat", "tools", "content_parts") if chat else ()),
+                *(("typed_replies",) if chat and reply is not None else ()),
                 *(("priorities",) if info.heeds_priorities else ()),
             }
         ),
@@ -102,7 +113,10 @@ def _capabilities(
             content_parts=["text"] if chat else [],
         ),
         output=model_service_pb2.OutputCapabilities(
-            logprobs=True, prompt_logprobs=True, structured_output=FORMS if text else ()
+            logprobs=True,
+            prompt_logprobs=True,
+            structured_output=FORMS if text else (),
+            reply_parser=reply.format.name if chat and reply is not None else "",
         ),
         scheduling=model_service_pb2.SchedulingCapabilities(
             priorities=info.heeds_priorities,

@@ -31,6 +31,7 @@ from engine.types import CallerKey, RequestId
 from service.accounts import Account
 from service.call_errors import FieldError, ModelNotFoundError, NoTokenizerError
 from service.convert.inputs import InputEncoder, Truncation
+from service.convert.replies import comes_apart, reply_texts
 from service.convert.sampling import check_min_tokens, grammar_params, sampling_params
 from service.convert.unsupported import refuse_unsupported
 from service.convert.values import check_enum, check_ids, check_labels, seconds
@@ -38,6 +39,7 @@ from service.convert.weight import input_field, message_footprint
 from service.delivery.events import DeliveryOptions, prompt_size
 from service.delivery.submission import NO_LABELS, LivesBy, Submission
 from service.footprint import Footprint
+from service.replies import ModelFormat, ToolTypes
 
 MAX_SALT_BYTES = 128
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
@@ -135,14 +137,17 @@ class Converter:
         encoder: InputEncoder | None,
         limits: RequestLimits,
         names: Sequence[str],
+        reply: ModelFormat | None = None,
     ) -> None:
         """`encoder`: None if the model has no tokenizer. `names`: the names by which requests may
-        call the model, its own first.
+        call the model, its own first. `reply`: the format of its replies to conversations; None if
+        they are text.
         """
         self._info = info
         self._encoder = encoder
         self._limits = limits
         self._names = tuple(names)
+        self._reply = reply
 
     @property
     def _text(self) -> InputEncoder:
@@ -205,7 +210,8 @@ class Converter:
         request = self._without_prompt(spec, account, weight, max_priority, engine_id)
         options = _delivery(output, request.logprobs, lives_by is LivesBy.CALLS)
         stop_strings = _stop_strings(spec)
-        prompt = await self._prompt(account, spec, field)
+        reply = self._reply if comes_apart(spec) else None
+        prompt, tools = await self._prompt(account, spec, field)
         if options.describe_prompt:
             self._check_prompt_size(options, len(prompt))
         room, stop = self._info.max_context_tokens - len(prompt), request.stop
@@ -225,6 +231,7 @@ class Converter:
                     min_tokens=stop.min_tokens,
                     skip_special_tokens=skip,
                     prompt_tail=prompt[-_PROMPT_TAIL:],
+                    shown=frozenset() if reply is None else reply.shown,
                     initial_text=echo,
                 )
                 for _ in texts
@@ -245,6 +252,13 @@ class Converter:
             ),
             options=options,
             texts=texts,
+            replies=(
+                []
+                if reply is None
+                else reply_texts(
+                    reply, self._text.tokenizer, draft.request_id, prompt, tools, request.n
+                )
+            ),
             stop_strings=stop_strings,
             include_stop=spec.stop.include_stop,
             lives_by=lives_by,
@@ -294,10 +308,11 @@ class Converter:
 
     async def _prompt(
         self, account: Account, spec: generation_pb2.GenerationSpec, field: str
-    ) -> TokenIds:
-        """The token ids of the input, truncated as the spec asks, and checked for length. `field`:
-        the input's field.
+    ) -> tuple[TokenIds, ToolTypes]:
+        """The token ids of the input, truncated as the spec asks, and checked for length; and the
+        types of its tools' parameters. `field`: the input's field.
         """
+        tools: ToolTypes = {}
         truncation = Truncation.of(spec)
         whole = truncation.most is None
         # A prompt that fills the context can still be processed if max_tokens is 0.
@@ -312,17 +327,17 @@ class Converter:
                 if not 1 <= length <= limit:
                     raise _wrong_length(field, length, limit, alone)
                 size = self._info.vocab_size
-                return check_ids(ids, field, size, most=len(ids), kept=kept)
+                return check_ids(ids, field, size, most=len(ids), kept=kept), tools
             case "text":
                 encoded = await self._text.encode_text(account, spec.text, fits=whole)
             case "chat":
-                encoded = await self._text.encode_chat(account, spec.chat, fits=whole)
+                encoded, tools = await self._text.encode_chat(account, spec.chat, fits=whole)
             case _:
                 raise FieldError("input", "is missing; set one of text, tokens and chat")
         encoded = encoded[truncation.kept(len(encoded))]
         if not 1 <= len(encoded) <= limit:
             raise _wrong_length(field, len(encoded), limit, alone)
-        return TokenIds.of(encoded)
+        return TokenIds.of(encoded), tools
 
     def _choices(self, spec: generation_pb2.GenerationSpec) -> int:
         n = spec.n if spec.HasField("n") else 1

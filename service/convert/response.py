@@ -20,6 +20,7 @@ from engine.text import Tokenizer
 from service.convert.values import to_duration
 from service.delivery import events
 from service.delivery.session import Batch
+from service.replies.parts import Apart, CallPart
 from service.status_table import failure_status, to_status
 
 _REASONS = {
@@ -66,11 +67,12 @@ def _stop_message(
     )
 
 
-def _usage(usage: EngineUsage) -> generation_pb2.Usage:
+def _usage(usage: EngineUsage, reasoning_tokens: int) -> generation_pb2.Usage:
     return generation_pb2.Usage(
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
+        reasoning_tokens=reasoning_tokens,
     )
 
 
@@ -88,6 +90,7 @@ def _total(usages: Sequence[generation_pb2.Usage]) -> generation_pb2.Usage:
         prompt_tokens=max(usage.prompt_tokens for usage in usages),
         cached_tokens=max(usage.cached_tokens for usage in usages),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
+        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
     )
 
 
@@ -152,6 +155,8 @@ class Responder:
                 # New output. Runs for every token, so kept short.
                 delta = message.delta
                 delta.text = event.text
+                if event.apart is not None:
+                    _add_apart(delta, event.apart)
                 if event.choice:
                     message.choice_index = event.choice
                 if event.detailed:
@@ -232,8 +237,12 @@ class Responder:
     def finished(self, event: events.Finished) -> generation_pb2.Finished:
         """The message of a choice's normal end."""
         message = generation_pb2.Finished(
-            reason=_REASONS[event.reason],
-            usage=_usage(event.usage),
+            reason=(
+                generation_pb2.FINISH_REASON_TOOL_CALLS
+                if event.calls_tools
+                else _REASONS[event.reason]
+            ),
+            usage=_usage(event.usage, event.reasoning_tokens),
             timings=_timings(event.finish, event.last_token),
         )
         if event.stop_string is not None:
@@ -246,7 +255,8 @@ class Responder:
         """The message of a failed request."""
         finish = event.finish
         message = generation_pb2.Failed(
-            usage=_usage(finish.usage), timings=_timings(finish, finish.timings.last_token)
+            usage=_usage(finish.usage, event.reasoning_tokens),
+            timings=_timings(finish, finish.timings.last_token),
         )
         if event.error is not None:
             message.status.CopyFrom(to_status(event.error))
@@ -263,6 +273,7 @@ class Responder:
         )
         choices = [message.choices.add(index=index) for index in range(n)]
         texts: list[list[str]] = [[] for _ in range(n)]
+        aparts: list[list[Apart]] = [[] for _ in range(n)]
         for numbered in run:
             match numbered.event:
                 case events.Accepted() as event:
@@ -272,6 +283,8 @@ class Responder:
                 case events.Delta() as event:
                     choice = choices[event.choice]
                     texts[event.choice].append(event.text)
+                    if event.apart is not None:
+                        aparts[event.choice].append(event.apart)
                     choice.token_ids.extend(event.token_ids)
                     if event.detailed:
                         choice.tokens.extend(self.tokens(event))
@@ -279,8 +292,9 @@ class Responder:
                     choices[event.choice].finished.CopyFrom(self.finished(event))
                 case events.Failed():
                     pass  # the RPC's status says it
-        for choice, text in zip(choices, texts, strict=True):
+        for choice, text, apart in zip(choices, texts, aparts, strict=True):
             choice.text = "".join(text)
+            _add_whole(choice, apart)
         message.usage.CopyFrom(_total([choice.finished.usage for choice in choices]))
         return message
 
@@ -310,6 +324,25 @@ class Responder:
                 message.cancelled.append(
                     cancel_result(reply.request_id, reply.outcome, reply.command_id)
                 )
+
+
+def _add_apart(delta: generation_pb2.Delta, apart: Apart) -> None:
+    delta.reasoning = apart.reasoning
+    for call in apart.calls:
+        delta.tool_calls.add(
+            index=call.index, id=call.id, name=call.name, arguments_json=call.arguments
+        )
+
+
+def _add_whole(choice: generation_service_pb2.GeneratedChoice, parts: Sequence[Apart]) -> None:
+    choice.reasoning = "".join([part.reasoning for part in parts])
+    calls: dict[int, list[CallPart]] = {}
+    for part in parts:
+        for call in part.calls:
+            calls.setdefault(call.index, []).append(call)
+    for own in calls.values():
+        arguments = "".join([call.arguments for call in own])
+        choice.tool_calls.add(id=own[0].id, name=own[0].name, arguments_json=arguments)
 
 
 def cancel_result(

@@ -1,6 +1,7 @@
 """One choice of a request: turns the engine's tokens into pending deltas and an end.
 
     tokens ──push──▶ text, stop strings ──▶ one pending delta ──take──▶ Delta, … and Finished
+                     └▶ reasoning, calls
 
 A request with n choices has n of these, which are independent: each has its own text, stop strings,
 token offsets and end. Pending events have no number yet; `log.EventLog` numbers them when they are
@@ -16,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from engine.outputs import Finish, FinishReason, TokenLogprobs
 from engine.text import StopMatch, TextStream
@@ -29,6 +31,7 @@ from service.delivery.events import (
     Delta,
     Finished,
 )
+from service.replies.parts import Part, ReplyText, together
 
 
 class ChoiceLog:
@@ -55,6 +58,7 @@ class ChoiceLog:
         "_most",
         "_offset",
         "_options",
+        "_reply",
         "_stop_time",
         "_text",
         "_text_ends",
@@ -74,6 +78,7 @@ class ChoiceLog:
         options: DeliveryOptions,
         text_stream: TextStream | None,
         ending_ids: frozenset[TokenId],
+        reply: ReplyText | None = None,
     ) -> None:
         self.index = index
         self.arrival = 0.0
@@ -86,9 +91,10 @@ class ChoiceLog:
         self._held_per_token = options.held_per_token
         self._most = max(1, MAX_DELTA_BYTES // options.bytes_per_token)  # tokens of one delta
         self._text_stream = text_stream
+        self._reply = reply
         self._ending_ids = ending_ids
         self._ids: list[TokenId] = []
-        self._text: list[str] = []
+        self._text: list[Any] = []  # text; parts, where there is a reply
         self._text_ends: list[int] = []  # of each piece: how many of _ids there were behind it
         self._logprobs: list[TokenLogprobs] = []
         self._times: list[float] = []
@@ -116,7 +122,13 @@ class ChoiceLog:
     @property
     def held_size(self) -> int:
         """About how many bytes the pending output takes. O(1), however much there is."""
-        return len(self._ids) * self._held_per_token + len(self._text) * HELD_TEXT_BYTES
+        held = len(self._ids) * self._held_per_token + len(self._text) * HELD_TEXT_BYTES
+        return held if self._reply is None else held + self._reply.size
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many tokens so far were reasoning."""
+        return 0 if self._reply is None else self._reply.reasoning_tokens
 
     # Filling
 
@@ -131,9 +143,14 @@ class ChoiceLog:
         """
         found = None
         text = ""
+        parts: list[Part] | None = None
         if self._text_stream is not None:
             stream = self._text_stream
-            text = stream.push(ids, ends_with_stop_token=ids[-1] in self._ending_ids)
+            ends = ids[-1] in self._ending_ids
+            if self._reply is None:
+                text = stream.push(ids, ends_with_stop_token=ends)
+            else:
+                parts = self._reply.push(stream, ids, ends_with_stop_token=ends)
             if stream.stop is not None:
                 self.stop = found = stream.stop
                 self._stop_time = now
@@ -144,6 +161,8 @@ class ChoiceLog:
         if text:
             self._text.append(text)
             self._text_ends.append(len(self._ids))
+        elif parts:
+            self._add(parts)
         if logprobs is not None:
             self._logprobs += logprobs
         if self._options.record_times:
@@ -158,11 +177,17 @@ class ChoiceLog:
         if self._text_stream is None:
             return
         rest = self._text_stream.finish()
-        if rest:
+        if self._reply is not None:
+            self._add(self._reply.finish(rest))
+        elif rest:
             self._text.append(rest)
             self._text_ends.append(len(self._ids))
         if self.stop is None:
             self.stop = self._text_stream.stop
+
+    def _add(self, parts: list[Part]) -> None:
+        self._text += parts
+        self._text_ends += [len(self._ids)] * len(parts)
 
     def end(self, finish: Finish) -> None:
         """Record the engine's end of this choice; the text was flushed. If the reason is ERROR, its
@@ -171,15 +196,24 @@ class ChoiceLog:
         stop = self.stop
         last_token = finish.timings.last_token
         if stop is None:
+            reason, usage, thought = finish.reason, finish.usage, self.reasoning_tokens
+            called = self._reply is not None and self._reply.calls_tools
+            calls = called and reason is FinishReason.STOP
             self.finished = Finished(
-                finish.reason, None, finish, finish.usage, last_token, self.index
+                reason, None, finish, usage, last_token, self.index, calls, thought
             )
             return
         if last_token is not None and self._stop_time is not None:
             last_token = min(last_token, self._stop_time)
         usage = replace(finish.usage, completion_tokens=stop.num_tokens)
         self.finished = Finished(
-            FinishReason.STOP, stop.stop_string, finish, usage, last_token, self.index
+            FinishReason.STOP,
+            stop.stop_string,
+            finish,
+            usage,
+            last_token,
+            self.index,
+            reasoning_tokens=self.reasoning_tokens,
         )
 
     # Taking
@@ -199,7 +233,7 @@ class ChoiceLog:
             (count or self._text) and (ending or self.finished is not None)
         ):
             if count <= self._most and (room is None or count <= room):  # nearly always
-                number(self._delta(count, "".join(self._text)))
+                number(self._delta(count, self._text))
                 self._ids = []
                 self._text = []
                 self._text_ends = []
@@ -219,14 +253,23 @@ class ChoiceLog:
         while count > 0:
             part = min(count, self._most)
             pieces = bisect_right(self._text_ends, part)
-            number(self._delta(part, "".join(self._text[:pieces])))
+            number(self._delta(part, self._text[:pieces]))
             del self._ids[:part], self._logprobs[:part], self._times[:part]
             del self._text[:pieces], self._text_ends[:pieces]
             self._text_ends = [end - part for end in self._text_ends]
             count -= part
 
-    def _delta(self, count: int, text: str) -> Delta:
-        """Make a delta of the first pending tokens."""
+    def _delta(self, count: int, parts: list[Any]) -> Delta:
+        """Make a delta of the first pending tokens and of these parts."""
+        size = EVENT_BYTES
+        apart = None
+        if self._reply is None:
+            text = "".join(parts)
+        else:
+            text, apart = together(parts)
+            if apart is not None:
+                size += apart.size
+        size += len(text)
         ids = tuple(self._ids if count == len(self._ids) else self._ids[:count])
         times = None
         if self._times:
@@ -238,9 +281,10 @@ class ChoiceLog:
             self._options.token_details,
             tuple(self._logprobs[:count]) if self._logprobs else None,
             times,
-            EVENT_BYTES + len(text) + count * self._bytes_per_token,
-            HELD_EVENT_BYTES + len(text) + count * self._held_per_token,
+            size + count * self._bytes_per_token,
+            HELD_EVENT_BYTES - EVENT_BYTES + size + count * self._held_per_token,
             self.index,
+            apart,
         )
         self._offset += count
         return delta

@@ -16,10 +16,10 @@ from engine.outputs import Finish, FinishReason, TokenLogprobs, Usage
 from engine.sampling_params import SamplingParams, StopParams
 from engine.token_ids import NO_IDS, TokenIds
 from engine.types import TokenId
+from service.replies.parts import Apart
 
 MAX_DELTA_BYTES = 1 << 20
-"""A delta larger than about this is split, so that clients can receive the messages.
-"""
+"""A delta larger than about this is split, so that clients can receive the messages."""
 EVENT_BYTES = 96
 """About how many bytes an event takes in a message, without the parts that grow."""
 _TOKEN_BYTES = 6
@@ -163,6 +163,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
         times: for each token, the seconds since the request was accepted, if requested.
         size, held: about how many bytes it takes in a message, and in memory.
         choice: which of the request's choices it belongs to.
+        apart: what there is besides text, where a reply is taken apart.
     """
 
     token_ids: tuple[TokenId, ...]
@@ -173,12 +174,14 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     size: int
     held: int
     choice: int = 0
+    apart: Apart | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The normal end of one choice. `reason` is never ERROR. `size`, `held`: see
-    PromptProcessed.
+    PromptProcessed. `calls_tools`: whether it ended by itself and calls tools.
+    `reasoning_tokens`: how many of its tokens were reasoning.
     """
 
     size: ClassVar[int] = EVENT_BYTES
@@ -190,12 +193,15 @@ class Finished:
     usage: Usage
     last_token: float | None
     choice: int = 0
+    calls_tools: bool = False
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
     """The end of the whole request by a failure; `finish.failure` says why. `error`: set if the
-    front end ended it, not the engine. `size`, `held`: see PromptProcessed.
+    front end ended it, not the engine. `size`, `held`: see PromptProcessed. `reasoning_tokens`: of
+    all choices that it ends.
     """
 
     size: ClassVar[int] = EVENT_BYTES
@@ -203,6 +209,7 @@ class Failed:
 
     finish: Finish
     error: HeadraceError | None = None
+    reasoning_tokens: int = 0
 
 
 Event = Accepted | PromptProcessed | Delta | Finished | Failed

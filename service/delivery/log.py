@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 from engine.errors import HeadraceError
 from engine.outputs import Finish, FinishReason, RequestFailure, RequestOutput, Timings, Usage
@@ -41,6 +42,7 @@ from service.delivery.events import (
     prompt_size,
 )
 from service.delivery.result_errors import RequestFailedError, ResultGoneError
+from service.replies.parts import ReplyText
 
 
 class EventLog:
@@ -73,6 +75,7 @@ class EventLog:
         prompt: TokenIds,
         now: float,
         keep: bool = False,
+        replies: Sequence[ReplyText] = (),
     ) -> None:
         """Make an empty log.
 
@@ -81,6 +84,7 @@ class EventLog:
             options, keep, prompt: how the results are delivered, whether they are kept, and the
                 prompt.
             text_streams: one for each choice; None if no text is wanted.
+            replies: one for each choice; empty if they are text.
             ending_ids: stop and end-of-sequence ids in force.
             now: monotonic seconds, until the engine tells when the request arrived.
         """
@@ -104,8 +108,8 @@ class EventLog:
         self._last_token: float | None = None
         # Pending: output since the last numbered event.
         self._choices = tuple(
-            ChoiceLog(index, options=options, text_stream=text_stream, ending_ids=ending_ids)
-            for index, text_stream in enumerate(text_streams)
+            ChoiceLog(index, options=options, text_stream=text, ending_ids=ending_ids, reply=reply)
+            for index, (text, reply) in enumerate(zip_longest(text_streams, replies))
         )
         self._ready: list[ChoiceLog] = []
         self._prompt: PromptProcessed | None = None
@@ -214,7 +218,7 @@ class EventLog:
             for other in unfinished:
                 other.end(finish)
         else:
-            self.failure = Failed(finish)
+            self.failure = Failed(finish, None, _reasoning_tokens(unfinished))
 
     def _counted(self, finish: Finish, unfinished: Sequence[ChoiceLog]) -> Finish:
         """Add the delivered (or pending) tokens of the choices that a failure ends to its usage.
@@ -262,7 +266,8 @@ class EventLog:
             failure=failure,
         )
         unfinished = [choice for choice in self._choices if choice.finished is None]
-        self.failure = Failed(self._counted(finish, unfinished), error)
+        finish = self._counted(finish, unfinished)
+        self.failure = Failed(finish, error, _reasoning_tokens(unfinished))
         self.ended = True
 
     def raise_failure(self) -> None:
@@ -429,3 +434,7 @@ class EventLog:
     def _drop_taken(self) -> None:
         self._kept = [numbered for numbered in self._kept if numbered.seq >= self.cursor]
         self.size = sum(numbered.event.held for numbered in self._kept)
+
+
+def _reasoning_tokens(choices: Sequence[ChoiceLog]) -> int:
+    return sum(choice.reasoning_tokens for choice in choices)

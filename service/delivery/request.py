@@ -101,6 +101,7 @@ class ServedRequest:
             submission.request_id,
             options=submission.options,
             text_streams=submission.texts,
+            replies=submission.replies,
             ending_ids=request.stop.ending_token_ids,
             prompt=request.prompt,
             now=time.monotonic(),

@@ -12,6 +12,7 @@ from engine.text import TextStream
 from service.accounts import Account
 from service.delivery.events import DeliveryOptions
 from service.footprint import Footprint
+from service.replies.parts import ReplyText
 
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
@@ -35,6 +36,7 @@ class Submission:
         footprint: about how many bytes it holds.
         options: how its results are delivered.
         texts: makes the text of each choice; None: no text is wanted.
+        replies: takes the reply of each choice apart; empty: replies are text.
         stop_strings, include_stop: as requested.
         lives_by: what it needs in order not to be cancelled.
         labels: as the caller gave them.
@@ -49,6 +51,7 @@ class Submission:
     footprint: Footprint
     options: DeliveryOptions
     texts: list[TextStream | None]
+    replies: list[ReplyText]
     stop_strings: tuple[str, ...]
     include_stop: bool
     lives_by: LivesBy

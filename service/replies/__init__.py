@@ -1,8 +1,8 @@
 """Parses a model's reply to a conversation into text, reasoning and tool calls, in the front
 end.
 
-    TextStream ──▶ text, with the format's marks ──▶ ReplyParser ──▶ pieces
-                                                     by a Format
+    TextStream ──▶ text, with the format's marks ──▶ ReplyParser ──▶ pieces ──▶ parts of deltas
+                                                     by a Format               (`parts`)
 
 Each family of models has its own marks for reasoning and tool calls. Each such format is one file,
 registered by name, and found by what the model's chat template writes (`choose`). A parser reads
@@ -10,7 +10,12 @@ the text as it comes, and passes it on as soon as its meaning is certain. Anythi
 follow the format is text, so no character is lost, and the pieces' raw texts together are the reply
 as the model wrote it. Time is linear in the text; the text that is held back is bounded (`reader`).
 
-Nothing here depends on the engine, on tokens or on gRPC.
+transformers parses replies by a `response_template` of the tokenizer. It is not used here: the
+front end does not import transformers, the template's regular expressions are a stranger's, the
+whole text is kept and copied again and again, arguments are written anew at a call's end, and what
+cannot be parsed is dropped or raises.
+
+Nothing here depends on the engine's work or on gRPC, and only `parts` on tokens, which it counts.
 """
 
 from __future__ import annotations
@@ -28,7 +33,8 @@ from service.replies.pieces import (
     ToolCall,
     fold,
 )
-from service.replies.registry import FORMATS, choose, special_marks
+from service.replies.registry import FORMATS, ModelFormat, choose, format_of, special_marks
+from service.replies.tool_types import ToolTypes, tool_types
 
 __all__ = [
     "FORMATS",
@@ -38,13 +44,17 @@ __all__ = [
     "Context",
     "Format",
     "Mark",
+    "ModelFormat",
     "Piece",
     "Reasoning",
     "Reply",
     "ReplyParser",
     "Text",
     "ToolCall",
+    "ToolTypes",
     "choose",
     "fold",
+    "format_of",
     "special_marks",
+    "tool_types",
 ]

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from service.replies.json_scanner import BLANKS
 from service.replies.pieces import Piece, PieceWriter
 from service.replies.reader import MAX_BLANKS, MalformedError, Marks, Reader, Steps
-
-Schema = Mapping[str, object]
+from service.replies.tool_types import ToolTypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +21,12 @@ class Context:
     """What is known about a request before its reply begins.
 
     Attributes:
-        tools: the tools given to the model: the JSON schemas of their parameters, by name.
+        tools: the tools given to the model: the types of their parameters.
         in_reasoning: whether the prompt ends within reasoning that the template opened.
         seed: the calls' ids are derived from it; a different one for each reply.
     """
 
-    tools: Mapping[str, Schema] = field(default_factory=dict)
+    tools: ToolTypes = field(default_factory=dict)
     in_reasoning: bool = False
     seed: str = ""
 
@@ -65,7 +64,7 @@ class ReplyParser:
 
     def __init__(self, format: Format, context: Context) -> None:
         self._reader = Reader()
-        self._out = PieceWriter(context.seed)
+        self._out = PieceWriter(context.seed, in_reasoning=context.in_reasoning)
         self._steps = format.read(self._reader, self._out, context)
         self._over = False
 
@@ -73,6 +72,11 @@ class ReplyParser:
     def size(self) -> int:
         """How many characters are held back; at most MAX_HELD and a mark with its blanks."""
         return self._reader.size
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether what comes next is reasoning, as far as is certain."""
+        return self._out.in_reasoning
 
     def push(self, text: str) -> list[Piece]:
         """Add text; returns the pieces that are now certain, if any."""
@@ -125,8 +129,10 @@ def marked(
         mark = opening if context.in_reasoning else ""
         while True:
             if mark == opening:
+                out.in_reasoning = True
                 yield from _blanks(reader, out)
                 yield from reader.until(in_reasoning, out.reasoning)
+                out.in_reasoning = False
                 yield from _blanks(reader, out)
             elif mark:
                 yield from _call(reader, out, context, calls[mark])

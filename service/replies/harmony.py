@@ -98,8 +98,10 @@ def _message(
         yield from _arguments(reader, out)
     else:
         out.mark(reader.take())
+    out.in_reasoning = channel == "analysis" and recipient is None
     hand_on = out.reasoning if channel == "analysis" else out.text
     mark = yield from reader.until(_WITHIN, hand_on, blanks="", most=0)
+    out.in_reasoning = False
     if mark in (_START, _CHANNEL):
         return mark
     out.mark(reader.take())

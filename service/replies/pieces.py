@@ -144,17 +144,19 @@ class PieceWriter:
 
     Attributes:
         has_text: whether there was text other than blanks.
+        in_reasoning: whether what comes next is reasoning. Set by the format.
         num_calls: how many calls have begun.
     """
 
-    __slots__ = ("_ids", "_pieces", "_seed", "has_text", "num_calls")
+    __slots__ = ("_ids", "_pieces", "_seed", "has_text", "in_reasoning", "num_calls")
 
-    def __init__(self, seed: str) -> None:
+    def __init__(self, seed: str, *, in_reasoning: bool = False) -> None:
         """`seed`: the calls' ids are derived from it; a different one for each reply."""
         self._seed = seed
         self._ids: set[str] = set()
         self._pieces: list[Piece] = []
         self.has_text = False
+        self.in_reasoning = in_reasoning
         self.num_calls = 0
 
     def drain(self) -> list[Piece]:

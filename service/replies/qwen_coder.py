@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 
 from service.replies.calls import begin
 from service.replies.format import Context, marked
@@ -39,7 +39,6 @@ _PARAMETER = "<parameter="
 _PARAMETER_END = "</parameter>"
 _VALUE_ENDS = Marks({_PARAMETER_END})
 _MAX_PARAMETERS = 256
-_MAX_NESTED = 8
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)\Z")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _KINDS = {
@@ -67,7 +66,7 @@ def _function(reader: Reader, out: PieceWriter, context: Context) -> Steps:
     if (yield from reader.behind_blanks()) not in ("<", ""):
         raise MalformedError
     begin(reader, out, name)
-    types = _types(context.tools.get(name))
+    types = context.tools.get(name, {})
     out.arguments("{", "")
     try:
         yield from _parameters(reader, out, types)
@@ -157,27 +156,6 @@ def _converted(value: str, types: frozenset[str]) -> str:
         if kind in types - {"string"} or (whole and "integer" in types):
             return text
     return json.dumps(value, ensure_ascii=False)
-
-
-def _types(schema: Mapping[str, object] | None) -> Mapping[str, frozenset[str]]:
-    """The types that each of a tool's parameters may have."""
-    properties = (schema or {}).get("properties")
-    if not isinstance(properties, Mapping):
-        return {}
-    return {str(key): frozenset(_allowed(value)) for key, value in properties.items()}
-
-
-def _allowed(schema: object, depth: int = 0) -> Generator[str, None, None]:
-    if not isinstance(schema, Mapping) or depth > _MAX_NESTED:
-        return
-    kinds = schema.get("type")
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if isinstance(kind, str):
-            yield kind
-    for word in ("anyOf", "oneOf"):
-        choices = schema.get(word)
-        for choice in choices if isinstance(choices, list) else ():
-            yield from _allowed(choice, depth + 1)
 
 
 QWEN3_CODER = marked(

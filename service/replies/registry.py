@@ -62,6 +62,24 @@ def choose(template: str) -> Format | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFormat:
+    """How a model writes, and which of its special tokens a parser must be shown."""
+
+    format: Format
+    shown: frozenset[int]
+
+
+def format_of(name: str, tokenizer: Tokenizer | None) -> ModelFormat | None:
+    """The format of this name; of "auto", the one that the model's template writes. None: replies
+    are text, as they are where `name` is "none" or the model has no tokenizer.
+    """
+    if tokenizer is None or name == "none":
+        return None
+    format = choose(tokenizer.chat_template_source) if name == "auto" else FORMATS[name]
+    return None if format is None else ModelFormat(format, special_marks(format, tokenizer))
+
+
 def special_marks(format: Format, tokenizer: Tokenizer) -> frozenset[int]:
     """The special tokens, by their text, that a parser of this format must see."""
     special = tokenizer.special_token_ids

@@ -83,6 +83,7 @@ async def _encode(
         case "text":
             return await encoder.encode_text(account, request.text)
         case "chat":
-            return await encoder.encode_chat(account, request.chat)
+            ids, _ = await encoder.encode_chat(account, request.chat)
+            return ids
         case _:
             raise FieldError("input", "is missing; set one of text and chat")

@@ -70,8 +70,12 @@ Script = Callable[[GenerationRequest, int], Sequence[int]]
 """What a choice of a request generates; over again where that is not enough."""
 
 
-def byte_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
-    """A tokenizer whose ids 0 to 255 are the bytes; EOS and BOS are special tokens."""
+def byte_tokenizer(
+    *, chat_template: str | None = CHAT_TEMPLATE, special: Sequence[str] = ()
+) -> Tokenizer:
+    """A tokenizer whose ids 0 to 255 are the bytes; EOS and BOS are special tokens, and so are
+    these, which have the ids behind.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     names = {byte: chr(byte) for byte in printable}
@@ -80,13 +84,13 @@ def byte_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(
-        [AddedToken("<eos>", special=True), AddedToken("<bos>", special=True)]
+        [AddedToken(name, special=True) for name in ("<eos>", "<bos>", *special)]
     )
     return Tokenizer(
         backend,
         special_tokens={"eos_token": "<eos>", "bos_token": "<bos>"},
         chat_templates={"default": chat_template} if chat_template is not None else None,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=VOCAB_SIZE + len(special),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from engine.text import TextStream, Tokenizer
-from service.replies import Context, Format, Reply, fold, special_marks
+from service.replies import Context, Format, Reply, ToolTypes, fold, special_marks
 from service.replies.json_scanner import MAX_DEPTH
 from service.replies.reader import MAX_BLANKS, MAX_HELD
 
@@ -30,7 +30,7 @@ class Case:
     text: str = ""
     reasoning: str = ""
     calls: Sequence[Call] = ()
-    tools: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    tools: ToolTypes = field(default_factory=dict)
     in_reasoning: bool = False
 
     @property
@@ -86,7 +86,7 @@ def by_token(format: Format, case: Case) -> Reply:
     tokenizer = _tokenizer(format)
     ids = tokenizer.encode(case.raw, add_special_tokens=False)
     assert len(special_marks(format, tokenizer)) == len(format.marks)
-    stream = TextStream(tokenizer, skip_special_tokens=False)
+    stream = TextStream(tokenizer, shown=special_marks(format, tokenizer))
     parts = [stream.push([id]) for id in ids] + [stream.finish()]
     return parse(format, parts, case.context)
 

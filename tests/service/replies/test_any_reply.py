@@ -18,7 +18,7 @@ from service.replies.reader import MAX_BLANKS, MAX_HELD, Marks
 from tests.service.replies.cases import parse
 
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
-TOOLS = {"f": {"properties": {"n": {"type": "integer"}, "o": {"type": ["object", "null"]}}}}
+TOOLS = {"f": {"n": frozenset({"integer"}), "o": frozenset({"object", "null"})}}
 SNIPPETS = [
     '{"name": "f", "arguments": {"a": [1, true]}}', '{"name": "f", "parameters": {}}',
     '{"name": "f"', '"arguments": {', '"x": "', '"', "\\", "{", "}", "[", "]", ",", ":", ";", "<",

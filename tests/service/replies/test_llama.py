@@ -19,7 +19,7 @@ LLAMA = FORMATS["llama3_json"]
 
 
 TAG = "<|python_tag|>"
-TOOLS: dict[str, dict[str, object]] = {"f": {}}
+TOOLS: dict[str, dict[str, frozenset[str]]] = {"f": {}}
 
 
 def wrap(name: str, arguments: str) -> str:

@@ -6,26 +6,35 @@ import json
 
 import pytest
 
-from service.replies import FORMATS, Context
+from service.replies import FORMATS, Context, tool_types
 from service.replies.reader import MAX_HELD
+from service.replies.tool_types import MAX_TYPED
 from tests.service.replies.cases import Case, check, check_truncated, parse
 
 QWEN = FORMATS["qwen3_coder"]
-TOOLS = {
-    "f": {
-        "properties": {
-            "s": {"type": "string"},
-            "n": {"type": "integer"},
-            "x": {"type": "number"},
-            "b": {"type": "boolean"},
-            "o": {"type": "object"},
-            "l": {"type": "array"},
-            "on": {"type": ["object", "null"]},
-            "sn": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
-            "r": {"$ref": "#/$defs/r"},
+TOOLS = tool_types(
+    [
+        {
+            "type": "function",
+            "function": {
+                "name": "f",
+                "parameters": {
+                    "properties": {
+                        "s": {"type": "string"},
+                        "n": {"type": "integer"},
+                        "x": {"type": "number"},
+                        "b": {"type": "boolean"},
+                        "o": {"type": "object"},
+                        "l": {"type": "array"},
+                        "on": {"type": ["object", "null"]},
+                        "sn": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+                        "r": {"$ref": "#/$defs/r"},
+                    }
+                },
+            },
         }
-    }
-}
+    ]
+)
 
 
 def function(name: str, **values: str) -> str:
@@ -147,3 +156,15 @@ def test_a_value_too_long_to_hold_is_a_string() -> None:
 
 def test_a_reply_that_ends_anywhere() -> None:
     check_truncated(QWEN, f"<think>hm</think>hi\n{wrap('f', s='a', n='12')}", Context(TOOLS))
+
+
+def test_what_is_kept_of_schemas_is_bounded() -> None:
+    assert TOOLS["f"].keys() == {"n", "x", "b", "o", "l", "on", "sn"}
+    assert tool_types([{"name": "g"}, {}, {"function": 1}, {"function": {"name": 2}}]) == {"g": {}}
+    properties = {str(i): {"type": "integer"} for i in range(MAX_TYPED)}
+    many = [{"name": name, "parameters": {"properties": properties}} for name in ("a", "b")]
+    assert [len(own) for own in tool_types(many).values()] == [MAX_TYPED, 0]
+    nested: object = {"type": "integer"}
+    for _ in range(50):
+        nested = {"anyOf": [nested]}
+    assert tool_types([{"name": "a", "parameters": {"properties": {"x": nested}}}]) == {"a": {}}

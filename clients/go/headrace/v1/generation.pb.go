@@ -230,6 +230,8 @@ const (
 	FinishReason_FINISH_REASON_CANCELLED FinishReason = 4
 	// Its time limit was reached.
 	FinishReason_FINISH_REASON_TIME_LIMIT FinishReason = 5
+	// A stop id or an end-of-sequence token, after at least one tool call; the arguments of all calls are whole.
+	FinishReason_FINISH_REASON_TOOL_CALLS FinishReason = 6
 )
 
 // Enum value maps for FinishReason.
@@ -241,6 +243,7 @@ var (
 		3: "FINISH_REASON_CONTEXT",
 		4: "FINISH_REASON_CANCELLED",
 		5: "FINISH_REASON_TIME_LIMIT",
+		6: "FINISH_REASON_TOOL_CALLS",
 	}
 	FinishReason_value = map[string]int32{
 		"FINISH_REASON_UNSPECIFIED": 0,
@@ -249,6 +252,7 @@ var (
 		"FINISH_REASON_CONTEXT":     3,
 		"FINISH_REASON_CANCELLED":   4,
 		"FINISH_REASON_TIME_LIMIT":  5,
+		"FINISH_REASON_TOOL_CALLS":  6,
 	}
 )
 
@@ -1588,7 +1592,12 @@ type OutputOptions struct {
 	// contain them.
 	SkipSpecialTokens *bool `protobuf:"varint,9,opt,name=skip_special_tokens,json=skipSpecialTokens,proto3,oneof" json:"skip_special_tokens,omitempty"`
 	// Whether text is omitted, for callers that want only token ids. Excludes stop_strings.
-	OmitText      bool `protobuf:"varint,10,opt,name=omit_text,json=omitText,proto3" json:"omit_text,omitempty"`
+	OmitText bool `protobuf:"varint,10,opt,name=omit_text,json=omitText,proto3" json:"omit_text,omitempty"`
+	// Whether the reply to a conversation comes as text alone, as the model wrote it. Default: no; where the server knows
+	// how the model writes (OutputCapabilities.reply_parser), its reasoning and tool calls come apart from the text, and the
+	// marks around them are left out. The text of other inputs, of a structured_output and with echo is always as the
+	// model wrote it.
+	RawText       bool `protobuf:"varint,11,opt,name=raw_text,json=rawText,proto3" json:"raw_text,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1689,6 +1698,13 @@ func (x *OutputOptions) GetSkipSpecialTokens() bool {
 func (x *OutputOptions) GetOmitText() bool {
 	if x != nil {
 		return x.OmitText
+	}
+	return false
+}
+
+func (x *OutputOptions) GetRawText() bool {
+	if x != nil {
+		return x.RawText
 	}
 	return false
 }
@@ -2457,7 +2473,12 @@ func (x *PromptProcessed) GetTokens() []*TokenInfo {
 
 // New output of one choice, never cumulative: the texts of all deltas, joined, are the exact text, and the ids, joined,
 // the exact tokens. One delta may have several tokens. Text may come later than its tokens, because a character is
-// never split and a possible beginning of a stop string is held back; so the last delta may have only text.
+// never split and a possible beginning of a stop string, or of a tool call, is held back; so the last delta may have only
+// text.
+//
+// In the reply to a conversation (see OutputOptions.raw_text), what the model thought comes in reasoning, what it says in
+// text, and the tools that it calls in tool_calls; which of them came first within a delta is not told. What the model
+// wrote in their form and cannot be read as such is text.
 type Delta struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The new tokens' ids. Empty if tokens is used.
@@ -2465,7 +2486,11 @@ type Delta struct {
 	// The new text. Empty with omit_text, and if the model has no tokenizer.
 	Text string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
 	// The new tokens with their details, if logprobs, token_details or record_timestamps is set.
-	Tokens        []*TokenInfo `protobuf:"bytes,3,rep,name=tokens,proto3" json:"tokens,omitempty"`
+	Tokens []*TokenInfo `protobuf:"bytes,3,rep,name=tokens,proto3" json:"tokens,omitempty"`
+	// New reasoning.
+	Reasoning string `protobuf:"bytes,4,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
+	// Tool calls that begin or go on.
+	ToolCalls     []*ToolCallDelta `protobuf:"bytes,5,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2521,6 +2546,96 @@ func (x *Delta) GetTokens() []*TokenInfo {
 	return nil
 }
 
+func (x *Delta) GetReasoning() string {
+	if x != nil {
+		return x.Reasoning
+	}
+	return ""
+}
+
+func (x *Delta) GetToolCalls() []*ToolCallDelta {
+	if x != nil {
+		return x.ToolCalls
+	}
+	return nil
+}
+
+// A part of a tool call. A call's first part has its id and its name; the arguments of all its parts, joined, are the
+// text of a JSON object. They are not whole if the output ended within them, or they stopped being JSON, which makes the
+// rest text.
+type ToolCallDelta struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Which of the reply's calls it belongs to: 0, 1, 2 and so on.
+	Index uint32 `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"`
+	// The call's id, in its first part: 9 letters and digits, or the id that the model wrote.
+	Id string `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
+	// The tool's name, in the call's first part. It need not be one of the request's tools.
+	Name string `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
+	// The next part of the arguments, as the model wrote it. Where its format has no JSON, the arguments are made by the
+	// tool's schema.
+	ArgumentsJson string `protobuf:"bytes,4,opt,name=arguments_json,json=argumentsJson,proto3" json:"arguments_json,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ToolCallDelta) Reset() {
+	*x = ToolCallDelta{}
+	mi := &file_headrace_v1_generation_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ToolCallDelta) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ToolCallDelta) ProtoMessage() {}
+
+func (x *ToolCallDelta) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_generation_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ToolCallDelta.ProtoReflect.Descriptor instead.
+func (*ToolCallDelta) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *ToolCallDelta) GetIndex() uint32 {
+	if x != nil {
+		return x.Index
+	}
+	return 0
+}
+
+func (x *ToolCallDelta) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *ToolCallDelta) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ToolCallDelta) GetArgumentsJson() string {
+	if x != nil {
+		return x.ArgumentsJson
+	}
+	return ""
+}
+
 // One token with its details.
 type TokenInfo struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2546,7 +2661,7 @@ type TokenInfo struct {
 
 func (x *TokenInfo) Reset() {
 	*x = TokenInfo{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[24]
+	mi := &file_headrace_v1_generation_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2558,7 +2673,7 @@ func (x *TokenInfo) String() string {
 func (*TokenInfo) ProtoMessage() {}
 
 func (x *TokenInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[24]
+	mi := &file_headrace_v1_generation_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2571,7 +2686,7 @@ func (x *TokenInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenInfo.ProtoReflect.Descriptor instead.
 func (*TokenInfo) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{24}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *TokenInfo) GetId() uint32 {
@@ -2640,7 +2755,7 @@ type TokenCandidate struct {
 
 func (x *TokenCandidate) Reset() {
 	*x = TokenCandidate{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[25]
+	mi := &file_headrace_v1_generation_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2652,7 +2767,7 @@ func (x *TokenCandidate) String() string {
 func (*TokenCandidate) ProtoMessage() {}
 
 func (x *TokenCandidate) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[25]
+	mi := &file_headrace_v1_generation_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2665,7 +2780,7 @@ func (x *TokenCandidate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenCandidate.ProtoReflect.Descriptor instead.
 func (*TokenCandidate) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{25}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *TokenCandidate) GetId() uint32 {
@@ -2701,7 +2816,7 @@ type Finished struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Why.
 	Reason FinishReason `protobuf:"varint,1,opt,name=reason,proto3,enum=headrace.v1.FinishReason" json:"reason,omitempty"`
-	// What matched, if the reason is STOP.
+	// What matched, if the reason is STOP or TOOL_CALLS.
 	//
 	// Types that are valid to be assigned to Matched:
 	//
@@ -2718,7 +2833,7 @@ type Finished struct {
 
 func (x *Finished) Reset() {
 	*x = Finished{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[26]
+	mi := &file_headrace_v1_generation_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2730,7 +2845,7 @@ func (x *Finished) String() string {
 func (*Finished) ProtoMessage() {}
 
 func (x *Finished) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[26]
+	mi := &file_headrace_v1_generation_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2743,7 +2858,7 @@ func (x *Finished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Finished.ProtoReflect.Descriptor instead.
 func (*Finished) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{26}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Finished) GetReason() FinishReason {
@@ -2825,7 +2940,7 @@ type Failed struct {
 
 func (x *Failed) Reset() {
 	*x = Failed{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[27]
+	mi := &file_headrace_v1_generation_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2837,7 +2952,7 @@ func (x *Failed) String() string {
 func (*Failed) ProtoMessage() {}
 
 func (x *Failed) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[27]
+	mi := &file_headrace_v1_generation_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2850,7 +2965,7 @@ func (x *Failed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Failed.ProtoReflect.Descriptor instead.
 func (*Failed) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{27}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *Failed) GetStatus() *status.Status {
@@ -2884,13 +2999,16 @@ type Usage struct {
 	CachedTokens uint32 `protobuf:"varint,2,opt,name=cached_tokens,json=cachedTokens,proto3" json:"cached_tokens,omitempty"`
 	// The tokens that were generated and delivered, the one that ended the output included.
 	CompletionTokens uint32 `protobuf:"varint,3,opt,name=completion_tokens,json=completionTokens,proto3" json:"completion_tokens,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// How many of completion_tokens were reasoning, with the tokens that complete its marks; 0 where reasoning does not come
+	// apart from the text.
+	ReasoningTokens uint32 `protobuf:"varint,4,opt,name=reasoning_tokens,json=reasoningTokens,proto3" json:"reasoning_tokens,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[28]
+	mi := &file_headrace_v1_generation_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2902,7 +3020,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[28]
+	mi := &file_headrace_v1_generation_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2915,7 +3033,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{28}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Usage) GetPromptTokens() uint32 {
@@ -2939,6 +3057,13 @@ func (x *Usage) GetCompletionTokens() uint32 {
 	return 0
 }
 
+func (x *Usage) GetReasoningTokens() uint32 {
+	if x != nil {
+		return x.ReasoningTokens
+	}
+	return 0
+}
+
 // Times of a request, all measured from its acceptance with one clock. A time is absent if its event did not happen.
 type Timings struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2958,7 +3083,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[29]
+	mi := &file_headrace_v1_generation_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2970,7 +3095,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[29]
+	mi := &file_headrace_v1_generation_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2983,7 +3108,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{29}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Timings) GetFirstScheduledDuration() *durationpb.Duration {
@@ -3142,7 +3267,7 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\n" +
 	"ignore_eos\x18\x06 \x01(\bR\tignoreEos\x12!\n" +
 	"\finclude_stop\x18\a \x01(\bR\vincludeStopB\r\n" +
-	"\v_max_tokens\"\xfd\x03\n" +
+	"\v_max_tokens\"\x98\x04\n" +
 	"\rOutputOptions\x121\n" +
 	"\bdelivery\x18\x01 \x01(\x0e2\x15.headrace.v1.DeliveryR\bdelivery\x124\n" +
 	"\x14min_tokens_per_delta\x18\x02 \x01(\rH\x00R\x11minTokensPerDelta\x88\x01\x01\x12\x1f\n" +
@@ -3154,7 +3279,8 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\x11record_timestamps\x18\b \x01(\bR\x10recordTimestamps\x123\n" +
 	"\x13skip_special_tokens\x18\t \x01(\bH\x03R\x11skipSpecialTokens\x88\x01\x01\x12\x1b\n" +
 	"\tomit_text\x18\n" +
-	" \x01(\bR\bomitTextB\x17\n" +
+	" \x01(\bR\bomitText\x12\x19\n" +
+	"\braw_text\x18\v \x01(\bR\arawTextB\x17\n" +
 	"\x15_min_tokens_per_deltaB\v\n" +
 	"\t_logprobsB\x12\n" +
 	"\x10_prompt_logprobsB\x16\n" +
@@ -3209,11 +3335,19 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\x0fPromptProcessed\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\rR\fpromptTokens\x12#\n" +
 	"\rcached_tokens\x18\x02 \x01(\rR\fcachedTokens\x12.\n" +
-	"\x06tokens\x18\x03 \x03(\v2\x16.headrace.v1.TokenInfoR\x06tokens\"h\n" +
+	"\x06tokens\x18\x03 \x03(\v2\x16.headrace.v1.TokenInfoR\x06tokens\"\xc1\x01\n" +
 	"\x05Delta\x12\x1b\n" +
 	"\ttoken_ids\x18\x01 \x03(\rR\btokenIds\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12.\n" +
-	"\x06tokens\x18\x03 \x03(\v2\x16.headrace.v1.TokenInfoR\x06tokens\"\x95\x02\n" +
+	"\x06tokens\x18\x03 \x03(\v2\x16.headrace.v1.TokenInfoR\x06tokens\x12\x1c\n" +
+	"\treasoning\x18\x04 \x01(\tR\treasoning\x129\n" +
+	"\n" +
+	"tool_calls\x18\x05 \x03(\v2\x1a.headrace.v1.ToolCallDeltaR\ttoolCalls\"p\n" +
+	"\rToolCallDelta\x12\x14\n" +
+	"\x05index\x18\x01 \x01(\rR\x05index\x12\x0e\n" +
+	"\x02id\x18\x02 \x01(\tR\x02id\x12\x12\n" +
+	"\x04name\x18\x03 \x01(\tR\x04name\x12%\n" +
+	"\x0earguments_json\x18\x04 \x01(\tR\rargumentsJson\"\x95\x02\n" +
 	"\tTokenInfo\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\rR\x02id\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x14\n" +
@@ -3243,11 +3377,12 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\x06Failed\x12*\n" +
 	"\x06status\x18\x01 \x01(\v2\x12.google.rpc.StatusR\x06status\x12(\n" +
 	"\x05usage\x18\x02 \x01(\v2\x12.headrace.v1.UsageR\x05usage\x12.\n" +
-	"\atimings\x18\x03 \x01(\v2\x14.headrace.v1.TimingsR\atimings\"~\n" +
+	"\atimings\x18\x03 \x01(\v2\x14.headrace.v1.TimingsR\atimings\"\xa9\x01\n" +
 	"\x05Usage\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\rR\fpromptTokens\x12#\n" +
 	"\rcached_tokens\x18\x02 \x01(\rR\fcachedTokens\x12+\n" +
-	"\x11completion_tokens\x18\x03 \x01(\rR\x10completionTokens\"\xe0\x02\n" +
+	"\x11completion_tokens\x18\x03 \x01(\rR\x10completionTokens\x12)\n" +
+	"\x10reasoning_tokens\x18\x04 \x01(\rR\x0freasoningTokens\"\xe0\x02\n" +
 	"\aTimings\x12S\n" +
 	"\x18first_scheduled_duration\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x16firstScheduledDuration\x12K\n" +
 	"\x14first_token_duration\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x12firstTokenDuration\x12I\n" +
@@ -3268,14 +3403,15 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\x0eTruncationSide\x12\x1f\n" +
 	"\x1bTRUNCATION_SIDE_UNSPECIFIED\x10\x00\x12\x18\n" +
 	"\x14TRUNCATION_SIDE_LEFT\x10\x01\x12\x19\n" +
-	"\x15TRUNCATION_SIDE_RIGHT\x10\x02*\xb5\x01\n" +
+	"\x15TRUNCATION_SIDE_RIGHT\x10\x02*\xd3\x01\n" +
 	"\fFinishReason\x12\x1d\n" +
 	"\x19FINISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12FINISH_REASON_STOP\x10\x01\x12\x18\n" +
 	"\x14FINISH_REASON_LENGTH\x10\x02\x12\x19\n" +
 	"\x15FINISH_REASON_CONTEXT\x10\x03\x12\x1b\n" +
 	"\x17FINISH_REASON_CANCELLED\x10\x04\x12\x1c\n" +
-	"\x18FINISH_REASON_TIME_LIMIT\x10\x05BL\n" +
+	"\x18FINISH_REASON_TIME_LIMIT\x10\x05\x12\x1c\n" +
+	"\x18FINISH_REASON_TOOL_CALLS\x10\x06BL\n" +
 	"\x0fdev.headrace.v1B\x0fGenerationProtoP\x01Z&headrace.dev/go/headrace/v1;headracev1b\x06proto3"
 
 var (
@@ -3291,7 +3427,7 @@ func file_headrace_v1_generation_proto_rawDescGZIP() []byte {
 }
 
 var file_headrace_v1_generation_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
-var file_headrace_v1_generation_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
+var file_headrace_v1_generation_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
 var file_headrace_v1_generation_proto_goTypes = []any{
 	(ChatRole)(0),                 // 0: headrace.v1.ChatRole
 	(Delivery)(0),                 // 1: headrace.v1.Delivery
@@ -3321,16 +3457,17 @@ var file_headrace_v1_generation_proto_goTypes = []any{
 	(*Accepted)(nil),              // 25: headrace.v1.Accepted
 	(*PromptProcessed)(nil),       // 26: headrace.v1.PromptProcessed
 	(*Delta)(nil),                 // 27: headrace.v1.Delta
-	(*TokenInfo)(nil),             // 28: headrace.v1.TokenInfo
-	(*TokenCandidate)(nil),        // 29: headrace.v1.TokenCandidate
-	(*Finished)(nil),              // 30: headrace.v1.Finished
-	(*Failed)(nil),                // 31: headrace.v1.Failed
-	(*Usage)(nil),                 // 32: headrace.v1.Usage
-	(*Timings)(nil),               // 33: headrace.v1.Timings
-	nil,                           // 34: headrace.v1.SamplingOptions.LogitBiasEntry
-	(*durationpb.Duration)(nil),   // 35: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil), // 36: google.protobuf.Timestamp
-	(*status.Status)(nil),         // 37: google.rpc.Status
+	(*ToolCallDelta)(nil),         // 28: headrace.v1.ToolCallDelta
+	(*TokenInfo)(nil),             // 29: headrace.v1.TokenInfo
+	(*TokenCandidate)(nil),        // 30: headrace.v1.TokenCandidate
+	(*Finished)(nil),              // 31: headrace.v1.Finished
+	(*Failed)(nil),                // 32: headrace.v1.Failed
+	(*Usage)(nil),                 // 33: headrace.v1.Usage
+	(*Timings)(nil),               // 34: headrace.v1.Timings
+	nil,                           // 35: headrace.v1.SamplingOptions.LogitBiasEntry
+	(*durationpb.Duration)(nil),   // 36: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil), // 37: google.protobuf.Timestamp
+	(*status.Status)(nil),         // 38: google.rpc.Status
 }
 var file_headrace_v1_generation_proto_depIdxs = []int32{
 	6,  // 0: headrace.v1.GenerationSpec.text:type_name -> headrace.v1.TextInput
@@ -3353,39 +3490,40 @@ var file_headrace_v1_generation_proto_depIdxs = []int32{
 	12, // 17: headrace.v1.ContentPart.image:type_name -> headrace.v1.Media
 	12, // 18: headrace.v1.ContentPart.audio:type_name -> headrace.v1.Media
 	12, // 19: headrace.v1.ContentPart.video:type_name -> headrace.v1.Media
-	34, // 20: headrace.v1.SamplingOptions.logit_bias:type_name -> headrace.v1.SamplingOptions.LogitBiasEntry
+	35, // 20: headrace.v1.SamplingOptions.logit_bias:type_name -> headrace.v1.SamplingOptions.LogitBiasEntry
 	1,  // 21: headrace.v1.OutputOptions.delivery:type_name -> headrace.v1.Delivery
 	19, // 22: headrace.v1.StructuredOutput.json_object:type_name -> headrace.v1.JsonObjectFormat
 	20, // 23: headrace.v1.StructuredOutput.choice:type_name -> headrace.v1.ChoiceFormat
-	35, // 24: headrace.v1.SchedulingOptions.time_limit:type_name -> google.protobuf.Duration
+	36, // 24: headrace.v1.SchedulingOptions.time_limit:type_name -> google.protobuf.Duration
 	2,  // 25: headrace.v1.TruncationOptions.side:type_name -> headrace.v1.TruncationSide
 	25, // 26: headrace.v1.ResultEvent.accepted:type_name -> headrace.v1.Accepted
 	26, // 27: headrace.v1.ResultEvent.prompt:type_name -> headrace.v1.PromptProcessed
 	27, // 28: headrace.v1.ResultEvent.delta:type_name -> headrace.v1.Delta
-	30, // 29: headrace.v1.ResultEvent.finished:type_name -> headrace.v1.Finished
-	31, // 30: headrace.v1.ResultEvent.failed:type_name -> headrace.v1.Failed
+	31, // 29: headrace.v1.ResultEvent.finished:type_name -> headrace.v1.Finished
+	32, // 30: headrace.v1.ResultEvent.failed:type_name -> headrace.v1.Failed
 	15, // 31: headrace.v1.Accepted.sampling:type_name -> headrace.v1.SamplingOptions
 	16, // 32: headrace.v1.Accepted.stop:type_name -> headrace.v1.StopOptions
-	36, // 33: headrace.v1.Accepted.accept_time:type_name -> google.protobuf.Timestamp
-	28, // 34: headrace.v1.PromptProcessed.tokens:type_name -> headrace.v1.TokenInfo
-	28, // 35: headrace.v1.Delta.tokens:type_name -> headrace.v1.TokenInfo
-	29, // 36: headrace.v1.TokenInfo.candidates:type_name -> headrace.v1.TokenCandidate
-	35, // 37: headrace.v1.TokenInfo.elapsed_duration:type_name -> google.protobuf.Duration
-	3,  // 38: headrace.v1.Finished.reason:type_name -> headrace.v1.FinishReason
-	32, // 39: headrace.v1.Finished.usage:type_name -> headrace.v1.Usage
-	33, // 40: headrace.v1.Finished.timings:type_name -> headrace.v1.Timings
-	37, // 41: headrace.v1.Failed.status:type_name -> google.rpc.Status
-	32, // 42: headrace.v1.Failed.usage:type_name -> headrace.v1.Usage
-	33, // 43: headrace.v1.Failed.timings:type_name -> headrace.v1.Timings
-	35, // 44: headrace.v1.Timings.first_scheduled_duration:type_name -> google.protobuf.Duration
-	35, // 45: headrace.v1.Timings.first_token_duration:type_name -> google.protobuf.Duration
-	35, // 46: headrace.v1.Timings.last_token_duration:type_name -> google.protobuf.Duration
-	35, // 47: headrace.v1.Timings.finished_duration:type_name -> google.protobuf.Duration
-	48, // [48:48] is the sub-list for method output_type
-	48, // [48:48] is the sub-list for method input_type
-	48, // [48:48] is the sub-list for extension type_name
-	48, // [48:48] is the sub-list for extension extendee
-	0,  // [0:48] is the sub-list for field type_name
+	37, // 33: headrace.v1.Accepted.accept_time:type_name -> google.protobuf.Timestamp
+	29, // 34: headrace.v1.PromptProcessed.tokens:type_name -> headrace.v1.TokenInfo
+	29, // 35: headrace.v1.Delta.tokens:type_name -> headrace.v1.TokenInfo
+	28, // 36: headrace.v1.Delta.tool_calls:type_name -> headrace.v1.ToolCallDelta
+	30, // 37: headrace.v1.TokenInfo.candidates:type_name -> headrace.v1.TokenCandidate
+	36, // 38: headrace.v1.TokenInfo.elapsed_duration:type_name -> google.protobuf.Duration
+	3,  // 39: headrace.v1.Finished.reason:type_name -> headrace.v1.FinishReason
+	33, // 40: headrace.v1.Finished.usage:type_name -> headrace.v1.Usage
+	34, // 41: headrace.v1.Finished.timings:type_name -> headrace.v1.Timings
+	38, // 42: headrace.v1.Failed.status:type_name -> google.rpc.Status
+	33, // 43: headrace.v1.Failed.usage:type_name -> headrace.v1.Usage
+	34, // 44: headrace.v1.Failed.timings:type_name -> headrace.v1.Timings
+	36, // 45: headrace.v1.Timings.first_scheduled_duration:type_name -> google.protobuf.Duration
+	36, // 46: headrace.v1.Timings.first_token_duration:type_name -> google.protobuf.Duration
+	36, // 47: headrace.v1.Timings.last_token_duration:type_name -> google.protobuf.Duration
+	36, // 48: headrace.v1.Timings.finished_duration:type_name -> google.protobuf.Duration
+	49, // [49:49] is the sub-list for method output_type
+	49, // [49:49] is the sub-list for method input_type
+	49, // [49:49] is the sub-list for extension type_name
+	49, // [49:49] is the sub-list for extension extendee
+	0,  // [0:49] is the sub-list for field type_name
 }
 
 func init() { file_headrace_v1_generation_proto_init() }
@@ -3434,8 +3572,8 @@ func file_headrace_v1_generation_proto_init() {
 		(*ResultEvent_Finished)(nil),
 		(*ResultEvent_Failed)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[24].OneofWrappers = []any{}
-	file_headrace_v1_generation_proto_msgTypes[26].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[25].OneofWrappers = []any{}
+	file_headrace_v1_generation_proto_msgTypes[27].OneofWrappers = []any{
 		(*Finished_StopString)(nil),
 		(*Finished_StopTokenId)(nil),
 	}
@@ -3445,7 +3583,7 @@ func file_headrace_v1_generation_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_headrace_v1_generation_proto_rawDesc), len(file_headrace_v1_generation_proto_rawDesc)),
 			NumEnums:      4,
-			NumMessages:   31,
+			NumMessages:   32,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

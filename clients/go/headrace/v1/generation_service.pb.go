@@ -1437,7 +1437,11 @@ type GeneratedChoice struct {
 	// The tokens with their details, if requested.
 	Tokens []*TokenInfo `protobuf:"bytes,4,rep,name=tokens,proto3" json:"tokens,omitempty"`
 	// Why and how it ended.
-	Finished      *Finished `protobuf:"bytes,5,opt,name=finished,proto3" json:"finished,omitempty"`
+	Finished *Finished `protobuf:"bytes,5,opt,name=finished,proto3" json:"finished,omitempty"`
+	// What the model thought before it answered (see Delta).
+	Reasoning string `protobuf:"bytes,6,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
+	// The tools that it called, in order. The arguments of the last one may be cut where the output ended.
+	ToolCalls     []*ToolCall `protobuf:"bytes,7,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1503,6 +1507,20 @@ func (x *GeneratedChoice) GetTokens() []*TokenInfo {
 func (x *GeneratedChoice) GetFinished() *Finished {
 	if x != nil {
 		return x.Finished
+	}
+	return nil
+}
+
+func (x *GeneratedChoice) GetReasoning() string {
+	if x != nil {
+		return x.Reasoning
+	}
+	return ""
+}
+
+func (x *GeneratedChoice) GetToolCalls() []*ToolCall {
+	if x != nil {
+		return x.ToolCalls
 	}
 	return nil
 }
@@ -1895,13 +1913,16 @@ const file_headrace_v1_generation_service_proto_rawDesc = "" +
 	"\achoices\x18\x04 \x03(\v2\x1c.headrace.v1.GeneratedChoiceR\achoices\x12(\n" +
 	"\x05usage\x18\x05 \x01(\v2\x12.headrace.v1.UsageR\x05usage\x12\x1f\n" +
 	"\vinstance_id\x18\x06 \x01(\tR\n" +
-	"instanceId\"\xbb\x01\n" +
+	"instanceId\"\x8f\x02\n" +
 	"\x0fGeneratedChoice\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\rR\x05index\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x1b\n" +
 	"\ttoken_ids\x18\x03 \x03(\rR\btokenIds\x12.\n" +
 	"\x06tokens\x18\x04 \x03(\v2\x16.headrace.v1.TokenInfoR\x06tokens\x121\n" +
-	"\bfinished\x18\x05 \x01(\v2\x15.headrace.v1.FinishedR\bfinished\"\x83\x01\n" +
+	"\bfinished\x18\x05 \x01(\v2\x15.headrace.v1.FinishedR\bfinished\x12\x1c\n" +
+	"\treasoning\x18\x06 \x01(\tR\treasoning\x124\n" +
+	"\n" +
+	"tool_calls\x18\a \x03(\v2\x15.headrace.v1.ToolCallR\ttoolCalls\"\x83\x01\n" +
 	"\x15GenerateStreamRequest\x125\n" +
 	"\x04spec\x18\x01 \x01(\v2\x1b.headrace.v1.GenerationSpecB\x04\xe2A\x01\x02R\x04spec\x123\n" +
 	"\x15required_capabilities\x18\x0f \x03(\tR\x14requiredCapabilities\"k\n" +
@@ -1989,6 +2010,7 @@ var file_headrace_v1_generation_service_proto_goTypes = []any{
 	(*Usage)(nil),                  // 31: headrace.v1.Usage
 	(*TokenInfo)(nil),              // 32: headrace.v1.TokenInfo
 	(*Finished)(nil),               // 33: headrace.v1.Finished
+	(*ToolCall)(nil),               // 34: headrace.v1.ToolCall
 }
 var file_headrace_v1_generation_service_proto_depIdxs = []int32{
 	2,  // 0: headrace.v1.StreamResultRequest.open:type_name -> headrace.v1.OpenCommand
@@ -2019,27 +2041,28 @@ var file_headrace_v1_generation_service_proto_depIdxs = []int32{
 	31, // 25: headrace.v1.GenerateResponse.usage:type_name -> headrace.v1.Usage
 	32, // 26: headrace.v1.GeneratedChoice.tokens:type_name -> headrace.v1.TokenInfo
 	33, // 27: headrace.v1.GeneratedChoice.finished:type_name -> headrace.v1.Finished
-	26, // 28: headrace.v1.GenerateStreamRequest.spec:type_name -> headrace.v1.GenerationSpec
-	27, // 29: headrace.v1.GenerateStreamResponse.events:type_name -> headrace.v1.ResultEvent
-	25, // 30: headrace.v1.GetResultRequest.wait:type_name -> google.protobuf.Duration
-	27, // 31: headrace.v1.GetResultResponse.events:type_name -> headrace.v1.ResultEvent
-	1,  // 32: headrace.v1.GenerationService.StreamResult:input_type -> headrace.v1.StreamResultRequest
-	13, // 33: headrace.v1.GenerationService.AddRequest:input_type -> headrace.v1.AddRequestRequest
-	15, // 34: headrace.v1.GenerationService.Cancel:input_type -> headrace.v1.CancelRequest
-	18, // 35: headrace.v1.GenerationService.Generate:input_type -> headrace.v1.GenerateRequest
-	21, // 36: headrace.v1.GenerationService.GenerateStream:input_type -> headrace.v1.GenerateStreamRequest
-	23, // 37: headrace.v1.GenerationService.GetResult:input_type -> headrace.v1.GetResultRequest
-	7,  // 38: headrace.v1.GenerationService.StreamResult:output_type -> headrace.v1.StreamResultResponse
-	14, // 39: headrace.v1.GenerationService.AddRequest:output_type -> headrace.v1.AddRequestResponse
-	16, // 40: headrace.v1.GenerationService.Cancel:output_type -> headrace.v1.CancelResponse
-	19, // 41: headrace.v1.GenerationService.Generate:output_type -> headrace.v1.GenerateResponse
-	22, // 42: headrace.v1.GenerationService.GenerateStream:output_type -> headrace.v1.GenerateStreamResponse
-	24, // 43: headrace.v1.GenerationService.GetResult:output_type -> headrace.v1.GetResultResponse
-	38, // [38:44] is the sub-list for method output_type
-	32, // [32:38] is the sub-list for method input_type
-	32, // [32:32] is the sub-list for extension type_name
-	32, // [32:32] is the sub-list for extension extendee
-	0,  // [0:32] is the sub-list for field type_name
+	34, // 28: headrace.v1.GeneratedChoice.tool_calls:type_name -> headrace.v1.ToolCall
+	26, // 29: headrace.v1.GenerateStreamRequest.spec:type_name -> headrace.v1.GenerationSpec
+	27, // 30: headrace.v1.GenerateStreamResponse.events:type_name -> headrace.v1.ResultEvent
+	25, // 31: headrace.v1.GetResultRequest.wait:type_name -> google.protobuf.Duration
+	27, // 32: headrace.v1.GetResultResponse.events:type_name -> headrace.v1.ResultEvent
+	1,  // 33: headrace.v1.GenerationService.StreamResult:input_type -> headrace.v1.StreamResultRequest
+	13, // 34: headrace.v1.GenerationService.AddRequest:input_type -> headrace.v1.AddRequestRequest
+	15, // 35: headrace.v1.GenerationService.Cancel:input_type -> headrace.v1.CancelRequest
+	18, // 36: headrace.v1.GenerationService.Generate:input_type -> headrace.v1.GenerateRequest
+	21, // 37: headrace.v1.GenerationService.GenerateStream:input_type -> headrace.v1.GenerateStreamRequest
+	23, // 38: headrace.v1.GenerationService.GetResult:input_type -> headrace.v1.GetResultRequest
+	7,  // 39: headrace.v1.GenerationService.StreamResult:output_type -> headrace.v1.StreamResultResponse
+	14, // 40: headrace.v1.GenerationService.AddRequest:output_type -> headrace.v1.AddRequestResponse
+	16, // 41: headrace.v1.GenerationService.Cancel:output_type -> headrace.v1.CancelResponse
+	19, // 42: headrace.v1.GenerationService.Generate:output_type -> headrace.v1.GenerateResponse
+	22, // 43: headrace.v1.GenerationService.GenerateStream:output_type -> headrace.v1.GenerateStreamResponse
+	24, // 44: headrace.v1.GenerationService.GetResult:output_type -> headrace.v1.GetResultResponse
+	39, // [39:45] is the sub-list for method output_type
+	33, // [33:39] is the sub-list for method input_type
+	33, // [33:33] is the sub-list for extension type_name
+	33, // [33:33] is the sub-list for extension extendee
+	0,  // [0:33] is the sub-list for field type_name
 }
 
 func init() { file_headrace_v1_generation_service_proto_init() }

@@ -463,8 +463,11 @@ type OutputCapabilities struct {
 	PromptLogprobs bool `protobuf:"varint,2,opt,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
 	// Forms that the output may be held to, by their names in StructuredOutput.
 	StructuredOutput []string `protobuf:"bytes,3,rep,name=structured_output,json=structuredOutput,proto3" json:"structured_output,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// The parser that takes reasoning and tool calls out of replies to conversations: the name of the format that the
+	// model writes, such as "hermes". Empty: replies are text.
+	ReplyParser   string `protobuf:"bytes,4,opt,name=reply_parser,json=replyParser,proto3" json:"reply_parser,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *OutputCapabilities) Reset() {
@@ -516,6 +519,13 @@ func (x *OutputCapabilities) GetStructuredOutput() []string {
 		return x.StructuredOutput
 	}
 	return nil
+}
+
+func (x *OutputCapabilities) GetReplyParser() string {
+	if x != nil {
+		return x.ReplyParser
+	}
+	return ""
 }
 
 // What may be asked of the scheduler and the caches.
@@ -1069,11 +1079,12 @@ const file_headrace_v1_model_service_proto_rawDesc = "" +
 	"\ttoken_ids\x18\x02 \x01(\bR\btokenIds\x12\x12\n" +
 	"\x04chat\x18\x03 \x01(\bR\x04chat\x12\x14\n" +
 	"\x05tools\x18\x04 \x01(\bR\x05tools\x12#\n" +
-	"\rcontent_parts\x18\x05 \x03(\tR\fcontentParts\"\x86\x01\n" +
+	"\rcontent_parts\x18\x05 \x03(\tR\fcontentParts\"\xa9\x01\n" +
 	"\x12OutputCapabilities\x12\x1a\n" +
 	"\blogprobs\x18\x01 \x01(\bR\blogprobs\x12'\n" +
 	"\x0fprompt_logprobs\x18\x02 \x01(\bR\x0epromptLogprobs\x12+\n" +
-	"\x11structured_output\x18\x03 \x03(\tR\x10structuredOutput\"[\n" +
+	"\x11structured_output\x18\x03 \x03(\tR\x10structuredOutput\x12!\n" +
+	"\freply_parser\x18\x04 \x01(\tR\vreplyParser\"[\n" +
 	"\x16SchedulingCapabilities\x12\x1e\n" +
 	"\n" +
 	"priorities\x18\x01 \x01(\bR\n" +

@@ -53,6 +53,7 @@ from headrace.results import (
     TokenCandidate,
     TokenInfo,
     Tokenization,
+    ToolCallChunk,
     Usage,
 )
 from headrace.session import RequestHandle, Session
@@ -108,6 +109,7 @@ __all__ = [
     "Tokenization",
     "Tool",
     "ToolCall",
+    "ToolCallChunk",
     "UnauthenticatedError",
     "UnavailableError",
     "Usage",

@@ -109,6 +109,7 @@ class Fold:
             prompt_tokens=max([prompt_tokens, *(c.usage.prompt_tokens for c in choices)]),
             cached_tokens=max([cached_tokens, *(c.usage.cached_tokens for c in choices)]),
             completion_tokens=sum(choice.usage.completion_tokens for choice in choices),
+            reasoning_tokens=sum(choice.usage.reasoning_tokens for choice in choices),
         )
         return Result(self.request_id, choices, usage, self.prompt, self.accepted)
 
@@ -133,7 +134,18 @@ class Fold:
         tokens = results.tokens_from_proto(delta.tokens) if delta.tokens else ()
         ids = tuple([token.id for token in tokens]) if tokens else tuple(delta.token_ids)
         self._token_counts[choice_index] = offset + len(ids)
-        chunk = Chunk(self.request_id, delta.text, ids, tokens, choice_index, offset, event.seq)
+        calls = results.call_chunks_from_proto(delta.tool_calls) if delta.tool_calls else ()
+        chunk = Chunk(
+            self.request_id,
+            delta.text,
+            ids,
+            tokens,
+            choice_index,
+            offset,
+            event.seq,
+            delta.reasoning,
+            calls,
+        )
         self.chunks.append(chunk)
         return chunk
 
@@ -147,4 +159,6 @@ class Fold:
             token_ids,
             tuple(token for chunk in own for token in chunk.tokens),
             finished if finished is not None else Finished(),
+            "".join(chunk.reasoning for chunk in own),
+            results.joined_calls(part for chunk in own for part in chunk.tool_calls),
         )

@@ -84,6 +84,8 @@ class GenerationOptions(TypedDict, total=False):
     record_timestamps: bool
     skip_special_tokens: bool
     omit_text: bool
+    raw_text: bool
+    """For a conversation: reasoning and tool calls stay in the text, as the model wrote them."""
 
     json_schema: str | Mapping[str, Any]
     """The output must be a JSON value that satisfies this schema: a dict, or JSON text."""
@@ -165,7 +167,7 @@ _PLACES: dict[str, tuple[str, str]] = {
         name: ("output", name)
         for name in (
             "min_tokens_per_delta", "logprobs", "prompt_logprobs", "logprob_token_ids", "echo",
-            "token_details", "record_timestamps", "skip_special_tokens", "omit_text",
+            "token_details", "record_timestamps", "skip_special_tokens", "omit_text", "raw_text",
         )
     },
     "stop": ("stop", "stop_strings"),

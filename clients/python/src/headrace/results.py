@@ -11,6 +11,7 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
+from headrace.messages import ToolCall
 from headrace.v1 import generation_pb2, generation_service_pb2
 
 
@@ -27,6 +28,8 @@ class FinishReason(StrEnum):
     """It was cancelled."""
     TIME_LIMIT = "time_limit"
     """Its time limit was reached."""
+    TOOL_CALLS = "tool_calls"
+    """The model called tools, whose arguments are whole, and ended its turn."""
     UNKNOWN = "unknown"
     """A reason that this version of the client does not know."""
 
@@ -88,6 +91,8 @@ class Usage:
     cached_tokens: int = 0
     """How many of the prompt's tokens were found in the prefix cache."""
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    """How many of the completion's tokens were reasoning, where that comes apart from the text."""
 
     @property
     def total_tokens(self) -> int:
@@ -148,8 +153,24 @@ class PromptInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallChunk:
+    """A part of a tool call."""
+
+    index: int
+    """Which of the reply's calls."""
+    id: str
+    """In the call's first part; else empty."""
+    name: str
+    """The tool's, in the call's first part; else empty."""
+    arguments: str
+    """The next part of the arguments; all parts, joined, are the text of a JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
-    """New output of one choice. Texts and ids of all chunks, joined, are the exact output."""
+    """New output of one choice. Texts and ids of all chunks, joined, are the exact output; in the
+    reply to a conversation, what the model thought and the tools that it calls come apart.
+    """
 
     request_id: str
     text: str
@@ -160,6 +181,8 @@ class Chunk:
     """How many tokens of this choice came before."""
     seq: int = 0
     """The event's number in its request."""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallChunk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +201,21 @@ class Choice:
     tokens: tuple[TokenInfo, ...] = ()
     usage: Usage = Usage()
     timings: Timings = Timings()
+    reasoning: str = ""
+    """What the model thought before it answered, where that comes apart from the text."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The tools that it called, their arguments as JSON text; not whole where it was cut."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The reply as a message for the conversation's next turn, in the shape of OpenAI's API."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            found["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            found["content"] = self.text or None
+            found["tool_calls"] = [_call_dict(call) for call in self.tool_calls]
+        return found
 
     @property
     def logprobs(self) -> tuple[float | None, ...]:
@@ -215,6 +253,21 @@ class Result:
     def logprobs(self) -> tuple[float | None, ...]:
         """The log-probabilities of the first choice's tokens, if they were requested."""
         return self.choices[0].logprobs
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought before the first choice's text, where that comes apart."""
+        return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tools that the first choice calls."""
+        return self.choices[0].tool_calls
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The first choice as a message for the conversation's next turn."""
+        return self.choices[0].message
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -281,6 +334,10 @@ def _choice_dict(choice: Choice) -> dict[str, Any]:
         "token_ids": list(choice.token_ids),
         "finish_reason": str(choice.finish_reason),
     }
+    if choice.reasoning:
+        found["reasoning"] = choice.reasoning
+    if choice.tool_calls:
+        found["tool_calls"] = [_call_dict(call) for call in choice.tool_calls]
     if choice.stop_string is not None:
         found["stop_string"] = choice.stop_string
     if choice.stop_token_id is not None:
@@ -289,6 +346,11 @@ def _choice_dict(choice: Choice) -> dict[str, Any]:
         found["tokens"] = [_token_dict(token) for token in choice.tokens]
     found["timings"] = dataclasses.asdict(choice.timings)
     return found
+
+
+def _call_dict(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _token_dict(token: TokenInfo) -> dict[str, Any]:
@@ -336,7 +398,12 @@ def tokens_from_proto(messages: Iterable[generation_pb2.TokenInfo]) -> tuple[Tok
 
 def usage_from_proto(message: generation_pb2.Usage) -> Usage:
     """The cost of a request."""
-    return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens)
+    return Usage(
+        message.prompt_tokens,
+        message.cached_tokens,
+        message.completion_tokens,
+        message.reasoning_tokens,
+    )
 
 
 def timings_from_proto(message: generation_pb2.Timings) -> Timings:
@@ -381,12 +448,34 @@ def finish_reason_from_proto(reason: generation_pb2.FinishReason.ValueType) -> F
     return _FINISH_REASONS.get(reason, FinishReason.UNKNOWN)
 
 
+def call_chunks_from_proto(
+    messages: Iterable[generation_pb2.ToolCallDelta],
+) -> tuple[ToolCallChunk, ...]:
+    """The parts of tool calls of a delta."""
+    return tuple(
+        ToolCallChunk(part.index, part.id, part.name, part.arguments_json) for part in messages
+    )
+
+
+def joined_calls(parts: Iterable[ToolCallChunk]) -> tuple[ToolCall, ...]:
+    """Whole calls of their parts, which come in order."""
+    own: dict[int, list[ToolCallChunk]] = {}
+    for part in parts:
+        own.setdefault(part.index, []).append(part)
+    return tuple(
+        ToolCall(some[0].id, some[0].name, "".join([part.arguments for part in some]))
+        for some in own.values()
+    )
+
+
 def choice_from_proto(
     index: int,
     text: str,
     token_ids: tuple[int, ...],
     tokens: tuple[TokenInfo, ...],
     finished: generation_pb2.Finished,
+    reasoning: str = "",
+    tool_calls: tuple[ToolCall, ...] = (),
 ) -> Choice:
     """One whole output and how it ended."""
     matched = finished.WhichOneof("matched")
@@ -400,6 +489,8 @@ def choice_from_proto(
         stop_token_id=finished.stop_token_id if matched == "stop_token_id" else None,
         usage=usage_from_proto(finished.usage),
         timings=timings_from_proto(finished.timings),
+        reasoning=reasoning,
+        tool_calls=tool_calls,
     )
 
 
@@ -414,6 +505,10 @@ def result_from_proto(message: generation_service_pb2.GenerateResponse) -> Resul
                 tuple(choice.token_ids),
                 tokens_from_proto(choice.tokens),
                 choice.finished,
+                choice.reasoning,
+                tuple(
+                    ToolCall(call.id, call.name, call.arguments_json) for call in choice.tool_calls
+                ),
             )
             for choice in message.choices
         ),
@@ -438,6 +533,7 @@ _FINISH_REASONS: dict[int, FinishReason] = {
     generation_pb2.FINISH_REASON_CONTEXT: FinishReason.CONTEXT,
     generation_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
     generation_pb2.FINISH_REASON_TIME_LIMIT: FinishReason.TIME_LIMIT,
+    generation_pb2.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
 }
 _CANCEL_STATUSES: dict[int, CancelStatus] = {
     generation_service_pb2.CANCEL_STATUS_CANCELLED: CancelStatus.CANCELLED,

@@ -138,17 +138,14 @@ class _Chat:
     def _ask(self, line: str) -> None:
         question = Message.user(line)
         first = [Message.system(self._system)] if self._system else []
-        pieces: list[str] = []
+        stream = self._client.stream([*first, *self._messages, question], **self._options)
         try:
-            with self._client.stream(
-                [*first, *self._messages, question], **self._options
-            ) as stream:
+            with stream:
                 for chunk in stream:
-                    pieces.append(chunk.text)
                     typer.echo(chunk.text, nl=False)
         except KeyboardInterrupt:  # leaving the block has cancelled the request
             typer.echo("\n(cancelled)", err=True)
-            if not pieces:
+            if not stream.result().token_ids:
                 return
         except HeadraceError as error:
             if isinstance(error, UnavailableError) and not self.interactive:
@@ -157,4 +154,11 @@ class _Chat:
             typer.echo(f"\nheadrace: {common.explain(error)}", err=True)
             return
         typer.echo()
-        self._messages += [question, Message.assistant("".join(pieces))]
+        reply = stream.result()
+        answer = Message(
+            "assistant",
+            reply.text,
+            tool_calls=reply.tool_calls,
+            reasoning_content=reply.reasoning,
+        )
+        self._messages += [question, answer]

@@ -141,6 +141,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """It was cancelled: by Cancel, or because its RPC or its session ended."""
     FINISH_REASON_TIME_LIMIT: _FinishReason.ValueType  # 5
     """Its time limit was reached."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 6
+    """A stop id or an end-of-sequence token, after at least one tool call; the arguments of all calls are whole."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a request ended."""
@@ -157,6 +159,8 @@ FINISH_REASON_CANCELLED: FinishReason.ValueType  # 4
 """It was cancelled: by Cancel, or because its RPC or its session ended."""
 FINISH_REASON_TIME_LIMIT: FinishReason.ValueType  # 5
 """Its time limit was reached."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 6
+"""A stop id or an end-of-sequence token, after at least one tool call; the arguments of all calls are whole."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -872,6 +876,7 @@ class OutputOptions(_message.Message):
     RECORD_TIMESTAMPS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     OMIT_TEXT_FIELD_NUMBER: _builtins.int
+    RAW_TEXT_FIELD_NUMBER: _builtins.int
     delivery: Global___Delivery.ValueType
     """When results are sent. Default: DELIVERY_STREAM."""
     min_tokens_per_delta: _builtins.int
@@ -901,6 +906,12 @@ class OutputOptions(_message.Message):
     """
     omit_text: _builtins.bool
     """Whether text is omitted, for callers that want only token ids. Excludes stop_strings."""
+    raw_text: _builtins.bool
+    """Whether the reply to a conversation comes as text alone, as the model wrote it. Default: no; where the server knows
+    how the model writes (OutputCapabilities.reply_parser), its reasoning and tool calls come apart from the text, and the
+    marks around them are left out. The text of other inputs, of a structured_output and with echo is always as the
+    model wrote it.
+    """
     @_builtins.property
     def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids whose log-probabilities are reported with every generated token: they follow its candidates, in this order. At
@@ -920,10 +931,11 @@ class OutputOptions(_message.Message):
         record_timestamps: _builtins.bool = ...,
         skip_special_tokens: _builtins.bool | None = ...,
         omit_text: _builtins.bool = ...,
+        raw_text: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_min_tokens_per_delta", b"_min_tokens_per_delta", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "logprobs", b"logprobs", "min_tokens_per_delta", b"min_tokens_per_delta", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_min_tokens_per_delta", b"_min_tokens_per_delta", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "delivery", b"delivery", "echo", b"echo", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "min_tokens_per_delta", b"min_tokens_per_delta", "omit_text", b"omit_text", "prompt_logprobs", b"prompt_logprobs", "record_timestamps", b"record_timestamps", "skip_special_tokens", b"skip_special_tokens", "token_details", b"token_details"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_min_tokens_per_delta", b"_min_tokens_per_delta", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "delivery", b"delivery", "echo", b"echo", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "min_tokens_per_delta", b"min_tokens_per_delta", "omit_text", b"omit_text", "prompt_logprobs", b"prompt_logprobs", "raw_text", b"raw_text", "record_timestamps", b"record_timestamps", "skip_special_tokens", b"skip_special_tokens", "token_details", b"token_details"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -1290,7 +1302,12 @@ Global___PromptProcessed: _TypeAlias = PromptProcessed  # noqa: Y015
 class Delta(_message.Message):
     """New output of one choice, never cumulative: the texts of all deltas, joined, are the exact text, and the ids, joined,
     the exact tokens. One delta may have several tokens. Text may come later than its tokens, because a character is
-    never split and a possible beginning of a stop string is held back; so the last delta may have only text.
+    never split and a possible beginning of a stop string, or of a tool call, is held back; so the last delta may have only
+    text.
+
+    In the reply to a conversation (see OutputOptions.raw_text), what the model thought comes in reasoning, what it says in
+    text, and the tools that it calls in tool_calls; which of them came first within a delta is not told. What the model
+    wrote in their form and cannot be read as such is text.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1298,8 +1315,12 @@ class Delta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The new text. Empty with omit_text, and if the model has no tokenizer."""
+    reasoning: _builtins.str
+    """New reasoning."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The new tokens' ids. Empty if tokens is used."""
@@ -1308,20 +1329,65 @@ class Delta(_message.Message):
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenInfo]:
         """The new tokens with their details, if logprobs, token_details or record_timestamps is set."""
 
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """Tool calls that begin or go on."""
+
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         text: _builtins.str = ...,
         tokens: _abc.Iterable[Global___TokenInfo] | None = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "token_ids", b"token_ids", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tokens", b"tokens", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Delta: _TypeAlias = Delta  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """A part of a tool call. A call's first part has its id and its name; the arguments of all its parts, joined, are the
+    text of a JSON object. They are not whole if the output ended within them, or they stopped being JSON, which makes the
+    rest text.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which of the reply's calls it belongs to: 0, 1, 2 and so on."""
+    id: _builtins.str
+    """The call's id, in its first part: 9 letters and digits, or the id that the model wrote."""
+    name: _builtins.str
+    """The tool's name, in the call's first part. It need not be one of the request's tools."""
+    arguments_json: _builtins.str
+    """The next part of the arguments, as the model wrote it. Where its format has no JSON, the arguments are made by the
+    tool's schema.
+    """
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class TokenInfo(_message.Message):
@@ -1509,22 +1575,28 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """The prompt's tokens."""
     cached_tokens: _builtins.int
     """How many of the prompt's tokens were found in the prefix cache."""
     completion_tokens: _builtins.int
     """The tokens that were generated and delivered, the one that ended the output included."""
+    reasoning_tokens: _builtins.int
+    """How many of completion_tokens were reasoning, with the tokens that complete its marks; 0 where reasoning does not come
+    apart from the text.
+    """
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
+        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

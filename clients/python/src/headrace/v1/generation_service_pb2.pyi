@@ -759,10 +759,14 @@ class GeneratedChoice(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which of the n choices it is."""
     text: _builtins.str
     """The text."""
+    reasoning: _builtins.str
+    """What the model thought before it answered (see Delta)."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens' ids, always."""
@@ -775,6 +779,10 @@ class GeneratedChoice(_message.Message):
     def finished(self) -> _generation_pb2.Finished:
         """Why and how it ended."""
 
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.ToolCall]:
+        """The tools that it called, in order. The arguments of the last one may be cut where the output ended."""
+
     def __init__(
         self,
         *,
@@ -783,10 +791,12 @@ class GeneratedChoice(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         tokens: _abc.Iterable[_generation_pb2.TokenInfo] | None = ...,
         finished: _generation_pb2.Finished | None = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[_generation_pb2.ToolCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "index", b"index", "text", b"text", "token_ids", b"token_ids", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "index", b"index", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tokens", b"tokens", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

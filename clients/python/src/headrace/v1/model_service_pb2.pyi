@@ -253,10 +253,15 @@ class OutputCapabilities(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
+    REPLY_PARSER_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.bool
     """Log-probabilities of the output's tokens."""
     prompt_logprobs: _builtins.bool
     """Log-probabilities of the prompt's tokens."""
+    reply_parser: _builtins.str
+    """The parser that takes reasoning and tool calls out of replies to conversations: the name of the format that the
+    model writes, such as "hermes". Empty: replies are text.
+    """
     @_builtins.property
     def structured_output(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Forms that the output may be held to, by their names in StructuredOutput."""
@@ -267,10 +272,11 @@ class OutputCapabilities(_message.Message):
         logprobs: _builtins.bool = ...,
         prompt_logprobs: _builtins.bool = ...,
         structured_output: _abc.Iterable[_builtins.str] | None = ...,
+        reply_parser: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "structured_output", b"structured_output"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reply_parser", b"reply_parser", "structured_output", b"structured_output"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

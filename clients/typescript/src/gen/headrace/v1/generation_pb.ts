@@ -34,7 +34,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file headrace/v1/generation.proto.
  */
 export const file_headrace_v1_generation: GenFile = /*@__PURE__*/
-  fileDesc("ChxoZWFkcmFjZS92MS9nZW5lcmF0aW9uLnByb3RvEgtoZWFkcmFjZS52MSKBBQoOR2VuZXJhdGlvblNwZWMSEgoKcmVxdWVzdF9pZBgBIAEoCRImCgR0ZXh0GAIgASgLMhYuaGVhZHJhY2UudjEuVGV4dElucHV0SAASKQoGdG9rZW5zGAMgASgLMhcuaGVhZHJhY2UudjEuVG9rZW5JbnB1dEgAEjAKBGNoYXQYBCABKAsyFi5oZWFkcmFjZS52MS5DaGF0SW5wdXRCCIrnGARjaGF0SAASLgoIc2FtcGxpbmcYBSABKAsyHC5oZWFkcmFjZS52MS5TYW1wbGluZ09wdGlvbnMSJgoEc3RvcBgGIAEoCzIYLmhlYWRyYWNlLnYxLlN0b3BPcHRpb25zEioKBm91dHB1dBgHIAEoCzIaLmhlYWRyYWNlLnYxLk91dHB1dE9wdGlvbnMSTwoRc3RydWN0dXJlZF9vdXRwdXQYCCABKAsyHS5oZWFkcmFjZS52MS5TdHJ1Y3R1cmVkT3V0cHV0QhWK5xgRc3RydWN0dXJlZF9vdXRwdXQSMgoKc2NoZWR1bGluZxgJIAEoCzIeLmhlYWRyYWNlLnYxLlNjaGVkdWxpbmdPcHRpb25zEigKBWNhY2hlGAogASgLMhkuaGVhZHJhY2UudjEuQ2FjaGVPcHRpb25zEjIKCnRydW5jYXRpb24YCyABKAsyHi5oZWFkcmFjZS52MS5UcnVuY2F0aW9uT3B0aW9ucxIdCgdhZGFwdGVyGAwgASgJQgyK5xgIYWRhcHRlcnMSDgoBbhgNIAEoDUgBiAEBEg0KBW1vZGVsGA4gASgJEiIKBmxhYmVscxgPIAMoCzISLmhlYWRyYWNlLnYxLkxhYmVsQgcKBWlucHV0QgQKAl9uIioKBUxhYmVsEhIKBG5hbWUYASABKAlCBOJBAQISDQoFdmFsdWUYAiABKAkiVwoJVGV4dElucHV0EhIKBHRleHQYASABKAlCBOJBAQISHwoSYWRkX3NwZWNpYWxfdG9rZW5zGAIgASgISACIAQFCFQoTX2FkZF9zcGVjaWFsX3Rva2VucyIfCgpUb2tlbklucHV0EhEKA2lkcxgBIAMoDUIE4kEBAiLpAQoJQ2hhdElucHV0EjAKCG1lc3NhZ2VzGAEgAygLMhguaGVhZHJhY2UudjEuQ2hhdE1lc3NhZ2VCBOJBAQISKwoFdG9vbHMYAiADKAsyES5oZWFkcmFjZS52MS5Ub29sQgmK5xgFdG9vbHMSIgoVYWRkX2dlbmVyYXRpb25fcHJvbXB0GAMgASgISACIAQESHgoWY29udGludWVfZmluYWxfbWVzc2FnZRgEIAEoCBIfChd0ZW1wbGF0ZV9hcmd1bWVudHNfanNvbhgFIAEoCUIYChZfYWRkX2dlbmVyYXRpb25fcHJvbXB0IpcCCgtDaGF0TWVzc2FnZRIpCgRyb2xlGAEgASgOMhUuaGVhZHJhY2UudjEuQ2hhdFJvbGVCBOJBAQISEQoHY29udGVudBgCIAEoCUgAEkUKDWNvbnRlbnRfcGFydHMYByABKAsyGS5oZWFkcmFjZS52MS5Db250ZW50UGFydHNCEYrnGA1jb250ZW50X3BhcnRzSAASDAoEbmFtZRgDIAEoCRI0Cgp0b29sX2NhbGxzGAQgAygLMhUuaGVhZHJhY2UudjEuVG9vbENhbGxCCYrnGAV0b29scxIUCgx0b29sX2NhbGxfaWQYBSABKAkSGQoRcmVhc29uaW5nX2NvbnRlbnQYBiABKAlCDgoMY29udGVudF9raW5kIj0KDENvbnRlbnRQYXJ0cxItCgVwYXJ0cxgBIAMoCzIYLmhlYWRyYWNlLnYxLkNvbnRlbnRQYXJ0QgTiQQECIscBCgtDb250ZW50UGFydBIOCgR0ZXh0GAEgASgJSAASNAoFaW1hZ2UYAiABKAsyEi5oZWFkcmFjZS52MS5NZWRpYUIPiucYC2ltYWdlX2lucHV0SAASNAoFYXVkaW8YAyABKAsyEi5oZWFkcmFjZS52MS5NZWRpYUIPiucYC2F1ZGlvX2lucHV0SAASNAoFdmlkZW8YBCABKAsyEi5oZWFkcmFjZS52MS5NZWRpYUIPiucYC3ZpZGVvX2lucHV0SABCBgoEcGFydCJDCgVNZWRpYRIOCgRkYXRhGAEgASgMSAASDQoDdXJpGAIgASgJSAASEQoJbWltZV90eXBlGAMgASgJQggKBnNvdXJjZSJwCgRUb29sEgwKBG5hbWUYASABKAkSGAoLZGVzY3JpcHRpb24YAiABKAlIAIgBARIXCg9wYXJhbWV0ZXJzX2pzb24YAyABKAkSFwoPZGVmaW5pdGlvbl9qc29uGAQgASgJQg4KDF9kZXNjcmlwdGlvbiJCCghUb29sQ2FsbBIKCgJpZBgBIAEoCRISCgRuYW1lGAIgASgJQgTiQQECEhYKDmFyZ3VtZW50c19qc29uGAMgASgJIt0ECg9TYW1wbGluZ09wdGlvbnMSGAoLdGVtcGVyYXR1cmUYASABKAJIAIgBARISCgV0b3BfaxgCIAEoDUgBiAEBEhIKBXRvcF9wGAMgASgCSAKIAQESEgoFbWluX3AYBCABKAJIA4gBARIWCgl0eXBpY2FsX3AYBSABKAJIBIgBARIfChJyZXBldGl0aW9uX3BlbmFsdHkYBiABKAJIBYgBARIdChBwcmVzZW5jZV9wZW5hbHR5GAcgASgCSAaIAQESHgoRZnJlcXVlbmN5X3BlbmFsdHkYCCABKAJIB4gBARIhChRub19yZXBlYXRfbmdyYW1fc2l6ZRgJIAEoDUgIiAEBEj8KCmxvZ2l0X2JpYXMYCiADKAsyKy5oZWFkcmFjZS52MS5TYW1wbGluZ09wdGlvbnMuTG9naXRCaWFzRW50cnkSGQoRYWxsb3dlZF90b2tlbl9pZHMYCyADKA0SGAoQYmFubmVkX3Rva2VuX2lkcxgMIAMoDRIRCgRzZWVkGA0gASgDSAmIAQEaMAoOTG9naXRCaWFzRW50cnkSCwoDa2V5GAEgASgNEg0KBXZhbHVlGAIgASgCOgI4AUIOCgxfdGVtcGVyYXR1cmVCCAoGX3RvcF9rQggKBl90b3BfcEIICgZfbWluX3BCDAoKX3R5cGljYWxfcEIVChNfcmVwZXRpdGlvbl9wZW5hbHR5QhMKEV9wcmVzZW5jZV9wZW5hbHR5QhQKEl9mcmVxdWVuY3lfcGVuYWx0eUIXChVfbm9fcmVwZWF0X25ncmFtX3NpemVCBwoFX3NlZWQiuAEKC1N0b3BPcHRpb25zEhcKCm1heF90b2tlbnMYASABKA1IAIgBARISCgptaW5fdG9rZW5zGAIgASgNEhQKDHN0b3Bfc3RyaW5ncxgDIAMoCRIWCg5zdG9wX3Rva2VuX2lkcxgEIAMoDRIVCg1lb3NfdG9rZW5faWRzGAUgAygNEhIKCmlnbm9yZV9lb3MYBiABKAgSFAoMaW5jbHVkZV9zdG9wGAcgASgIQg0KC19tYXhfdG9rZW5zIvICCg1PdXRwdXRPcHRpb25zEicKCGRlbGl2ZXJ5GAEgASgOMhUuaGVhZHJhY2UudjEuRGVsaXZlcnkSIQoUbWluX3Rva2Vuc19wZXJfZGVsdGEYAiABKA1IAIgBARIVCghsb2dwcm9icxgDIAEoDUgBiAEBEhwKD3Byb21wdF9sb2dwcm9icxgEIAEoDUgCiAEBEhkKEWxvZ3Byb2JfdG9rZW5faWRzGAUgAygNEgwKBGVjaG8YBiABKAgSFQoNdG9rZW5fZGV0YWlscxgHIAEoCBIZChFyZWNvcmRfdGltZXN0YW1wcxgIIAEoCBIgChNza2lwX3NwZWNpYWxfdG9rZW5zGAkgASgISAOIAQESEQoJb21pdF90ZXh0GAogASgIQhcKFV9taW5fdG9rZW5zX3Blcl9kZWx0YUILCglfbG9ncHJvYnNCEgoQX3Byb21wdF9sb2dwcm9ic0IWChRfc2tpcF9zcGVjaWFsX3Rva2VucyKFAgoQU3RydWN0dXJlZE91dHB1dBIVCgtqc29uX3NjaGVtYRgBIAEoCUgAEjQKC2pzb25fb2JqZWN0GAIgASgLMh0uaGVhZHJhY2UudjEuSnNvbk9iamVjdEZvcm1hdEgAEg8KBXJlZ2V4GAMgASgJSAASEQoHZ3JhbW1hchgEIAEoCUgAEisKBmNob2ljZRgFIAEoCzIZLmhlYWRyYWNlLnYxLkNob2ljZUZvcm1hdEgAEiwKDnN0cnVjdHVyYWxfdGFnGAYgASgJQhKK5xgOc3RydWN0dXJhbF90YWdIABIbChNmbGV4aWJsZV93aGl0ZXNwYWNlGAcgASgIQggKBmZvcm1hdCISChBKc29uT2JqZWN0Rm9ybWF0IiUKDENob2ljZUZvcm1hdBIVCgdjaG9pY2VzGAEgAygJQgTiQQECImQKEVNjaGVkdWxpbmdPcHRpb25zEiAKCHByaW9yaXR5GAEgASgFQg6K5xgKcHJpb3JpdGllcxItCgp0aW1lX2xpbWl0GAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIjkKDENhY2hlT3B0aW9ucxIMCgRzYWx0GAEgASgJEhsKE2J5cGFzc19wcmVmaXhfY2FjaGUYAiABKAgiXwoRVHJ1bmNhdGlvbk9wdGlvbnMSHwoRbWF4X3Byb21wdF90b2tlbnMYASABKA1CBOJBAQISKQoEc2lkZRgCIAEoDjIbLmhlYWRyYWNlLnYxLlRydW5jYXRpb25TaWRlIqMCCgtSZXN1bHRFdmVudBIWCg5yZXF1ZXN0X251bWJlchgBIAEoDRILCgNzZXEYAiABKAQSFAoMY2hvaWNlX2luZGV4GAMgASgNEikKCGFjY2VwdGVkGAQgASgLMhUuaGVhZHJhY2UudjEuQWNjZXB0ZWRIABIuCgZwcm9tcHQYBSABKAsyHC5oZWFkcmFjZS52MS5Qcm9tcHRQcm9jZXNzZWRIABIjCgVkZWx0YRgGIAEoCzISLmhlYWRyYWNlLnYxLkRlbHRhSAASKQoIZmluaXNoZWQYByABKAsyFS5oZWFkcmFjZS52MS5GaW5pc2hlZEgAEiUKBmZhaWxlZBgIIAEoCzITLmhlYWRyYWNlLnYxLkZhaWxlZEgAQgcKBWV2ZW50IvUBCghBY2NlcHRlZBISCgpyZXF1ZXN0X2lkGAEgASgJEi4KCHNhbXBsaW5nGAIgASgLMhwuaGVhZHJhY2UudjEuU2FtcGxpbmdPcHRpb25zEiYKBHN0b3AYAyABKAsyGC5oZWFkcmFjZS52MS5TdG9wT3B0aW9ucxIVCg1wcm9tcHRfdG9rZW5zGAQgASgNEhYKDnF1ZXVlX3Bvc2l0aW9uGAUgASgNEhIKCmNvbW1hbmRfaWQYBiABKAQSLwoLYWNjZXB0X3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEgkKAW4YCCABKA0iZwoPUHJvbXB0UHJvY2Vzc2VkEhUKDXByb21wdF90b2tlbnMYASABKA0SFQoNY2FjaGVkX3Rva2VucxgCIAEoDRImCgZ0b2tlbnMYAyADKAsyFi5oZWFkcmFjZS52MS5Ub2tlbkluZm8iUAoFRGVsdGESEQoJdG9rZW5faWRzGAEgAygNEgwKBHRleHQYAiABKAkSJgoGdG9rZW5zGAMgAygLMhYuaGVhZHJhY2UudjEuVG9rZW5JbmZvItgBCglUb2tlbkluZm8SCgoCaWQYASABKA0SDAoEdGV4dBgCIAEoCRINCgVieXRlcxgDIAEoDBIUCgdsb2dwcm9iGAQgASgCSACIAQESEQoEcmFuaxgFIAEoDUgBiAEBEi8KCmNhbmRpZGF0ZXMYBiADKAsyGy5oZWFkcmFjZS52MS5Ub2tlbkNhbmRpZGF0ZRIzChBlbGFwc2VkX2R1cmF0aW9uGAcgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uQgoKCF9sb2dwcm9iQgcKBV9yYW5rIkoKDlRva2VuQ2FuZGlkYXRlEgoKAmlkGAEgASgNEgwKBHRleHQYAiABKAkSDQoFYnl0ZXMYAyABKAwSDwoHbG9ncHJvYhgEIAEoAiK6AQoIRmluaXNoZWQSKQoGcmVhc29uGAEgASgOMhkuaGVhZHJhY2UudjEuRmluaXNoUmVhc29uEhUKC3N0b3Bfc3RyaW5nGAIgASgJSAASFwoNc3RvcF90b2tlbl9pZBgDIAEoDUgAEiEKBXVzYWdlGAQgASgLMhIuaGVhZHJhY2UudjEuVXNhZ2USJQoHdGltaW5ncxgFIAEoCzIULmhlYWRyYWNlLnYxLlRpbWluZ3NCCQoHbWF0Y2hlZCJ2CgZGYWlsZWQSIgoGc3RhdHVzGAEgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMSIQoFdXNhZ2UYAiABKAsyEi5oZWFkcmFjZS52MS5Vc2FnZRIlCgd0aW1pbmdzGAMgASgLMhQuaGVhZHJhY2UudjEuVGltaW5ncyJQCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgNEhUKDWNhY2hlZF90b2tlbnMYAiABKA0SGQoRY29tcGxldGlvbl90b2tlbnMYAyABKA0iggIKB1RpbWluZ3MSOwoYZmlyc3Rfc2NoZWR1bGVkX2R1cmF0aW9uGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjcKFGZpcnN0X3Rva2VuX2R1cmF0aW9uGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjYKE2xhc3RfdG9rZW5fZHVyYXRpb24YAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SNAoRZmluaXNoZWRfZHVyYXRpb24YBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SEwoLcHJlZW1wdGlvbnMYBSABKA0qlQEKCENoYXRSb2xlEhkKFUNIQVRfUk9MRV9VTlNQRUNJRklFRBAAEhQKEENIQVRfUk9MRV9TWVNURU0QARISCg5DSEFUX1JPTEVfVVNFUhACEhcKE0NIQVRfUk9MRV9BU1NJU1RBTlQQAxISCg5DSEFUX1JPTEVfVE9PTBAEEhcKE0NIQVRfUk9MRV9ERVZFTE9QRVIQBSpNCghEZWxpdmVyeRIYChRERUxJVkVSWV9VTlNQRUNJRklFRBAAEhMKD0RFTElWRVJZX1NUUkVBTRABEhIKDkRFTElWRVJZX0ZJTkFMEAIqZgoOVHJ1bmNhdGlvblNpZGUSHwobVFJVTkNBVElPTl9TSURFX1VOU1BFQ0lGSUVEEAASGAoUVFJVTkNBVElPTl9TSURFX0xFRlQQARIZChVUUlVOQ0FUSU9OX1NJREVfUklHSFQQAiq1AQoMRmluaXNoUmVhc29uEh0KGUZJTklTSF9SRUFTT05fVU5TUEVDSUZJRUQQABIWChJGSU5JU0hfUkVBU09OX1NUT1AQARIYChRGSU5JU0hfUkVBU09OX0xFTkdUSBACEhkKFUZJTklTSF9SRUFTT05fQ09OVEVYVBADEhsKF0ZJTklTSF9SRUFTT05fQ0FOQ0VMTEVEEAQSHAoYRklOSVNIX1JFQVNPTl9USU1FX0xJTUlUEAVCTAoPZGV2LmhlYWRyYWNlLnYxQg9HZW5lcmF0aW9uUHJvdG9QAVomaGVhZHJhY2UuZGV2L2dvL2hlYWRyYWNlL3YxO2hlYWRyYWNldjFiBnByb3RvMw", [file_google_api_field_behavior, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_headrace_v1_capability]);
+  fileDesc("ChxoZWFkcmFjZS92MS9nZW5lcmF0aW9uLnByb3RvEgtoZWFkcmFjZS52MSKBBQoOR2VuZXJhdGlvblNwZWMSEgoKcmVxdWVzdF9pZBgBIAEoCRImCgR0ZXh0GAIgASgLMhYuaGVhZHJhY2UudjEuVGV4dElucHV0SAASKQoGdG9rZW5zGAMgASgLMhcuaGVhZHJhY2UudjEuVG9rZW5JbnB1dEgAEjAKBGNoYXQYBCABKAsyFi5oZWFkcmFjZS52MS5DaGF0SW5wdXRCCIrnGARjaGF0SAASLgoIc2FtcGxpbmcYBSABKAsyHC5oZWFkcmFjZS52MS5TYW1wbGluZ09wdGlvbnMSJgoEc3RvcBgGIAEoCzIYLmhlYWRyYWNlLnYxLlN0b3BPcHRpb25zEioKBm91dHB1dBgHIAEoCzIaLmhlYWRyYWNlLnYxLk91dHB1dE9wdGlvbnMSTwoRc3RydWN0dXJlZF9vdXRwdXQYCCABKAsyHS5oZWFkcmFjZS52MS5TdHJ1Y3R1cmVkT3V0cHV0QhWK5xgRc3RydWN0dXJlZF9vdXRwdXQSMgoKc2NoZWR1bGluZxgJIAEoCzIeLmhlYWRyYWNlLnYxLlNjaGVkdWxpbmdPcHRpb25zEigKBWNhY2hlGAogASgLMhkuaGVhZHJhY2UudjEuQ2FjaGVPcHRpb25zEjIKCnRydW5jYXRpb24YCyABKAsyHi5oZWFkcmFjZS52MS5UcnVuY2F0aW9uT3B0aW9ucxIdCgdhZGFwdGVyGAwgASgJQgyK5xgIYWRhcHRlcnMSDgoBbhgNIAEoDUgBiAEBEg0KBW1vZGVsGA4gASgJEiIKBmxhYmVscxgPIAMoCzISLmhlYWRyYWNlLnYxLkxhYmVsQgcKBWlucHV0QgQKAl9uIioKBUxhYmVsEhIKBG5hbWUYASABKAlCBOJBAQISDQoFdmFsdWUYAiABKAkiVwoJVGV4dElucHV0EhIKBHRleHQYASABKAlCBOJBAQISHwoSYWRkX3NwZWNpYWxfdG9rZW5zGAIgASgISACIAQFCFQoTX2FkZF9zcGVjaWFsX3Rva2VucyIfCgpUb2tlbklucHV0EhEKA2lkcxgBIAMoDUIE4kEBAiLpAQoJQ2hhdElucHV0EjAKCG1lc3NhZ2VzGAEgAygLMhguaGVhZHJhY2UudjEuQ2hhdE1lc3NhZ2VCBOJBAQISKwoFdG9vbHMYAiADKAsyES5oZWFkcmFjZS52MS5Ub29sQgmK5xgFdG9vbHMSIgoVYWRkX2dlbmVyYXRpb25fcHJvbXB0GAMgASgISACIAQESHgoWY29udGludWVfZmluYWxfbWVzc2FnZRgEIAEoCBIfChd0ZW1wbGF0ZV9hcmd1bWVudHNfanNvbhgFIAEoCUIYChZfYWRkX2dlbmVyYXRpb25fcHJvbXB0IpcCCgtDaGF0TWVzc2FnZRIpCgRyb2xlGAEgASgOMhUuaGVhZHJhY2UudjEuQ2hhdFJvbGVCBOJBAQISEQoHY29udGVudBgCIAEoCUgAEkUKDWNvbnRlbnRfcGFydHMYByABKAsyGS5oZWFkcmFjZS52MS5Db250ZW50UGFydHNCEYrnGA1jb250ZW50X3BhcnRzSAASDAoEbmFtZRgDIAEoCRI0Cgp0b29sX2NhbGxzGAQgAygLMhUuaGVhZHJhY2UudjEuVG9vbENhbGxCCYrnGAV0b29scxIUCgx0b29sX2NhbGxfaWQYBSABKAkSGQoRcmVhc29uaW5nX2NvbnRlbnQYBiABKAlCDgoMY29udGVudF9raW5kIj0KDENvbnRlbnRQYXJ0cxItCgVwYXJ0cxgBIAMoCzIYLmhlYWRyYWNlLnYxLkNvbnRlbnRQYXJ0QgTiQQECIscBCgtDb250ZW50UGFydBIOCgR0ZXh0GAEgASgJSAASNAoFaW1hZ2UYAiABKAsyEi5oZWFkcmFjZS52MS5NZWRpYUIPiucYC2ltYWdlX2lucHV0SAASNAoFYXVkaW8YAyABKAsyEi5oZWFkcmFjZS52MS5NZWRpYUIPiucYC2F1ZGlvX2lucHV0SAASNAoFdmlkZW8YBCABKAsyEi5oZWFkcmFjZS52MS5NZWRpYUIPiucYC3ZpZGVvX2lucHV0SABCBgoEcGFydCJDCgVNZWRpYRIOCgRkYXRhGAEgASgMSAASDQoDdXJpGAIgASgJSAASEQoJbWltZV90eXBlGAMgASgJQggKBnNvdXJjZSJwCgRUb29sEgwKBG5hbWUYASABKAkSGAoLZGVzY3JpcHRpb24YAiABKAlIAIgBARIXCg9wYXJhbWV0ZXJzX2pzb24YAyABKAkSFwoPZGVmaW5pdGlvbl9qc29uGAQgASgJQg4KDF9kZXNjcmlwdGlvbiJCCghUb29sQ2FsbBIKCgJpZBgBIAEoCRISCgRuYW1lGAIgASgJQgTiQQECEhYKDmFyZ3VtZW50c19qc29uGAMgASgJIt0ECg9TYW1wbGluZ09wdGlvbnMSGAoLdGVtcGVyYXR1cmUYASABKAJIAIgBARISCgV0b3BfaxgCIAEoDUgBiAEBEhIKBXRvcF9wGAMgASgCSAKIAQESEgoFbWluX3AYBCABKAJIA4gBARIWCgl0eXBpY2FsX3AYBSABKAJIBIgBARIfChJyZXBldGl0aW9uX3BlbmFsdHkYBiABKAJIBYgBARIdChBwcmVzZW5jZV9wZW5hbHR5GAcgASgCSAaIAQESHgoRZnJlcXVlbmN5X3BlbmFsdHkYCCABKAJIB4gBARIhChRub19yZXBlYXRfbmdyYW1fc2l6ZRgJIAEoDUgIiAEBEj8KCmxvZ2l0X2JpYXMYCiADKAsyKy5oZWFkcmFjZS52MS5TYW1wbGluZ09wdGlvbnMuTG9naXRCaWFzRW50cnkSGQoRYWxsb3dlZF90b2tlbl9pZHMYCyADKA0SGAoQYmFubmVkX3Rva2VuX2lkcxgMIAMoDRIRCgRzZWVkGA0gASgDSAmIAQEaMAoOTG9naXRCaWFzRW50cnkSCwoDa2V5GAEgASgNEg0KBXZhbHVlGAIgASgCOgI4AUIOCgxfdGVtcGVyYXR1cmVCCAoGX3RvcF9rQggKBl90b3BfcEIICgZfbWluX3BCDAoKX3R5cGljYWxfcEIVChNfcmVwZXRpdGlvbl9wZW5hbHR5QhMKEV9wcmVzZW5jZV9wZW5hbHR5QhQKEl9mcmVxdWVuY3lfcGVuYWx0eUIXChVfbm9fcmVwZWF0X25ncmFtX3NpemVCBwoFX3NlZWQiuAEKC1N0b3BPcHRpb25zEhcKCm1heF90b2tlbnMYASABKA1IAIgBARISCgptaW5fdG9rZW5zGAIgASgNEhQKDHN0b3Bfc3RyaW5ncxgDIAMoCRIWCg5zdG9wX3Rva2VuX2lkcxgEIAMoDRIVCg1lb3NfdG9rZW5faWRzGAUgAygNEhIKCmlnbm9yZV9lb3MYBiABKAgSFAoMaW5jbHVkZV9zdG9wGAcgASgIQg0KC19tYXhfdG9rZW5zIoQDCg1PdXRwdXRPcHRpb25zEicKCGRlbGl2ZXJ5GAEgASgOMhUuaGVhZHJhY2UudjEuRGVsaXZlcnkSIQoUbWluX3Rva2Vuc19wZXJfZGVsdGEYAiABKA1IAIgBARIVCghsb2dwcm9icxgDIAEoDUgBiAEBEhwKD3Byb21wdF9sb2dwcm9icxgEIAEoDUgCiAEBEhkKEWxvZ3Byb2JfdG9rZW5faWRzGAUgAygNEgwKBGVjaG8YBiABKAgSFQoNdG9rZW5fZGV0YWlscxgHIAEoCBIZChFyZWNvcmRfdGltZXN0YW1wcxgIIAEoCBIgChNza2lwX3NwZWNpYWxfdG9rZW5zGAkgASgISAOIAQESEQoJb21pdF90ZXh0GAogASgIEhAKCHJhd190ZXh0GAsgASgIQhcKFV9taW5fdG9rZW5zX3Blcl9kZWx0YUILCglfbG9ncHJvYnNCEgoQX3Byb21wdF9sb2dwcm9ic0IWChRfc2tpcF9zcGVjaWFsX3Rva2VucyKFAgoQU3RydWN0dXJlZE91dHB1dBIVCgtqc29uX3NjaGVtYRgBIAEoCUgAEjQKC2pzb25fb2JqZWN0GAIgASgLMh0uaGVhZHJhY2UudjEuSnNvbk9iamVjdEZvcm1hdEgAEg8KBXJlZ2V4GAMgASgJSAASEQoHZ3JhbW1hchgEIAEoCUgAEisKBmNob2ljZRgFIAEoCzIZLmhlYWRyYWNlLnYxLkNob2ljZUZvcm1hdEgAEiwKDnN0cnVjdHVyYWxfdGFnGAYgASgJQhKK5xgOc3RydWN0dXJhbF90YWdIABIbChNmbGV4aWJsZV93aGl0ZXNwYWNlGAcgASgIQggKBmZvcm1hdCISChBKc29uT2JqZWN0Rm9ybWF0IiUKDENob2ljZUZvcm1hdBIVCgdjaG9pY2VzGAEgAygJQgTiQQECImQKEVNjaGVkdWxpbmdPcHRpb25zEiAKCHByaW9yaXR5GAEgASgFQg6K5xgKcHJpb3JpdGllcxItCgp0aW1lX2xpbWl0GAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIjkKDENhY2hlT3B0aW9ucxIMCgRzYWx0GAEgASgJEhsKE2J5cGFzc19wcmVmaXhfY2FjaGUYAiABKAgiXwoRVHJ1bmNhdGlvbk9wdGlvbnMSHwoRbWF4X3Byb21wdF90b2tlbnMYASABKA1CBOJBAQISKQoEc2lkZRgCIAEoDjIbLmhlYWRyYWNlLnYxLlRydW5jYXRpb25TaWRlIqMCCgtSZXN1bHRFdmVudBIWCg5yZXF1ZXN0X251bWJlchgBIAEoDRILCgNzZXEYAiABKAQSFAoMY2hvaWNlX2luZGV4GAMgASgNEikKCGFjY2VwdGVkGAQgASgLMhUuaGVhZHJhY2UudjEuQWNjZXB0ZWRIABIuCgZwcm9tcHQYBSABKAsyHC5oZWFkcmFjZS52MS5Qcm9tcHRQcm9jZXNzZWRIABIjCgVkZWx0YRgGIAEoCzISLmhlYWRyYWNlLnYxLkRlbHRhSAASKQoIZmluaXNoZWQYByABKAsyFS5oZWFkcmFjZS52MS5GaW5pc2hlZEgAEiUKBmZhaWxlZBgIIAEoCzITLmhlYWRyYWNlLnYxLkZhaWxlZEgAQgcKBWV2ZW50IvUBCghBY2NlcHRlZBISCgpyZXF1ZXN0X2lkGAEgASgJEi4KCHNhbXBsaW5nGAIgASgLMhwuaGVhZHJhY2UudjEuU2FtcGxpbmdPcHRpb25zEiYKBHN0b3AYAyABKAsyGC5oZWFkcmFjZS52MS5TdG9wT3B0aW9ucxIVCg1wcm9tcHRfdG9rZW5zGAQgASgNEhYKDnF1ZXVlX3Bvc2l0aW9uGAUgASgNEhIKCmNvbW1hbmRfaWQYBiABKAQSLwoLYWNjZXB0X3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEgkKAW4YCCABKA0iZwoPUHJvbXB0UHJvY2Vzc2VkEhUKDXByb21wdF90b2tlbnMYASABKA0SFQoNY2FjaGVkX3Rva2VucxgCIAEoDRImCgZ0b2tlbnMYAyADKAsyFi5oZWFkcmFjZS52MS5Ub2tlbkluZm8ikwEKBURlbHRhEhEKCXRva2VuX2lkcxgBIAMoDRIMCgR0ZXh0GAIgASgJEiYKBnRva2VucxgDIAMoCzIWLmhlYWRyYWNlLnYxLlRva2VuSW5mbxIRCglyZWFzb25pbmcYBCABKAkSLgoKdG9vbF9jYWxscxgFIAMoCzIaLmhlYWRyYWNlLnYxLlRvb2xDYWxsRGVsdGEiUAoNVG9vbENhbGxEZWx0YRINCgVpbmRleBgBIAEoDRIKCgJpZBgCIAEoCRIMCgRuYW1lGAMgASgJEhYKDmFyZ3VtZW50c19qc29uGAQgASgJItgBCglUb2tlbkluZm8SCgoCaWQYASABKA0SDAoEdGV4dBgCIAEoCRINCgVieXRlcxgDIAEoDBIUCgdsb2dwcm9iGAQgASgCSACIAQESEQoEcmFuaxgFIAEoDUgBiAEBEi8KCmNhbmRpZGF0ZXMYBiADKAsyGy5oZWFkcmFjZS52MS5Ub2tlbkNhbmRpZGF0ZRIzChBlbGFwc2VkX2R1cmF0aW9uGAcgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uQgoKCF9sb2dwcm9iQgcKBV9yYW5rIkoKDlRva2VuQ2FuZGlkYXRlEgoKAmlkGAEgASgNEgwKBHRleHQYAiABKAkSDQoFYnl0ZXMYAyABKAwSDwoHbG9ncHJvYhgEIAEoAiK6AQoIRmluaXNoZWQSKQoGcmVhc29uGAEgASgOMhkuaGVhZHJhY2UudjEuRmluaXNoUmVhc29uEhUKC3N0b3Bfc3RyaW5nGAIgASgJSAASFwoNc3RvcF90b2tlbl9pZBgDIAEoDUgAEiEKBXVzYWdlGAQgASgLMhIuaGVhZHJhY2UudjEuVXNhZ2USJQoHdGltaW5ncxgFIAEoCzIULmhlYWRyYWNlLnYxLlRpbWluZ3NCCQoHbWF0Y2hlZCJ2CgZGYWlsZWQSIgoGc3RhdHVzGAEgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMSIQoFdXNhZ2UYAiABKAsyEi5oZWFkcmFjZS52MS5Vc2FnZRIlCgd0aW1pbmdzGAMgASgLMhQuaGVhZHJhY2UudjEuVGltaW5ncyJqCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgNEhUKDWNhY2hlZF90b2tlbnMYAiABKA0SGQoRY29tcGxldGlvbl90b2tlbnMYAyABKA0SGAoQcmVhc29uaW5nX3Rva2VucxgEIAEoDSKCAgoHVGltaW5ncxI7ChhmaXJzdF9zY2hlZHVsZWRfZHVyYXRpb24YASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SNwoUZmlyc3RfdG9rZW5fZHVyYXRpb24YAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SNgoTbGFzdF90b2tlbl9kdXJhdGlvbhgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhI0ChFmaW5pc2hlZF9kdXJhdGlvbhgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhITCgtwcmVlbXB0aW9ucxgFIAEoDSqVAQoIQ2hhdFJvbGUSGQoVQ0hBVF9ST0xFX1VOU1BFQ0lGSUVEEAASFAoQQ0hBVF9ST0xFX1NZU1RFTRABEhIKDkNIQVRfUk9MRV9VU0VSEAISFwoTQ0hBVF9ST0xFX0FTU0lTVEFOVBADEhIKDkNIQVRfUk9MRV9UT09MEAQSFwoTQ0hBVF9ST0xFX0RFVkVMT1BFUhAFKk0KCERlbGl2ZXJ5EhgKFERFTElWRVJZX1VOU1BFQ0lGSUVEEAASEwoPREVMSVZFUllfU1RSRUFNEAESEgoOREVMSVZFUllfRklOQUwQAipmCg5UcnVuY2F0aW9uU2lkZRIfChtUUlVOQ0FUSU9OX1NJREVfVU5TUEVDSUZJRUQQABIYChRUUlVOQ0FUSU9OX1NJREVfTEVGVBABEhkKFVRSVU5DQVRJT05fU0lERV9SSUdIVBACKtMBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkZJTklTSF9SRUFTT05fU1RPUBABEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAISGQoVRklOSVNIX1JFQVNPTl9DT05URVhUEAMSGwoXRklOSVNIX1JFQVNPTl9DQU5DRUxMRUQQBBIcChhGSU5JU0hfUkVBU09OX1RJTUVfTElNSVQQBRIcChhGSU5JU0hfUkVBU09OX1RPT0xfQ0FMTFMQBkJMCg9kZXYuaGVhZHJhY2UudjFCD0dlbmVyYXRpb25Qcm90b1ABWiZoZWFkcmFjZS5kZXYvZ28vaGVhZHJhY2UvdjE7aGVhZHJhY2V2MWIGcHJvdG8z", [file_google_api_field_behavior, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_headrace_v1_capability]);
 
 /**
  * One request for generated text. The same message in every RPC that starts a request.
@@ -852,6 +852,16 @@ export type OutputOptions = Message<"headrace.v1.OutputOptions"> & {
    * @generated from field: bool omit_text = 10;
    */
   omitText: boolean;
+
+  /**
+   * Whether the reply to a conversation comes as text alone, as the model wrote it. Default: no; where the server knows
+   * how the model writes (OutputCapabilities.reply_parser), its reasoning and tool calls come apart from the text, and the
+   * marks around them are left out. The text of other inputs, of a structured_output and with echo is always as the
+   * model wrote it.
+   *
+   * @generated from field: bool raw_text = 11;
+   */
+  rawText: boolean;
 };
 
 /**
@@ -1259,7 +1269,12 @@ export const PromptProcessedSchema: GenMessage<PromptProcessed> = /*@__PURE__*/
 /**
  * New output of one choice, never cumulative: the texts of all deltas, joined, are the exact text, and the ids, joined,
  * the exact tokens. One delta may have several tokens. Text may come later than its tokens, because a character is
- * never split and a possible beginning of a stop string is held back; so the last delta may have only text.
+ * never split and a possible beginning of a stop string, or of a tool call, is held back; so the last delta may have only
+ * text.
+ *
+ * In the reply to a conversation (see OutputOptions.raw_text), what the model thought comes in reasoning, what it says in
+ * text, and the tools that it calls in tool_calls; which of them came first within a delta is not told. What the model
+ * wrote in their form and cannot be read as such is text.
  *
  * @generated from message headrace.v1.Delta
  */
@@ -1284,6 +1299,20 @@ export type Delta = Message<"headrace.v1.Delta"> & {
    * @generated from field: repeated headrace.v1.TokenInfo tokens = 3;
    */
   tokens: TokenInfo[];
+
+  /**
+   * New reasoning.
+   *
+   * @generated from field: string reasoning = 4;
+   */
+  reasoning: string;
+
+  /**
+   * Tool calls that begin or go on.
+   *
+   * @generated from field: repeated headrace.v1.ToolCallDelta tool_calls = 5;
+   */
+  toolCalls: ToolCallDelta[];
 };
 
 /**
@@ -1292,6 +1321,51 @@ export type Delta = Message<"headrace.v1.Delta"> & {
  */
 export const DeltaSchema: GenMessage<Delta> = /*@__PURE__*/
   messageDesc(file_headrace_v1_generation, 23);
+
+/**
+ * A part of a tool call. A call's first part has its id and its name; the arguments of all its parts, joined, are the
+ * text of a JSON object. They are not whole if the output ended within them, or they stopped being JSON, which makes the
+ * rest text.
+ *
+ * @generated from message headrace.v1.ToolCallDelta
+ */
+export type ToolCallDelta = Message<"headrace.v1.ToolCallDelta"> & {
+  /**
+   * Which of the reply's calls it belongs to: 0, 1, 2 and so on.
+   *
+   * @generated from field: uint32 index = 1;
+   */
+  index: number;
+
+  /**
+   * The call's id, in its first part: 9 letters and digits, or the id that the model wrote.
+   *
+   * @generated from field: string id = 2;
+   */
+  id: string;
+
+  /**
+   * The tool's name, in the call's first part. It need not be one of the request's tools.
+   *
+   * @generated from field: string name = 3;
+   */
+  name: string;
+
+  /**
+   * The next part of the arguments, as the model wrote it. Where its format has no JSON, the arguments are made by the
+   * tool's schema.
+   *
+   * @generated from field: string arguments_json = 4;
+   */
+  argumentsJson: string;
+};
+
+/**
+ * Describes the message headrace.v1.ToolCallDelta.
+ * Use `create(ToolCallDeltaSchema)` to create a new message.
+ */
+export const ToolCallDeltaSchema: GenMessage<ToolCallDelta> = /*@__PURE__*/
+  messageDesc(file_headrace_v1_generation, 24);
 
 /**
  * One token with its details.
@@ -1356,7 +1430,7 @@ export type TokenInfo = Message<"headrace.v1.TokenInfo"> & {
  * Use `create(TokenInfoSchema)` to create a new message.
  */
 export const TokenInfoSchema: GenMessage<TokenInfo> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 24);
+  messageDesc(file_headrace_v1_generation, 25);
 
 /**
  * A token that could have been chosen.
@@ -1398,7 +1472,7 @@ export type TokenCandidate = Message<"headrace.v1.TokenCandidate"> & {
  * Use `create(TokenCandidateSchema)` to create a new message.
  */
 export const TokenCandidateSchema: GenMessage<TokenCandidate> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 25);
+  messageDesc(file_headrace_v1_generation, 26);
 
 /**
  * A request (one of its choices, if n > 1) ended.
@@ -1414,7 +1488,7 @@ export type Finished = Message<"headrace.v1.Finished"> & {
   reason: FinishReason;
 
   /**
-   * What matched, if the reason is STOP.
+   * What matched, if the reason is STOP or TOOL_CALLS.
    *
    * @generated from oneof headrace.v1.Finished.matched
    */
@@ -1456,7 +1530,7 @@ export type Finished = Message<"headrace.v1.Finished"> & {
  * Use `create(FinishedSchema)` to create a new message.
  */
 export const FinishedSchema: GenMessage<Finished> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 26);
+  messageDesc(file_headrace_v1_generation, 27);
 
 /**
  * A request failed.
@@ -1491,7 +1565,7 @@ export type Failed = Message<"headrace.v1.Failed"> & {
  * Use `create(FailedSchema)` to create a new message.
  */
 export const FailedSchema: GenMessage<Failed> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 27);
+  messageDesc(file_headrace_v1_generation, 28);
 
 /**
  * The cost of a request, in tokens. With n > 1, each choice's Finished has its own completion_tokens, and the same
@@ -1520,6 +1594,14 @@ export type Usage = Message<"headrace.v1.Usage"> & {
    * @generated from field: uint32 completion_tokens = 3;
    */
   completionTokens: number;
+
+  /**
+   * How many of completion_tokens were reasoning, with the tokens that complete its marks; 0 where reasoning does not come
+   * apart from the text.
+   *
+   * @generated from field: uint32 reasoning_tokens = 4;
+   */
+  reasoningTokens: number;
 };
 
 /**
@@ -1527,7 +1609,7 @@ export type Usage = Message<"headrace.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 28);
+  messageDesc(file_headrace_v1_generation, 29);
 
 /**
  * Times of a request, all measured from its acceptance with one clock. A time is absent if its event did not happen.
@@ -1576,7 +1658,7 @@ export type Timings = Message<"headrace.v1.Timings"> & {
  * Use `create(TimingsSchema)` to create a new message.
  */
 export const TimingsSchema: GenMessage<Timings> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 29);
+  messageDesc(file_headrace_v1_generation, 30);
 
 /**
  * Who speaks in a conversation.
@@ -1748,6 +1830,13 @@ export enum FinishReason {
    * @generated from enum value: FINISH_REASON_TIME_LIMIT = 5;
    */
   TIME_LIMIT = 5,
+
+  /**
+   * A stop id or an end-of-sequence token, after at least one tool call; the arguments of all calls are whole.
+   *
+   * @generated from enum value: FINISH_REASON_TOOL_CALLS = 6;
+   */
+  TOOL_CALLS = 6,
 }
 
 /**

@@ -1,0 +1,138 @@
+"""Replies in the form that each family's template writes them: taken apart, and put back in the
+next turn, they give the template's own text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.text import ChatTemplateError, ChatTemplates, JsonObject
+from service.replies import Context, Reply, choose, tool_types
+from tests.chat.families import BARE, FAMILIES, GAUGE, TEMPLATES
+from tests.service.replies.cases import check_divided, parse
+
+FORMATS = {
+    "deepseek_r1": "deepseek",
+    "deepseek_v3_1": "deepseek",
+    "glm": "think",
+    "harmony": "harmony",
+    "hermes": "hermes",
+    "llama3_1": "llama3_json",
+    "mistral_nemo": "mistral",
+    "qwen2_5": "hermes",
+    "qwen3": "hermes",
+    "qwen3_coder": "qwen3_coder",
+}
+TURN_ENDS = re.compile(
+    r"(<\|im_end\|>|<\|eot_id\|>|<\|eom_id\|>|</s>|<｜end▁of▁sentence｜>|<\|call\|>|<\|end\|>)\s*\Z"
+)
+TOOLS = [GAUGE, BARE]
+USER = {"role": "user", "content": "How high is it?"}
+VALUES = {"zulu": 2**53 + 1, "größe": 'm\n"q" \\ é', "at": [0.5, 2**70], "水": {"z": True}}
+
+
+def templates(family: str) -> ChatTemplates:
+    sources = {
+        path.name.split(".")[1] if path.name.count(".") > 1 else "default": _marked(path)
+        for path in sorted(TEMPLATES.glob(f"{family}.*"))
+    }
+    return ChatTemplates(sources, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def _marked(path: Path) -> str:
+    source = path.read_text("utf-8")
+    for short, mark in MARKS.items():
+        source = source.replace(short, mark)
+    return source
+
+
+def _call(name: str, arguments: Mapping[str, object], id: str, text: str = "") -> dict[str, Any]:
+    text = text or json.dumps(arguments, ensure_ascii=False)
+    function = {"name": name, "arguments": JsonObject(arguments, text)}
+    return {"id": id, "type": "function", "function": function}
+
+
+GAUGED = _call("read_gauge", VALUES, "abcDE1234")
+TOLD = _call("now", {}, "abcDE1235")
+MESSAGES: dict[str, dict[str, Any]] = {
+    "text": {"content": "It is 3 m.\nAt *Ulm*."},
+    "call": {"content": None, "tool_calls": [GAUGED]},
+    "two calls": {"content": None, "tool_calls": [GAUGED, TOLD]},
+    "text and a call": {"content": "I look.", "tool_calls": [TOLD]},
+    "reasoning and text": {"content": "It is.", "reasoning_content": "Is it?\n\nHm."},
+    "reasoning and a call": {
+        "content": None,
+        "reasoning_content": "Is it?",
+        "tool_calls": [GAUGED],
+    },
+}
+ONE_CALL = {"harmony", "llama3_1"}
+"""Templates that show one call alone, or refuse two."""
+NO_REASONING = {"hermes", "llama3_1", "mistral_nemo", "qwen2_5", "qwen3_coder", "deepseek_v3_1"}
+"""Templates that do not show what an assistant thought."""
+MARKS = {
+    "<｜calls｜>": "<｜tool▁calls▁begin｜>",
+    "<｜/calls｜>": "<｜tool▁calls▁end｜>",
+    "<｜call｜>": "<｜tool▁call▁begin｜>",
+    "<｜/call｜>": "<｜tool▁call▁end｜>",
+    "<｜sep｜>": "<｜tool▁sep｜>",
+}
+"""What stands in the templates here for DeepSeek's marks."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_format_is_found_in_the_template(family: str) -> None:
+    format = choose("\n".join(templates(family).sources))
+    assert (None if format is None else format.name) == FORMATS.get(family)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+@pytest.mark.parametrize("family", [one for one in FORMATS if one not in ("glm", "deepseek_r1")])
+def test_a_reply_that_is_put_back_gives_the_templates_own_text(family: str, name: str) -> None:
+    known, message = templates(family), MESSAGES[name]
+    format = choose("\n".join(known.sources))
+    assert format is not None
+    prompt = known.render([USER], tools=TOOLS)
+    try:
+        full = _shown(known, message)
+    except ChatTemplateError:
+        assert (family, name) == ("llama3_1", "two calls")
+        return
+    assert full.startswith(prompt)
+    raw = TURN_ENDS.sub("", full[len(prompt) :])
+    context = Context(tool_types(TOOLS), format.opens_reasoning(prompt), "seed")
+    reply = parse(format, [raw], context)
+    check_divided(format, raw, context, reply)
+    called = message.get("tool_calls", [])[: 1 if family in ONE_CALL else None]
+    assert [call.name for call in reply.calls] == [call["function"]["name"] for call in called]
+    for call, given in zip(reply.calls, called, strict=True):
+        assert call.complete
+        assert json.loads(call.arguments) == given["function"]["arguments"]
+        full = full.replace(given["id"], call.id)
+    if "reasoning_content" in message and family not in NO_REASONING:
+        assert reply.reasoning == message["reasoning_content"]
+    assert _shown(known, _message(reply)) == full
+
+
+def _shown(known: ChatTemplates, message: Mapping[str, Any]) -> str:
+    """A conversation that ends with this message."""
+    messages = [USER, {"role": "assistant", **message}]
+    return known.render(messages, tools=TOOLS, add_generation_prompt=False)
+
+
+def _message(reply: Reply) -> dict[str, Any]:
+    """A reply as the next turn has it."""
+    made: dict[str, Any] = {"content": reply.text or None}
+    if reply.reasoning:
+        made["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        made["tool_calls"] = [
+            _call(one.name, json.loads(one.arguments), one.id, one.arguments) for one in reply.calls
+        ]
+    return made
