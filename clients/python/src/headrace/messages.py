@@ -54,7 +54,7 @@ class Message:
 
     @classmethod
     def user(cls, content: str, *, name: str = "") -> Message:
-        """What the human, or the program that asks, says."""
+        """A message from the human or the program that asks."""
         return cls("user", content, name=name)
 
     @classmethod
