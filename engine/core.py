@@ -511,7 +511,7 @@ class EngineCore:
                 ever.
         """
         if self.scheduler.running:
-            raise RuntimeError("the scheduling policy chose nothing of what runs")
+            raise RuntimeError("the scheduling policy chose none of the running requests")
         request = self.scheduler.next_waiting()
         if request is not None:
             live = self._live.by_id[request.request_id]

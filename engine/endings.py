@@ -34,7 +34,7 @@ _NO_TOKEN_LEFT = (
 )
 _NO_TOKEN_FITS = (
     "no token can follow: the form that was asked for allows none that the other options allow, "
-    "it became too complex to be followed, or the model gave no finite logits"
+    "it became too complex to follow, or the model gave no finite logits"
 )
 
 STATUS_OF = {

@@ -434,7 +434,7 @@ class EngineLoop:
     def _end(self) -> None:
         """The thread's last act, with the lock held."""
         self._is_running = self._accepting = False
-        self._inbox.close(EngineUnavailableError("the engine ended before it came to it"))
+        self._inbox.close(EngineUnavailableError("the engine ended before it could do this"))
         self._window.loop_ended()
         self._ended()
 

@@ -327,11 +327,11 @@ class ProcessEngineClient(EngineClient):
                     break
                 self._take(message, progress)
         except (ValueError, msgspec.DecodeError):
-            logger.exception("the engine's process sent what is no message")
-            reason = "its process sent what is no message"
+            logger.exception("the engine's process sent data that is not a message")
+            reason = "its process sent data that is not a message"
         except Exception:
-            logger.exception("a message of the engine's process could not be taken")
-            reason = "a message of its process could not be taken"
+            logger.exception("a message of the engine's process could not be handled")
+            reason = "a message of its process could not be handled"
         if self._process is not None and not self._closing:
             with contextlib.suppress(TimeoutError):
                 code = await asyncio.wait_for(self._process.wait(), _REAP_S)

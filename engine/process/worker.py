@@ -114,10 +114,10 @@ class Worker:
         """
         while (command := await self._reader.read()) is not None:
             if isinstance(command, Start):
-                logger.error("told twice what to load; the second time is ignored")
+                logger.error("received a second Start message; it is ignored")
                 continue
             if command.verb not in self._verbs:
-                raise ValueError(f"{command.verb!r} is no verb of the engine")
+                raise ValueError(f"{command.verb!r} is not a verb of the engine")
             verb, method = self._verbs[command.verb]
             result = method(*verb.arguments.decode(command.arguments))
             task = asyncio.create_task(self._answer(command, result))
@@ -144,7 +144,7 @@ class Worker:
         try:
             return await submitting
         except asyncio.CancelledError:
-            raise EngineUnavailableError("it was cancelled before it was taken in") from None
+            raise EngineUnavailableError("it was cancelled before it was accepted") from None
         finally:
             self._submitting.pop(request.request_id, None)
 

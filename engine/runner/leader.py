@@ -154,7 +154,7 @@ class Leader:
     def end(self) -> None:
         """Let the other ranks end after the running step. Harmless if they have ended."""
         if not self._lock.acquire(timeout=_END_WAIT_S):
-            logger.warning("a step does not end; the other ranks end with an error")
+            logger.warning("a step has not ended; the other ranks end with an error")
             return
         try:
             if self._is_over:
