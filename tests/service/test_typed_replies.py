@@ -14,6 +14,7 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import model_service_pb2 as model
 
+from engine.outputs import RequestFailure
 from service.config import REPLY_PARSERS
 from service.replies import FORMATS
 from tests.service.fake_engine import (
@@ -337,3 +338,32 @@ async def test_the_client_gives_a_reply_back_as_the_template_writes_it() -> None
     found = result.to_dict()
     assert found["reasoning"] == "I must look."
     assert found["tool_calls"][0]["function"] == {"name": "look", "arguments": ARGUMENTS}
+
+
+@pytest.mark.parametrize("end", ["cancel", "fail"])
+async def test_a_reply_that_is_ended_has_what_there_was(end: str) -> None:
+    made = engine(REPLY, auto=False)
+    shown = len(tokenizer().encode(REPLY[: REPLY.index("é")]))
+    async with serving(made, tokenizer=tokenizer()) as h:
+        session = h.session()
+        await session.add(chat(request_id="a"))
+        await until(lambda: made.submitted)
+        for _ in range(shown):
+            made.step()
+        if end == "cancel":
+            await session.send(cancel={"request_id": "a"})
+            await until(lambda: made.cancelled)
+            made.step()
+        else:
+            made.fail(made.submitted[0].request_id, RequestFailure("it broke", "id-1"))
+            made.step()
+        await session.end()
+    events = session.events()["a"]
+    text, reasoning, calls = folded(events)
+    assert (text, reasoning) == ("I look.", "I must look.")
+    assert [call[1:] for call in calls] == [["look", '{"where": "']]
+    last = events[-1]
+    ended = last.finished if end == "cancel" else last.failed
+    assert ended.usage.reasoning_tokens == THOUGHT
+    if end == "cancel":
+        assert last.finished.reason == pb.FINISH_REASON_CANCELLED
