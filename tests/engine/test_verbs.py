@@ -175,5 +175,5 @@ async def test_an_answer_that_does_not_fit_its_signature_is_the_engines_failure(
     async with connected() as (client, engine, _):
         with pytest.raises(EngineUnavailableError):
             await client.stats()  # answered with None
-        assert "no message" in str(client.failure)
+        assert "not a message" in str(client.failure)
         assert engine.asked == [("stats",)]

@@ -161,4 +161,4 @@ async def test_an_end_that_cannot_be_taken_is_the_engines_failure() -> None:
         there.client._sink = fail
         engine.step()
         await until(lambda: there.client.failure is not None)
-        assert "could not be taken" in str(there.client.failure)
+        assert "could not be handled" in str(there.client.failure)
