@@ -460,7 +460,7 @@ def test_a_policy_that_breaks_its_contract_is_told_so() -> None:
             for request in list(self.waiting.values()):
                 self.admit(plan, request, now)
 
-    for policy, message in ((Twice, "once"), (Idle, "chose nothing")):
+    for policy, message in ((Twice, "once"), (Idle, "chose none")):
         watched = Watched()
         options = {"max_batch_tokens": 16, "max_requests_per_batch": 4}
         watched.core = EngineCore(
