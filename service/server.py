@@ -119,6 +119,14 @@ def _limits(config: ServiceConfig) -> Limits:
     )
 
 
+def _retention(config: ServiceConfig) -> Retention:
+    return Retention(
+        retention_s=config.result_retention_s,
+        max_results=config.max_kept_results,
+        max_bytes=config.max_kept_bytes,
+    )
+
+
 def _flow(config: ServiceConfig) -> FlowOptions:
     return FlowOptions(
         max_unread_tokens=config.max_unread_tokens,
@@ -195,11 +203,7 @@ class HeadraceServer:
         self._admission = AdmissionControl(_limits(config), clock, jitter)
         self.registry = Registry(
             client,
-            Retention(
-                retention_s=config.result_retention_s,
-                max_results=config.max_kept_results,
-                max_bytes=config.max_kept_bytes,
-            ),
+            _retention(config),
             self._admission,
             _flow(config),
         )

@@ -378,15 +378,7 @@ def build_runner(
         return allocate_kv(probe.shapes, groups, plan, probe.dtype, device)
 
     kv = allocate() if leader is None else leader.allocate(runner_id, plan, allocate)
-    progress(
-        f"KV cache: {plan.total_bytes / 2**20:.0f} MiB, {' + '.join(map(str, plan.num_blocks))} "
-        f"blocks of {plan.block_size} tokens"
-    )
-    if plan.host_bytes:
-        progress(
-            f"KV offload: {plan.host_bytes / 2**20:.0f} MiB of host memory, "
-            f"{' + '.join(map(str, plan.host_blocks))} blocks"
-        )
+    _report_sizes(plan, progress)
     if graphs is None and device.type == "cuda" and options.captured_paths:
         graphs = CudaGraphBackend(device)
     runner = ModelRunner(
@@ -406,6 +398,18 @@ def build_runner(
         overlap=options.num_input_buffers > 1,
         padded_sizes=options.padded_sizes,
     )
+
+
+def _report_sizes(plan: CachePlan, progress: Callable[[str], None]) -> None:
+    progress(
+        f"KV cache: {plan.total_bytes / 2**20:.0f} MiB, {' + '.join(map(str, plan.num_blocks))} "
+        f"blocks of {plan.block_size} tokens"
+    )
+    if plan.host_bytes:
+        progress(
+            f"KV offload: {plan.host_bytes / 2**20:.0f} MiB of host memory, "
+            f"{' + '.join(map(str, plan.host_blocks))} blocks"
+        )
 
 
 def _step_bytes(

@@ -213,8 +213,7 @@ def plan_cache(
         step_bytes: how much of `available` the largest step needs, as measured.
 
     Raises:
-        InsufficientMemoryError: not even one block of each group fits, or `num_blocks` asks for
-            more memory than there is.
+        InsufficientMemoryError: not one block of each group fits, or not as many as `num_blocks`.
     """
     on_cuda = device.type == "cuda"
     limits = step_limits(config, device)
@@ -251,17 +250,11 @@ def plan_cache(
     else:
         num_blocks = wanted
     if num_blocks < 1 or cost(num_blocks) > budget:
-        raise InsufficientMemoryError(
+        raise _does_not_fit(
             f"the KV cache needs {cost(max(1, num_blocks)) / GIB:.2f} GiB, and {budget / GIB:.2f} "
             f"GiB may be used ({percent:.0%} of {free.replace(' free', f' free on {device}')}): "
             f"{_largest(cost, budget, num_blocks) * block_size} tokens would fit; "
             f"{_remedies(percent, step_bytes)}"
-        ).naming(
-            "num_blocks",
-            "block_size",
-            "max_batch_tokens",
-            "max_requests_per_batch",
-            "max_memory_percent",
         )
     device_bytes = cost(num_blocks)
     host_blocks, host_bytes = _plan_host(
@@ -281,6 +274,17 @@ def plan_cache(
     )
     _tell(plan, device, reason)
     return plan
+
+
+def _does_not_fit(message: str) -> InsufficientMemoryError:
+    """The error, with the names of the options that decide what the cache takes."""
+    return InsufficientMemoryError(message).naming(
+        "num_blocks",
+        "block_size",
+        "max_batch_tokens",
+        "max_requests_per_batch",
+        "max_memory_percent",
+    )
 
 
 def _remedies(percent: float, step_bytes: int) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from headrace.v1 import generation_pb2
 
+from engine.request import GenerationRequest
 from engine.text import Tokenizer
-from engine.token_ids import TokenIds
 from service.replies import Context, ModelFormat, ToolTypes
 from service.replies.parts import ReplyText
 
-_PROMPT_TAIL = 16
-"""So many tokens say whether a prompt ends with the opening of reasoning."""
+PROMPT_TAIL = 16
+"""So many of a prompt's last tokens say how its output begins: in the middle of a character, or of
+reasoning.
+"""
 
 
 def comes_apart(spec: generation_pb2.GenerationSpec) -> bool:
@@ -29,14 +31,13 @@ def reply_texts(
     reply: ModelFormat,
     tokenizer: Tokenizer,
     request_id: str,
-    prompt: TokenIds,
+    request: GenerationRequest,
     tools: ToolTypes,
-    n: int,
 ) -> list[ReplyText]:
-    """What takes the reply of each of n choices apart."""
-    tail = tokenizer.decode(prompt[-_PROMPT_TAIL:], skip_special_tokens=False)
+    """What takes the reply of each of the request's choices apart."""
+    tail = tokenizer.decode(request.prompt[-PROMPT_TAIL:], skip_special_tokens=False)
     opened = reply.format.opens_reasoning(tail)
     return [
         ReplyText(reply.format.begin(Context(tools, opened, f"{request_id}/{index}")))
-        for index in range(n)
+        for index in range(request.n)
     ]

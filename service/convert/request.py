@@ -31,7 +31,7 @@ from engine.types import CallerKey, RequestId
 from service.accounts import Account
 from service.call_errors import FieldError, ModelNotFoundError, NoTokenizerError
 from service.convert.inputs import InputEncoder, Truncation
-from service.convert.replies import comes_apart, reply_texts
+from service.convert.replies import PROMPT_TAIL, comes_apart, reply_texts
 from service.convert.sampling import check_min_tokens, grammar_params, sampling_params
 from service.convert.unsupported import refuse_unsupported
 from service.convert.values import check_enum, check_ids, check_labels, seconds
@@ -43,7 +43,6 @@ from service.replies import ModelFormat, ToolTypes
 
 MAX_SALT_BYTES = 128
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-_PROMPT_TAIL = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,10 +191,8 @@ class Converter:
         """Convert a spec. Cheap checks come before the input is tokenized.
 
         Args:
-            draft: the caller's.
-            account: whom it is charged to.
-            weight: the account's present weight.
-            max_priority: the highest priority that the caller may ask for.
+            draft, account: the caller's, and whom it is charged to.
+            weight, max_priority: the account's present weight, and its highest priority.
             engine_id: its name in the engine.
             lives_by: what the request needs in order not to be cancelled. Results for waiting calls
                 are delivered in one piece, whatever the spec says.
@@ -205,7 +202,7 @@ class Converter:
             InvalidRequestError, UnsupportedFeatureError: a field is wrong; named as in the engine.
             ChatTemplateUnavailableError: the model has no template.
         """
-        spec = draft.spec
+        spec, replies = draft.spec, []
         output, field = spec.output, input_field(spec)
         request = self._without_prompt(spec, account, weight, max_priority, engine_id)
         options = _delivery(output, request.logprobs, lives_by is LivesBy.CALLS)
@@ -230,12 +227,14 @@ class Converter:
                     include_stop=spec.stop.include_stop,
                     min_tokens=stop.min_tokens,
                     skip_special_tokens=skip,
-                    prompt_tail=prompt[-_PROMPT_TAIL:],
+                    prompt_tail=prompt[-PROMPT_TAIL:],
                     shown=frozenset() if reply is None else reply.shown,
                     initial_text=echo,
                 )
                 for _ in texts
             ]
+        if reply is not None:
+            replies = reply_texts(reply, self._text.tokenizer, draft.request_id, request, tools)
         output_tokens = min(stop.max_tokens, room)
         return Submission(
             account=account,
@@ -252,13 +251,7 @@ class Converter:
             ),
             options=options,
             texts=texts,
-            replies=(
-                []
-                if reply is None
-                else reply_texts(
-                    reply, self._text.tokenizer, draft.request_id, prompt, tools, request.n
-                )
-            ),
+            replies=replies,
             stop_strings=stop_strings,
             include_stop=spec.stop.include_stop,
             lives_by=lives_by,
