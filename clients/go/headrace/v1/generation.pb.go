@@ -43,6 +43,63 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// Whether a reply calls tools.
+type ToolChoiceMode int32
+
+const (
+	// The same as TOOL_CHOICE_MODE_AUTO.
+	ToolChoiceMode_TOOL_CHOICE_MODE_UNSPECIFIED ToolChoiceMode = 0
+	// The model chooses.
+	ToolChoiceMode_TOOL_CHOICE_MODE_AUTO ToolChoiceMode = 1
+	// It calls none: the marks of a call are never written. The tools are in the prompt nevertheless.
+	ToolChoiceMode_TOOL_CHOICE_MODE_NONE ToolChoiceMode = 2
+	// It calls at least one, and says nothing else.
+	ToolChoiceMode_TOOL_CHOICE_MODE_REQUIRED ToolChoiceMode = 3
+)
+
+// Enum value maps for ToolChoiceMode.
+var (
+	ToolChoiceMode_name = map[int32]string{
+		0: "TOOL_CHOICE_MODE_UNSPECIFIED",
+		1: "TOOL_CHOICE_MODE_AUTO",
+		2: "TOOL_CHOICE_MODE_NONE",
+		3: "TOOL_CHOICE_MODE_REQUIRED",
+	}
+	ToolChoiceMode_value = map[string]int32{
+		"TOOL_CHOICE_MODE_UNSPECIFIED": 0,
+		"TOOL_CHOICE_MODE_AUTO":        1,
+		"TOOL_CHOICE_MODE_NONE":        2,
+		"TOOL_CHOICE_MODE_REQUIRED":    3,
+	}
+)
+
+func (x ToolChoiceMode) Enum() *ToolChoiceMode {
+	p := new(ToolChoiceMode)
+	*p = x
+	return p
+}
+
+func (x ToolChoiceMode) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (ToolChoiceMode) Descriptor() protoreflect.EnumDescriptor {
+	return file_headrace_v1_generation_proto_enumTypes[0].Descriptor()
+}
+
+func (ToolChoiceMode) Type() protoreflect.EnumType {
+	return &file_headrace_v1_generation_proto_enumTypes[0]
+}
+
+func (x ToolChoiceMode) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use ToolChoiceMode.Descriptor instead.
+func (ToolChoiceMode) EnumDescriptor() ([]byte, []int) {
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{0}
+}
+
 // Who speaks in a conversation.
 type ChatRole int32
 
@@ -92,11 +149,11 @@ func (x ChatRole) String() string {
 }
 
 func (ChatRole) Descriptor() protoreflect.EnumDescriptor {
-	return file_headrace_v1_generation_proto_enumTypes[0].Descriptor()
+	return file_headrace_v1_generation_proto_enumTypes[1].Descriptor()
 }
 
 func (ChatRole) Type() protoreflect.EnumType {
-	return &file_headrace_v1_generation_proto_enumTypes[0]
+	return &file_headrace_v1_generation_proto_enumTypes[1]
 }
 
 func (x ChatRole) Number() protoreflect.EnumNumber {
@@ -105,7 +162,7 @@ func (x ChatRole) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use ChatRole.Descriptor instead.
 func (ChatRole) EnumDescriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{0}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{1}
 }
 
 // When results are sent.
@@ -145,11 +202,11 @@ func (x Delivery) String() string {
 }
 
 func (Delivery) Descriptor() protoreflect.EnumDescriptor {
-	return file_headrace_v1_generation_proto_enumTypes[1].Descriptor()
+	return file_headrace_v1_generation_proto_enumTypes[2].Descriptor()
 }
 
 func (Delivery) Type() protoreflect.EnumType {
-	return &file_headrace_v1_generation_proto_enumTypes[1]
+	return &file_headrace_v1_generation_proto_enumTypes[2]
 }
 
 func (x Delivery) Number() protoreflect.EnumNumber {
@@ -158,7 +215,7 @@ func (x Delivery) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Delivery.Descriptor instead.
 func (Delivery) EnumDescriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{1}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{2}
 }
 
 // Which end of an input is cut.
@@ -198,11 +255,11 @@ func (x TruncationSide) String() string {
 }
 
 func (TruncationSide) Descriptor() protoreflect.EnumDescriptor {
-	return file_headrace_v1_generation_proto_enumTypes[2].Descriptor()
+	return file_headrace_v1_generation_proto_enumTypes[3].Descriptor()
 }
 
 func (TruncationSide) Type() protoreflect.EnumType {
-	return &file_headrace_v1_generation_proto_enumTypes[2]
+	return &file_headrace_v1_generation_proto_enumTypes[3]
 }
 
 func (x TruncationSide) Number() protoreflect.EnumNumber {
@@ -211,7 +268,7 @@ func (x TruncationSide) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use TruncationSide.Descriptor instead.
 func (TruncationSide) EnumDescriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{2}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{3}
 }
 
 // Why a request ended.
@@ -267,11 +324,11 @@ func (x FinishReason) String() string {
 }
 
 func (FinishReason) Descriptor() protoreflect.EnumDescriptor {
-	return file_headrace_v1_generation_proto_enumTypes[3].Descriptor()
+	return file_headrace_v1_generation_proto_enumTypes[4].Descriptor()
 }
 
 func (FinishReason) Type() protoreflect.EnumType {
-	return &file_headrace_v1_generation_proto_enumTypes[3]
+	return &file_headrace_v1_generation_proto_enumTypes[4]
 }
 
 func (x FinishReason) Number() protoreflect.EnumNumber {
@@ -280,7 +337,7 @@ func (x FinishReason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use FinishReason.Descriptor instead.
 func (FinishReason) EnumDescriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{3}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{4}
 }
 
 // One request for generated text. The same message in every RPC that starts a request.
@@ -687,8 +744,11 @@ type ChatInput struct {
 	// Additional named values for the template, a JSON object such as {"enable_thinking": false}. Empty: none. Names that the server sets itself
 	// (messages, tools, add_generation_prompt, and the tokenizer's special tokens) are refused.
 	TemplateArgumentsJson string `protobuf:"bytes,5,opt,name=template_arguments_json,json=templateArgumentsJson,proto3" json:"template_arguments_json,omitempty"`
-	unknownFields         protoimpl.UnknownFields
-	sizeCache             protoimpl.SizeCache
+	// Which of the tools may or must be called, held by a grammar. Absent: the model chooses, and nothing holds it to the
+	// tools or their schemas. Refused without tools.
+	ToolChoice    *ToolChoice `protobuf:"bytes,6,opt,name=tool_choice,json=toolChoice,proto3" json:"tool_choice,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ChatInput) Reset() {
@@ -756,6 +816,85 @@ func (x *ChatInput) GetTemplateArgumentsJson() string {
 	return ""
 }
 
+func (x *ChatInput) GetToolChoice() *ToolChoice {
+	if x != nil {
+		return x.ToolChoice
+	}
+	return nil
+}
+
+// Which tools a reply calls. It is held by a grammar of the model's own format (OutputCapabilities.reply_parser): tokens
+// that do not fit are never chosen, whatever the mode; so the arguments of each call satisfy its tool's schema, and no
+// tool is called that the request does not have. A reply that is cut short (by max_tokens, a stop string, a cancel) may end
+// within a call.
+//
+// Where the model reasons, its reasoning comes first, and is free. Refused with a structured_output, and with tools whose
+// schemas cannot be held, by the tool and the reason.
+type ToolChoice struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Whether the reply calls tools.
+	Mode ToolChoiceMode `protobuf:"varint,1,opt,name=mode,proto3,enum=headrace.v1.ToolChoiceMode" json:"mode,omitempty"`
+	// Only these of the request's tools may be called. Empty: all of them. One name, with REQUIRED: that tool is called.
+	// Refused with NONE.
+	ToolNames []string `protobuf:"bytes,2,rep,name=tool_names,json=toolNames,proto3" json:"tool_names,omitempty"`
+	// Whether a reply may have several calls. Default: whether the model's format has that; true is refused where it has
+	// not.
+	ParallelCalls *bool `protobuf:"varint,3,opt,name=parallel_calls,json=parallelCalls,proto3,oneof" json:"parallel_calls,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ToolChoice) Reset() {
+	*x = ToolChoice{}
+	mi := &file_headrace_v1_generation_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ToolChoice) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ToolChoice) ProtoMessage() {}
+
+func (x *ToolChoice) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_generation_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ToolChoice.ProtoReflect.Descriptor instead.
+func (*ToolChoice) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *ToolChoice) GetMode() ToolChoiceMode {
+	if x != nil {
+		return x.Mode
+	}
+	return ToolChoiceMode_TOOL_CHOICE_MODE_UNSPECIFIED
+}
+
+func (x *ToolChoice) GetToolNames() []string {
+	if x != nil {
+		return x.ToolNames
+	}
+	return nil
+}
+
+func (x *ToolChoice) GetParallelCalls() bool {
+	if x != nil && x.ParallelCalls != nil {
+		return *x.ParallelCalls
+	}
+	return false
+}
+
 // One message of a conversation.
 type ChatMessage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -783,7 +922,7 @@ type ChatMessage struct {
 
 func (x *ChatMessage) Reset() {
 	*x = ChatMessage{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[5]
+	mi := &file_headrace_v1_generation_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -795,7 +934,7 @@ func (x *ChatMessage) String() string {
 func (*ChatMessage) ProtoMessage() {}
 
 func (x *ChatMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[5]
+	mi := &file_headrace_v1_generation_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -808,7 +947,7 @@ func (x *ChatMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChatMessage.ProtoReflect.Descriptor instead.
 func (*ChatMessage) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{5}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ChatMessage) GetRole() ChatRole {
@@ -900,7 +1039,7 @@ type ContentParts struct {
 
 func (x *ContentParts) Reset() {
 	*x = ContentParts{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[6]
+	mi := &file_headrace_v1_generation_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -912,7 +1051,7 @@ func (x *ContentParts) String() string {
 func (*ContentParts) ProtoMessage() {}
 
 func (x *ContentParts) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[6]
+	mi := &file_headrace_v1_generation_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -925,7 +1064,7 @@ func (x *ContentParts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ContentParts.ProtoReflect.Descriptor instead.
 func (*ContentParts) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{6}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ContentParts) GetParts() []*ContentPart {
@@ -953,7 +1092,7 @@ type ContentPart struct {
 
 func (x *ContentPart) Reset() {
 	*x = ContentPart{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[7]
+	mi := &file_headrace_v1_generation_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -965,7 +1104,7 @@ func (x *ContentPart) String() string {
 func (*ContentPart) ProtoMessage() {}
 
 func (x *ContentPart) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[7]
+	mi := &file_headrace_v1_generation_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -978,7 +1117,7 @@ func (x *ContentPart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ContentPart.ProtoReflect.Descriptor instead.
 func (*ContentPart) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{7}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ContentPart) GetPart() isContentPart_Part {
@@ -1074,7 +1213,7 @@ type Media struct {
 
 func (x *Media) Reset() {
 	*x = Media{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[8]
+	mi := &file_headrace_v1_generation_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1086,7 +1225,7 @@ func (x *Media) String() string {
 func (*Media) ProtoMessage() {}
 
 func (x *Media) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[8]
+	mi := &file_headrace_v1_generation_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1099,7 +1238,7 @@ func (x *Media) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Media.ProtoReflect.Descriptor instead.
 func (*Media) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{8}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Media) GetSource() isMedia_Source {
@@ -1171,7 +1310,7 @@ type Tool struct {
 
 func (x *Tool) Reset() {
 	*x = Tool{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[9]
+	mi := &file_headrace_v1_generation_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1183,7 +1322,7 @@ func (x *Tool) String() string {
 func (*Tool) ProtoMessage() {}
 
 func (x *Tool) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[9]
+	mi := &file_headrace_v1_generation_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1196,7 +1335,7 @@ func (x *Tool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tool.ProtoReflect.Descriptor instead.
 func (*Tool) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{9}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Tool) GetName() string {
@@ -1243,7 +1382,7 @@ type ToolCall struct {
 
 func (x *ToolCall) Reset() {
 	*x = ToolCall{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[10]
+	mi := &file_headrace_v1_generation_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1255,7 +1394,7 @@ func (x *ToolCall) String() string {
 func (*ToolCall) ProtoMessage() {}
 
 func (x *ToolCall) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[10]
+	mi := &file_headrace_v1_generation_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1268,7 +1407,7 @@ func (x *ToolCall) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolCall.ProtoReflect.Descriptor instead.
 func (*ToolCall) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{10}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ToolCall) GetId() string {
@@ -1337,7 +1476,7 @@ type SamplingOptions struct {
 
 func (x *SamplingOptions) Reset() {
 	*x = SamplingOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[11]
+	mi := &file_headrace_v1_generation_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1349,7 +1488,7 @@ func (x *SamplingOptions) String() string {
 func (*SamplingOptions) ProtoMessage() {}
 
 func (x *SamplingOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[11]
+	mi := &file_headrace_v1_generation_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1362,7 +1501,7 @@ func (x *SamplingOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SamplingOptions.ProtoReflect.Descriptor instead.
 func (*SamplingOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{11}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *SamplingOptions) GetTemperature() float32 {
@@ -1479,14 +1618,19 @@ type StopOptions struct {
 	// Whether the text that ended the output (stop string, or the text of a stop or end-of-sequence token) is part of the
 	// text sent. Default: false. If the token that ended it is a special one, its text is included only if
 	// OutputOptions.skip_special_tokens is false too. The token ids always contain the token that ended the output.
-	IncludeStop   bool `protobuf:"varint,7,opt,name=include_stop,json=includeStop,proto3" json:"include_stop,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	IncludeStop bool `protobuf:"varint,7,opt,name=include_stop,json=includeStop,proto3" json:"include_stop,omitempty"`
+	// In the reply to a conversation: at most so many tokens of reasoning, those of its marks not counted; then the mark
+	// that ends it is forced. 0: reasoning that has begun is ended at once. Refused where the server does not know the
+	// marks of the model's reasoning, and where the reply does not come apart (OutputOptions.raw_text). Absent: reasoning
+	// ends as the model likes.
+	MaxReasoningTokens *uint32 `protobuf:"varint,8,opt,name=max_reasoning_tokens,json=maxReasoningTokens,proto3,oneof" json:"max_reasoning_tokens,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *StopOptions) Reset() {
 	*x = StopOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[12]
+	mi := &file_headrace_v1_generation_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1498,7 +1642,7 @@ func (x *StopOptions) String() string {
 func (*StopOptions) ProtoMessage() {}
 
 func (x *StopOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[12]
+	mi := &file_headrace_v1_generation_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1511,7 +1655,7 @@ func (x *StopOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopOptions.ProtoReflect.Descriptor instead.
 func (*StopOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{12}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *StopOptions) GetMaxTokens() uint32 {
@@ -1563,6 +1707,13 @@ func (x *StopOptions) GetIncludeStop() bool {
 	return false
 }
 
+func (x *StopOptions) GetMaxReasoningTokens() uint32 {
+	if x != nil && x.MaxReasoningTokens != nil {
+		return *x.MaxReasoningTokens
+	}
+	return 0
+}
+
 // What is sent back, and in which pieces.
 type OutputOptions struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1595,8 +1746,8 @@ type OutputOptions struct {
 	OmitText bool `protobuf:"varint,10,opt,name=omit_text,json=omitText,proto3" json:"omit_text,omitempty"`
 	// Whether the reply to a conversation comes as text alone, as the model wrote it. Default: no; where the server knows
 	// how the model writes (OutputCapabilities.reply_parser), its reasoning and tool calls come apart from the text, and the
-	// marks around them are left out. The text of other inputs, of a structured_output and with echo is always as the
-	// model wrote it.
+	// marks around them are left out; with a structured_output the reasoning alone does. The text of other inputs and with
+	// echo is always as the model wrote it.
 	RawText       bool `protobuf:"varint,11,opt,name=raw_text,json=rawText,proto3" json:"raw_text,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1604,7 +1755,7 @@ type OutputOptions struct {
 
 func (x *OutputOptions) Reset() {
 	*x = OutputOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[13]
+	mi := &file_headrace_v1_generation_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1616,7 +1767,7 @@ func (x *OutputOptions) String() string {
 func (*OutputOptions) ProtoMessage() {}
 
 func (x *OutputOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[13]
+	mi := &file_headrace_v1_generation_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1629,7 +1780,7 @@ func (x *OutputOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OutputOptions.ProtoReflect.Descriptor instead.
 func (*OutputOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{13}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *OutputOptions) GetDelivery() Delivery {
@@ -1712,6 +1863,9 @@ func (x *OutputOptions) GetRawText() bool {
 // A form that the output must have; tokens that do not fit it are never chosen. An output that is cut short (by
 // max_tokens, a stop string, a cancel) is the beginning of a text of that form. At most 256 KiB; an invalid form is
 // refused with its field and the reason.
+//
+// In the reply to a conversation the form holds for the text: reasoning comes before it, free and apart, where the model
+// reasons. With OutputOptions.raw_text the whole output has the form, and there is no reasoning.
 type StructuredOutput struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The form. Required.
@@ -1734,7 +1888,7 @@ type StructuredOutput struct {
 
 func (x *StructuredOutput) Reset() {
 	*x = StructuredOutput{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[14]
+	mi := &file_headrace_v1_generation_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1746,7 +1900,7 @@ func (x *StructuredOutput) String() string {
 func (*StructuredOutput) ProtoMessage() {}
 
 func (x *StructuredOutput) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[14]
+	mi := &file_headrace_v1_generation_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1759,7 +1913,7 @@ func (x *StructuredOutput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StructuredOutput.ProtoReflect.Descriptor instead.
 func (*StructuredOutput) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{14}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *StructuredOutput) GetFormat() isStructuredOutput_Format {
@@ -1860,7 +2014,8 @@ type StructuredOutput_Choice struct {
 }
 
 type StructuredOutput_StructuralTag struct {
-	// Free text with parts whose form begins at a trigger, given as JSON text.
+	// Text made of parts: free text, constants, JSON, and tags whose form begins at a trigger; described by a JSON object
+	// {"type": "structural_tag", "format": …}, as vLLM and xgrammar have it. docs/chat.md lists the formats.
 	StructuralTag string `protobuf:"bytes,6,opt,name=structural_tag,json=structuralTag,proto3,oneof"`
 }
 
@@ -1885,7 +2040,7 @@ type JsonObjectFormat struct {
 
 func (x *JsonObjectFormat) Reset() {
 	*x = JsonObjectFormat{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[15]
+	mi := &file_headrace_v1_generation_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1897,7 +2052,7 @@ func (x *JsonObjectFormat) String() string {
 func (*JsonObjectFormat) ProtoMessage() {}
 
 func (x *JsonObjectFormat) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[15]
+	mi := &file_headrace_v1_generation_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1910,7 +2065,7 @@ func (x *JsonObjectFormat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JsonObjectFormat.ProtoReflect.Descriptor instead.
 func (*JsonObjectFormat) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{15}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{16}
 }
 
 // One of several strings.
@@ -1924,7 +2079,7 @@ type ChoiceFormat struct {
 
 func (x *ChoiceFormat) Reset() {
 	*x = ChoiceFormat{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[16]
+	mi := &file_headrace_v1_generation_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1936,7 +2091,7 @@ func (x *ChoiceFormat) String() string {
 func (*ChoiceFormat) ProtoMessage() {}
 
 func (x *ChoiceFormat) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[16]
+	mi := &file_headrace_v1_generation_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1949,7 +2104,7 @@ func (x *ChoiceFormat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChoiceFormat.ProtoReflect.Descriptor instead.
 func (*ChoiceFormat) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{16}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *ChoiceFormat) GetChoices() []string {
@@ -1975,7 +2130,7 @@ type SchedulingOptions struct {
 
 func (x *SchedulingOptions) Reset() {
 	*x = SchedulingOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[17]
+	mi := &file_headrace_v1_generation_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1987,7 +2142,7 @@ func (x *SchedulingOptions) String() string {
 func (*SchedulingOptions) ProtoMessage() {}
 
 func (x *SchedulingOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[17]
+	mi := &file_headrace_v1_generation_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2000,7 +2155,7 @@ func (x *SchedulingOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SchedulingOptions.ProtoReflect.Descriptor instead.
 func (*SchedulingOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{17}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *SchedulingOptions) GetPriority() int32 {
@@ -2030,7 +2185,7 @@ type CacheOptions struct {
 
 func (x *CacheOptions) Reset() {
 	*x = CacheOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[18]
+	mi := &file_headrace_v1_generation_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2042,7 +2197,7 @@ func (x *CacheOptions) String() string {
 func (*CacheOptions) ProtoMessage() {}
 
 func (x *CacheOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[18]
+	mi := &file_headrace_v1_generation_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2055,7 +2210,7 @@ func (x *CacheOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheOptions.ProtoReflect.Descriptor instead.
 func (*CacheOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{18}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *CacheOptions) GetSalt() string {
@@ -2085,7 +2240,7 @@ type TruncationOptions struct {
 
 func (x *TruncationOptions) Reset() {
 	*x = TruncationOptions{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[19]
+	mi := &file_headrace_v1_generation_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2097,7 +2252,7 @@ func (x *TruncationOptions) String() string {
 func (*TruncationOptions) ProtoMessage() {}
 
 func (x *TruncationOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[19]
+	mi := &file_headrace_v1_generation_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2110,7 +2265,7 @@ func (x *TruncationOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TruncationOptions.ProtoReflect.Descriptor instead.
 func (*TruncationOptions) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{19}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *TruncationOptions) GetMaxPromptTokens() uint32 {
@@ -2158,7 +2313,7 @@ type ResultEvent struct {
 
 func (x *ResultEvent) Reset() {
 	*x = ResultEvent{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[20]
+	mi := &file_headrace_v1_generation_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2170,7 +2325,7 @@ func (x *ResultEvent) String() string {
 func (*ResultEvent) ProtoMessage() {}
 
 func (x *ResultEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[20]
+	mi := &file_headrace_v1_generation_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2183,7 +2338,7 @@ func (x *ResultEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResultEvent.ProtoReflect.Descriptor instead.
 func (*ResultEvent) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{20}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ResultEvent) GetRequestNumber() uint32 {
@@ -2323,7 +2478,7 @@ type Accepted struct {
 
 func (x *Accepted) Reset() {
 	*x = Accepted{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[21]
+	mi := &file_headrace_v1_generation_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2335,7 +2490,7 @@ func (x *Accepted) String() string {
 func (*Accepted) ProtoMessage() {}
 
 func (x *Accepted) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[21]
+	mi := &file_headrace_v1_generation_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2348,7 +2503,7 @@ func (x *Accepted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Accepted.ProtoReflect.Descriptor instead.
 func (*Accepted) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{21}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Accepted) GetRequestId() string {
@@ -2422,7 +2577,7 @@ type PromptProcessed struct {
 
 func (x *PromptProcessed) Reset() {
 	*x = PromptProcessed{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[22]
+	mi := &file_headrace_v1_generation_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2434,7 +2589,7 @@ func (x *PromptProcessed) String() string {
 func (*PromptProcessed) ProtoMessage() {}
 
 func (x *PromptProcessed) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[22]
+	mi := &file_headrace_v1_generation_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2447,7 +2602,7 @@ func (x *PromptProcessed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PromptProcessed.ProtoReflect.Descriptor instead.
 func (*PromptProcessed) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{22}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *PromptProcessed) GetPromptTokens() uint32 {
@@ -2497,7 +2652,7 @@ type Delta struct {
 
 func (x *Delta) Reset() {
 	*x = Delta{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[23]
+	mi := &file_headrace_v1_generation_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2509,7 +2664,7 @@ func (x *Delta) String() string {
 func (*Delta) ProtoMessage() {}
 
 func (x *Delta) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[23]
+	mi := &file_headrace_v1_generation_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2522,7 +2677,7 @@ func (x *Delta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delta.ProtoReflect.Descriptor instead.
 func (*Delta) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{23}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Delta) GetTokenIds() []uint32 {
@@ -2580,7 +2735,7 @@ type ToolCallDelta struct {
 
 func (x *ToolCallDelta) Reset() {
 	*x = ToolCallDelta{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[24]
+	mi := &file_headrace_v1_generation_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2592,7 +2747,7 @@ func (x *ToolCallDelta) String() string {
 func (*ToolCallDelta) ProtoMessage() {}
 
 func (x *ToolCallDelta) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[24]
+	mi := &file_headrace_v1_generation_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2605,7 +2760,7 @@ func (x *ToolCallDelta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolCallDelta.ProtoReflect.Descriptor instead.
 func (*ToolCallDelta) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{24}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ToolCallDelta) GetIndex() uint32 {
@@ -2661,7 +2816,7 @@ type TokenInfo struct {
 
 func (x *TokenInfo) Reset() {
 	*x = TokenInfo{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[25]
+	mi := &file_headrace_v1_generation_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2673,7 +2828,7 @@ func (x *TokenInfo) String() string {
 func (*TokenInfo) ProtoMessage() {}
 
 func (x *TokenInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[25]
+	mi := &file_headrace_v1_generation_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2686,7 +2841,7 @@ func (x *TokenInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenInfo.ProtoReflect.Descriptor instead.
 func (*TokenInfo) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{25}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *TokenInfo) GetId() uint32 {
@@ -2755,7 +2910,7 @@ type TokenCandidate struct {
 
 func (x *TokenCandidate) Reset() {
 	*x = TokenCandidate{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[26]
+	mi := &file_headrace_v1_generation_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2767,7 +2922,7 @@ func (x *TokenCandidate) String() string {
 func (*TokenCandidate) ProtoMessage() {}
 
 func (x *TokenCandidate) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[26]
+	mi := &file_headrace_v1_generation_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2780,7 +2935,7 @@ func (x *TokenCandidate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenCandidate.ProtoReflect.Descriptor instead.
 func (*TokenCandidate) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{26}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *TokenCandidate) GetId() uint32 {
@@ -2833,7 +2988,7 @@ type Finished struct {
 
 func (x *Finished) Reset() {
 	*x = Finished{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[27]
+	mi := &file_headrace_v1_generation_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2845,7 +3000,7 @@ func (x *Finished) String() string {
 func (*Finished) ProtoMessage() {}
 
 func (x *Finished) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[27]
+	mi := &file_headrace_v1_generation_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2858,7 +3013,7 @@ func (x *Finished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Finished.ProtoReflect.Descriptor instead.
 func (*Finished) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{27}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *Finished) GetReason() FinishReason {
@@ -2940,7 +3095,7 @@ type Failed struct {
 
 func (x *Failed) Reset() {
 	*x = Failed{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[28]
+	mi := &file_headrace_v1_generation_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2952,7 +3107,7 @@ func (x *Failed) String() string {
 func (*Failed) ProtoMessage() {}
 
 func (x *Failed) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[28]
+	mi := &file_headrace_v1_generation_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2965,7 +3120,7 @@ func (x *Failed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Failed.ProtoReflect.Descriptor instead.
 func (*Failed) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{28}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Failed) GetStatus() *status.Status {
@@ -3008,7 +3163,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[29]
+	mi := &file_headrace_v1_generation_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3020,7 +3175,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[29]
+	mi := &file_headrace_v1_generation_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3033,7 +3188,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{29}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Usage) GetPromptTokens() uint32 {
@@ -3083,7 +3238,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_headrace_v1_generation_proto_msgTypes[30]
+	mi := &file_headrace_v1_generation_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3095,7 +3250,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_generation_proto_msgTypes[30]
+	mi := &file_headrace_v1_generation_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3108,7 +3263,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{30}
+	return file_headrace_v1_generation_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Timings) GetFirstScheduledDuration() *durationpb.Duration {
@@ -3184,14 +3339,23 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\x13_add_special_tokens\"$\n" +
 	"\n" +
 	"TokenInput\x12\x16\n" +
-	"\x03ids\x18\x01 \x03(\rB\x04\xe2A\x01\x02R\x03ids\"\xbc\x02\n" +
+	"\x03ids\x18\x01 \x03(\rB\x04\xe2A\x01\x02R\x03ids\"\x87\x03\n" +
 	"\tChatInput\x12:\n" +
 	"\bmessages\x18\x01 \x03(\v2\x18.headrace.v1.ChatMessageB\x04\xe2A\x01\x02R\bmessages\x122\n" +
 	"\x05tools\x18\x02 \x03(\v2\x11.headrace.v1.ToolB\t\x8a\xe7\x18\x05toolsR\x05tools\x127\n" +
 	"\x15add_generation_prompt\x18\x03 \x01(\bH\x00R\x13addGenerationPrompt\x88\x01\x01\x124\n" +
 	"\x16continue_final_message\x18\x04 \x01(\bR\x14continueFinalMessage\x126\n" +
-	"\x17template_arguments_json\x18\x05 \x01(\tR\x15templateArgumentsJsonB\x18\n" +
-	"\x16_add_generation_prompt\"\xe3\x02\n" +
+	"\x17template_arguments_json\x18\x05 \x01(\tR\x15templateArgumentsJson\x12I\n" +
+	"\vtool_choice\x18\x06 \x01(\v2\x17.headrace.v1.ToolChoiceB\x0f\x8a\xe7\x18\vtool_choiceR\n" +
+	"toolChoiceB\x18\n" +
+	"\x16_add_generation_prompt\"\x9b\x01\n" +
+	"\n" +
+	"ToolChoice\x12/\n" +
+	"\x04mode\x18\x01 \x01(\x0e2\x1b.headrace.v1.ToolChoiceModeR\x04mode\x12\x1d\n" +
+	"\n" +
+	"tool_names\x18\x02 \x03(\tR\ttoolNames\x12*\n" +
+	"\x0eparallel_calls\x18\x03 \x01(\bH\x00R\rparallelCalls\x88\x01\x01B\x11\n" +
+	"\x0f_parallel_calls\"\xe3\x02\n" +
 	"\vChatMessage\x12/\n" +
 	"\x04role\x18\x01 \x01(\x0e2\x15.headrace.v1.ChatRoleB\x04\xe2A\x01\x02R\x04role\x12\x1a\n" +
 	"\acontent\x18\x02 \x01(\tH\x00R\acontent\x12S\n" +
@@ -3255,7 +3419,7 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\x11_presence_penaltyB\x14\n" +
 	"\x12_frequency_penaltyB\x17\n" +
 	"\x15_no_repeat_ngram_sizeB\a\n" +
-	"\x05_seed\"\x8e\x02\n" +
+	"\x05_seed\"\xf4\x02\n" +
 	"\vStopOptions\x12\"\n" +
 	"\n" +
 	"max_tokens\x18\x01 \x01(\rH\x00R\tmaxTokens\x88\x01\x01\x12\x1d\n" +
@@ -3266,8 +3430,10 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\reos_token_ids\x18\x05 \x03(\rR\veosTokenIds\x12\x1d\n" +
 	"\n" +
 	"ignore_eos\x18\x06 \x01(\bR\tignoreEos\x12!\n" +
-	"\finclude_stop\x18\a \x01(\bR\vincludeStopB\r\n" +
-	"\v_max_tokens\"\x98\x04\n" +
+	"\finclude_stop\x18\a \x01(\bR\vincludeStop\x12K\n" +
+	"\x14max_reasoning_tokens\x18\b \x01(\rB\x14\x8a\xe7\x18\x10reasoning_budgetH\x01R\x12maxReasoningTokens\x88\x01\x01B\r\n" +
+	"\v_max_tokensB\x17\n" +
+	"\x15_max_reasoning_tokens\"\x98\x04\n" +
 	"\rOutputOptions\x121\n" +
 	"\bdelivery\x18\x01 \x01(\x0e2\x15.headrace.v1.DeliveryR\bdelivery\x124\n" +
 	"\x14min_tokens_per_delta\x18\x02 \x01(\rH\x00R\x11minTokensPerDelta\x88\x01\x01\x12\x1f\n" +
@@ -3388,7 +3554,12 @@ const file_headrace_v1_generation_proto_rawDesc = "" +
 	"\x14first_token_duration\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x12firstTokenDuration\x12I\n" +
 	"\x13last_token_duration\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\x11lastTokenDuration\x12F\n" +
 	"\x11finished_duration\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x10finishedDuration\x12 \n" +
-	"\vpreemptions\x18\x05 \x01(\rR\vpreemptions*\x95\x01\n" +
+	"\vpreemptions\x18\x05 \x01(\rR\vpreemptions*\x87\x01\n" +
+	"\x0eToolChoiceMode\x12 \n" +
+	"\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n" +
+	"\x15TOOL_CHOICE_MODE_AUTO\x10\x01\x12\x19\n" +
+	"\x15TOOL_CHOICE_MODE_NONE\x10\x02\x12\x1d\n" +
+	"\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03*\x95\x01\n" +
 	"\bChatRole\x12\x19\n" +
 	"\x15CHAT_ROLE_UNSPECIFIED\x10\x00\x12\x14\n" +
 	"\x10CHAT_ROLE_SYSTEM\x10\x01\x12\x12\n" +
@@ -3426,104 +3597,108 @@ func file_headrace_v1_generation_proto_rawDescGZIP() []byte {
 	return file_headrace_v1_generation_proto_rawDescData
 }
 
-var file_headrace_v1_generation_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
-var file_headrace_v1_generation_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
+var file_headrace_v1_generation_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
+var file_headrace_v1_generation_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
 var file_headrace_v1_generation_proto_goTypes = []any{
-	(ChatRole)(0),                 // 0: headrace.v1.ChatRole
-	(Delivery)(0),                 // 1: headrace.v1.Delivery
-	(TruncationSide)(0),           // 2: headrace.v1.TruncationSide
-	(FinishReason)(0),             // 3: headrace.v1.FinishReason
-	(*GenerationSpec)(nil),        // 4: headrace.v1.GenerationSpec
-	(*Label)(nil),                 // 5: headrace.v1.Label
-	(*TextInput)(nil),             // 6: headrace.v1.TextInput
-	(*TokenInput)(nil),            // 7: headrace.v1.TokenInput
-	(*ChatInput)(nil),             // 8: headrace.v1.ChatInput
-	(*ChatMessage)(nil),           // 9: headrace.v1.ChatMessage
-	(*ContentParts)(nil),          // 10: headrace.v1.ContentParts
-	(*ContentPart)(nil),           // 11: headrace.v1.ContentPart
-	(*Media)(nil),                 // 12: headrace.v1.Media
-	(*Tool)(nil),                  // 13: headrace.v1.Tool
-	(*ToolCall)(nil),              // 14: headrace.v1.ToolCall
-	(*SamplingOptions)(nil),       // 15: headrace.v1.SamplingOptions
-	(*StopOptions)(nil),           // 16: headrace.v1.StopOptions
-	(*OutputOptions)(nil),         // 17: headrace.v1.OutputOptions
-	(*StructuredOutput)(nil),      // 18: headrace.v1.StructuredOutput
-	(*JsonObjectFormat)(nil),      // 19: headrace.v1.JsonObjectFormat
-	(*ChoiceFormat)(nil),          // 20: headrace.v1.ChoiceFormat
-	(*SchedulingOptions)(nil),     // 21: headrace.v1.SchedulingOptions
-	(*CacheOptions)(nil),          // 22: headrace.v1.CacheOptions
-	(*TruncationOptions)(nil),     // 23: headrace.v1.TruncationOptions
-	(*ResultEvent)(nil),           // 24: headrace.v1.ResultEvent
-	(*Accepted)(nil),              // 25: headrace.v1.Accepted
-	(*PromptProcessed)(nil),       // 26: headrace.v1.PromptProcessed
-	(*Delta)(nil),                 // 27: headrace.v1.Delta
-	(*ToolCallDelta)(nil),         // 28: headrace.v1.ToolCallDelta
-	(*TokenInfo)(nil),             // 29: headrace.v1.TokenInfo
-	(*TokenCandidate)(nil),        // 30: headrace.v1.TokenCandidate
-	(*Finished)(nil),              // 31: headrace.v1.Finished
-	(*Failed)(nil),                // 32: headrace.v1.Failed
-	(*Usage)(nil),                 // 33: headrace.v1.Usage
-	(*Timings)(nil),               // 34: headrace.v1.Timings
-	nil,                           // 35: headrace.v1.SamplingOptions.LogitBiasEntry
-	(*durationpb.Duration)(nil),   // 36: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil), // 37: google.protobuf.Timestamp
-	(*status.Status)(nil),         // 38: google.rpc.Status
+	(ToolChoiceMode)(0),           // 0: headrace.v1.ToolChoiceMode
+	(ChatRole)(0),                 // 1: headrace.v1.ChatRole
+	(Delivery)(0),                 // 2: headrace.v1.Delivery
+	(TruncationSide)(0),           // 3: headrace.v1.TruncationSide
+	(FinishReason)(0),             // 4: headrace.v1.FinishReason
+	(*GenerationSpec)(nil),        // 5: headrace.v1.GenerationSpec
+	(*Label)(nil),                 // 6: headrace.v1.Label
+	(*TextInput)(nil),             // 7: headrace.v1.TextInput
+	(*TokenInput)(nil),            // 8: headrace.v1.TokenInput
+	(*ChatInput)(nil),             // 9: headrace.v1.ChatInput
+	(*ToolChoice)(nil),            // 10: headrace.v1.ToolChoice
+	(*ChatMessage)(nil),           // 11: headrace.v1.ChatMessage
+	(*ContentParts)(nil),          // 12: headrace.v1.ContentParts
+	(*ContentPart)(nil),           // 13: headrace.v1.ContentPart
+	(*Media)(nil),                 // 14: headrace.v1.Media
+	(*Tool)(nil),                  // 15: headrace.v1.Tool
+	(*ToolCall)(nil),              // 16: headrace.v1.ToolCall
+	(*SamplingOptions)(nil),       // 17: headrace.v1.SamplingOptions
+	(*StopOptions)(nil),           // 18: headrace.v1.StopOptions
+	(*OutputOptions)(nil),         // 19: headrace.v1.OutputOptions
+	(*StructuredOutput)(nil),      // 20: headrace.v1.StructuredOutput
+	(*JsonObjectFormat)(nil),      // 21: headrace.v1.JsonObjectFormat
+	(*ChoiceFormat)(nil),          // 22: headrace.v1.ChoiceFormat
+	(*SchedulingOptions)(nil),     // 23: headrace.v1.SchedulingOptions
+	(*CacheOptions)(nil),          // 24: headrace.v1.CacheOptions
+	(*TruncationOptions)(nil),     // 25: headrace.v1.TruncationOptions
+	(*ResultEvent)(nil),           // 26: headrace.v1.ResultEvent
+	(*Accepted)(nil),              // 27: headrace.v1.Accepted
+	(*PromptProcessed)(nil),       // 28: headrace.v1.PromptProcessed
+	(*Delta)(nil),                 // 29: headrace.v1.Delta
+	(*ToolCallDelta)(nil),         // 30: headrace.v1.ToolCallDelta
+	(*TokenInfo)(nil),             // 31: headrace.v1.TokenInfo
+	(*TokenCandidate)(nil),        // 32: headrace.v1.TokenCandidate
+	(*Finished)(nil),              // 33: headrace.v1.Finished
+	(*Failed)(nil),                // 34: headrace.v1.Failed
+	(*Usage)(nil),                 // 35: headrace.v1.Usage
+	(*Timings)(nil),               // 36: headrace.v1.Timings
+	nil,                           // 37: headrace.v1.SamplingOptions.LogitBiasEntry
+	(*durationpb.Duration)(nil),   // 38: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil), // 39: google.protobuf.Timestamp
+	(*status.Status)(nil),         // 40: google.rpc.Status
 }
 var file_headrace_v1_generation_proto_depIdxs = []int32{
-	6,  // 0: headrace.v1.GenerationSpec.text:type_name -> headrace.v1.TextInput
-	7,  // 1: headrace.v1.GenerationSpec.tokens:type_name -> headrace.v1.TokenInput
-	8,  // 2: headrace.v1.GenerationSpec.chat:type_name -> headrace.v1.ChatInput
-	15, // 3: headrace.v1.GenerationSpec.sampling:type_name -> headrace.v1.SamplingOptions
-	16, // 4: headrace.v1.GenerationSpec.stop:type_name -> headrace.v1.StopOptions
-	17, // 5: headrace.v1.GenerationSpec.output:type_name -> headrace.v1.OutputOptions
-	18, // 6: headrace.v1.GenerationSpec.structured_output:type_name -> headrace.v1.StructuredOutput
-	21, // 7: headrace.v1.GenerationSpec.scheduling:type_name -> headrace.v1.SchedulingOptions
-	22, // 8: headrace.v1.GenerationSpec.cache:type_name -> headrace.v1.CacheOptions
-	23, // 9: headrace.v1.GenerationSpec.truncation:type_name -> headrace.v1.TruncationOptions
-	5,  // 10: headrace.v1.GenerationSpec.labels:type_name -> headrace.v1.Label
-	9,  // 11: headrace.v1.ChatInput.messages:type_name -> headrace.v1.ChatMessage
-	13, // 12: headrace.v1.ChatInput.tools:type_name -> headrace.v1.Tool
-	0,  // 13: headrace.v1.ChatMessage.role:type_name -> headrace.v1.ChatRole
-	10, // 14: headrace.v1.ChatMessage.content_parts:type_name -> headrace.v1.ContentParts
-	14, // 15: headrace.v1.ChatMessage.tool_calls:type_name -> headrace.v1.ToolCall
-	11, // 16: headrace.v1.ContentParts.parts:type_name -> headrace.v1.ContentPart
-	12, // 17: headrace.v1.ContentPart.image:type_name -> headrace.v1.Media
-	12, // 18: headrace.v1.ContentPart.audio:type_name -> headrace.v1.Media
-	12, // 19: headrace.v1.ContentPart.video:type_name -> headrace.v1.Media
-	35, // 20: headrace.v1.SamplingOptions.logit_bias:type_name -> headrace.v1.SamplingOptions.LogitBiasEntry
-	1,  // 21: headrace.v1.OutputOptions.delivery:type_name -> headrace.v1.Delivery
-	19, // 22: headrace.v1.StructuredOutput.json_object:type_name -> headrace.v1.JsonObjectFormat
-	20, // 23: headrace.v1.StructuredOutput.choice:type_name -> headrace.v1.ChoiceFormat
-	36, // 24: headrace.v1.SchedulingOptions.time_limit:type_name -> google.protobuf.Duration
-	2,  // 25: headrace.v1.TruncationOptions.side:type_name -> headrace.v1.TruncationSide
-	25, // 26: headrace.v1.ResultEvent.accepted:type_name -> headrace.v1.Accepted
-	26, // 27: headrace.v1.ResultEvent.prompt:type_name -> headrace.v1.PromptProcessed
-	27, // 28: headrace.v1.ResultEvent.delta:type_name -> headrace.v1.Delta
-	31, // 29: headrace.v1.ResultEvent.finished:type_name -> headrace.v1.Finished
-	32, // 30: headrace.v1.ResultEvent.failed:type_name -> headrace.v1.Failed
-	15, // 31: headrace.v1.Accepted.sampling:type_name -> headrace.v1.SamplingOptions
-	16, // 32: headrace.v1.Accepted.stop:type_name -> headrace.v1.StopOptions
-	37, // 33: headrace.v1.Accepted.accept_time:type_name -> google.protobuf.Timestamp
-	29, // 34: headrace.v1.PromptProcessed.tokens:type_name -> headrace.v1.TokenInfo
-	29, // 35: headrace.v1.Delta.tokens:type_name -> headrace.v1.TokenInfo
-	28, // 36: headrace.v1.Delta.tool_calls:type_name -> headrace.v1.ToolCallDelta
-	30, // 37: headrace.v1.TokenInfo.candidates:type_name -> headrace.v1.TokenCandidate
-	36, // 38: headrace.v1.TokenInfo.elapsed_duration:type_name -> google.protobuf.Duration
-	3,  // 39: headrace.v1.Finished.reason:type_name -> headrace.v1.FinishReason
-	33, // 40: headrace.v1.Finished.usage:type_name -> headrace.v1.Usage
-	34, // 41: headrace.v1.Finished.timings:type_name -> headrace.v1.Timings
-	38, // 42: headrace.v1.Failed.status:type_name -> google.rpc.Status
-	33, // 43: headrace.v1.Failed.usage:type_name -> headrace.v1.Usage
-	34, // 44: headrace.v1.Failed.timings:type_name -> headrace.v1.Timings
-	36, // 45: headrace.v1.Timings.first_scheduled_duration:type_name -> google.protobuf.Duration
-	36, // 46: headrace.v1.Timings.first_token_duration:type_name -> google.protobuf.Duration
-	36, // 47: headrace.v1.Timings.last_token_duration:type_name -> google.protobuf.Duration
-	36, // 48: headrace.v1.Timings.finished_duration:type_name -> google.protobuf.Duration
-	49, // [49:49] is the sub-list for method output_type
-	49, // [49:49] is the sub-list for method input_type
-	49, // [49:49] is the sub-list for extension type_name
-	49, // [49:49] is the sub-list for extension extendee
-	0,  // [0:49] is the sub-list for field type_name
+	7,  // 0: headrace.v1.GenerationSpec.text:type_name -> headrace.v1.TextInput
+	8,  // 1: headrace.v1.GenerationSpec.tokens:type_name -> headrace.v1.TokenInput
+	9,  // 2: headrace.v1.GenerationSpec.chat:type_name -> headrace.v1.ChatInput
+	17, // 3: headrace.v1.GenerationSpec.sampling:type_name -> headrace.v1.SamplingOptions
+	18, // 4: headrace.v1.GenerationSpec.stop:type_name -> headrace.v1.StopOptions
+	19, // 5: headrace.v1.GenerationSpec.output:type_name -> headrace.v1.OutputOptions
+	20, // 6: headrace.v1.GenerationSpec.structured_output:type_name -> headrace.v1.StructuredOutput
+	23, // 7: headrace.v1.GenerationSpec.scheduling:type_name -> headrace.v1.SchedulingOptions
+	24, // 8: headrace.v1.GenerationSpec.cache:type_name -> headrace.v1.CacheOptions
+	25, // 9: headrace.v1.GenerationSpec.truncation:type_name -> headrace.v1.TruncationOptions
+	6,  // 10: headrace.v1.GenerationSpec.labels:type_name -> headrace.v1.Label
+	11, // 11: headrace.v1.ChatInput.messages:type_name -> headrace.v1.ChatMessage
+	15, // 12: headrace.v1.ChatInput.tools:type_name -> headrace.v1.Tool
+	10, // 13: headrace.v1.ChatInput.tool_choice:type_name -> headrace.v1.ToolChoice
+	0,  // 14: headrace.v1.ToolChoice.mode:type_name -> headrace.v1.ToolChoiceMode
+	1,  // 15: headrace.v1.ChatMessage.role:type_name -> headrace.v1.ChatRole
+	12, // 16: headrace.v1.ChatMessage.content_parts:type_name -> headrace.v1.ContentParts
+	16, // 17: headrace.v1.ChatMessage.tool_calls:type_name -> headrace.v1.ToolCall
+	13, // 18: headrace.v1.ContentParts.parts:type_name -> headrace.v1.ContentPart
+	14, // 19: headrace.v1.ContentPart.image:type_name -> headrace.v1.Media
+	14, // 20: headrace.v1.ContentPart.audio:type_name -> headrace.v1.Media
+	14, // 21: headrace.v1.ContentPart.video:type_name -> headrace.v1.Media
+	37, // 22: headrace.v1.SamplingOptions.logit_bias:type_name -> headrace.v1.SamplingOptions.LogitBiasEntry
+	2,  // 23: headrace.v1.OutputOptions.delivery:type_name -> headrace.v1.Delivery
+	21, // 24: headrace.v1.StructuredOutput.json_object:type_name -> headrace.v1.JsonObjectFormat
+	22, // 25: headrace.v1.StructuredOutput.choice:type_name -> headrace.v1.ChoiceFormat
+	38, // 26: headrace.v1.SchedulingOptions.time_limit:type_name -> google.protobuf.Duration
+	3,  // 27: headrace.v1.TruncationOptions.side:type_name -> headrace.v1.TruncationSide
+	27, // 28: headrace.v1.ResultEvent.accepted:type_name -> headrace.v1.Accepted
+	28, // 29: headrace.v1.ResultEvent.prompt:type_name -> headrace.v1.PromptProcessed
+	29, // 30: headrace.v1.ResultEvent.delta:type_name -> headrace.v1.Delta
+	33, // 31: headrace.v1.ResultEvent.finished:type_name -> headrace.v1.Finished
+	34, // 32: headrace.v1.ResultEvent.failed:type_name -> headrace.v1.Failed
+	17, // 33: headrace.v1.Accepted.sampling:type_name -> headrace.v1.SamplingOptions
+	18, // 34: headrace.v1.Accepted.stop:type_name -> headrace.v1.StopOptions
+	39, // 35: headrace.v1.Accepted.accept_time:type_name -> google.protobuf.Timestamp
+	31, // 36: headrace.v1.PromptProcessed.tokens:type_name -> headrace.v1.TokenInfo
+	31, // 37: headrace.v1.Delta.tokens:type_name -> headrace.v1.TokenInfo
+	30, // 38: headrace.v1.Delta.tool_calls:type_name -> headrace.v1.ToolCallDelta
+	32, // 39: headrace.v1.TokenInfo.candidates:type_name -> headrace.v1.TokenCandidate
+	38, // 40: headrace.v1.TokenInfo.elapsed_duration:type_name -> google.protobuf.Duration
+	4,  // 41: headrace.v1.Finished.reason:type_name -> headrace.v1.FinishReason
+	35, // 42: headrace.v1.Finished.usage:type_name -> headrace.v1.Usage
+	36, // 43: headrace.v1.Finished.timings:type_name -> headrace.v1.Timings
+	40, // 44: headrace.v1.Failed.status:type_name -> google.rpc.Status
+	35, // 45: headrace.v1.Failed.usage:type_name -> headrace.v1.Usage
+	36, // 46: headrace.v1.Failed.timings:type_name -> headrace.v1.Timings
+	38, // 47: headrace.v1.Timings.first_scheduled_duration:type_name -> google.protobuf.Duration
+	38, // 48: headrace.v1.Timings.first_token_duration:type_name -> google.protobuf.Duration
+	38, // 49: headrace.v1.Timings.last_token_duration:type_name -> google.protobuf.Duration
+	38, // 50: headrace.v1.Timings.finished_duration:type_name -> google.protobuf.Duration
+	51, // [51:51] is the sub-list for method output_type
+	51, // [51:51] is the sub-list for method input_type
+	51, // [51:51] is the sub-list for extension type_name
+	51, // [51:51] is the sub-list for extension extendee
+	0,  // [0:51] is the sub-list for field type_name
 }
 
 func init() { file_headrace_v1_generation_proto_init() }
@@ -3539,25 +3714,26 @@ func file_headrace_v1_generation_proto_init() {
 	}
 	file_headrace_v1_generation_proto_msgTypes[2].OneofWrappers = []any{}
 	file_headrace_v1_generation_proto_msgTypes[4].OneofWrappers = []any{}
-	file_headrace_v1_generation_proto_msgTypes[5].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[5].OneofWrappers = []any{}
+	file_headrace_v1_generation_proto_msgTypes[6].OneofWrappers = []any{
 		(*ChatMessage_Content)(nil),
 		(*ChatMessage_ContentParts)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[7].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[8].OneofWrappers = []any{
 		(*ContentPart_Text)(nil),
 		(*ContentPart_Image)(nil),
 		(*ContentPart_Audio)(nil),
 		(*ContentPart_Video)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[8].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[9].OneofWrappers = []any{
 		(*Media_Data)(nil),
 		(*Media_Uri)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[9].OneofWrappers = []any{}
-	file_headrace_v1_generation_proto_msgTypes[11].OneofWrappers = []any{}
+	file_headrace_v1_generation_proto_msgTypes[10].OneofWrappers = []any{}
 	file_headrace_v1_generation_proto_msgTypes[12].OneofWrappers = []any{}
 	file_headrace_v1_generation_proto_msgTypes[13].OneofWrappers = []any{}
-	file_headrace_v1_generation_proto_msgTypes[14].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[14].OneofWrappers = []any{}
+	file_headrace_v1_generation_proto_msgTypes[15].OneofWrappers = []any{
 		(*StructuredOutput_JsonSchema)(nil),
 		(*StructuredOutput_JsonObject)(nil),
 		(*StructuredOutput_Regex)(nil),
@@ -3565,15 +3741,15 @@ func file_headrace_v1_generation_proto_init() {
 		(*StructuredOutput_Choice)(nil),
 		(*StructuredOutput_StructuralTag)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[20].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[21].OneofWrappers = []any{
 		(*ResultEvent_Accepted)(nil),
 		(*ResultEvent_Prompt)(nil),
 		(*ResultEvent_Delta)(nil),
 		(*ResultEvent_Finished)(nil),
 		(*ResultEvent_Failed)(nil),
 	}
-	file_headrace_v1_generation_proto_msgTypes[25].OneofWrappers = []any{}
-	file_headrace_v1_generation_proto_msgTypes[27].OneofWrappers = []any{
+	file_headrace_v1_generation_proto_msgTypes[26].OneofWrappers = []any{}
+	file_headrace_v1_generation_proto_msgTypes[28].OneofWrappers = []any{
 		(*Finished_StopString)(nil),
 		(*Finished_StopTokenId)(nil),
 	}
@@ -3582,8 +3758,8 @@ func file_headrace_v1_generation_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_headrace_v1_generation_proto_rawDesc), len(file_headrace_v1_generation_proto_rawDesc)),
-			NumEnums:      4,
-			NumMessages:   32,
+			NumEnums:      5,
+			NumMessages:   33,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

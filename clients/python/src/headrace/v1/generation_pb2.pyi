@@ -39,6 +39,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ToolChoiceMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolChoiceModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolChoiceMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_CHOICE_MODE_UNSPECIFIED: _ToolChoiceMode.ValueType  # 0
+    """The same as TOOL_CHOICE_MODE_AUTO."""
+    TOOL_CHOICE_MODE_AUTO: _ToolChoiceMode.ValueType  # 1
+    """The model chooses."""
+    TOOL_CHOICE_MODE_NONE: _ToolChoiceMode.ValueType  # 2
+    """It calls none: the marks of a call are never written. The tools are in the prompt nevertheless."""
+    TOOL_CHOICE_MODE_REQUIRED: _ToolChoiceMode.ValueType  # 3
+    """It calls at least one, and says nothing else."""
+
+class ToolChoiceMode(_ToolChoiceMode, metaclass=_ToolChoiceModeEnumTypeWrapper):
+    """Whether a reply calls tools."""
+
+TOOL_CHOICE_MODE_UNSPECIFIED: ToolChoiceMode.ValueType  # 0
+"""The same as TOOL_CHOICE_MODE_AUTO."""
+TOOL_CHOICE_MODE_AUTO: ToolChoiceMode.ValueType  # 1
+"""The model chooses."""
+TOOL_CHOICE_MODE_NONE: ToolChoiceMode.ValueType  # 2
+"""It calls none: the marks of a call are never written. The tools are in the prompt nevertheless."""
+TOOL_CHOICE_MODE_REQUIRED: ToolChoiceMode.ValueType  # 3
+"""It calls at least one, and says nothing else."""
+Global___ToolChoiceMode: _TypeAlias = ToolChoiceMode  # noqa: Y015
+
 class _ChatRole:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -385,6 +413,7 @@ class ChatInput(_message.Message):
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     TEMPLATE_ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
     """Whether the rendered text ends with the opening of an assistant's turn. Default: true, unless
     continue_final_message is set.
@@ -403,6 +432,12 @@ class ChatInput(_message.Message):
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
         """Tools that the model may call, passed to the template."""
 
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Which of the tools may or must be called, held by a grammar. Absent: the model chooses, and nothing holds it to the
+        tools or their schemas. Refused without tools.
+        """
+
     def __init__(
         self,
         *,
@@ -411,16 +446,62 @@ class ChatInput(_message.Message):
         add_generation_prompt: _builtins.bool | None = ...,
         continue_final_message: _builtins.bool = ...,
         template_arguments_json: _builtins.str = ...,
+        tool_choice: Global___ToolChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_arguments_json", b"template_arguments_json", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_arguments_json", b"template_arguments_json", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
 
 Global___ChatInput: _TypeAlias = ChatInput  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """Which tools a reply calls. It is held by a grammar of the model's own format (OutputCapabilities.reply_parser): tokens
+    that do not fit are never chosen, whatever the mode; so the arguments of each call satisfy its tool's schema, and no
+    tool is called that the request does not have. A reply that is cut short (by max_tokens, a stop string, a cancel) may end
+    within a call.
+
+    Where the model reasons, its reasoning comes first, and is free. Refused with a structured_output, and with tools whose
+    schemas cannot be held, by the tool and the reason.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    TOOL_NAMES_FIELD_NUMBER: _builtins.int
+    PARALLEL_CALLS_FIELD_NUMBER: _builtins.int
+    mode: Global___ToolChoiceMode.ValueType
+    """Whether the reply calls tools."""
+    parallel_calls: _builtins.bool
+    """Whether a reply may have several calls. Default: whether the model's format has that; true is refused where it has
+    not.
+    """
+    @_builtins.property
+    def tool_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only these of the request's tools may be called. Empty: all of them. One name, with REQUIRED: that tool is called.
+        Refused with NONE.
+        """
+
+    def __init__(
+        self,
+        *,
+        mode: Global___ToolChoiceMode.ValueType = ...,
+        tool_names: _abc.Iterable[_builtins.str] | None = ...,
+        parallel_calls: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel_calls", b"_parallel_calls", "parallel_calls", b"parallel_calls"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_calls", b"_parallel_calls", "mode", b"mode", "parallel_calls", b"parallel_calls", "tool_names", b"tool_names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parallel_calls: _TypeAlias = _typing.Literal["parallel_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_calls: _TypeAlias = _typing.Literal["_parallel_calls", b"_parallel_calls"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_calls) -> _WhichOneofReturnType__parallel_calls | None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
@@ -808,6 +889,7 @@ class StopOptions(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
+    MAX_REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """The most tokens to generate. 0: none; the prompt is processed and the request finishes with LENGTH (to score a
     prompt). Default: the server's (ModelCard.limits.default_max_tokens), or the rest of the context if that is less. A
@@ -824,6 +906,12 @@ class StopOptions(_message.Message):
     """Whether the text that ended the output (stop string, or the text of a stop or end-of-sequence token) is part of the
     text sent. Default: false. If the token that ended it is a special one, its text is included only if
     OutputOptions.skip_special_tokens is false too. The token ids always contain the token that ended the output.
+    """
+    max_reasoning_tokens: _builtins.int
+    """In the reply to a conversation: at most so many tokens of reasoning, those of its marks not counted; then the mark
+    that ends it is forced. 0: reasoning that has begun is ended at once. Refused where the server does not know the
+    marks of the model's reasoning, and where the reply does not come apart (OutputOptions.raw_text). Absent: reasoning
+    ends as the model likes.
     """
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -849,13 +937,19 @@ class StopOptions(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         include_stop: _builtins.bool = ...,
+        max_reasoning_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "max_tokens", b"max_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens", "_max_tokens", b"_max_tokens", "max_reasoning_tokens", b"max_reasoning_tokens", "max_tokens", b"max_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "eos_token_ids", b"eos_token_ids", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens", "_max_tokens", b"_max_tokens", "eos_token_ids", b"eos_token_ids", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_reasoning_tokens", b"max_reasoning_tokens", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_reasoning_tokens: _TypeAlias = _typing.Literal["max_reasoning_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_reasoning_tokens: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_reasoning_tokens) -> _WhichOneofReturnType__max_reasoning_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
 
 Global___StopOptions: _TypeAlias = StopOptions  # noqa: Y015
@@ -909,8 +1003,8 @@ class OutputOptions(_message.Message):
     raw_text: _builtins.bool
     """Whether the reply to a conversation comes as text alone, as the model wrote it. Default: no; where the server knows
     how the model writes (OutputCapabilities.reply_parser), its reasoning and tool calls come apart from the text, and the
-    marks around them are left out. The text of other inputs, of a structured_output and with echo is always as the
-    model wrote it.
+    marks around them are left out; with a structured_output the reasoning alone does. The text of other inputs and with
+    echo is always as the model wrote it.
     """
     @_builtins.property
     def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -961,6 +1055,9 @@ class StructuredOutput(_message.Message):
     """A form that the output must have; tokens that do not fit it are never chosen. An output that is cut short (by
     max_tokens, a stop string, a cancel) is the beginning of a text of that form. At most 256 KiB; an invalid form is
     refused with its field and the reason.
+
+    In the reply to a conversation the form holds for the text: reasoning comes before it, free and apart, where the model
+    reasons. With OutputOptions.raw_text the whole output has the form, and there is no reasoning.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -979,7 +1076,9 @@ class StructuredOutput(_message.Message):
     grammar: _builtins.str
     """Text of this context-free grammar (Lark syntax)."""
     structural_tag: _builtins.str
-    """Free text with parts whose form begins at a trigger, given as JSON text."""
+    """Text made of parts: free text, constants, JSON, and tags whose form begins at a trigger; described by a JSON object
+    {"type": "structural_tag", "format": …}, as vLLM and xgrammar have it. docs/chat.md lists the formats.
+    """
     flexible_whitespace: _builtins.bool
     """For json_schema and json_object: whether the model may write blanks and line ends as it likes, at most 32 between two
     elements. Default: no; the JSON is one line, with one blank after each comma and colon between elements.

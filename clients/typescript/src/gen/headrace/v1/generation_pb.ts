@@ -34,7 +34,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file headrace/v1/generation.proto.
  */
 export const file_headrace_v1_generation: GenFile = /*@__PURE__*/
-  fileDesc("ChxoZWFkcmFjZS92MS9nZW5lcmF0aW9uLnByb3RvEgtoZWFkcmFjZS52MSKBBQoOR2VuZXJhdGlvblNwZWMSEgoKcmVxdWVzdF9pZBgBIAEoCRImCgR0ZXh0GAIgASgLMhYuaGVhZHJhY2UudjEuVGV4dElucHV0SAASKQoGdG9rZW5zGAMgASgLMhcuaGVhZHJhY2UudjEuVG9rZW5JbnB1dEgAEjAKBGNoYXQYBCABKAsyFi5oZWFkcmFjZS52MS5DaGF0SW5wdXRCCIrnGARjaGF0SAASLgoIc2FtcGxpbmcYBSABKAsyHC5oZWFkcmFjZS52MS5TYW1wbGluZ09wdGlvbnMSJgoEc3RvcBgGIAEoCzIYLmhlYWRyYWNlLnYxLlN0b3BPcHRpb25zEioKBm91dHB1dBgHIAEoCzIaLmhlYWRyYWNlLnYxLk91dHB1dE9wdGlvbnMSTwoRc3RydWN0dXJlZF9vdXRwdXQYCCABKAsyHS5oZWFkcmFjZS52MS5TdHJ1Y3R1cmVkT3V0cHV0QhWK5xgRc3RydWN0dXJlZF9vdXRwdXQSMgoKc2NoZWR1bGluZxgJIAEoCzIeLmhlYWRyYWNlLnYxLlNjaGVkdWxpbmdPcHRpb25zEigKBWNhY2hlGAogASgLMhkuaGVhZHJhY2UudjEuQ2FjaGVPcHRpb25zEjIKCnRydW5jYXRpb24YCyABKAsyHi5oZWFkcmFjZS52MS5UcnVuY2F0aW9uT3B0aW9ucxIdCgdhZGFwdGVyGAwgASgJQgyK5xgIYWRhcHRlcnMSDgoBbhgNIAEoDUgBiAEBEg0KBW1vZGVsGA4gASgJEiIKBmxhYmVscxgPIAMoCzISLmhlYWRyYWNlLnYxLkxhYmVsQgcKBWlucHV0QgQKAl9uIioKBUxhYmVsEhIKBG5hbWUYASABKAlCBOJBAQISDQoFdmFsdWUYAiABKAkiVwoJVGV4dElucHV0EhIKBHRleHQYASABKAlCBOJBAQISHwoSYWRkX3NwZWNpYWxfdG9rZW5zGAIgASgISACIAQFCFQoTX2FkZF9zcGVjaWFsX3Rva2VucyIfCgpUb2tlbklucHV0EhEKA2lkcxgBIAMoDUIE4kEBAiLpAQoJQ2hhdElucHV0EjAKCG1lc3NhZ2VzGAEgAygLMhguaGVhZHJhY2UudjEuQ2hhdE1lc3NhZ2VCBOJBAQISKwoFdG9vbHMYAiADKAsyES5oZWFkcmFjZS52MS5Ub29sQgmK5xgFdG9vbHMSIgoVYWRkX2dlbmVyYXRpb25fcHJvbXB0GAMgASgISACIAQESHgoWY29udGludWVfZmluYWxfbWVzc2FnZRgEIAEoCBIfChd0ZW1wbGF0ZV9hcmd1bWVudHNfanNvbhgFIAEoCUIYChZfYWRkX2dlbmVyYXRpb25fcHJvbXB0IpcCCgtDaGF0TWVzc2FnZRIpCgRyb2xlGAEgASgOMhUuaGVhZHJhY2UudjEuQ2hhdFJvbGVCBOJBAQISEQoHY29udGVudBgCIAEoCUgAEkUKDWNvbnRlbnRfcGFydHMYByABKAsyGS5oZWFkcmFjZS52MS5Db250ZW50UGFydHNCEYrnGA1jb250ZW50X3BhcnRzSAASDAoEbmFtZRgDIAEoCRI0Cgp0b29sX2NhbGxzGAQgAygLMhUuaGVhZHJhY2UudjEuVG9vbENhbGxCCYrnGAV0b29scxIUCgx0b29sX2NhbGxfaWQYBSABKAkSGQoRcmVhc29uaW5nX2NvbnRlbnQYBiABKAlCDgoMY29udGVudF9raW5kIj0KDENvbnRlbnRQYXJ0cxItCgVwYXJ0cxgBIAMoCzIYLmhlYWRyYWNlLnYxLkNvbnRlbnRQYXJ0QgTiQQECIscBCgtDb250ZW50UGFydBIOCgR0ZXh0GAEgASgJSAASNAoFaW1hZ2UYAiABKAsyEi5oZWFkcmFjZS52MS5NZWRpYUIPiucYC2ltYWdlX2lucHV0SAASNAoFYXVkaW8YAyABKAsyEi5oZWFkcmFjZS52MS5NZWRpYUIPiucYC2F1ZGlvX2lucHV0SAASNAoFdmlkZW8YBCABKAsyEi5oZWFkcmFjZS52MS5NZWRpYUIPiucYC3ZpZGVvX2lucHV0SABCBgoEcGFydCJDCgVNZWRpYRIOCgRkYXRhGAEgASgMSAASDQoDdXJpGAIgASgJSAASEQoJbWltZV90eXBlGAMgASgJQggKBnNvdXJjZSJwCgRUb29sEgwKBG5hbWUYASABKAkSGAoLZGVzY3JpcHRpb24YAiABKAlIAIgBARIXCg9wYXJhbWV0ZXJzX2pzb24YAyABKAkSFwoPZGVmaW5pdGlvbl9qc29uGAQgASgJQg4KDF9kZXNjcmlwdGlvbiJCCghUb29sQ2FsbBIKCgJpZBgBIAEoCRISCgRuYW1lGAIgASgJQgTiQQECEhYKDmFyZ3VtZW50c19qc29uGAMgASgJIt0ECg9TYW1wbGluZ09wdGlvbnMSGAoLdGVtcGVyYXR1cmUYASABKAJIAIgBARISCgV0b3BfaxgCIAEoDUgBiAEBEhIKBXRvcF9wGAMgASgCSAKIAQESEgoFbWluX3AYBCABKAJIA4gBARIWCgl0eXBpY2FsX3AYBSABKAJIBIgBARIfChJyZXBldGl0aW9uX3BlbmFsdHkYBiABKAJIBYgBARIdChBwcmVzZW5jZV9wZW5hbHR5GAcgASgCSAaIAQESHgoRZnJlcXVlbmN5X3BlbmFsdHkYCCABKAJIB4gBARIhChRub19yZXBlYXRfbmdyYW1fc2l6ZRgJIAEoDUgIiAEBEj8KCmxvZ2l0X2JpYXMYCiADKAsyKy5oZWFkcmFjZS52MS5TYW1wbGluZ09wdGlvbnMuTG9naXRCaWFzRW50cnkSGQoRYWxsb3dlZF90b2tlbl9pZHMYCyADKA0SGAoQYmFubmVkX3Rva2VuX2lkcxgMIAMoDRIRCgRzZWVkGA0gASgDSAmIAQEaMAoOTG9naXRCaWFzRW50cnkSCwoDa2V5GAEgASgNEg0KBXZhbHVlGAIgASgCOgI4AUIOCgxfdGVtcGVyYXR1cmVCCAoGX3RvcF9rQggKBl90b3BfcEIICgZfbWluX3BCDAoKX3R5cGljYWxfcEIVChNfcmVwZXRpdGlvbl9wZW5hbHR5QhMKEV9wcmVzZW5jZV9wZW5hbHR5QhQKEl9mcmVxdWVuY3lfcGVuYWx0eUIXChVfbm9fcmVwZWF0X25ncmFtX3NpemVCBwoFX3NlZWQiuAEKC1N0b3BPcHRpb25zEhcKCm1heF90b2tlbnMYASABKA1IAIgBARISCgptaW5fdG9rZW5zGAIgASgNEhQKDHN0b3Bfc3RyaW5ncxgDIAMoCRIWCg5zdG9wX3Rva2VuX2lkcxgEIAMoDRIVCg1lb3NfdG9rZW5faWRzGAUgAygNEhIKCmlnbm9yZV9lb3MYBiABKAgSFAoMaW5jbHVkZV9zdG9wGAcgASgIQg0KC19tYXhfdG9rZW5zIoQDCg1PdXRwdXRPcHRpb25zEicKCGRlbGl2ZXJ5GAEgASgOMhUuaGVhZHJhY2UudjEuRGVsaXZlcnkSIQoUbWluX3Rva2Vuc19wZXJfZGVsdGEYAiABKA1IAIgBARIVCghsb2dwcm9icxgDIAEoDUgBiAEBEhwKD3Byb21wdF9sb2dwcm9icxgEIAEoDUgCiAEBEhkKEWxvZ3Byb2JfdG9rZW5faWRzGAUgAygNEgwKBGVjaG8YBiABKAgSFQoNdG9rZW5fZGV0YWlscxgHIAEoCBIZChFyZWNvcmRfdGltZXN0YW1wcxgIIAEoCBIgChNza2lwX3NwZWNpYWxfdG9rZW5zGAkgASgISAOIAQESEQoJb21pdF90ZXh0GAogASgIEhAKCHJhd190ZXh0GAsgASgIQhcKFV9taW5fdG9rZW5zX3Blcl9kZWx0YUILCglfbG9ncHJvYnNCEgoQX3Byb21wdF9sb2dwcm9ic0IWChRfc2tpcF9zcGVjaWFsX3Rva2VucyKFAgoQU3RydWN0dXJlZE91dHB1dBIVCgtqc29uX3NjaGVtYRgBIAEoCUgAEjQKC2pzb25fb2JqZWN0GAIgASgLMh0uaGVhZHJhY2UudjEuSnNvbk9iamVjdEZvcm1hdEgAEg8KBXJlZ2V4GAMgASgJSAASEQoHZ3JhbW1hchgEIAEoCUgAEisKBmNob2ljZRgFIAEoCzIZLmhlYWRyYWNlLnYxLkNob2ljZUZvcm1hdEgAEiwKDnN0cnVjdHVyYWxfdGFnGAYgASgJQhKK5xgOc3RydWN0dXJhbF90YWdIABIbChNmbGV4aWJsZV93aGl0ZXNwYWNlGAcgASgIQggKBmZvcm1hdCISChBKc29uT2JqZWN0Rm9ybWF0IiUKDENob2ljZUZvcm1hdBIVCgdjaG9pY2VzGAEgAygJQgTiQQECImQKEVNjaGVkdWxpbmdPcHRpb25zEiAKCHByaW9yaXR5GAEgASgFQg6K5xgKcHJpb3JpdGllcxItCgp0aW1lX2xpbWl0GAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIjkKDENhY2hlT3B0aW9ucxIMCgRzYWx0GAEgASgJEhsKE2J5cGFzc19wcmVmaXhfY2FjaGUYAiABKAgiXwoRVHJ1bmNhdGlvbk9wdGlvbnMSHwoRbWF4X3Byb21wdF90b2tlbnMYASABKA1CBOJBAQISKQoEc2lkZRgCIAEoDjIbLmhlYWRyYWNlLnYxLlRydW5jYXRpb25TaWRlIqMCCgtSZXN1bHRFdmVudBIWCg5yZXF1ZXN0X251bWJlchgBIAEoDRILCgNzZXEYAiABKAQSFAoMY2hvaWNlX2luZGV4GAMgASgNEikKCGFjY2VwdGVkGAQgASgLMhUuaGVhZHJhY2UudjEuQWNjZXB0ZWRIABIuCgZwcm9tcHQYBSABKAsyHC5oZWFkcmFjZS52MS5Qcm9tcHRQcm9jZXNzZWRIABIjCgVkZWx0YRgGIAEoCzISLmhlYWRyYWNlLnYxLkRlbHRhSAASKQoIZmluaXNoZWQYByABKAsyFS5oZWFkcmFjZS52MS5GaW5pc2hlZEgAEiUKBmZhaWxlZBgIIAEoCzITLmhlYWRyYWNlLnYxLkZhaWxlZEgAQgcKBWV2ZW50IvUBCghBY2NlcHRlZBISCgpyZXF1ZXN0X2lkGAEgASgJEi4KCHNhbXBsaW5nGAIgASgLMhwuaGVhZHJhY2UudjEuU2FtcGxpbmdPcHRpb25zEiYKBHN0b3AYAyABKAsyGC5oZWFkcmFjZS52MS5TdG9wT3B0aW9ucxIVCg1wcm9tcHRfdG9rZW5zGAQgASgNEhYKDnF1ZXVlX3Bvc2l0aW9uGAUgASgNEhIKCmNvbW1hbmRfaWQYBiABKAQSLwoLYWNjZXB0X3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEgkKAW4YCCABKA0iZwoPUHJvbXB0UHJvY2Vzc2VkEhUKDXByb21wdF90b2tlbnMYASABKA0SFQoNY2FjaGVkX3Rva2VucxgCIAEoDRImCgZ0b2tlbnMYAyADKAsyFi5oZWFkcmFjZS52MS5Ub2tlbkluZm8ikwEKBURlbHRhEhEKCXRva2VuX2lkcxgBIAMoDRIMCgR0ZXh0GAIgASgJEiYKBnRva2VucxgDIAMoCzIWLmhlYWRyYWNlLnYxLlRva2VuSW5mbxIRCglyZWFzb25pbmcYBCABKAkSLgoKdG9vbF9jYWxscxgFIAMoCzIaLmhlYWRyYWNlLnYxLlRvb2xDYWxsRGVsdGEiUAoNVG9vbENhbGxEZWx0YRINCgVpbmRleBgBIAEoDRIKCgJpZBgCIAEoCRIMCgRuYW1lGAMgASgJEhYKDmFyZ3VtZW50c19qc29uGAQgASgJItgBCglUb2tlbkluZm8SCgoCaWQYASABKA0SDAoEdGV4dBgCIAEoCRINCgVieXRlcxgDIAEoDBIUCgdsb2dwcm9iGAQgASgCSACIAQESEQoEcmFuaxgFIAEoDUgBiAEBEi8KCmNhbmRpZGF0ZXMYBiADKAsyGy5oZWFkcmFjZS52MS5Ub2tlbkNhbmRpZGF0ZRIzChBlbGFwc2VkX2R1cmF0aW9uGAcgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uQgoKCF9sb2dwcm9iQgcKBV9yYW5rIkoKDlRva2VuQ2FuZGlkYXRlEgoKAmlkGAEgASgNEgwKBHRleHQYAiABKAkSDQoFYnl0ZXMYAyABKAwSDwoHbG9ncHJvYhgEIAEoAiK6AQoIRmluaXNoZWQSKQoGcmVhc29uGAEgASgOMhkuaGVhZHJhY2UudjEuRmluaXNoUmVhc29uEhUKC3N0b3Bfc3RyaW5nGAIgASgJSAASFwoNc3RvcF90b2tlbl9pZBgDIAEoDUgAEiEKBXVzYWdlGAQgASgLMhIuaGVhZHJhY2UudjEuVXNhZ2USJQoHdGltaW5ncxgFIAEoCzIULmhlYWRyYWNlLnYxLlRpbWluZ3NCCQoHbWF0Y2hlZCJ2CgZGYWlsZWQSIgoGc3RhdHVzGAEgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMSIQoFdXNhZ2UYAiABKAsyEi5oZWFkcmFjZS52MS5Vc2FnZRIlCgd0aW1pbmdzGAMgASgLMhQuaGVhZHJhY2UudjEuVGltaW5ncyJqCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgNEhUKDWNhY2hlZF90b2tlbnMYAiABKA0SGQoRY29tcGxldGlvbl90b2tlbnMYAyABKA0SGAoQcmVhc29uaW5nX3Rva2VucxgEIAEoDSKCAgoHVGltaW5ncxI7ChhmaXJzdF9zY2hlZHVsZWRfZHVyYXRpb24YASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SNwoUZmlyc3RfdG9rZW5fZHVyYXRpb24YAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SNgoTbGFzdF90b2tlbl9kdXJhdGlvbhgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhI0ChFmaW5pc2hlZF9kdXJhdGlvbhgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhITCgtwcmVlbXB0aW9ucxgFIAEoDSqVAQoIQ2hhdFJvbGUSGQoVQ0hBVF9ST0xFX1VOU1BFQ0lGSUVEEAASFAoQQ0hBVF9ST0xFX1NZU1RFTRABEhIKDkNIQVRfUk9MRV9VU0VSEAISFwoTQ0hBVF9ST0xFX0FTU0lTVEFOVBADEhIKDkNIQVRfUk9MRV9UT09MEAQSFwoTQ0hBVF9ST0xFX0RFVkVMT1BFUhAFKk0KCERlbGl2ZXJ5EhgKFERFTElWRVJZX1VOU1BFQ0lGSUVEEAASEwoPREVMSVZFUllfU1RSRUFNEAESEgoOREVMSVZFUllfRklOQUwQAipmCg5UcnVuY2F0aW9uU2lkZRIfChtUUlVOQ0FUSU9OX1NJREVfVU5TUEVDSUZJRUQQABIYChRUUlVOQ0FUSU9OX1NJREVfTEVGVBABEhkKFVRSVU5DQVRJT05fU0lERV9SSUdIVBACKtMBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkZJTklTSF9SRUFTT05fU1RPUBABEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAISGQoVRklOSVNIX1JFQVNPTl9DT05URVhUEAMSGwoXRklOSVNIX1JFQVNPTl9DQU5DRUxMRUQQBBIcChhGSU5JU0hfUkVBU09OX1RJTUVfTElNSVQQBRIcChhGSU5JU0hfUkVBU09OX1RPT0xfQ0FMTFMQBkJMCg9kZXYuaGVhZHJhY2UudjFCD0dlbmVyYXRpb25Qcm90b1ABWiZoZWFkcmFjZS5kZXYvZ28vaGVhZHJhY2UvdjE7aGVhZHJhY2V2MWIGcHJvdG8z", [file_google_api_field_behavior, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_headrace_v1_capability]);
+  fileDesc("ChxoZWFkcmFjZS92MS9nZW5lcmF0aW9uLnByb3RvEgtoZWFkcmFjZS52MSKBBQoOR2VuZXJhdGlvblNwZWMSEgoKcmVxdWVzdF9pZBgBIAEoCRImCgR0ZXh0GAIgASgLMhYuaGVhZHJhY2UudjEuVGV4dElucHV0SAASKQoGdG9rZW5zGAMgASgLMhcuaGVhZHJhY2UudjEuVG9rZW5JbnB1dEgAEjAKBGNoYXQYBCABKAsyFi5oZWFkcmFjZS52MS5DaGF0SW5wdXRCCIrnGARjaGF0SAASLgoIc2FtcGxpbmcYBSABKAsyHC5oZWFkcmFjZS52MS5TYW1wbGluZ09wdGlvbnMSJgoEc3RvcBgGIAEoCzIYLmhlYWRyYWNlLnYxLlN0b3BPcHRpb25zEioKBm91dHB1dBgHIAEoCzIaLmhlYWRyYWNlLnYxLk91dHB1dE9wdGlvbnMSTwoRc3RydWN0dXJlZF9vdXRwdXQYCCABKAsyHS5oZWFkcmFjZS52MS5TdHJ1Y3R1cmVkT3V0cHV0QhWK5xgRc3RydWN0dXJlZF9vdXRwdXQSMgoKc2NoZWR1bGluZxgJIAEoCzIeLmhlYWRyYWNlLnYxLlNjaGVkdWxpbmdPcHRpb25zEigKBWNhY2hlGAogASgLMhkuaGVhZHJhY2UudjEuQ2FjaGVPcHRpb25zEjIKCnRydW5jYXRpb24YCyABKAsyHi5oZWFkcmFjZS52MS5UcnVuY2F0aW9uT3B0aW9ucxIdCgdhZGFwdGVyGAwgASgJQgyK5xgIYWRhcHRlcnMSDgoBbhgNIAEoDUgBiAEBEg0KBW1vZGVsGA4gASgJEiIKBmxhYmVscxgPIAMoCzISLmhlYWRyYWNlLnYxLkxhYmVsQgcKBWlucHV0QgQKAl9uIioKBUxhYmVsEhIKBG5hbWUYASABKAlCBOJBAQISDQoFdmFsdWUYAiABKAkiVwoJVGV4dElucHV0EhIKBHRleHQYASABKAlCBOJBAQISHwoSYWRkX3NwZWNpYWxfdG9rZW5zGAIgASgISACIAQFCFQoTX2FkZF9zcGVjaWFsX3Rva2VucyIfCgpUb2tlbklucHV0EhEKA2lkcxgBIAMoDUIE4kEBAiKoAgoJQ2hhdElucHV0EjAKCG1lc3NhZ2VzGAEgAygLMhguaGVhZHJhY2UudjEuQ2hhdE1lc3NhZ2VCBOJBAQISKwoFdG9vbHMYAiADKAsyES5oZWFkcmFjZS52MS5Ub29sQgmK5xgFdG9vbHMSIgoVYWRkX2dlbmVyYXRpb25fcHJvbXB0GAMgASgISACIAQESHgoWY29udGludWVfZmluYWxfbWVzc2FnZRgEIAEoCBIfChd0ZW1wbGF0ZV9hcmd1bWVudHNfanNvbhgFIAEoCRI9Cgt0b29sX2Nob2ljZRgGIAEoCzIXLmhlYWRyYWNlLnYxLlRvb2xDaG9pY2VCD4rnGAt0b29sX2Nob2ljZUIYChZfYWRkX2dlbmVyYXRpb25fcHJvbXB0InsKClRvb2xDaG9pY2USKQoEbW9kZRgBIAEoDjIbLmhlYWRyYWNlLnYxLlRvb2xDaG9pY2VNb2RlEhIKCnRvb2xfbmFtZXMYAiADKAkSGwoOcGFyYWxsZWxfY2FsbHMYAyABKAhIAIgBAUIRCg9fcGFyYWxsZWxfY2FsbHMilwIKC0NoYXRNZXNzYWdlEikKBHJvbGUYASABKA4yFS5oZWFkcmFjZS52MS5DaGF0Um9sZUIE4kEBAhIRCgdjb250ZW50GAIgASgJSAASRQoNY29udGVudF9wYXJ0cxgHIAEoCzIZLmhlYWRyYWNlLnYxLkNvbnRlbnRQYXJ0c0IRiucYDWNvbnRlbnRfcGFydHNIABIMCgRuYW1lGAMgASgJEjQKCnRvb2xfY2FsbHMYBCADKAsyFS5oZWFkcmFjZS52MS5Ub29sQ2FsbEIJiucYBXRvb2xzEhQKDHRvb2xfY2FsbF9pZBgFIAEoCRIZChFyZWFzb25pbmdfY29udGVudBgGIAEoCUIOCgxjb250ZW50X2tpbmQiPQoMQ29udGVudFBhcnRzEi0KBXBhcnRzGAEgAygLMhguaGVhZHJhY2UudjEuQ29udGVudFBhcnRCBOJBAQIixwEKC0NvbnRlbnRQYXJ0Eg4KBHRleHQYASABKAlIABI0CgVpbWFnZRgCIAEoCzISLmhlYWRyYWNlLnYxLk1lZGlhQg+K5xgLaW1hZ2VfaW5wdXRIABI0CgVhdWRpbxgDIAEoCzISLmhlYWRyYWNlLnYxLk1lZGlhQg+K5xgLYXVkaW9faW5wdXRIABI0CgV2aWRlbxgEIAEoCzISLmhlYWRyYWNlLnYxLk1lZGlhQg+K5xgLdmlkZW9faW5wdXRIAEIGCgRwYXJ0IkMKBU1lZGlhEg4KBGRhdGEYASABKAxIABINCgN1cmkYAiABKAlIABIRCgltaW1lX3R5cGUYAyABKAlCCAoGc291cmNlInAKBFRvb2wSDAoEbmFtZRgBIAEoCRIYCgtkZXNjcmlwdGlvbhgCIAEoCUgAiAEBEhcKD3BhcmFtZXRlcnNfanNvbhgDIAEoCRIXCg9kZWZpbml0aW9uX2pzb24YBCABKAlCDgoMX2Rlc2NyaXB0aW9uIkIKCFRvb2xDYWxsEgoKAmlkGAEgASgJEhIKBG5hbWUYAiABKAlCBOJBAQISFgoOYXJndW1lbnRzX2pzb24YAyABKAki3QQKD1NhbXBsaW5nT3B0aW9ucxIYCgt0ZW1wZXJhdHVyZRgBIAEoAkgAiAEBEhIKBXRvcF9rGAIgASgNSAGIAQESEgoFdG9wX3AYAyABKAJIAogBARISCgVtaW5fcBgEIAEoAkgDiAEBEhYKCXR5cGljYWxfcBgFIAEoAkgEiAEBEh8KEnJlcGV0aXRpb25fcGVuYWx0eRgGIAEoAkgFiAEBEh0KEHByZXNlbmNlX3BlbmFsdHkYByABKAJIBogBARIeChFmcmVxdWVuY3lfcGVuYWx0eRgIIAEoAkgHiAEBEiEKFG5vX3JlcGVhdF9uZ3JhbV9zaXplGAkgASgNSAiIAQESPwoKbG9naXRfYmlhcxgKIAMoCzIrLmhlYWRyYWNlLnYxLlNhbXBsaW5nT3B0aW9ucy5Mb2dpdEJpYXNFbnRyeRIZChFhbGxvd2VkX3Rva2VuX2lkcxgLIAMoDRIYChBiYW5uZWRfdG9rZW5faWRzGAwgAygNEhEKBHNlZWQYDSABKANICYgBARowCg5Mb2dpdEJpYXNFbnRyeRILCgNrZXkYASABKA0SDQoFdmFsdWUYAiABKAI6AjgBQg4KDF90ZW1wZXJhdHVyZUIICgZfdG9wX2tCCAoGX3RvcF9wQggKBl9taW5fcEIMCgpfdHlwaWNhbF9wQhUKE19yZXBldGl0aW9uX3BlbmFsdHlCEwoRX3ByZXNlbmNlX3BlbmFsdHlCFAoSX2ZyZXF1ZW5jeV9wZW5hbHR5QhcKFV9ub19yZXBlYXRfbmdyYW1fc2l6ZUIHCgVfc2VlZCKKAgoLU3RvcE9wdGlvbnMSFwoKbWF4X3Rva2VucxgBIAEoDUgAiAEBEhIKCm1pbl90b2tlbnMYAiABKA0SFAoMc3RvcF9zdHJpbmdzGAMgAygJEhYKDnN0b3BfdG9rZW5faWRzGAQgAygNEhUKDWVvc190b2tlbl9pZHMYBSADKA0SEgoKaWdub3JlX2VvcxgGIAEoCBIUCgxpbmNsdWRlX3N0b3AYByABKAgSNwoUbWF4X3JlYXNvbmluZ190b2tlbnMYCCABKA1CFIrnGBByZWFzb25pbmdfYnVkZ2V0SAGIAQFCDQoLX21heF90b2tlbnNCFwoVX21heF9yZWFzb25pbmdfdG9rZW5zIoQDCg1PdXRwdXRPcHRpb25zEicKCGRlbGl2ZXJ5GAEgASgOMhUuaGVhZHJhY2UudjEuRGVsaXZlcnkSIQoUbWluX3Rva2Vuc19wZXJfZGVsdGEYAiABKA1IAIgBARIVCghsb2dwcm9icxgDIAEoDUgBiAEBEhwKD3Byb21wdF9sb2dwcm9icxgEIAEoDUgCiAEBEhkKEWxvZ3Byb2JfdG9rZW5faWRzGAUgAygNEgwKBGVjaG8YBiABKAgSFQoNdG9rZW5fZGV0YWlscxgHIAEoCBIZChFyZWNvcmRfdGltZXN0YW1wcxgIIAEoCBIgChNza2lwX3NwZWNpYWxfdG9rZW5zGAkgASgISAOIAQESEQoJb21pdF90ZXh0GAogASgIEhAKCHJhd190ZXh0GAsgASgIQhcKFV9taW5fdG9rZW5zX3Blcl9kZWx0YUILCglfbG9ncHJvYnNCEgoQX3Byb21wdF9sb2dwcm9ic0IWChRfc2tpcF9zcGVjaWFsX3Rva2VucyKFAgoQU3RydWN0dXJlZE91dHB1dBIVCgtqc29uX3NjaGVtYRgBIAEoCUgAEjQKC2pzb25fb2JqZWN0GAIgASgLMh0uaGVhZHJhY2UudjEuSnNvbk9iamVjdEZvcm1hdEgAEg8KBXJlZ2V4GAMgASgJSAASEQoHZ3JhbW1hchgEIAEoCUgAEisKBmNob2ljZRgFIAEoCzIZLmhlYWRyYWNlLnYxLkNob2ljZUZvcm1hdEgAEiwKDnN0cnVjdHVyYWxfdGFnGAYgASgJQhKK5xgOc3RydWN0dXJhbF90YWdIABIbChNmbGV4aWJsZV93aGl0ZXNwYWNlGAcgASgIQggKBmZvcm1hdCISChBKc29uT2JqZWN0Rm9ybWF0IiUKDENob2ljZUZvcm1hdBIVCgdjaG9pY2VzGAEgAygJQgTiQQECImQKEVNjaGVkdWxpbmdPcHRpb25zEiAKCHByaW9yaXR5GAEgASgFQg6K5xgKcHJpb3JpdGllcxItCgp0aW1lX2xpbWl0GAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIjkKDENhY2hlT3B0aW9ucxIMCgRzYWx0GAEgASgJEhsKE2J5cGFzc19wcmVmaXhfY2FjaGUYAiABKAgiXwoRVHJ1bmNhdGlvbk9wdGlvbnMSHwoRbWF4X3Byb21wdF90b2tlbnMYASABKA1CBOJBAQISKQoEc2lkZRgCIAEoDjIbLmhlYWRyYWNlLnYxLlRydW5jYXRpb25TaWRlIqMCCgtSZXN1bHRFdmVudBIWCg5yZXF1ZXN0X251bWJlchgBIAEoDRILCgNzZXEYAiABKAQSFAoMY2hvaWNlX2luZGV4GAMgASgNEikKCGFjY2VwdGVkGAQgASgLMhUuaGVhZHJhY2UudjEuQWNjZXB0ZWRIABIuCgZwcm9tcHQYBSABKAsyHC5oZWFkcmFjZS52MS5Qcm9tcHRQcm9jZXNzZWRIABIjCgVkZWx0YRgGIAEoCzISLmhlYWRyYWNlLnYxLkRlbHRhSAASKQoIZmluaXNoZWQYByABKAsyFS5oZWFkcmFjZS52MS5GaW5pc2hlZEgAEiUKBmZhaWxlZBgIIAEoCzITLmhlYWRyYWNlLnYxLkZhaWxlZEgAQgcKBWV2ZW50IvUBCghBY2NlcHRlZBISCgpyZXF1ZXN0X2lkGAEgASgJEi4KCHNhbXBsaW5nGAIgASgLMhwuaGVhZHJhY2UudjEuU2FtcGxpbmdPcHRpb25zEiYKBHN0b3AYAyABKAsyGC5oZWFkcmFjZS52MS5TdG9wT3B0aW9ucxIVCg1wcm9tcHRfdG9rZW5zGAQgASgNEhYKDnF1ZXVlX3Bvc2l0aW9uGAUgASgNEhIKCmNvbW1hbmRfaWQYBiABKAQSLwoLYWNjZXB0X3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEgkKAW4YCCABKA0iZwoPUHJvbXB0UHJvY2Vzc2VkEhUKDXByb21wdF90b2tlbnMYASABKA0SFQoNY2FjaGVkX3Rva2VucxgCIAEoDRImCgZ0b2tlbnMYAyADKAsyFi5oZWFkcmFjZS52MS5Ub2tlbkluZm8ikwEKBURlbHRhEhEKCXRva2VuX2lkcxgBIAMoDRIMCgR0ZXh0GAIgASgJEiYKBnRva2VucxgDIAMoCzIWLmhlYWRyYWNlLnYxLlRva2VuSW5mbxIRCglyZWFzb25pbmcYBCABKAkSLgoKdG9vbF9jYWxscxgFIAMoCzIaLmhlYWRyYWNlLnYxLlRvb2xDYWxsRGVsdGEiUAoNVG9vbENhbGxEZWx0YRINCgVpbmRleBgBIAEoDRIKCgJpZBgCIAEoCRIMCgRuYW1lGAMgASgJEhYKDmFyZ3VtZW50c19qc29uGAQgASgJItgBCglUb2tlbkluZm8SCgoCaWQYASABKA0SDAoEdGV4dBgCIAEoCRINCgVieXRlcxgDIAEoDBIUCgdsb2dwcm9iGAQgASgCSACIAQESEQoEcmFuaxgFIAEoDUgBiAEBEi8KCmNhbmRpZGF0ZXMYBiADKAsyGy5oZWFkcmFjZS52MS5Ub2tlbkNhbmRpZGF0ZRIzChBlbGFwc2VkX2R1cmF0aW9uGAcgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uQgoKCF9sb2dwcm9iQgcKBV9yYW5rIkoKDlRva2VuQ2FuZGlkYXRlEgoKAmlkGAEgASgNEgwKBHRleHQYAiABKAkSDQoFYnl0ZXMYAyABKAwSDwoHbG9ncHJvYhgEIAEoAiK6AQoIRmluaXNoZWQSKQoGcmVhc29uGAEgASgOMhkuaGVhZHJhY2UudjEuRmluaXNoUmVhc29uEhUKC3N0b3Bfc3RyaW5nGAIgASgJSAASFwoNc3RvcF90b2tlbl9pZBgDIAEoDUgAEiEKBXVzYWdlGAQgASgLMhIuaGVhZHJhY2UudjEuVXNhZ2USJQoHdGltaW5ncxgFIAEoCzIULmhlYWRyYWNlLnYxLlRpbWluZ3NCCQoHbWF0Y2hlZCJ2CgZGYWlsZWQSIgoGc3RhdHVzGAEgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMSIQoFdXNhZ2UYAiABKAsyEi5oZWFkcmFjZS52MS5Vc2FnZRIlCgd0aW1pbmdzGAMgASgLMhQuaGVhZHJhY2UudjEuVGltaW5ncyJqCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgNEhUKDWNhY2hlZF90b2tlbnMYAiABKA0SGQoRY29tcGxldGlvbl90b2tlbnMYAyABKA0SGAoQcmVhc29uaW5nX3Rva2VucxgEIAEoDSKCAgoHVGltaW5ncxI7ChhmaXJzdF9zY2hlZHVsZWRfZHVyYXRpb24YASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SNwoUZmlyc3RfdG9rZW5fZHVyYXRpb24YAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SNgoTbGFzdF90b2tlbl9kdXJhdGlvbhgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhI0ChFmaW5pc2hlZF9kdXJhdGlvbhgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhITCgtwcmVlbXB0aW9ucxgFIAEoDSqHAQoOVG9vbENob2ljZU1vZGUSIAocVE9PTF9DSE9JQ0VfTU9ERV9VTlNQRUNJRklFRBAAEhkKFVRPT0xfQ0hPSUNFX01PREVfQVVUTxABEhkKFVRPT0xfQ0hPSUNFX01PREVfTk9ORRACEh0KGVRPT0xfQ0hPSUNFX01PREVfUkVRVUlSRUQQAyqVAQoIQ2hhdFJvbGUSGQoVQ0hBVF9ST0xFX1VOU1BFQ0lGSUVEEAASFAoQQ0hBVF9ST0xFX1NZU1RFTRABEhIKDkNIQVRfUk9MRV9VU0VSEAISFwoTQ0hBVF9ST0xFX0FTU0lTVEFOVBADEhIKDkNIQVRfUk9MRV9UT09MEAQSFwoTQ0hBVF9ST0xFX0RFVkVMT1BFUhAFKk0KCERlbGl2ZXJ5EhgKFERFTElWRVJZX1VOU1BFQ0lGSUVEEAASEwoPREVMSVZFUllfU1RSRUFNEAESEgoOREVMSVZFUllfRklOQUwQAipmCg5UcnVuY2F0aW9uU2lkZRIfChtUUlVOQ0FUSU9OX1NJREVfVU5TUEVDSUZJRUQQABIYChRUUlVOQ0FUSU9OX1NJREVfTEVGVBABEhkKFVRSVU5DQVRJT05fU0lERV9SSUdIVBACKtMBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkZJTklTSF9SRUFTT05fU1RPUBABEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAISGQoVRklOSVNIX1JFQVNPTl9DT05URVhUEAMSGwoXRklOSVNIX1JFQVNPTl9DQU5DRUxMRUQQBBIcChhGSU5JU0hfUkVBU09OX1RJTUVfTElNSVQQBRIcChhGSU5JU0hfUkVBU09OX1RPT0xfQ0FMTFMQBkJMCg9kZXYuaGVhZHJhY2UudjFCD0dlbmVyYXRpb25Qcm90b1ABWiZoZWFkcmFjZS5kZXYvZ28vaGVhZHJhY2UvdjE7aGVhZHJhY2V2MWIGcHJvdG8z", [file_google_api_field_behavior, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_headrace_v1_capability]);
 
 /**
  * One request for generated text. The same message in every RPC that starts a request.
@@ -305,6 +305,14 @@ export type ChatInput = Message<"headrace.v1.ChatInput"> & {
    * @generated from field: string template_arguments_json = 5;
    */
   templateArgumentsJson: string;
+
+  /**
+   * Which of the tools may or must be called, held by a grammar. Absent: the model chooses, and nothing holds it to the
+   * tools or their schemas. Refused without tools.
+   *
+   * @generated from field: headrace.v1.ToolChoice tool_choice = 6;
+   */
+  toolChoice?: ToolChoice | undefined;
 };
 
 /**
@@ -313,6 +321,49 @@ export type ChatInput = Message<"headrace.v1.ChatInput"> & {
  */
 export const ChatInputSchema: GenMessage<ChatInput> = /*@__PURE__*/
   messageDesc(file_headrace_v1_generation, 4);
+
+/**
+ * Which tools a reply calls. It is held by a grammar of the model's own format (OutputCapabilities.reply_parser): tokens
+ * that do not fit are never chosen, whatever the mode; so the arguments of each call satisfy its tool's schema, and no
+ * tool is called that the request does not have. A reply that is cut short (by max_tokens, a stop string, a cancel) may end
+ * within a call.
+ *
+ * Where the model reasons, its reasoning comes first, and is free. Refused with a structured_output, and with tools whose
+ * schemas cannot be held, by the tool and the reason.
+ *
+ * @generated from message headrace.v1.ToolChoice
+ */
+export type ToolChoice = Message<"headrace.v1.ToolChoice"> & {
+  /**
+   * Whether the reply calls tools.
+   *
+   * @generated from field: headrace.v1.ToolChoiceMode mode = 1;
+   */
+  mode: ToolChoiceMode;
+
+  /**
+   * Only these of the request's tools may be called. Empty: all of them. One name, with REQUIRED: that tool is called.
+   * Refused with NONE.
+   *
+   * @generated from field: repeated string tool_names = 2;
+   */
+  toolNames: string[];
+
+  /**
+   * Whether a reply may have several calls. Default: whether the model's format has that; true is refused where it has
+   * not.
+   *
+   * @generated from field: optional bool parallel_calls = 3;
+   */
+  parallelCalls?: boolean | undefined;
+};
+
+/**
+ * Describes the message headrace.v1.ToolChoice.
+ * Use `create(ToolChoiceSchema)` to create a new message.
+ */
+export const ToolChoiceSchema: GenMessage<ToolChoice> = /*@__PURE__*/
+  messageDesc(file_headrace_v1_generation, 5);
 
 /**
  * One message of a conversation.
@@ -385,7 +436,7 @@ export type ChatMessage = Message<"headrace.v1.ChatMessage"> & {
  * Use `create(ChatMessageSchema)` to create a new message.
  */
 export const ChatMessageSchema: GenMessage<ChatMessage> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 5);
+  messageDesc(file_headrace_v1_generation, 6);
 
 /**
  * The content of a message in several parts.
@@ -406,7 +457,7 @@ export type ContentParts = Message<"headrace.v1.ContentParts"> & {
  * Use `create(ContentPartsSchema)` to create a new message.
  */
 export const ContentPartsSchema: GenMessage<ContentParts> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 6);
+  messageDesc(file_headrace_v1_generation, 7);
 
 /**
  * A part of a message's content.
@@ -459,7 +510,7 @@ export type ContentPart = Message<"headrace.v1.ContentPart"> & {
  * Use `create(ContentPartSchema)` to create a new message.
  */
 export const ContentPartSchema: GenMessage<ContentPart> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 7);
+  messageDesc(file_headrace_v1_generation, 8);
 
 /**
  * An image, sound or film.
@@ -503,7 +554,7 @@ export type Media = Message<"headrace.v1.Media"> & {
  * Use `create(MediaSchema)` to create a new message.
  */
 export const MediaSchema: GenMessage<Media> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 8);
+  messageDesc(file_headrace_v1_generation, 9);
 
 /**
  * A function that the model may call.
@@ -547,7 +598,7 @@ export type Tool = Message<"headrace.v1.Tool"> & {
  * Use `create(ToolSchema)` to create a new message.
  */
 export const ToolSchema: GenMessage<Tool> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 9);
+  messageDesc(file_headrace_v1_generation, 10);
 
 /**
  * A call of a tool that the assistant made.
@@ -583,7 +634,7 @@ export type ToolCall = Message<"headrace.v1.ToolCall"> & {
  * Use `create(ToolCallSchema)` to create a new message.
  */
 export const ToolCallSchema: GenMessage<ToolCall> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 10);
+  messageDesc(file_headrace_v1_generation, 11);
 
 /**
  * How the next token is chosen. The steps, in order: logit_bias, banned and allowed ids, the penalties, temperature,
@@ -698,7 +749,7 @@ export type SamplingOptions = Message<"headrace.v1.SamplingOptions"> & {
  * Use `create(SamplingOptionsSchema)` to create a new message.
  */
 export const SamplingOptionsSchema: GenMessage<SamplingOptions> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 11);
+  messageDesc(file_headrace_v1_generation, 12);
 
 /**
  * When generation stops. Whatever comes first ends it.
@@ -761,6 +812,16 @@ export type StopOptions = Message<"headrace.v1.StopOptions"> & {
    * @generated from field: bool include_stop = 7;
    */
   includeStop: boolean;
+
+  /**
+   * In the reply to a conversation: at most so many tokens of reasoning, those of its marks not counted; then the mark
+   * that ends it is forced. 0: reasoning that has begun is ended at once. Refused where the server does not know the
+   * marks of the model's reasoning, and where the reply does not come apart (OutputOptions.raw_text). Absent: reasoning
+   * ends as the model likes.
+   *
+   * @generated from field: optional uint32 max_reasoning_tokens = 8;
+   */
+  maxReasoningTokens?: number | undefined;
 };
 
 /**
@@ -768,7 +829,7 @@ export type StopOptions = Message<"headrace.v1.StopOptions"> & {
  * Use `create(StopOptionsSchema)` to create a new message.
  */
 export const StopOptionsSchema: GenMessage<StopOptions> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 12);
+  messageDesc(file_headrace_v1_generation, 13);
 
 /**
  * What is sent back, and in which pieces.
@@ -856,8 +917,8 @@ export type OutputOptions = Message<"headrace.v1.OutputOptions"> & {
   /**
    * Whether the reply to a conversation comes as text alone, as the model wrote it. Default: no; where the server knows
    * how the model writes (OutputCapabilities.reply_parser), its reasoning and tool calls come apart from the text, and the
-   * marks around them are left out. The text of other inputs, of a structured_output and with echo is always as the
-   * model wrote it.
+   * marks around them are left out; with a structured_output the reasoning alone does. The text of other inputs and with
+   * echo is always as the model wrote it.
    *
    * @generated from field: bool raw_text = 11;
    */
@@ -869,12 +930,15 @@ export type OutputOptions = Message<"headrace.v1.OutputOptions"> & {
  * Use `create(OutputOptionsSchema)` to create a new message.
  */
 export const OutputOptionsSchema: GenMessage<OutputOptions> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 13);
+  messageDesc(file_headrace_v1_generation, 14);
 
 /**
  * A form that the output must have; tokens that do not fit it are never chosen. An output that is cut short (by
  * max_tokens, a stop string, a cancel) is the beginning of a text of that form. At most 256 KiB; an invalid form is
  * refused with its field and the reason.
+ *
+ * In the reply to a conversation the form holds for the text: reasoning comes before it, free and apart, where the model
+ * reasons. With OutputOptions.raw_text the whole output has the form, and there is no reasoning.
  *
  * @generated from message headrace.v1.StructuredOutput
  */
@@ -926,7 +990,8 @@ export type StructuredOutput = Message<"headrace.v1.StructuredOutput"> & {
     case: "choice";
   } | {
     /**
-     * Free text with parts whose form begins at a trigger, given as JSON text.
+     * Text made of parts: free text, constants, JSON, and tags whose form begins at a trigger; described by a JSON object
+     * {"type": "structural_tag", "format": …}, as vLLM and xgrammar have it. docs/chat.md lists the formats.
      *
      * @generated from field: string structural_tag = 6;
      */
@@ -948,7 +1013,7 @@ export type StructuredOutput = Message<"headrace.v1.StructuredOutput"> & {
  * Use `create(StructuredOutputSchema)` to create a new message.
  */
 export const StructuredOutputSchema: GenMessage<StructuredOutput> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 14);
+  messageDesc(file_headrace_v1_generation, 15);
 
 /**
  * Any JSON object.
@@ -963,7 +1028,7 @@ export type JsonObjectFormat = Message<"headrace.v1.JsonObjectFormat"> & {
  * Use `create(JsonObjectFormatSchema)` to create a new message.
  */
 export const JsonObjectFormatSchema: GenMessage<JsonObjectFormat> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 15);
+  messageDesc(file_headrace_v1_generation, 16);
 
 /**
  * One of several strings.
@@ -984,7 +1049,7 @@ export type ChoiceFormat = Message<"headrace.v1.ChoiceFormat"> & {
  * Use `create(ChoiceFormatSchema)` to create a new message.
  */
 export const ChoiceFormatSchema: GenMessage<ChoiceFormat> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 16);
+  messageDesc(file_headrace_v1_generation, 17);
 
 /**
  * When a request is run.
@@ -1015,7 +1080,7 @@ export type SchedulingOptions = Message<"headrace.v1.SchedulingOptions"> & {
  * Use `create(SchedulingOptionsSchema)` to create a new message.
  */
 export const SchedulingOptionsSchema: GenMessage<SchedulingOptions> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 17);
+  messageDesc(file_headrace_v1_generation, 18);
 
 /**
  * What a request may share with others.
@@ -1043,7 +1108,7 @@ export type CacheOptions = Message<"headrace.v1.CacheOptions"> & {
  * Use `create(CacheOptionsSchema)` to create a new message.
  */
 export const CacheOptionsSchema: GenMessage<CacheOptions> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 18);
+  messageDesc(file_headrace_v1_generation, 19);
 
 /**
  * How to truncate a long input.
@@ -1071,7 +1136,7 @@ export type TruncationOptions = Message<"headrace.v1.TruncationOptions"> & {
  * Use `create(TruncationOptionsSchema)` to create a new message.
  */
 export const TruncationOptionsSchema: GenMessage<TruncationOptions> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 19);
+  messageDesc(file_headrace_v1_generation, 20);
 
 /**
  * One thing that happened to an accepted request.
@@ -1159,7 +1224,7 @@ export type ResultEvent = Message<"headrace.v1.ResultEvent"> & {
  * Use `create(ResultEventSchema)` to create a new message.
  */
 export const ResultEventSchema: GenMessage<ResultEvent> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 20);
+  messageDesc(file_headrace_v1_generation, 21);
 
 /**
  * A request was accepted; it will end with one Finished for each choice, or with one Failed.
@@ -1229,7 +1294,7 @@ export type Accepted = Message<"headrace.v1.Accepted"> & {
  * Use `create(AcceptedSchema)` to create a new message.
  */
 export const AcceptedSchema: GenMessage<Accepted> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 21);
+  messageDesc(file_headrace_v1_generation, 22);
 
 /**
  * The prompt was processed; its output begins.
@@ -1264,7 +1329,7 @@ export type PromptProcessed = Message<"headrace.v1.PromptProcessed"> & {
  * Use `create(PromptProcessedSchema)` to create a new message.
  */
 export const PromptProcessedSchema: GenMessage<PromptProcessed> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 22);
+  messageDesc(file_headrace_v1_generation, 23);
 
 /**
  * New output of one choice, never cumulative: the texts of all deltas, joined, are the exact text, and the ids, joined,
@@ -1320,7 +1385,7 @@ export type Delta = Message<"headrace.v1.Delta"> & {
  * Use `create(DeltaSchema)` to create a new message.
  */
 export const DeltaSchema: GenMessage<Delta> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 23);
+  messageDesc(file_headrace_v1_generation, 24);
 
 /**
  * A part of a tool call. A call's first part has its id and its name; the arguments of all its parts, joined, are the
@@ -1365,7 +1430,7 @@ export type ToolCallDelta = Message<"headrace.v1.ToolCallDelta"> & {
  * Use `create(ToolCallDeltaSchema)` to create a new message.
  */
 export const ToolCallDeltaSchema: GenMessage<ToolCallDelta> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 24);
+  messageDesc(file_headrace_v1_generation, 25);
 
 /**
  * One token with its details.
@@ -1430,7 +1495,7 @@ export type TokenInfo = Message<"headrace.v1.TokenInfo"> & {
  * Use `create(TokenInfoSchema)` to create a new message.
  */
 export const TokenInfoSchema: GenMessage<TokenInfo> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 25);
+  messageDesc(file_headrace_v1_generation, 26);
 
 /**
  * A token that could have been chosen.
@@ -1472,7 +1537,7 @@ export type TokenCandidate = Message<"headrace.v1.TokenCandidate"> & {
  * Use `create(TokenCandidateSchema)` to create a new message.
  */
 export const TokenCandidateSchema: GenMessage<TokenCandidate> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 26);
+  messageDesc(file_headrace_v1_generation, 27);
 
 /**
  * A request (one of its choices, if n > 1) ended.
@@ -1530,7 +1595,7 @@ export type Finished = Message<"headrace.v1.Finished"> & {
  * Use `create(FinishedSchema)` to create a new message.
  */
 export const FinishedSchema: GenMessage<Finished> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 27);
+  messageDesc(file_headrace_v1_generation, 28);
 
 /**
  * A request failed.
@@ -1565,7 +1630,7 @@ export type Failed = Message<"headrace.v1.Failed"> & {
  * Use `create(FailedSchema)` to create a new message.
  */
 export const FailedSchema: GenMessage<Failed> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 28);
+  messageDesc(file_headrace_v1_generation, 29);
 
 /**
  * The cost of a request, in tokens. With n > 1, each choice's Finished has its own completion_tokens, and the same
@@ -1609,7 +1674,7 @@ export type Usage = Message<"headrace.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 29);
+  messageDesc(file_headrace_v1_generation, 30);
 
 /**
  * Times of a request, all measured from its acceptance with one clock. A time is absent if its event did not happen.
@@ -1658,7 +1723,48 @@ export type Timings = Message<"headrace.v1.Timings"> & {
  * Use `create(TimingsSchema)` to create a new message.
  */
 export const TimingsSchema: GenMessage<Timings> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_generation, 30);
+  messageDesc(file_headrace_v1_generation, 31);
+
+/**
+ * Whether a reply calls tools.
+ *
+ * @generated from enum headrace.v1.ToolChoiceMode
+ */
+export enum ToolChoiceMode {
+  /**
+   * The same as TOOL_CHOICE_MODE_AUTO.
+   *
+   * @generated from enum value: TOOL_CHOICE_MODE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * The model chooses.
+   *
+   * @generated from enum value: TOOL_CHOICE_MODE_AUTO = 1;
+   */
+  AUTO = 1,
+
+  /**
+   * It calls none: the marks of a call are never written. The tools are in the prompt nevertheless.
+   *
+   * @generated from enum value: TOOL_CHOICE_MODE_NONE = 2;
+   */
+  NONE = 2,
+
+  /**
+   * It calls at least one, and says nothing else.
+   *
+   * @generated from enum value: TOOL_CHOICE_MODE_REQUIRED = 3;
+   */
+  REQUIRED = 3,
+}
+
+/**
+ * Describes the enum headrace.v1.ToolChoiceMode.
+ */
+export const ToolChoiceModeSchema: GenEnum<ToolChoiceMode> = /*@__PURE__*/
+  enumDesc(file_headrace_v1_generation, 0);
 
 /**
  * Who speaks in a conversation.
@@ -1713,7 +1819,7 @@ export enum ChatRole {
  * Describes the enum headrace.v1.ChatRole.
  */
 export const ChatRoleSchema: GenEnum<ChatRole> = /*@__PURE__*/
-  enumDesc(file_headrace_v1_generation, 0);
+  enumDesc(file_headrace_v1_generation, 1);
 
 /**
  * When results are sent.
@@ -1747,7 +1853,7 @@ export enum Delivery {
  * Describes the enum headrace.v1.Delivery.
  */
 export const DeliverySchema: GenEnum<Delivery> = /*@__PURE__*/
-  enumDesc(file_headrace_v1_generation, 1);
+  enumDesc(file_headrace_v1_generation, 2);
 
 /**
  * Which end of an input is cut.
@@ -1781,7 +1887,7 @@ export enum TruncationSide {
  * Describes the enum headrace.v1.TruncationSide.
  */
 export const TruncationSideSchema: GenEnum<TruncationSide> = /*@__PURE__*/
-  enumDesc(file_headrace_v1_generation, 2);
+  enumDesc(file_headrace_v1_generation, 3);
 
 /**
  * Why a request ended.
@@ -1843,5 +1949,5 @@ export enum FinishReason {
  * Describes the enum headrace.v1.FinishReason.
  */
 export const FinishReasonSchema: GenEnum<FinishReason> = /*@__PURE__*/
-  enumDesc(file_headrace_v1_generation, 3);
+  enumDesc(file_headrace_v1_generation, 4);
 
