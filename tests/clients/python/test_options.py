@@ -7,7 +7,7 @@ from typing import Any
 
 import headrace
 import pytest
-from headrace import Message, build_spec
+from headrace import Message, ToolChoice, build_spec
 from headrace._channel import is_local, make_settings, normalise_target, service_config
 from headrace.options import OPTION_NAMES
 from headrace.v1 import generation_pb2 as pb
@@ -28,9 +28,14 @@ EXAMPLES: dict[str, Any] = {
     "time_limit": 1.5, "cache_salt": "s", "bypass_prefix_cache": True, "truncate_prompt_to": 9,
     "truncation_side": "right", "add_special_tokens": False, "tools": [{"name": "f"}],
     "add_generation_prompt": True, "continue_final_message": True, "template_arguments": {"a": 1},
+    "tool_choice": ToolChoice("required", ["f"]), "parallel_tool_calls": False,
+    "max_reasoning_tokens": 0,
     "model": "demo", "labels": {"team": "search"},
 }  # fmt: skip
-CHAT_ONLY = {"tools", "add_generation_prompt", "continue_final_message", "template_arguments"}
+CHAT_ONLY = {
+    "tools", "add_generation_prompt", "continue_final_message", "template_arguments",
+    "tool_choice", "parallel_tool_calls",
+}  # fmt: skip
 
 
 def leaf_paths(descriptor: Any, prefix: str = "") -> set[str]:

@@ -36,7 +36,7 @@ from headrace.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from headrace.messages import Message, MessageDict, Prompt, Role, Tool, ToolCall
+from headrace.messages import Message, MessageDict, Prompt, Role, Tool, ToolCall, ToolChoice
 from headrace.model_card import Limits, ModelCard
 from headrace.options import GenerationOptions, Request, build_spec
 from headrace.results import (
@@ -110,6 +110,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "ToolCallChunk",
+    "ToolChoice",
     "UnauthenticatedError",
     "UnavailableError",
     "Usage",

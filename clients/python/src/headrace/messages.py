@@ -33,6 +33,20 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which tools a reply calls. The model is held to it, whatever the mode: it calls these tools
+    alone, and the arguments of each call satisfy the tool's schema.
+    """
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    """Whether the reply calls tools: as the model likes, not at all, or at least one."""
+    tool_names: Sequence[str] = ()
+    """Only these of the request's tools; empty: all of them."""
+    parallel_calls: bool | None = None
+    """Whether a reply may have several calls; None: whether the model's format has that."""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One message of a conversation."""
 

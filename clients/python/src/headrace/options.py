@@ -18,8 +18,9 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message as ProtoMessage
 
 from headrace._chat import json_text, message_to_proto, tools_to_proto
+from headrace._tool_choice import choice_to_proto
 from headrace.errors import HeadraceError, invalid_argument
-from headrace.messages import Message, MessageDict, Prompt, Tool
+from headrace.messages import Message, MessageDict, Prompt, Tool, ToolChoice
 from headrace.v1 import generation_pb2 as pb
 
 
@@ -67,6 +68,8 @@ class GenerationOptions(TypedDict, total=False):
     ignore_eos: bool
     include_stop: bool
     """Whether the text that ended the output is part of it; default no."""
+    max_reasoning_tokens: int
+    """For a conversation: after so many tokens of reasoning it is ended; 0: at once."""
 
     delivery: Literal["stream", "final"]
     """`final`: everything in one piece at the end."""
@@ -98,6 +101,7 @@ class GenerationOptions(TypedDict, total=False):
     choices: Sequence[str]
     """The output must be one of these strings."""
     structural_tag: str | Mapping[str, Any]
+    """The output must have these parts: {"type": "structural_tag", "format": …}, or JSON text."""
     flexible_whitespace: bool
     """For JSON: whether the model may write blanks and line ends as it likes; default: one line."""
 
@@ -117,6 +121,14 @@ class GenerationOptions(TypedDict, total=False):
     add_special_tokens: bool
     """For a text prompt: whether the tokenizer adds its special tokens; default yes."""
     tools: Sequence[Tool | Mapping[str, Any]]
+    """For a conversation: the functions that the model may call."""
+    tool_choice: str | Mapping[str, Any] | ToolChoice
+    """Which of them it may or must call: "auto", "none", "required", OpenAI's dictionaries of
+    one function or of allowed tools, or `ToolChoice`. The model is held to the choice and to the
+    tools' schemas; not with "auto" alone, unless a tool says "strict": true.
+    """
+    parallel_tool_calls: bool
+    """Whether a reply may have several calls; if given, the model is held as by `tool_choice`."""
     add_generation_prompt: bool
     continue_final_message: bool
     template_arguments: Mapping[str, Any] | str
@@ -144,6 +156,7 @@ OPTION_NAMES = frozenset(GenerationOptions.__annotations__)
 """The names of all options."""
 
 _CHAT_OPTIONS = ("tools", "add_generation_prompt", "continue_final_message", "template_arguments")
+_CHOICE_OPTIONS = ("tool_choice", "parallel_tool_calls")
 _FORMATS = ("json_schema", "json_object", "regex", "grammar", "choices", "structural_tag")
 
 # Where an option goes: the part of the spec, and the field there if it has another name.
@@ -160,7 +173,7 @@ _PLACES: dict[str, tuple[str, str]] = {
         name: ("stop", name)
         for name in (
             "max_tokens", "min_tokens", "stop_token_ids", "eos_token_ids", "ignore_eos",
-            "include_stop",
+            "include_stop", "max_reasoning_tokens",
         )
     },
     **{
@@ -216,6 +229,7 @@ def build_spec(prompt: Prompt, options: GenerationOptions | None = None) -> pb.G
             raise
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
             raise invalid_argument(name, f"{value!r} does not fit: {error}") from None
+    _apply_tool_choice(spec, given)
     formats = [name for name in _FORMATS if given.get(name) not in (None, False)]
     if len(formats) > 1:
         raise invalid_argument(formats[1], f"cannot be combined with {formats[0]}")
@@ -279,7 +293,9 @@ def choices_of(spec: pb.GenerationSpec) -> int:
 
 
 def _apply(spec: pb.GenerationSpec, name: str, value: Any) -> None:
-    if special := _SPECIAL.get(name):
+    if name in _CHOICE_OPTIONS:  # they are one, with the tools
+        _require_chat(spec, name)
+    elif special := _SPECIAL.get(name):
         special(spec, value)
     elif name in _CHAT_OPTIONS:
         _apply_chat(spec, name, value)
@@ -341,9 +357,25 @@ def _apply_add_special_tokens(spec: pb.GenerationSpec, value: bool) -> None:
 
 
 def _apply_chat(spec: pb.GenerationSpec, name: str, value: Any) -> None:
+    _require_chat(spec, name)
+    set_chat_option(spec.chat, name, value)
+
+
+def _require_chat(spec: pb.GenerationSpec, name: str) -> None:
     if spec.WhichOneof("input") != "chat":
         raise invalid_argument(name, "belongs to a prompt of messages")
-    set_chat_option(spec.chat, name, value)
+
+
+def _apply_tool_choice(spec: pb.GenerationSpec, given: Mapping[str, Any]) -> None:
+    parallel = given.get("parallel_tool_calls")
+    choice = choice_to_proto(given.get("tool_choice"), given.get("tools", ()), parallel)
+    if choice is None:
+        return
+    if given.get("tool_choice") is None and spec.chat.HasField("tool_choice"):  # of a raw spec
+        if parallel is not None:
+            spec.chat.tool_choice.parallel_calls = parallel
+    else:
+        spec.chat.tool_choice.CopyFrom(choice)
 
 
 def set_chat_option(chat: pb.ChatInput, name: str, value: Any) -> None:
