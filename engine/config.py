@@ -368,7 +368,7 @@ class LoadConfig:
         more="An unavailable one is refused.",
         group=GROUP,
         choices=ATTENTIONS,
-        outside=True,
+        outside="Class",
     )
     quantization: Quantization = option(
         "none",

@@ -32,7 +32,8 @@ class Option:
         above: whether values must be above `low`, not equal to it.
         zero: what 0 means if it is below `low` and allowed all the same; empty: it is refused.
         choices: the allowed values; empty: any.
-        outside: whether package.module:Class is allowed besides the choices.
+        outside: what package.module:… may name besides the choices, such as Class; empty: none is
+            allowed.
         switch: whether it is True or False (or None, if that is the default); implied if the
             default is True or False.
         base: the base in which a flag's number is written; 8 is octal.
@@ -50,7 +51,7 @@ class Option:
     above: bool = False
     zero: str = ""
     choices: tuple[str, ...] = ()
-    outside: bool = False
+    outside: str = ""
     switch: bool = False
     base: int = 10
     group: str = ""
@@ -61,7 +62,7 @@ class Option:
     def bounds(self, name: str) -> str:
         """The bounds in words, for an option of this name; empty: there are none."""
         if self.choices:
-            outside = ", or package.module:Class" if self.outside else ""
+            outside = f", or package.module:{self.outside}" if self.outside else ""
             return "one of " + ", ".join(self.choices) + outside
         if self.low is None or self.high is None:
             return ""

@@ -7,7 +7,9 @@ checked when they are created, so every config is valid.
 
 from __future__ import annotations
 
+import pkgutil
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.errors import ConfigError
 from engine.option_fields import check_bounds, option
@@ -18,17 +20,13 @@ from service.receiving import MIN_RECEIVE_BYTES
 
 SCHEDULERS = ("fair", "priority", "fifo", "prefill_first")
 SLOW_READERS = ("hold", "end")
-REPLY_PARSERS = (
-    "auto",
-    "none",
-    "hermes",
-    "llama3_json",
-    "mistral",
-    "qwen3_coder",
-    "deepseek",
-    "harmony",
-    "think",
+FORMATS = tuple(
+    sorted(
+        module.name
+        for module in pkgutil.iter_modules([str(Path(__file__).parent / "replies" / "formats")])
+    )
 )
+"""The formats of replies: the names of their modules, which are not imported for it."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_ALIASES = 16
 MAX_ALIAS = 128
@@ -73,8 +71,10 @@ class ServiceConfig:
     reply_parser: str = option(
         "auto",
         "How the model writes reasoning and tool calls, so that they come apart from the text of "
-        "[replies to conversations](chat.md): a format, `auto` (by the chat template) or `none`.",
-        choices=REPLY_PARSERS,
+        "[replies to conversations](chat.md): [a format](chat.md#what-replies-come-to), `auto` "
+        "(by the chat template) or `none`; or a format of your own, as `package.module:NAME`.",
+        choices=("auto", "none", *FORMATS),
+        outside="NAME",
         group=MODEL,
     )
     insecure: bool = option(
@@ -246,7 +246,7 @@ class ServiceConfig:
         more="The first two end a waiting request whose time limit cannot be met; the last two "
         "refuse priorities. [How they work](schedulers.md).",
         choices=SCHEDULERS,
-        outside=True,
+        outside="Class",
         group=MODEL,
     )
     prefix_cache: bool = option(

@@ -69,7 +69,7 @@ from service.operator_control import Control
 from service.places import Places
 from service.reading import Reading
 from service.reflection import add_reflection
-from service.replies import format_of
+from service.replies import format_option
 from service.servicers.control_servicer import ControlServicer
 from service.servicers.generation_servicer import GenerationServicer
 from service.servicers.model_servicer import ModelServicer
@@ -197,6 +197,7 @@ class HeadraceServer:
         self._config = config
         self._client = client
         self._progress = progress or logger.info
+        self._format_of = format_option("none")
         self._load_tokenizer = tokenizer_loader
         self.instance_id = f"hr-{secrets.token_hex(8)}"
         self.state = ServerState(self.instance_id)
@@ -259,9 +260,10 @@ class HeadraceServer:
         """Open the ports and start to load the model; `ready` waits for it.
 
         Raises:
-            ConfigError: for example, an address is taken, or a TLS file or the callers' file cannot
-                be used.
+            ConfigError: for example, an address is taken, or a TLS file, the callers' file or a
+                format of replies from outside the tree cannot be used.
         """
+        self._format_of = format_option(self._config.reply_parser)
         self._authenticator = Authenticator(
             self._config.auth_file, client_certificates=self._config.tls_client_ca is not None
         )
@@ -361,7 +363,7 @@ class HeadraceServer:
             max_choices=config.max_choices,
             max_send_bytes=config.max_send_bytes,
         )
-        reply = format_of(config.reply_parser, tokenizer)
+        reply = self._format_of(tokenizer)
         card = model_card(info, tokenizer, config, self.instance_id, reply)
         return FrontEnd(
             info=info,

@@ -4,8 +4,8 @@ end.
     TextStream ──▶ text, with the format's marks ──▶ ReplyParser ──▶ pieces ──▶ parts of deltas
                                                      by a Format               (`parts`)
 
-Each family of models has its own marks for reasoning and tool calls. Each such format is one file,
-registered by name, and found by what the model's chat template writes (`choose`). A parser reads
+Each family of models has its own marks for reasoning and tool calls. Each such format is one file
+of `formats`, and is found by what the model's chat template writes (`choose`). A parser reads
 the text as it comes, and passes it on as soon as its meaning is certain. Anything that does not
 follow the format is text, so no character is lost, and the pieces' raw texts together are the reply
 as the model wrote it. Time is linear in the text; the text that is held back is bounded (`reader`).
@@ -33,7 +33,7 @@ from service.replies.pieces import (
     ToolCall,
     fold,
 )
-from service.replies.registry import FORMATS, ModelFormat, choose, format_of, special_marks
+from service.replies.registry import FORMATS, ModelFormat, choose, format_option, special_marks
 from service.replies.tool_types import ToolTypes, tool_types
 
 __all__ = [
@@ -54,7 +54,7 @@ __all__ = [
     "ToolTypes",
     "choose",
     "fold",
-    "format_of",
+    "format_option",
     "special_marks",
     "tool_types",
 ]

@@ -41,12 +41,15 @@ class Format:
             other special tokens are left out.
         reasoning: the mark that opens reasoning; empty if a prompt never ends with one.
         read: reads a reply.
+        templates: how to tell the chat templates of such models: sets of texts. A template that
+            contains all texts of one of these sets writes this format; see `registry.choose`.
     """
 
     name: str
     marks: frozenset[str]
     reasoning: str
     read: Callable[[Reader, PieceWriter, Context], Steps]
+    templates: tuple[tuple[str, ...], ...] = ()
 
     def opens_reasoning(self, prompt: str) -> bool:
         """Whether a prompt ends within reasoning; its last part is enough to tell."""
@@ -110,6 +113,7 @@ def marked(
     reasoning: tuple[str, str] = ("<think>", "</think>"),
     bare: ReadCall | None = None,
     marks: tuple[str, ...] = (),
+    templates: tuple[tuple[str, ...], ...] = (),
 ) -> Format:
     """Make a format of text with marks.
 
@@ -120,6 +124,7 @@ def marked(
         bare: reads a call without a mark: an object at the beginning of the reply, if there are
             tools.
         marks: further marks, within calls.
+        templates: see `Format`.
     """
     opening, closing = reasoning
     in_text = Marks({opening, *calls})
@@ -146,7 +151,8 @@ def marked(
                 out.text(reader.take())
                 mark = ""
 
-    return Format(name, frozenset({opening, closing, *calls, *marks}), opening, read)
+    every = frozenset({opening, closing, *calls, *marks})
+    return Format(name, every, opening, read, templates)
 
 
 def _blanks(reader: Reader, out: PieceWriter) -> Steps:

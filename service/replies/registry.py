@@ -1,65 +1,47 @@
 """The formats by name, and how to find the one that a model's chat template writes.
 
-A new format is a file with a `Format`, a row in FORMATS and one in _MARKS.
+A new format is a file in `service.replies.formats`; nothing else lists it. A format from outside
+the tree is named as package.module:NAME, and is never found by a template.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from engine.plugins import is_outside, outside_object
 from engine.text import Tokenizer
-from service.replies.deepseek import DEEPSEEK
+from service.replies import formats
 from service.replies.format import Format
-from service.replies.harmony import HARMONY
-from service.replies.hermes import HERMES
-from service.replies.llama import LLAMA3_JSON
-from service.replies.mistral import MISTRAL
-from service.replies.qwen_coder import QWEN3_CODER
-from service.replies.thinking import THINK
 
-FORMATS: Mapping[str, Format] = MappingProxyType(
-    {
-        format.name: format
-        for format in (HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, DEEPSEEK, HARMONY, THINK)
-    }
-)
+_OPTION = "reply_parser"
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A template that contains all of the first texts and none of the second ones has this
-    format.
-    """
-
-    format: Format
-    all_of: tuple[str, ...]
-    none_of: tuple[str, ...] = ()
+def _found() -> dict[str, Format]:
+    """The formats of the package's modules, in the order of their names."""
+    names = sorted(module.name for module in pkgutil.iter_modules(formats.__path__))
+    return {name: importlib.import_module(f"{formats.__name__}.{name}").FORMAT for name in names}
 
 
-_MARKS = (
-    _Row(HARMONY, ("<|channel|>", "<|message|>")),
-    _Row(DEEPSEEK, ("<｜tool▁call▁begin｜>",)),
-    _Row(MISTRAL, ("[TOOL_CALLS]",)),
-    _Row(QWEN3_CODER, ("<tool_call>", "<function=")),
-    _Row(HERMES, ("<tool_call>", "arguments"), ("<arg_key>",)),  # GLM's calls are others
-    _Row(LLAMA3_JSON, ("<|python_tag|>",)),
-    _Row(LLAMA3_JSON, ("<|start_header_id|>", '"parameters"')),
-    _Row(THINK, ("</think>",)),
-    _Row(THINK, ("<think>",)),
-)
-"""The first row that matches is used."""
+FORMATS: Mapping[str, Format] = MappingProxyType(_found())
 
 
 def choose(template: str) -> Format | None:
-    """The format of a chat template's source; None: all is text."""
-    for row in _MARKS:
-        if all(mark in template for mark in row.all_of) and not any(
-            mark in template for mark in row.none_of
-        ):
-            return row.format
-    return None
+    """The format of a chat template's source; None: all is text.
+
+    A template may match several formats, because some share marks. The set that says most decides:
+    the one with the most texts, then with the longest ones, then the first format by name.
+    """
+    matching = [
+        (-len(texts), -sum(map(len, texts)), format.name)
+        for format in FORMATS.values()
+        for texts in format.templates
+        if all(text in template for text in texts)
+    ]
+    return FORMATS[min(matching)[-1]] if matching else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +52,33 @@ class ModelFormat:
     shown: frozenset[int]
 
 
-def format_of(name: str, tokenizer: Tokenizer | None) -> ModelFormat | None:
-    """The format of this name; of "auto", the one that the model's template writes. None: replies
-    are text, as they are where `name` is "none" or the model has no tokenizer.
+FormatOfModel = Callable[[Tokenizer | None], ModelFormat | None]
+"""The format of the model with this tokenizer. None: replies are text, as they are without a
+tokenizer.
+"""
+
+
+def format_option(name: str) -> FormatOfModel:
+    """Read the value of --reply-parser: a format's name, "auto" (the one that the model's template
+    writes), "none", or package.module:NAME.
+
+    Raises:
+        ConfigError: there is no such format outside the tree.
     """
-    if tokenizer is None or name == "none":
+    if name == "none":
+        return lambda _: None
+    if name == "auto":
+        return lambda tokenizer: _shown(
+            None if tokenizer is None else choose(tokenizer.chat_template_source), tokenizer
+        )
+    wanted = outside_object(_OPTION, name, Format) if is_outside(name) else FORMATS[name]
+    return lambda tokenizer: _shown(wanted, tokenizer)
+
+
+def _shown(format: Format | None, tokenizer: Tokenizer | None) -> ModelFormat | None:
+    if format is None or tokenizer is None:
         return None
-    format = choose(tokenizer.chat_template_source) if name == "auto" else FORMATS[name]
-    return None if format is None else ModelFormat(format, special_marks(format, tokenizer))
+    return ModelFormat(format, special_marks(format, tokenizer))
 
 
 def special_marks(format: Format, tokenizer: Tokenizer) -> frozenset[int]:

@@ -20,7 +20,7 @@ from tests.service.replies.cases import check_divided, parse
 FORMATS = {
     "deepseek_r1": "deepseek",
     "deepseek_v3_1": "deepseek",
-    "glm": "think",
+    "glm": "glm",
     "harmony": "harmony",
     "hermes": "hermes",
     "llama3_1": "llama3_json",
@@ -93,7 +93,7 @@ def test_the_format_is_found_in_the_template(family: str) -> None:
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-@pytest.mark.parametrize("family", [one for one in FORMATS if one not in ("glm", "deepseek_r1")])
+@pytest.mark.parametrize("family", [one for one in FORMATS if one != "deepseek_r1"])
 def test_a_reply_that_is_put_back_gives_the_templates_own_text(family: str, name: str) -> None:
     known, message = templates(family), MESSAGES[name]
     format = choose("\n".join(known.sources))

@@ -33,6 +33,8 @@ from engine.process.verbs import VERBS, Verb
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from service.servicers.control_servicer import ControlServicer
+from tests.service import helpers
+from tests.service.fake_engine import EOS, FakeEngine, byte_tokenizer
 from tests.service.real_server import real_server
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +93,33 @@ async def test_the_policy_of_the_page_orders_the_servers_requests(tmp_path: Path
             await client.control.resume()
             await asyncio.gather(*running)
     assert ended == ["third", "second", "first"]
+
+
+async def test_the_format_of_the_page_reads_a_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [(file, code)] = blocks("A format of replies", "python")
+    (tmp_path / file).write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = re.search(r"--reply-parser (\w+:\w+)", section("A format of replies"))
+    said = re.search(r"model writes\n`(.+)`", section("A format of replies"))
+    assert name is not None
+    assert said is not None
+    tokenizer = byte_tokenizer(chat_template="{{ messages[0].content }}")
+    engine = FakeEngine(script=lambda *_: [*tokenizer.encode(said[1]), EOS])
+    try:
+        async with (
+            helpers.serving(engine, tokenizer=tokenizer, reply_parser=name[1]) as h,
+            headrace.AsyncClient(h.server.addresses[0]) as client,
+        ):
+            result = await client.generate([{"role": "user", "content": "hi"}], max_tokens=99)
+            card = await client.model()
+    finally:
+        sys.modules.pop(file.removesuffix(".py"), None)
+    assert [(call.name, call.arguments) for call in result.tool_calls] == [
+        ("read_gauge", '{"at": "Ulm"}')
+    ]
+    assert card.capabilities.output.reply_parser == "arrow_calls"
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1 import model_service_pb2 as model
 
+from engine.errors import ConfigError
 from engine.outputs import RequestFailure
-from service.config import REPLY_PARSERS
 from service.replies import FORMATS
 from tests.service.fake_engine import (
     EOS,
@@ -289,8 +289,10 @@ async def test_the_parser_is_chosen_and_told(parser: str, name: str) -> None:
     assert bool(choice.reasoning) == bool(name)
 
 
-def test_the_options_values_are_the_formats_names() -> None:
-    assert set(REPLY_PARSERS) == {"auto", "none", *FORMATS}
+async def test_a_server_does_not_start_without_its_format() -> None:
+    with pytest.raises(ConfigError, match="reply_parser: is 'no_such:FORMAT'"):
+        async with serving(engine(REPLY), tokenizer=tokenizer(), reply_parser="no_such:FORMAT"):
+            pass
 
 
 async def test_what_is_held_back_counts_as_held() -> None:

@@ -16,6 +16,9 @@ from tests.service.replies.cases import (
 )
 
 DEEPSEEK = FORMATS["deepseek"]
+TEMPLATES = [
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜></think>",
+]
 
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

@@ -16,6 +16,9 @@ from tests.service.replies.cases import (
 )
 
 HARMONY = FORMATS["harmony"]
+TEMPLATES = [
+    "<|start|>assistant<|channel|>analysis<|message|>",
+]
 
 
 START, CHANNEL, MESSAGE = "<|start|>assistant", "<|channel|>", "<|message|>"

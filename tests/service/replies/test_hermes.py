@@ -19,6 +19,10 @@ from tests.service.replies.cases import (
 )
 
 HERMES = FORMATS["hermes"]
+TEMPLATES = [
+    '{{ \'<tool_call>\\n{"name": "\' }}{{ call.name }}{{ \'", "arguments": \' }}',
+    "<think>{{ m.reasoning_content }}</think> <tool_call> {{ tool_call.arguments | tojson }}",
+]
 
 
 def wrap(name: str, arguments: str) -> str:

@@ -17,6 +17,11 @@ from tests.service.replies.cases import (
 )
 
 MISTRAL = FORMATS["mistral"]
+TEMPLATES = [
+    "[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]",
+    "[TOOL_CALLS]{{ name }}[ARGS]",
+    "[TOOL_CALLS]{{ name }}[ARGS]<think></think>",
+]
 
 
 MARK = "[TOOL_CALLS]"

@@ -2,52 +2,51 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
 import pytest
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
+from engine.errors import ConfigError
 from engine.text import Tokenizer
-from service.replies import FORMATS, choose, special_marks
+from service.config import FORMATS as NAMES
+from service.config import ServiceConfig
+from service.replies import FORMATS, choose, format_option, special_marks
+from tests.service.replies.cases import Case
 
-TEMPLATES = {
-    "hermes": [
-        '{{ \'<tool_call>\\n{"name": "\' }}{{ call.name }}{{ \'", "arguments": \' }}',
-        "<think>{{ m.reasoning_content }}</think> <tool_call> {{ tool_call.arguments | tojson }}",
-    ],
-    "llama3_json": [
-        "<|start_header_id|>ipython<|end_header_id|>{{ '<|python_tag|>' }}",
-        '<|start_header_id|>{{ \'{"name": "\' }}{{ name }}{{ \'", "parameters": \' }}',
-    ],
-    "mistral": ["[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]", "[TOOL_CALLS]{{ name }}[ARGS]"],
-    "qwen3_coder": [
-        "<tool_call>\n<function={{ name }}>\n<parameter=",
-        "<think><tool_call><function=",
-    ],
-    "deepseek": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜></think>"],
-    "harmony": ["<|start|>assistant<|channel|>analysis<|message|>"],
-    "think": [
-        "{{ content.split('</think>')[-1] }}",
-        "<tool_call>{{ name }}<arg_key>{{ k }}</arg_key></tool_call><think></think>",
-    ],
-}
+MIN_CASES = 30
+CORPORA = {name: import_module(f"tests.service.replies.test_{name}") for name in FORMATS}
+"""The file of each format's cases."""
 
 
 @pytest.mark.parametrize(
-    ("name", "template"), [(name, text) for name, texts in TEMPLATES.items() for text in texts]
+    ("name", "template"),
+    [(name, text) for name, corpus in CORPORA.items() for text in corpus.TEMPLATES],
 )
 def test_a_template_tells_its_format(name: str, template: str) -> None:
-    chosen = choose(template)
-    assert chosen is FORMATS[name]
+    assert choose(template) is FORMATS[name]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_has_its_templates_and_cases(name: str) -> None:
+    assert FORMATS[name].name == name
+    assert CORPORA[name].TEMPLATES
+    assert all(isinstance(case, Case) for case in CORPORA[name].CASES)
+    assert len(CORPORA[name].CASES) >= MIN_CASES
+    assert len({case.id for case in CORPORA[name].CASES}) == len(CORPORA[name].CASES)
+
+
+def test_the_options_values_are_the_formats_names() -> None:
+    assert set(NAMES) == set(FORMATS)
 
 
 @pytest.mark.parametrize("template", ["", "{{ bos_token }}{{ message.content }}", "<tool_call>"])
 def test_no_format(template: str) -> None:
     assert choose(template) is None
-
-
-def test_every_format_can_be_chosen_and_has_its_name() -> None:
-    assert set(TEMPLATES) == set(FORMATS)
-    assert all(format.name == name for name, format in FORMATS.items())
 
 
 def test_special_marks_are_those_that_are_special_tokens() -> None:
@@ -57,3 +56,52 @@ def test_special_marks_are_those_that_are_special_tokens() -> None:
     tokenizer = Tokenizer(backend)
     assert special_marks(FORMATS["hermes"], tokenizer) == {tokenizer.token_id("<tool_call>")}
     assert special_marks(FORMATS["mistral"], tokenizer) == frozenset()
+
+
+OUTSIDE = """
+from service.replies.format import marked
+
+FORMAT = marked("own", {}, reasoning=("<hm>", "</hm>"))
+number = 1
+"""
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module of somebody else's; its name."""
+    (tmp_path / "somebody_s_replies.py").write_text(OUTSIDE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "somebody_s_replies"
+    sys.modules.pop("somebody_s_replies", None)
+
+
+def test_a_format_from_outside_the_tree(outside: str) -> None:
+    name = f"{outside}:FORMAT"
+    assert ServiceConfig(reply_parser=name).reply_parser == name
+    backend = Backend(models.WordLevel({"a": 0}, unk_token="a"))
+    backend.add_special_tokens([AddedToken("<hm>", special=True)])
+    tokenizer = Tokenizer(backend)
+    found = format_option(name)(tokenizer)
+    assert found is not None
+    assert found.format.name == "own"
+    assert found.shown == {tokenizer.token_id("<hm>")}
+    assert format_option(name)(None) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("{}:number", "which is no Format"),
+        ("{}:NOTHING", "package.module:NAME, of a module that is installed"),
+        ("no_such_module_{}:FORMAT", "cannot be imported"),
+    ],
+)
+def test_a_format_from_outside_that_is_none_is_refused(outside: str, name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as error:
+        format_option(name.format(outside))
+    assert error.value.option == "reply_parser"
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"one of auto, none, .*, or package\.module:NAME"):
+        ServiceConfig(reply_parser="other")

@@ -12,6 +12,10 @@ from service.replies.tool_types import MAX_TYPED
 from tests.service.replies.cases import Case, check, check_truncated, parse
 
 QWEN = FORMATS["qwen3_coder"]
+TEMPLATES = [
+    "<tool_call>\n<function={{ name }}>\n<parameter={{ tool_call.arguments }}",
+    "<think><tool_call><function=",
+]
 TOOLS = tool_types(
     [
         {

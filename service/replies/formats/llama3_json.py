@@ -28,4 +28,9 @@ def _call(reader: Reader, out: PieceWriter, context: Context) -> Steps:
         out.mark(reader.take())
 
 
-LLAMA3_JSON = marked("llama3_json", {_TAG: _call}, bare=_call)
+FORMAT = marked(
+    "llama3_json",
+    {_TAG: _call},
+    bare=_call,
+    templates=((_TAG,), ("<|start_header_id|>", '"parameters"')),
+)

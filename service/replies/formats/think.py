@@ -6,4 +6,4 @@ from __future__ import annotations
 
 from service.replies.format import marked
 
-THINK = marked("think", {})
+FORMAT = marked("think", {}, templates=(("<think>",), ("</think>",)))

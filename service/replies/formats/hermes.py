@@ -21,4 +21,4 @@ def _call(reader: Reader, out: PieceWriter, context: Context) -> Steps:
     yield from reader.literal(CLOSE)
 
 
-HERMES = marked("hermes", {OPEN: _call}, marks=(CLOSE,))
+FORMAT = marked("hermes", {OPEN: _call}, marks=(CLOSE,), templates=((OPEN, "arguments"),))

@@ -52,6 +52,10 @@ def _named(reader: Reader, out: PieceWriter) -> Steps:
     yield from arguments(reader, out)
 
 
-MISTRAL = marked(
-    "mistral", {_CALLS: _calls}, reasoning=("[THINK]", "[/THINK]"), marks=(_ID, _ARGUMENTS)
+FORMAT = marked(
+    "mistral",
+    {_CALLS: _calls},
+    reasoning=("[THINK]", "[/THINK]"),
+    marks=(_ID, _ARGUMENTS),
+    templates=((_CALLS,),),
 )

@@ -16,6 +16,10 @@ from tests.service.replies.cases import (
 )
 
 LLAMA = FORMATS["llama3_json"]
+TEMPLATES = [
+    "<|start_header_id|>ipython<|end_header_id|>{{ '<|python_tag|>' }}",
+    '<|start_header_id|>{{ \'{"name": "\' }}{{ name }}{{ \'", "parameters": \' }}',
+]
 
 
 TAG = "<|python_tag|>"

@@ -131,4 +131,10 @@ def _arguments(reader: Reader, out: PieceWriter) -> Steps:
     out.end(complete=False)
 
 
-HARMONY = Format("harmony", frozenset({_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS}), "", _read)
+FORMAT = Format(
+    "harmony",
+    frozenset({_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS}),
+    "",
+    _read,
+    templates=((_CHANNEL, _MESSAGE),),
+)

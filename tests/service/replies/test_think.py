@@ -8,6 +8,10 @@ from service.replies import FORMATS, Context
 from tests.service.replies.cases import Case, check, check_truncated
 
 THINK = FORMATS["think"]
+TEMPLATES = [
+    "{{ content.split('</think>')[-1] }}",
+    "<think>",
+]
 CASES = [
     Case("nothing", ""),
     Case("text", "hi", "hi"),

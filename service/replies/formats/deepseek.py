@@ -67,8 +67,9 @@ def _past(reader: Reader, literal: str) -> Generator[None, None, bool]:
     return (yield from reader.literal(literal))
 
 
-DEEPSEEK = marked(
+FORMAT = marked(
     "deepseek",
     {_CALLS: _calls, _CALL: _call},
     marks=(_CALLS_END, _CALL_END, _SEPARATOR),
+    templates=((_CALL,),),
 )

@@ -1,0 +1,106 @@
+"""Values without types, which some formats have: they become JSON by the tool's schema.
+
+A value becomes
+
+- a string, where the schema says so, says nothing, or the tool is unknown: it is handed on as it
+  comes;
+- for another type, the JSON that the model wrote, as it wrote it, if it is a value of that type;
+  `True`, `False` and `None` are taken as JSON's; else it is a string. A value of more than MAX_HELD
+  characters is a string.
+
+Where a schema allows strings and something else, what can be the other is. `$ref` is not followed:
+what it names is a string, unless the place itself says its type.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from service.replies.json_scanner import BLANKS, is_json
+from service.replies.pieces import PieceWriter
+from service.replies.reader import MAX_HELD, MalformedError, Marks, Reader, Steps
+
+MAX_PARAMETERS = 256
+"""The most parameters in such a call; with more it is not complete, and the rest is text."""
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)\Z")
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_KINDS = {
+    "{": "object",
+    "[": "array",
+    '"': "string",
+    "t": "boolean",
+    "f": "boolean",
+    "n": "null",
+}
+
+
+class TypedValue:
+    """One parameter's value: it is held if its type matters, or passed on as a string."""
+
+    def __init__(self, out: PieceWriter, types: frozenset[str]) -> None:
+        self._out = out
+        self._types = types
+        self._parts: list[str] = []
+        self._size = 0
+        self._is_string = types <= {"string"}
+
+    def read(self, reader: Reader, ends: Marks, *, trimmed: str = "") -> Steps:
+        """Read it up to one of these marks. What is held stands before it.
+
+        Args:
+            reader: what to read from.
+            ends: the marks that end it.
+            trimmed: one of these characters is left out at the value's end.
+
+        Raises:
+            MalformedError: the output ended.
+        """
+        self._out.arguments('"' if self._is_string else "", reader.take())
+        most = 1 if trimmed else 0
+        if not (yield from reader.until(ends, self._add, blanks=trimmed, most=most)):
+            self._abandon()
+            raise MalformedError
+        self._close(reader.take())
+
+    def _add(self, text: str) -> None:
+        if self._is_string:
+            self._out.arguments(_escaped(text), text)
+            return
+        self._parts.append(text)
+        self._size += len(text)
+        if self._size > MAX_HELD:
+            self._is_string = True
+            whole = "".join(self._parts)
+            self._out.arguments('"' + _escaped(whole), whole)
+
+    def _close(self, raw: str) -> None:
+        if self._is_string:
+            self._out.arguments('"', raw)
+            return
+        whole = "".join(self._parts)
+        self._out.arguments(_converted(whole, self._types), whole + raw)
+
+    def _abandon(self) -> None:
+        """Pass a value on as it was written, so that nothing is lost, because the output ended
+        within it.
+        """
+        if not self._is_string:
+            whole = "".join(self._parts)
+            self._out.arguments(whole, whole)
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _converted(value: str, types: frozenset[str]) -> str:
+    """A value's JSON text."""
+    text = value.strip(BLANKS)
+    text = _PYTHON.get(text, text)
+    if text and is_json(text):
+        kind = _KINDS.get(text[0], "number")
+        whole = kind == "number" and _INTEGER.match(text) is not None
+        if kind in types - {"string"} or (whole and "integer" in types):
+            return text
+    return json.dumps(value, ensure_ascii=False)
