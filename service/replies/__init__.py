@@ -20,6 +20,7 @@ Nothing here depends on the engine's work or on gRPC, and only `parts` on tokens
 
 from __future__ import annotations
 
+from service.replies.call_form import CallForm, HeldTool, ToolMode
 from service.replies.format import Context, Format, ReplyParser
 from service.replies.pieces import (
     Arguments,
@@ -41,8 +42,10 @@ __all__ = [
     "Arguments",
     "CallBegin",
     "CallEnd",
+    "CallForm",
     "Context",
     "Format",
+    "HeldTool",
     "Mark",
     "ModelFormat",
     "Piece",
@@ -51,6 +54,7 @@ __all__ = [
     "ReplyParser",
     "Text",
     "ToolCall",
+    "ToolMode",
     "ToolTypes",
     "choose",
     "fold",

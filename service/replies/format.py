@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from service.replies.call_form import CallForm
 from service.replies.json_scanner import BLANKS
 from service.replies.pieces import Piece, PieceWriter
 from service.replies.reader import MAX_BLANKS, MalformedError, Marks, Reader, Steps
@@ -24,11 +25,33 @@ class Context:
         tools: the tools given to the model: the types of their parameters.
         in_reasoning: whether the prompt ends within reasoning that the template opened.
         seed: the calls' ids are derived from it; a different one for each reply.
+        calls: whether there are calls; otherwise what looks like one is text.
     """
 
     tools: ToolTypes = field(default_factory=dict)
     in_reasoning: bool = False
     seed: str = ""
+    calls: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """What stands around reasoning.
+
+    Attributes:
+        opening, closing: the marks.
+        then: what follows the closing mark before anything else.
+        in_prompt: whether a template may open the reasoning, at the prompt's end.
+    """
+
+    opening: str
+    closing: str
+    then: str = ""
+    in_prompt: bool = True
+
+
+def _no_calls(template: str) -> CallForm | None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +62,32 @@ class Format:
         name: its name in flags.
         marks: all of its marks. Those that are special tokens must be in the parsed text, even if
             other special tokens are left out.
-        reasoning: the mark that opens reasoning; empty if a prompt never ends with one.
+        reasoning: the marks of reasoning.
         read: reads a reply.
         templates: how to tell the chat templates of such models: sets of texts. A template that
             contains all texts of one of these sets writes this format; see `registry.choose`.
+        call_form: how calls are written by a model with this chat template; None: the format has no
+            calls.
     """
 
     name: str
     marks: frozenset[str]
-    reasoning: str
+    reasoning: ReasoningMarks
     read: Callable[[Reader, PieceWriter, Context], Steps]
     templates: tuple[tuple[str, ...], ...] = ()
+    call_form: Callable[[str], CallForm | None] = _no_calls
 
     def opens_reasoning(self, prompt: str) -> bool:
         """Whether a prompt ends within reasoning; its last part is enough to tell."""
-        return bool(self.reasoning) and prompt.rstrip(BLANKS).endswith(self.reasoning)
+        marks = self.reasoning
+        return marks.in_prompt and prompt.rstrip(BLANKS).endswith(marks.opening)
+
+    def closes_reasoning(self, prompt: str) -> bool:
+        """Whether a prompt ends with reasoning that is over, perhaps empty; its last part is enough
+        to tell.
+        """
+        marks = self.reasoning
+        return marks.in_prompt and prompt.rstrip(BLANKS).endswith(marks.closing)
 
     def begin(self, context: Context) -> ReplyParser:
         """Make a parser for one reply."""
@@ -114,6 +148,7 @@ def marked(
     bare: ReadCall | None = None,
     marks: tuple[str, ...] = (),
     templates: tuple[tuple[str, ...], ...] = (),
+    call_form: Callable[[str], CallForm | None] = _no_calls,
 ) -> Format:
     """Make a format of text with marks.
 
@@ -125,9 +160,10 @@ def marked(
             tools.
         marks: further marks, within calls.
         templates: see `Format`.
+        call_form: see Format.
     """
     opening, closing = reasoning
-    in_text = Marks({opening, *calls})
+    in_text, in_words = Marks({opening, *calls}), Marks({opening})
     in_reasoning = Marks({closing})
 
     def read(reader: Reader, out: PieceWriter, context: Context) -> Steps:
@@ -141,10 +177,10 @@ def marked(
                 yield from _blanks(reader, out)
             elif mark:
                 yield from _call(reader, out, context, calls[mark])
-            if bare is not None and context.tools:
+            if bare is not None and context.tools and context.calls:
                 while not out.has_text and (yield from reader.behind_blanks()) == "{":
                     yield from _call(reader, out, context, bare)
-            mark = yield from reader.until(in_text, out.text)
+            mark = yield from reader.until(in_text if context.calls else in_words, out.text)
             if not mark:
                 return
             if mark == opening and out.has_text:
@@ -152,7 +188,7 @@ def marked(
                 mark = ""
 
     every = frozenset({opening, closing, *calls, *marks})
-    return Format(name, every, opening, read, templates)
+    return Format(name, every, ReasoningMarks(opening, closing), read, templates, call_form)
 
 
 def _blanks(reader: Reader, out: PieceWriter) -> Steps:

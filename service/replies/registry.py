@@ -15,6 +15,7 @@ from types import MappingProxyType
 from engine.plugins import is_outside, outside_object
 from engine.text import Tokenizer
 from service.replies import formats
+from service.replies.call_form import CallForm
 from service.replies.format import Format
 
 _OPTION = "reply_parser"
@@ -46,10 +47,22 @@ def choose(template: str) -> Format | None:
 
 @dataclass(frozen=True, slots=True)
 class ModelFormat:
-    """How a model writes, and which of its special tokens a parser must be shown."""
+    """How a model writes.
+
+    Attributes:
+        format: its format.
+        shown: the special tokens that a parser must be shown.
+        special: the marks that are special tokens.
+        reasons: whether the model knows the marks of reasoning: its template or its vocabulary has
+            them.
+        call_form: how it writes calls; None: it has none.
+    """
 
     format: Format
     shown: frozenset[int]
+    special: tuple[str, ...]
+    reasons: bool
+    call_form: CallForm | None
 
 
 FormatOfModel = Callable[[Tokenizer | None], ModelFormat | None]
@@ -78,7 +91,16 @@ def format_option(name: str) -> FormatOfModel:
 def _shown(format: Format | None, tokenizer: Tokenizer | None) -> ModelFormat | None:
     if format is None or tokenizer is None:
         return None
-    return ModelFormat(format, special_marks(format, tokenizer))
+    template = tokenizer.chat_template_source
+    shown = special_marks(format, tokenizer)
+    closing = format.reasoning.closing
+    return ModelFormat(
+        format,
+        shown,
+        special=tuple(sorted(mark for mark in format.marks if tokenizer.token_id(mark) in shown)),
+        reasons=closing in template or tokenizer.token_id(closing) is not None,
+        call_form=format.call_form(template),
+    )
 
 
 def special_marks(format: Format, tokenizer: Tokenizer) -> frozenset[int]:

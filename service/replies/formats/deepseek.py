@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
+from service.replies.call_form import CallForm
 from service.replies.calls import arguments, begin
 from service.replies.format import Context, marked
 from service.replies.pieces import PieceWriter
@@ -67,9 +68,24 @@ def _past(reader: Reader, literal: str) -> Generator[None, None, bool]:
     return (yield from reader.literal(literal))
 
 
+def _form(template: str) -> CallForm:
+    fenced = _FENCE + "json" in template
+    return CallForm(
+        before=f"{_CALL}function{_SEPARATOR}" if fenced else _CALL,
+        after=f"\n{_FENCE}json\n" if fenced else _SEPARATOR,
+        end=f"\n{_FENCE}{_CALL_END}" if fenced else _CALL_END,
+        marks=(_CALLS, _CALL),
+        opening=_CALLS,
+        closing=_CALLS_END,
+        separator="\n" if fenced else "",
+        name_in_json=False,
+    )
+
+
 FORMAT = marked(
     "deepseek",
     {_CALLS: _calls, _CALL: _call},
     marks=(_CALLS_END, _CALL_END, _SEPARATOR),
     templates=((_CALL,),),
+    call_form=_form,
 )

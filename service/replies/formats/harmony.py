@@ -18,8 +18,9 @@ from __future__ import annotations
 import re
 from collections.abc import Generator
 
+from service.replies.call_form import CallForm
 from service.replies.calls import arguments, begin
-from service.replies.format import Context, Format
+from service.replies.format import Context, Format, ReasoningMarks
 from service.replies.pieces import PieceWriter
 from service.replies.reader import MAX_BLANKS, MalformedError, Marks, Reader, Steps, checked_name
 
@@ -28,6 +29,7 @@ _CHANNEL = "<|channel|>"
 _CONSTRAIN = "<|constrain|>"
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_MARKS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
 _BETWEEN = Marks({_START, _CHANNEL})
 _WITHIN = Marks({_START, _CHANNEL, *_ENDS})
 _MAX_HEADER = 1_024
@@ -50,6 +52,8 @@ def _read(reader: Reader, out: PieceWriter, context: Context) -> Steps:
                 reader, before + (_CHANNEL if mark == _CHANNEL else "")
             )
             mark = before = ""
+            if not context.calls:
+                recipient = None
             mark = yield from _message(reader, out, channel, recipient)
         except MalformedError:
             out.text(reader.take())
@@ -131,10 +135,26 @@ def _arguments(reader: Reader, out: PieceWriter) -> Steps:
     out.end(complete=False)
 
 
+def _form(template: str) -> CallForm:
+    return CallForm(
+        before=f"{_CHANNEL}commentary to=functions.",
+        after=f" {_CONSTRAIN}json{_MESSAGE}",
+        end="",
+        marks=tuple(_MARKS),
+        separator=None,
+        name_in_json=False,
+        text=f"{_CHANNEL}final{_MESSAGE}",
+        preamble=(f"{_CHANNEL}commentary{_MESSAGE}", f"<|end|>{_START}assistant"),
+    )
+
+
 FORMAT = Format(
     "harmony",
-    frozenset({_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS}),
-    "",
+    frozenset(_MARKS),
+    ReasoningMarks(
+        f"{_CHANNEL}analysis{_MESSAGE}", "<|end|>", then=f"{_START}assistant", in_prompt=False
+    ),
     _read,
     templates=((_CHANNEL, _MESSAGE),),
+    call_form=_form,
 )

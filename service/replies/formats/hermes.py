@@ -5,6 +5,7 @@ An object without its last brace still counts as a call.
 
 from __future__ import annotations
 
+from service.replies.call_form import CallForm
 from service.replies.calls import call_object
 from service.replies.format import Context, marked
 from service.replies.pieces import PieceWriter
@@ -21,4 +22,19 @@ def _call(reader: Reader, out: PieceWriter, context: Context) -> Steps:
     yield from reader.literal(CLOSE)
 
 
-FORMAT = marked("hermes", {OPEN: _call}, marks=(CLOSE,), templates=((OPEN, "arguments"),))
+def _form(template: str) -> CallForm:
+    return CallForm(
+        before=OPEN + '\n{"name": "',
+        after='", "arguments": ',
+        end="}\n" + CLOSE,
+        marks=(OPEN,),
+    )
+
+
+FORMAT = marked(
+    "hermes",
+    {OPEN: _call},
+    marks=(CLOSE,),
+    templates=((OPEN, "arguments"),),
+    call_form=_form,
+)

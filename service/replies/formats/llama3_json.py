@@ -7,6 +7,7 @@ parameters: JSON that was asked for stays text.
 
 from __future__ import annotations
 
+from service.replies.call_form import CallForm
 from service.replies.calls import call_object
 from service.replies.format import Context, marked
 from service.replies.pieces import PieceWriter
@@ -28,9 +29,21 @@ def _call(reader: Reader, out: PieceWriter, context: Context) -> Steps:
         out.mark(reader.take())
 
 
+def _form(template: str) -> CallForm:
+    return CallForm(
+        before='{"name": "',
+        after='", "parameters": ',
+        end="}",
+        marks=(_TAG,),
+        separator="; ",
+        bare=True,
+    )
+
+
 FORMAT = marked(
     "llama3_json",
     {_TAG: _call},
     bare=_call,
     templates=((_TAG,), ("<|start_header_id|>", '"parameters"')),
+    call_form=_form,
 )

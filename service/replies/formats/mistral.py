@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from service.replies.call_form import CallForm
 from service.replies.calls import arguments, begin, call_object
 from service.replies.format import Context, marked
 from service.replies.pieces import PieceWriter
@@ -52,10 +53,32 @@ def _named(reader: Reader, out: PieceWriter) -> Steps:
     yield from arguments(reader, out)
 
 
+def _form(template: str) -> CallForm:
+    if _ARGUMENTS in template:
+        return CallForm(
+            before=_CALLS,
+            after=_ARGUMENTS,
+            end="",
+            marks=(_CALLS,),
+            separator="",
+            name_in_json=False,
+        )
+    return CallForm(
+        before='{"name": "',
+        after='", "arguments": ',
+        end="}",
+        marks=(_CALLS,),
+        opening=_CALLS + "[",
+        closing="]",
+        separator=", ",
+    )
+
+
 FORMAT = marked(
     "mistral",
     {_CALLS: _calls},
     reasoning=("[THINK]", "[/THINK]"),
     marks=(_ID, _ARGUMENTS),
     templates=((_CALLS,),),
+    call_form=_form,
 )

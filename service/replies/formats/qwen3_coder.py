@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from service.replies.call_form import CallForm
 from service.replies.calls import begin
 from service.replies.format import Context, marked
 from service.replies.formats.hermes import CLOSE, OPEN
@@ -78,9 +79,21 @@ def _parameters(reader: Reader, out: PieceWriter, types: Mapping[str, frozenset[
         yield from value.read(reader, _VALUE_ENDS, trimmed="\n")
 
 
+def _form(template: str) -> CallForm:
+    return CallForm(
+        before=f"{OPEN}\n{_FUNCTION}",
+        after=">\n",
+        end=f"{_FUNCTION_END}\n{CLOSE}",
+        marks=(OPEN, _FUNCTION),
+        arguments="qwen_xml_parameter",
+        name_in_json=False,
+    )
+
+
 FORMAT = marked(
     "qwen3_coder",
     {OPEN: _call, _FUNCTION: _function},
     marks=(CLOSE, _FUNCTION_END, _PARAMETER, _PARAMETER_END),
     templates=((OPEN, _FUNCTION),),
+    call_form=_form,
 )

@@ -1,0 +1,170 @@
+"""How a format writes tool calls, so that a reply can be held to a choice of tools.
+
+    tools, choice ──▶ CallForm ──▶ a structural tag (JSON) ──▶ the engine's grammar
+
+A form is texts alone: those around a call's arguments, and those around all calls. `structural_tag`
+makes of it the description that the engine compiles (`engine.structured`): its strings may have the
+text of special tokens, which then are these tokens. What it allows is what the format's parser
+reads as calls of these tools, with arguments that satisfy their schemas.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_Node = dict[str, object]
+"""A part of a structural tag."""
+
+
+class ToolMode(enum.Enum):
+    """Whether a reply calls tools."""
+
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTool:
+    """A tool that may be called.
+
+    Attributes:
+        name: its name.
+        schema: the JSON Schema of its arguments, which are an object.
+    """
+
+    name: str
+    schema: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a family of models writes calls.
+
+    Attributes:
+        before, after: the texts around a tool's name; its arguments follow.
+        end: the text after the arguments.
+        marks: the marks that begin a call or the list of calls, the one that this form writes
+            first. Where no call is meant they do not occur.
+        opening, closing: the texts around all calls of a reply.
+        separator: the text between two calls; None: a reply has one call.
+        arguments: what the arguments are: "json_schema" or "qwen_xml_parameter".
+        name_in_json: whether the name stands in a JSON string.
+        bare: whether calls have no mark, and are told by a brace at the reply's beginning.
+        text: the text before an answer in words.
+        preamble: the texts around what may be said before a call, if there are any.
+    """
+
+    before: str
+    after: str
+    end: str
+    marks: tuple[str, ...]
+    opening: str = ""
+    closing: str = ""
+    separator: str | None = "\n"
+    arguments: str = "json_schema"
+    name_in_json: bool = True
+    bare: bool = False
+    text: str = ""
+    preamble: tuple[str, str] | None = None
+
+    def written(self, name: str) -> str:
+        """A reply of one call without arguments, for a parser to read."""
+        arguments = "{}" if self.arguments == "json_schema" else ""
+        return self.opening + self._begin(name) + arguments + self.end + self.closing
+
+    def structural_tag(self, mode: ToolMode, tools: Sequence[HeldTool], *, parallel: bool) -> str:
+        """The form of a reply.
+
+        Args:
+            mode: whether it calls tools.
+            tools: those that it may call; at least one, unless the mode is NONE.
+            parallel: whether it may have several calls.
+        """
+        parallel = parallel and self.separator is not None
+        match mode:
+            case ToolMode.NONE:
+                form = self._words()
+            case ToolMode.REQUIRED:
+                form = self._calls(tools, parallel=parallel)
+            case ToolMode.AUTO:
+                form = self._words_or_calls(tools, parallel=parallel)
+        return json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
+
+    def _begin(self, name: str) -> str:
+        written = json.dumps(name, ensure_ascii=False)[1:-1] if self.name_in_json else name
+        return self.before + written + self.after
+
+    def _tag(self, tool: HeldTool) -> _Node:
+        content = {"type": self.arguments, "json_schema": tool.schema}
+        return {
+            "type": "tag",
+            "begin": self._begin(tool.name),
+            "content": content,
+            "end": self.end,
+        }
+
+    def _calls(self, tools: Sequence[HeldTool], *, parallel: bool) -> _Node:
+        """One or several calls, and nothing else."""
+        calls: _Node = {
+            "type": "tags_with_separator",
+            "tags": [self._tag(tool) for tool in tools],
+            "separator": self.separator or "",
+            "at_least_one": True,
+            "stop_after_first": not parallel,
+        }
+        if not self.opening:
+            return calls
+        return {"type": "tag", "begin": self.opening, "content": calls, "end": self.closing}
+
+    def _words(self) -> _Node:
+        """An answer in words."""
+        if self.bare:
+            words: _Node = {"type": "grammar", "grammar": self._no_brace()}
+        else:
+            words = {"type": "any_text", "excludes": list(self.marks)}
+        return _sequence(self.text, words)
+
+    def _words_or_calls(self, tools: Sequence[HeldTool], *, parallel: bool) -> _Node:
+        if self.bare or self.text:
+            calls = self._calls(tools, parallel=parallel)
+            ways = [self._words(), calls]
+            if self.preamble is not None:
+                begin, end = self.preamble
+                said: _Node = {"type": "any_text", "excludes": list(self.marks)}
+                before = {"type": "tag", "begin": begin, "content": said, "end": end}
+                ways.append({"type": "sequence", "elements": [before, calls]})
+            return {"type": "or", "elements": ways}
+        first, *others = self.marks
+        block = bool(self.opening)
+        return {
+            "type": "triggered_tags",
+            "triggers": [first],
+            "tags": (
+                [self._calls(tools, parallel=parallel)]
+                if block
+                else [self._tag(tool) for tool in tools]
+            ),
+            "stop_after_first": block or not parallel,
+            "excludes": others,
+        }
+
+    def _no_brace(self) -> str:
+        """A grammar of text that does not begin with a brace, and has none of the marks."""
+        mark = "|".join(_quoted(mark) for mark in self.marks)
+        words = r"/[ \n\r\t]*([^{ \n\r\t](.|\n)*)?/"
+        return f"start: WORDS\nWORDS: {words} & ~/(.|\\n)*({mark})(.|\\n)*/"
+
+
+def _sequence(before: str, node: _Node) -> _Node:
+    if not before:
+        return node
+    return {"type": "sequence", "elements": [{"type": "const_string", "value": before}, node]}
+
+
+def _quoted(text: str) -> str:
+    """A text as a regular expression within slashes."""
+    return "".join(c if c.isalnum() or c == "_" else f"\\{c}" for c in text)
