@@ -16,11 +16,14 @@ ending belongs to the text, the other that special tokens do not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from engine.text.detokenizer import incremental_detokenizer
 from engine.text.stop_strings import StopMatch, StopMatcher, StopStrings
 from engine.text.tokenizer import Tokenizer
+
+_NONE: Mapping[int, str] = MappingProxyType({})
 
 
 class TextStream:
@@ -28,6 +31,8 @@ class TextStream:
 
     Attributes:
         num_tokens: how many tokens belong to the output so far, the one that ended it included.
+        shown_at: where the texts of `shown` tokens begin, in characters of the output's text; told
+            with that text, or before it if it is held back. Whoever reads them takes them out.
         stop: the stop string that ended the output, if one did.
     """
 
@@ -36,8 +41,11 @@ class TextStream:
         "_include_stop",
         "_initial_text",
         "_matcher",
+        "_num_chars",
         "_over",
+        "_shown",
         "num_tokens",
+        "shown_at",
         "stop",
     )
 
@@ -50,7 +58,7 @@ class TextStream:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
         prompt_tail: Sequence[int] = (),
-        shown: frozenset[int] = frozenset(),
+        shown: Mapping[int, str] = _NONE,
         initial_text: str = "",
     ) -> None:
         """Begin an output.
@@ -62,13 +70,19 @@ class TextStream:
             min_tokens: stop strings that complete with fewer output tokens are ignored.
             skip_special_tokens: whether special tokens are left out of the text.
             prompt_tail: the prompt's ids, or the last of them; see `incremental_detokenizer`.
-            shown: special tokens that are not left out.
+            shown: special tokens that are not left out, with their texts.
             initial_text: comes before the first text (echo: the prompt's); no stop strings are
                 looked for in it.
         """
         self._detokenizer = incremental_detokenizer(
-            tokenizer, skip_special_tokens=skip_special_tokens, prompt_tail=prompt_tail, shown=shown
+            tokenizer,
+            skip_special_tokens=skip_special_tokens,
+            prompt_tail=prompt_tail,
+            shown=frozenset(shown),
         )
+        self._shown = shown
+        self._num_chars = 0
+        self.shown_at: list[int] = []
         self._matcher = (
             StopMatcher(stop_strings, include_stop=include_stop, min_tokens=min_tokens)
             if stop_strings
@@ -99,11 +113,9 @@ class TextStream:
         text, self._initial_text = self._initial_text, ""
         if self._matcher is None:
             self.num_tokens += len(token_ids)
-            return text + self._detokenizer.push(visible)
+            return text + self._read(visible)
         for index, token_id in enumerate(visible, 1):
-            released, stop = self._matcher.push(
-                self._detokenizer.push((token_id,)), self.num_tokens + index
-            )
+            released, stop = self._matcher.push(self._read((token_id,)), self.num_tokens + index)
             text += released
             if stop is not None:
                 self._over = True
@@ -111,6 +123,19 @@ class TextStream:
                 self.num_tokens = stop.num_tokens
                 return text
         self.num_tokens += len(token_ids)
+        return text
+
+    def _read(self, token_ids: Sequence[int]) -> str:
+        """These ids' text, and where shown tokens stand in it."""
+        if not self._shown:
+            return self._detokenizer.push(token_ids)
+        if len(token_ids) != 1:
+            return "".join([self._read((token_id,)) for token_id in token_ids])
+        text = self._detokenizer.push(token_ids)
+        self._num_chars += len(text)
+        own = self._shown.get(token_ids[0])
+        if own is not None and text.endswith(own):
+            self.shown_at.append(self._num_chars - len(own))
         return text
 
     def finish(self) -> str:

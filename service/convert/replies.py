@@ -37,7 +37,10 @@ def reply_texts(
     """What takes the reply of each of the request's choices apart."""
     tail = tokenizer.decode(request.prompt[-PROMPT_TAIL:], skip_special_tokens=False)
     opened = reply.format.opens_reasoning(tail)
+    special = frozenset(reply.special)
     return [
-        ReplyText(reply.format.begin(Context(tools, opened, f"{request_id}/{index}")))
+        ReplyText(
+            reply.format.begin(Context(tools, opened, f"{request_id}/{index}", special=special))
+        )
         for index in range(request.n)
     ]

@@ -228,7 +228,7 @@ class Converter:
                     min_tokens=stop.min_tokens,
                     skip_special_tokens=skip,
                     prompt_tail=prompt[-PROMPT_TAIL:],
-                    shown=frozenset() if reply is None else reply.shown,
+                    shown={} if reply is None else reply.shown,
                     initial_text=echo,
                 )
                 for _ in texts

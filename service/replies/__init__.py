@@ -15,7 +15,8 @@ front end does not import transformers, the template's regular expressions are a
 whole text is kept and copied again and again, arguments are written anew at a call's end, and what
 cannot be parsed is dropped or raises.
 
-Nothing here depends on the engine's work or on gRPC, and only `parts` on tokens, which it counts.
+Nothing here depends on the engine's work or on gRPC, and only `parts` on tokens: it counts them,
+and tells the parser where special tokens stand, because text that spells such a token is no mark.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ rest is common to all. A format may also read everything by itself (harmony).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from service.replies.call_form import CallForm
@@ -26,12 +26,15 @@ class Context:
         in_reasoning: whether the prompt ends within reasoning that the template opened.
         seed: the calls' ids are derived from it; a different one for each reply.
         calls: whether there are calls; otherwise what looks like one is text.
+        special: marks that are special tokens: their text is a mark only where the parser was told
+            that the token stands (`ReplyParser.told`), so that text cannot spell them.
     """
 
     tools: ToolTypes = field(default_factory=dict)
     in_reasoning: bool = False
     seed: str = ""
     calls: bool = True
+    special: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ class ReplyParser:
     __slots__ = ("_out", "_over", "_reader", "_steps")
 
     def __init__(self, format: Format, context: Context) -> None:
-        self._reader = Reader()
+        self._reader = Reader(context.special)
         self._out = PieceWriter(context.seed, in_reasoning=context.in_reasoning)
         self._steps = format.read(self._reader, self._out, context)
         self._over = False
@@ -114,6 +117,12 @@ class ReplyParser:
     def in_reasoning(self) -> bool:
         """Whether what comes next is reasoning, as far as is certain."""
         return self._out.in_reasoning
+
+    def told(self, places: Iterable[int]) -> None:
+        """Say where special tokens stand: the indices of their first characters in the reply's
+        text, before that text is pushed.
+        """
+        self._reader.told(places)
 
     def push(self, text: str) -> list[Piece]:
         """Add text; returns the pieces that are now certain, if any."""

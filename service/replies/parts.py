@@ -108,6 +108,9 @@ class ReplyText:
             text = stream.push(
                 (token_id,), ends_with_stop_token=ends_with_stop_token and index == last
             )
+            if stream.shown_at:
+                self._parser.told(stream.shown_at)
+                stream.shown_at.clear()
             if text:
                 self._add(self._parser.push(text), parts)
             if thought or self._parser.in_reasoning:

@@ -10,6 +10,10 @@ whether it is added as a whole, by token or by character. Text that was read but
 (`take`) is held, up to MAX_HELD characters; text that was looked at but not read (`literal`,
 `until`) is shorter than a mark and the blanks before it. So every character is read once and looked
 at a bounded number of times, and a reply takes bounded memory.
+
+A mark that is a special token of the model is one only where that token stands, which the reader is
+told. The same text, spelled by other tokens, is text: what a user wrote, or what a model quotes,
+calls no tool.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ MAX_BLANKS = 64
 """The most blanks before and after a mark that belong to it; further ones are text."""
 MAX_NAME = 256
 """The longest name of a tool, in characters; a call with a longer one is text."""
+_FEW_PLACES = 64
+"""So many places of special tokens are kept before those that were passed are dropped."""
 
 Steps = Generator[None, None, None]
 """A running format: yields when it needs more text."""
@@ -42,11 +48,30 @@ class Reader:
         text: the text from the first character that was not read.
         pos: the next character's index in it.
         end: how far it may be read before something must be taken.
+        places: where special tokens stand in the reply, as far as it was not passed.
     """
 
-    __slots__ = ("_aside", "_begin", "_num_added", "_num_aside", "_over", "end", "pos", "text")
+    __slots__ = (
+        "_aside",
+        "_base",
+        "_begin",
+        "_many_places",
+        "_num_added",
+        "_num_aside",
+        "_over",
+        "_special",
+        "end",
+        "places",
+        "pos",
+        "text",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, special: frozenset[str] = frozenset()) -> None:
+        """`special`: marks that stand only where `told` says so."""
+        self._special = special
+        self.places: set[int] = set()
+        self._many_places = _FEW_PLACES
+        self._base = 0  # of the text: its first character's index in the reply
         self.text = ""
         self.pos = 0
         self.end = 0
@@ -66,11 +91,23 @@ class Reader:
         """How many characters are kept, read or not."""
         return self._num_aside + len(self.text) - self._begin
 
+    def told(self, places: Iterable[int]) -> None:
+        """Say where special tokens begin in the reply's text, which is added later."""
+        self.places.update(places)
+        if len(self.places) > self._many_places:
+            self.places = {place for place in self.places if place >= self._base}
+            self._many_places = max(_FEW_PLACES, 2 * len(self.places))
+
+    def _stands(self, mark: str, start: int) -> bool:
+        """Whether this text, found at an index of the text, is a mark."""
+        return mark not in self._special or self._base + start in self.places
+
     def add(self, text: str) -> None:
         """Add text."""
         if self.pos > self._begin:
             self._aside.append(self.text[self._begin : self.pos])
             self._num_aside += self.pos - self._begin
+        self._base += self.pos
         self.text = self.text[self.pos :] + text
         self.pos = self._begin = 0
         self.end = min(len(self.text), MAX_HELD - self._num_aside)
@@ -148,13 +185,17 @@ class Reader:
         return ""
 
     def literal(self, literal: str) -> Generator[None, None, bool]:
-        """Read this text if it comes next, and nothing if not."""
+        """Read this text if it comes next, and nothing if not. A special token's text must be that
+        token.
+        """
         while not self.text.startswith(literal, self.pos):
             ahead = self.text[self.pos : self.pos + len(literal)]
             if len(ahead) == len(literal) or not literal.startswith(ahead):
                 return False
             if not (yield from self.more()):
                 return False
+        if not self._stands(literal, self.pos):
+            return False
         self.pos += len(literal)
         return True
 
@@ -215,6 +256,8 @@ class Reader:
         """
         while True:
             found = marks.find.search(self.text, self.pos)
+            while found is not None and not self._stands(found.group(), found.start()):
+                found = marks.find.search(self.text, found.end())
             if found is None:
                 partial = marks.find_partial.search(self.text, self.pos)
                 end = len(self.text) if partial is None else partial.start()

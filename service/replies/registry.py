@@ -51,15 +51,16 @@ class ModelFormat:
 
     Attributes:
         format: its format.
-        shown: the special tokens that a parser must be shown.
-        special: the marks that are special tokens.
+        shown: those of the format's marks that are special tokens of the model, by id. The parser
+            must be shown them, and only these tokens are such a mark: text that spells one is not.
+        special: these marks, in order.
         reasons: whether the model knows the marks of reasoning: its template or its vocabulary has
             them.
         call_form: how it writes calls; None: it has none.
     """
 
     format: Format
-    shown: frozenset[int]
+    shown: Mapping[int, str]
     special: tuple[str, ...]
     reasons: bool
     call_form: CallForm | None
@@ -97,14 +98,14 @@ def _shown(format: Format | None, tokenizer: Tokenizer | None) -> ModelFormat | 
     return ModelFormat(
         format,
         shown,
-        special=tuple(sorted(mark for mark in format.marks if tokenizer.token_id(mark) in shown)),
+        special=tuple(sorted(shown.values())),
         reasons=closing in template or tokenizer.token_id(closing) is not None,
         call_form=format.call_form(template),
     )
 
 
-def special_marks(format: Format, tokenizer: Tokenizer) -> frozenset[int]:
-    """The special tokens, by their text, that a parser of this format must see."""
+def special_marks(format: Format, tokenizer: Tokenizer) -> dict[int, str]:
+    """Those of a format's marks that are special tokens, by id."""
     special = tokenizer.special_token_ids
-    ids = (tokenizer.token_id(mark) for mark in format.marks)
-    return frozenset(id for id in ids if id is not None and id in special)
+    ids = {tokenizer.token_id(mark): mark for mark in format.marks}
+    return {id: mark for id, mark in ids.items() if id is not None and id in special}

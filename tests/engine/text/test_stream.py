@@ -154,3 +154,22 @@ def test_grouping_changes_nothing(
     else:
         assert whole.startswith(result[0])
         assert result[0].endswith(result[2].stop_string) or not include
+
+
+@pytest.mark.parametrize("per_push", [1, 2, 50])
+@pytest.mark.parametrize("stops", [(), ("<s", "x</s>y")], ids=["no stops", "held back"])
+def test_shown_tokens_are_told_where_they_stand(
+    tokenizers: dict[str, Tokenizer], per_push: int, stops: tuple[str, ...]
+) -> None:
+    for tokenizer in tokenizers.values():
+        special = min(tokenizer.special_token_ids)
+        own = tokenizer.token_text(special)
+        words = tokenizer.encode("water", add_special_tokens=False)
+        ids = [*words, special, *words, special, special, *words]
+        stops = tuple(stop for stop in stops if not own.startswith(stop))
+        stream = TextStream(tokenizer, shown={special: own}, stop_strings=stops)
+        text = "".join(stream.push(ids[i : i + per_push]) for i in range(0, len(ids), per_push))
+        text += stream.finish()
+        assert len(stream.shown_at) == 3
+        assert all(text.startswith(own, place) for place in stream.shown_at)
+        assert stream.shown_at == sorted(set(stream.shown_at))

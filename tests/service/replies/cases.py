@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 
@@ -86,9 +86,30 @@ def by_token(format: Format, case: Case) -> Reply:
     tokenizer = _tokenizer(format)
     ids = tokenizer.encode(case.raw, add_special_tokens=False)
     assert len(special_marks(format, tokenizer)) == len(format.marks)
-    stream = TextStream(tokenizer, shown=special_marks(format, tokenizer))
-    parts = [stream.push([id]) for id in ids] + [stream.finish()]
-    return parse(format, parts, case.context)
+    return parse_ids(format, tokenizer, ids, case.context)
+
+
+def spelled(format: Format, case: Case) -> Reply:
+    """What the same text comes to by that tokenizer if no token of it is special."""
+    tokenizer = _tokenizer(format)
+    ids = [id for part in case.raw for id in tokenizer.encode(part, add_special_tokens=False)]
+    assert not tokenizer.special_token_ids & set(ids)
+    return parse_ids(format, tokenizer, ids, case.context)
+
+
+def parse_ids(format: Format, tokenizer: Tokenizer, ids: Sequence[int], context: Context) -> Reply:
+    """What tokens come to, as the service reads them."""
+    shown = special_marks(format, tokenizer)
+    stream = TextStream(tokenizer, shown=shown)
+    parser = format.begin(replace(context, special=frozenset(shown.values())))
+    pieces = []
+    for id in ids:
+        text = stream.push([id])
+        parser.told(stream.shown_at)
+        stream.shown_at.clear()
+        pieces += parser.push(text)
+    pieces += parser.push(stream.finish())
+    return fold(pieces + parser.finish())
 
 
 @cache

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from types import FrameType
 
 import pytest
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 
 from service.replies import FORMATS, Context, Format, fold
 from service.replies.pieces import Mark
-from service.replies.reader import MAX_BLANKS, MAX_HELD, Marks
-from tests.service.replies.cases import parse
+from service.replies.reader import MAX_BLANKS, MAX_HELD, Marks, Reader, Steps
+from tests.service.replies.cases import parse, spelled
 
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 TOOLS = {"f": {"n": frozenset({"integer"}), "o": frozenset({"object", "null"})}}
@@ -42,6 +43,65 @@ def test_any_text(format: Format, data: st.DataObject) -> None:
     places = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=6)))
     divided = [raw[a:b] for a, b in zip([0, *places], [*places, len(raw)], strict=True)]
     assert parse(format, divided, context) == whole
+
+
+@EVERY_FORMAT
+def test_what_spells_special_tokens_is_text(format: Format) -> None:
+    """Where the marks are special tokens, no other tokens make one."""
+    cases = import_module(f"tests.service.replies.test_{format.name}").CASES
+    for case in cases:
+        reply = spelled(format, case)
+        assert reply.raw == case.raw
+        if format.name == "llama3_json" and case.tools:
+            continue  # a call without a mark is one
+        assert not reply.calls, case.id
+        if not case.in_reasoning:
+            assert (reply.text, reply.reasoning) == (case.raw, ""), case.id
+
+
+@EVERY_FORMAT
+@settings(deadline=None)
+@given(data=st.data())
+def test_special_tokens_among_texts_that_spell_them(format: Format, data: st.DataObject) -> None:
+    """It comes to the same however it is divided, and whenever the tokens' places are told."""
+    marks = sorted(format.marks)
+    parts = st.lists(st.sampled_from([*SNIPPETS, *marks, *marks, *marks]), max_size=24)
+    raw, places = "", list[int]()
+    for part in data.draw(parts):
+        if part in format.marks and data.draw(st.booleans()):
+            places.append(len(raw))
+        raw += part
+    tools = data.draw(st.sampled_from([{}, TOOLS]))
+    context = Context(tools, data.draw(st.booleans()), "seed", special=format.marks)
+    parser = format.begin(context)
+    parser.told(places)
+    whole = fold(parser.push(raw) + parser.finish())
+    assert whole.raw == raw
+    parser, pieces = format.begin(context), []
+    for place, character in enumerate(raw):
+        if place in places:
+            parser.told([place])
+        pieces += parser.push(character)
+    assert fold(pieces + parser.finish()) == whole
+
+
+def test_places_that_were_passed_are_dropped() -> None:
+    reader = Reader(frozenset({"<a>"}))
+    marks = Marks({"<a>"})
+    found: list[str] = []
+
+    def read() -> Steps:
+        while (yield from reader.until(marks, found.append)):
+            reader.take()
+
+    steps, sizes = read(), set()
+    for count in range(1, 5_000):
+        reader.told([5 * count - 3])
+        reader.add("xx<a>")
+        next(steps)
+        sizes.add(len(reader.places))
+    assert "".join(found) == "xx" * 4_999
+    assert max(sizes) < 100
 
 
 HOSTILE: dict[str, Callable[[Format], str]] = {

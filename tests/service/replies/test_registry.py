@@ -54,8 +54,10 @@ def test_special_marks_are_those_that_are_special_tokens() -> None:
     backend.add_special_tokens([AddedToken("<tool_call>", special=True)])
     backend.add_special_tokens([AddedToken("<|im_end|>", special=True)])
     tokenizer = Tokenizer(backend)
-    assert special_marks(FORMATS["hermes"], tokenizer) == {tokenizer.token_id("<tool_call>")}
-    assert special_marks(FORMATS["mistral"], tokenizer) == frozenset()
+    assert special_marks(FORMATS["hermes"], tokenizer) == {
+        tokenizer.token_id("<tool_call>"): "<tool_call>"
+    }
+    assert special_marks(FORMATS["mistral"], tokenizer) == {}
 
 
 OUTSIDE = """
@@ -84,7 +86,7 @@ def test_a_format_from_outside_the_tree(outside: str) -> None:
     found = format_option(name)(tokenizer)
     assert found is not None
     assert found.format.name == "own"
-    assert found.shown == {tokenizer.token_id("<hm>")}
+    assert found.shown == {tokenizer.token_id("<hm>"): "<hm>"}
     assert format_option(name)(None) is None
 
 
