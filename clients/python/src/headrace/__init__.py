@@ -11,10 +11,21 @@ stubs.
 
 from headrace._batch import BatchItem
 from headrace._channel import CLIENT_VERSION as __version__
+from headrace._tool_loop import (
+    ToolAnswer,
+    ToolArgumentsError,
+    ToolDeclinedError,
+    ToolError,
+    ToolFailedError,
+    ToolRunEnd,
+    ToolTurn,
+    UnknownToolError,
+)
 from headrace.async_client import AsyncClient
 from headrace.async_control import AsyncControl
 from headrace.async_session import AsyncRequestHandle, AsyncSession
 from headrace.async_streams import AsyncStream
+from headrace.async_tool_run import AsyncToolRun
 from headrace.client import Client
 from headrace.control import Control
 from headrace.errors import (
@@ -38,7 +49,7 @@ from headrace.errors import (
 )
 from headrace.messages import Message, MessageDict, Prompt, Role, Tool, ToolCall, ToolChoice
 from headrace.model_card import Limits, ModelCard
-from headrace.options import GenerationOptions, Request, build_spec
+from headrace.options import GenerationOptions, Request, TurnOptions, build_spec
 from headrace.results import (
     Accepted,
     CancelStatus,
@@ -58,6 +69,8 @@ from headrace.results import (
 )
 from headrace.session import RequestHandle, Session
 from headrace.streams import Stream
+from headrace.tool_run import ToolRun
+from headrace.tools import FunctionTool, tool
 
 __all__ = [
     "Accepted",
@@ -67,6 +80,7 @@ __all__ = [
     "AsyncRequestHandle",
     "AsyncSession",
     "AsyncStream",
+    "AsyncToolRun",
     "BatchItem",
     "CallCancelledError",
     "CancelStatus",
@@ -78,6 +92,7 @@ __all__ = [
     "FailedPreconditionError",
     "FieldViolation",
     "FinishReason",
+    "FunctionTool",
     "GenerationOptions",
     "HeadraceError",
     "HealthStatus",
@@ -108,12 +123,23 @@ __all__ = [
     "TokenInfo",
     "Tokenization",
     "Tool",
+    "ToolAnswer",
+    "ToolArgumentsError",
     "ToolCall",
     "ToolCallChunk",
     "ToolChoice",
+    "ToolDeclinedError",
+    "ToolError",
+    "ToolFailedError",
+    "ToolRun",
+    "ToolRunEnd",
+    "ToolTurn",
+    "TurnOptions",
     "UnauthenticatedError",
     "UnavailableError",
+    "UnknownToolError",
     "Usage",
     "__version__",
     "build_spec",
+    "tool",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -27,9 +27,11 @@ from headrace._channel import (
     make_settings,
 )
 from headrace._fold import Fold
+from headrace._tool_loop import OnError, ToolLoop
 from headrace.async_control import AsyncControl
 from headrace.async_session import AsyncSession
 from headrace.async_streams import AsyncCallEvents, AsyncPolledEvents, AsyncStream
+from headrace.async_tool_run import AsyncApprove, AsyncToolRun
 from headrace.errors import (
     CallCancelledError,
     NotFoundError,
@@ -38,7 +40,7 @@ from headrace.errors import (
 )
 from headrace.messages import Message, MessageDict, Prompt
 from headrace.model_card import ModelCard
-from headrace.options import GenerationOptions, build_spec, choices_of
+from headrace.options import GenerationOptions, TurnOptions, build_spec, choices_of
 from headrace.results import (
     Accepted,
     CancelStatus,
@@ -51,6 +53,7 @@ from headrace.results import (
 from headrace.v1 import generation_service_pb2 as pb
 from headrace.v1 import model_service_pb2
 from headrace.v1.control_service_pb2_grpc import ControlServiceStub
+from headrace.v1.generation_pb2 import GenerationSpec
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 from headrace.v1.model_service_pb2_grpc import ModelServiceStub
 
@@ -187,11 +190,7 @@ class AsyncClient:
             HeadraceError: the request was refused or failed; the class says why.
             TypeError: there is no option of this name, or the prompt has an unsupported type.
         """
-        spec = build_spec(prompt, options)
-        _calls.name_request(spec)
-        request = with_capabilities(pb.GenerateRequest(spec=spec))
-        response = await self._call(self._generation.Generate, request, None, spec.request_id)
-        return result_from_proto(response)
+        return await self._generate(build_spec(prompt, options))
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncStream:
         """Runs one request and streams its output; see `AsyncStream`.
@@ -201,17 +200,25 @@ class AsyncClient:
                 by the stream.
             TypeError: there is no option of this name, or the prompt has an unsupported type.
         """
-        spec = build_spec(prompt, options)
-        _calls.name_request(spec)
-        request = with_capabilities(pb.GenerateStreamRequest(spec=spec))
-        return AsyncStream(
-            lambda: AsyncCallEvents(
-                self._generation.GenerateStream(request, metadata=self._settings.metadata)
-            ),
-            Fold(spec.request_id, n=choices_of(spec)),
-            cancel=self.cancel,
-            target=self.target,
-        )
+        return self._streamed(build_spec(prompt, options))
+
+    def run_tools(
+        self,
+        messages: Sequence[Message] | Sequence[MessageDict],
+        tools: Sequence[Callable[..., Any]],
+        *,
+        max_turns: int = 10,
+        approve: AsyncApprove | None = None,
+        on_error: OnError = "tell",
+        **options: Unpack[TurnOptions],
+    ) -> AsyncToolRun:
+        """Holds a conversation with tools, which may be coroutine functions; see `AsyncToolRun`.
+
+        The arguments and errors are those of `Client.run_tools`. A reply's calls run at the same
+        time; `approve` is asked for one after the other before, and may be a coroutine function.
+        """
+        loop = ToolLoop(messages, tools, max_turns=max_turns, on_error=on_error, options=options)
+        return AsyncToolRun(loop, self._generate, self._streamed, approve)
 
     # ---- many requests ---------------------------------------------------------------------------
 
@@ -438,6 +445,26 @@ class AsyncClient:
                     f"the server at {self.target} is not ready after {timeout} s: {status}"
                 )
             await asyncio.sleep(_calls.READY_POLL_SECONDS)
+
+    async def _generate(self, spec: GenerationSpec, requires: tuple[str, ...] = ()) -> Result:
+        _calls.name_request(spec)
+        request = with_capabilities(pb.GenerateRequest(spec=spec, required_capabilities=requires))
+        response = await self._call(self._generation.Generate, request, None, spec.request_id)
+        return result_from_proto(response)
+
+    def _streamed(self, spec: GenerationSpec, requires: tuple[str, ...] = ()) -> AsyncStream:
+        _calls.name_request(spec)
+        request = with_capabilities(
+            pb.GenerateStreamRequest(spec=spec, required_capabilities=requires)
+        )
+        return AsyncStream(
+            lambda: AsyncCallEvents(
+                self._generation.GenerateStream(request, metadata=self._settings.metadata)
+            ),
+            Fold(spec.request_id, n=choices_of(spec)),
+            cancel=self.cancel,
+            target=self.target,
+        )
 
     async def _get_result(self, request: pb.GetResultRequest) -> pb.GetResultResponse:
         timeout = self._rpc_timeout and self._rpc_timeout + request.wait.seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -24,6 +24,7 @@ from headrace._channel import (
     make_settings,
 )
 from headrace._fold import Fold
+from headrace._tool_loop import OnError, ToolLoop
 from headrace.control import Control
 from headrace.errors import (
     CallCancelledError,
@@ -33,7 +34,7 @@ from headrace.errors import (
 )
 from headrace.messages import Message, MessageDict, Prompt
 from headrace.model_card import ModelCard
-from headrace.options import GenerationOptions, build_spec, choices_of
+from headrace.options import GenerationOptions, TurnOptions, build_spec, choices_of
 from headrace.results import (
     Accepted,
     CancelStatus,
@@ -45,8 +46,10 @@ from headrace.results import (
 )
 from headrace.session import Session
 from headrace.streams import CallEvents, PolledEvents, Stream
+from headrace.tool_run import Approve, ToolRun
 from headrace.v1 import generation_service_pb2 as pb
 from headrace.v1 import model_service_pb2
+from headrace.v1.generation_pb2 import GenerationSpec
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 from headrace.v1.model_service_pb2_grpc import ModelServiceStub
 
@@ -171,11 +174,7 @@ class Client:
             HeadraceError: the request was refused or failed; the class says why.
             TypeError: there is no option of this name, or the prompt has an unsupported type.
         """
-        spec = build_spec(prompt, options)
-        _calls.name_request(spec)
-        request = with_capabilities(pb.GenerateRequest(spec=spec))
-        response = self._call(self._generation.Generate, request, None, spec.request_id)
-        return result_from_proto(response)
+        return self._generate(build_spec(prompt, options))
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:
         """Runs one request and streams its output; see `Stream`.
@@ -185,17 +184,39 @@ class Client:
                 by the stream.
             TypeError: there is no option of this name, or the prompt has an unsupported type.
         """
-        spec = build_spec(prompt, options)
-        _calls.name_request(spec)
-        request = with_capabilities(pb.GenerateStreamRequest(spec=spec))
-        return Stream(
-            lambda: CallEvents(
-                _calls.open_call(self._generation.GenerateStream, request, self._settings.metadata)
-            ),
-            Fold(spec.request_id, n=choices_of(spec)),
-            cancel=self.cancel,
-            target=self.target,
-        )
+        return self._streamed(build_spec(prompt, options))
+
+    def run_tools(
+        self,
+        messages: Sequence[Message] | Sequence[MessageDict],
+        tools: Sequence[Callable[..., Any]],
+        *,
+        max_turns: int = 10,
+        approve: Approve | None = None,
+        on_error: OnError = "tell",
+        **options: Unpack[TurnOptions],
+    ) -> ToolRun:
+        """Holds a conversation with tools: generates, runs the functions that the model calls,
+        tells it what they returned, and so on, until a reply calls none; see `ToolRun`.
+
+        Args:
+            messages: the conversation.
+            tools: functions, or what `headrace.tool` makes of them. A reply's calls run in order.
+            max_turns: how many replies there may be. The calls of the last one are not run.
+            approve: asked before a call runs, with its arguments as an object: True lets it run;
+                False, or a text that says why, does not, and the model is told.
+            on_error: a tool that is unknown, arguments that do not fit, a call that was declined,
+                a function that raises: "tell" tells the model; "raise" raises it; a function is
+                given the `ToolError` and returns what the model is told.
+            options: options of each request. A `tool_choice` that requires a call holds for the
+                first reply; then the model may answer.
+
+        Raises:
+            TypeError: a function cannot be a tool, or there is no option of this name.
+            InvalidArgumentError: a value cannot be sent at all.
+        """
+        loop = ToolLoop(messages, tools, max_turns=max_turns, on_error=on_error, options=options)
+        return ToolRun(loop, self._generate, self._streamed, approve)
 
     # ---- many requests ---------------------------------------------------------------------------
 
@@ -421,6 +442,26 @@ class Client:
                     f"the server at {self.target} is not ready after {timeout} s: {status}"
                 )
             time.sleep(_calls.READY_POLL_SECONDS)
+
+    def _generate(self, spec: GenerationSpec, requires: tuple[str, ...] = ()) -> Result:
+        _calls.name_request(spec)
+        request = with_capabilities(pb.GenerateRequest(spec=spec, required_capabilities=requires))
+        response = self._call(self._generation.Generate, request, None, spec.request_id)
+        return result_from_proto(response)
+
+    def _streamed(self, spec: GenerationSpec, requires: tuple[str, ...] = ()) -> Stream:
+        _calls.name_request(spec)
+        request = with_capabilities(
+            pb.GenerateStreamRequest(spec=spec, required_capabilities=requires)
+        )
+        return Stream(
+            lambda: CallEvents(
+                _calls.open_call(self._generation.GenerateStream, request, self._settings.metadata)
+            ),
+            Fold(spec.request_id, n=choices_of(spec)),
+            cancel=self.cancel,
+            target=self.target,
+        )
 
     def _get_result(self, request: pb.GetResultRequest) -> pb.GetResultResponse:
         timeout = self._rpc_timeout and self._rpc_timeout + request.wait.seconds

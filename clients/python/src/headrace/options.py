@@ -24,13 +24,9 @@ from headrace.messages import Message, MessageDict, Prompt, Tool, ToolChoice
 from headrace.v1 import generation_pb2 as pb
 
 
-class GenerationOptions(TypedDict, total=False):
-    """The options of one request; each is optional."""
+class TurnOptions(TypedDict, total=False):
+    """The options of one request that a run of tools may have too (`Client.run_tools`)."""
 
-    request_id: str
-    """Your id for the request, 1 to 128 of `[A-Za-z0-9._:/-]`; made for you if omitted."""
-    n: int
-    """How many independent continuations to make; default 1."""
     adapter: str
     """The name of an adapter (such as a LoRA) to apply."""
 
@@ -87,8 +83,6 @@ class GenerationOptions(TypedDict, total=False):
     record_timestamps: bool
     skip_special_tokens: bool
     omit_text: bool
-    raw_text: bool
-    """For a conversation: reasoning and tool calls stay in the text, as the model wrote them."""
 
     json_schema: str | Mapping[str, Any]
     """The output must be a JSON value that satisfies this schema: a dict, or JSON text."""
@@ -120,10 +114,8 @@ class GenerationOptions(TypedDict, total=False):
 
     add_special_tokens: bool
     """For a text prompt: whether the tokenizer adds its special tokens; default yes."""
-    tools: Sequence[Tool | Mapping[str, Any]]
-    """For a conversation: the functions that the model may call."""
     tool_choice: str | Mapping[str, Any] | ToolChoice
-    """Which of them it may or must call: "auto", "none", "required", OpenAI's dictionaries of
+    """Which of the tools it may or must call: "auto", "none", "required", OpenAI's dictionaries of
     one function or of allowed tools, or `ToolChoice`. The model is held to the choice and to the
     tools' schemas; not with "auto" alone, unless a tool says "strict": true.
     """
@@ -140,6 +132,19 @@ class GenerationOptions(TypedDict, total=False):
     """Labels for accounting: at most 16, in the server's logs and traces."""
 
 
+class GenerationOptions(TurnOptions, total=False):
+    """The options of one request; each is optional."""
+
+    request_id: str
+    """Your id for the request, 1 to 128 of `[A-Za-z0-9._:/-]`; made for you if omitted."""
+    n: int
+    """How many independent continuations to make; default 1."""
+    tools: Sequence[Tool | Mapping[str, Any]]
+    """For a conversation: the functions that the model may call."""
+    raw_text: bool
+    """For a conversation: reasoning and tool calls stay in the text, as the model wrote them."""
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class Request:
     """A prompt with its own options, for `batch`."""
@@ -154,6 +159,8 @@ class Request:
 
 OPTION_NAMES = frozenset(GenerationOptions.__annotations__)
 """The names of all options."""
+TURN_OPTION_NAMES = frozenset(TurnOptions.__annotations__)
+"""Of those that a run of tools may have too."""
 
 _CHAT_OPTIONS = ("tools", "add_generation_prompt", "continue_final_message", "template_arguments")
 _CHOICE_OPTIONS = ("tool_choice", "parallel_tool_calls")
