@@ -286,6 +286,8 @@ class GrammarKind(enum.Enum):
     """Text of a context-free grammar in Lark syntax."""
     CHOICE = "choice"
     """One of several strings."""
+    STRUCTURAL_TAG = "structural_tag"
+    """Text with tags in it, whose contents have forms of their own, given as JSON text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,7 +296,7 @@ class GrammarParams:
 
     Attributes:
         kind: how it is described.
-        text: the schema, expression or grammar; empty for JSON_OBJECT and CHOICE.
+        text: the schema, expression, grammar or structural tag; empty for JSON_OBJECT and CHOICE.
         choices: the strings of CHOICE, at least one; else empty.
         flexible_whitespace: whether the model chooses the white space of JSON; otherwise it is one
             line, with one space after each comma and colon.

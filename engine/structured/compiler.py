@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits
 
 from engine.drain_rate import DrainRate
 from engine.errors import (
@@ -47,12 +47,12 @@ from engine.errors import (
     UnsupportedFeatureError,
 )
 from engine.request import TokenMatcher
-from engine.sampling_params import GrammarKind, GrammarParams
+from engine.sampling_params import GrammarParams
 from engine.structured.matcher import CompiledGrammar, GrammarMatcher
 from engine.structured.messages import explain
-from engine.structured.source import to_lark
+from engine.structured.source import translate
 from engine.structured.trial import try_out
-from engine.structured.vocabulary import read_vocabulary
+from engine.structured.vocabulary import Vocabulary, read_vocabulary
 from engine.text import Tokenizer
 from engine.types import NO_CALLER, CallerKey, TokenId
 
@@ -133,7 +133,7 @@ class GrammarCompiler:
         self._max_cached = max_cached
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
-        self._vocabulary: LLTokenizer | None = None
+        self._vocabulary: Vocabulary | None = None
         self._cache: OrderedDict[_Key, _Root] = OrderedDict()
         self._cached_bytes = 0
         self._jobs: dict[_Key, _Job] = {}
@@ -361,8 +361,10 @@ class GrammarCompiler:
         all.
         """
         vocabulary = self._read_vocabulary()
-        source = LLMatcher.grammar_from_lark(to_lark(params))
-        root = LLMatcher(vocabulary, source, log_level=0, limits=_limits(params.kind))
+        source = translate(params, vocabulary.tokenizer)
+        root = LLMatcher(
+            vocabulary.tokens, source.text, log_level=0, limits=_limits(source.has_lark)
+        )
         field_name = f"grammar.{params.kind.value}"
         if root.is_error():
             raise InvalidRequestError(field_name, explain(params.kind, root.get_error()))
@@ -382,7 +384,7 @@ class GrammarCompiler:
             field_name, "matches no text, or none that this model's tokens can write"
         )
 
-    def _read_vocabulary(self) -> LLTokenizer:
+    def _read_vocabulary(self) -> Vocabulary:
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 self._vocabulary = read_vocabulary(self._tokenizer, self._vocab_size)
@@ -397,9 +399,9 @@ class GrammarCompiler:
             self._cached_bytes -= _size(oldest.params)
 
 
-def _limits(kind: GrammarKind) -> LLParserLimits:
+def _limits(has_lark: bool) -> LLParserLimits:
     return LLParserLimits(
-        initial_lexer_fuel=_LARK_LEXER_FUEL if kind is GrammarKind.LARK else _LEXER_FUEL,
+        initial_lexer_fuel=_LARK_LEXER_FUEL if has_lark else _LEXER_FUEL,
         # Because the steps are taken on the engine's thread: some milliseconds each, with few
         # exceptions. `engine.form_budget` limits their sum.
         step_lexer_fuel=50_000,

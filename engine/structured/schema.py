@@ -133,6 +133,10 @@ class _Place(NamedTuple):
         return path if len(path) <= 80 else f"{path[:30]}…{path[-49:]}"
 
 
+class SchemaError(Exception):
+    """A schema cannot be followed; the text tells why, without its subject."""
+
+
 def prepare_schema(text: str, options: dict[str, object]) -> str:
     """The schema to give to llguidance.
 
@@ -144,32 +148,69 @@ def prepare_schema(text: str, options: dict[str, object]) -> str:
         InvalidRequestError: it is not JSON, too large or too deep to be compiled safely, or has
             something that would not be followed exactly.
     """
-    schema = _parse(text)
-    check = _Check()
-    for place in _walk(schema):
-        if place.depth > MAX_SCHEMA_DEPTH:
-            _refuse(f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
-        check.add(place)
-    check.finish()
+    try:
+        checks = SchemaChecks()
+        schema = checks.add(read_json(text))
+        checks.finish()
+    except SchemaError as error:
+        raise InvalidRequestError("grammar.json_schema", str(error)) from error
+    return schema_text(schema, options)
+
+
+def schema_text(schema: dict[str, Any], options: dict[str, object]) -> str:
+    """A checked schema's text for llguidance, with llguidance's own options."""
     return json.dumps({"x-guidance": options, **schema})
 
 
-def _parse(text: str) -> dict[str, Any]:
+def read_json(text: str) -> Any:
+    """The value of a text that holds schemas. A number in it that cannot be represented exactly is
+    kept as it is written, so that a check can refuse it with its place.
+
+    Raises:
+        SchemaError: it is not JSON, or nested too deeply.
+    """
     try:
-        schema = json.loads(
-            text, parse_float=_float, parse_int=_integer, parse_constant=_no_constant
-        )
+        return json.loads(text, parse_float=_float, parse_int=_integer, parse_constant=_no_constant)
     except RecursionError:
         _refuse(f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
     except ValueError as error:
         _refuse(f"is not valid JSON: {error}")
-    if isinstance(schema, bool):
-        return {} if schema else {"enum": []}
-    if not isinstance(schema, dict):
-        _refuse("is neither a JSON object nor true or false")
-    if "x-guidance" in schema:
-        _refuse("has the keyword x-guidance, which is not taken; leave it out")
-    return schema
+
+
+class SchemaChecks:
+    """Checks the schemas of one grammar, each by itself, and what they may have together."""
+
+    def __init__(self) -> None:
+        self._totals = _Totals()
+
+    def add(self, schema: object) -> dict[str, Any]:
+        """Check a schema; returns it as an object, completed.
+
+        Raises:
+            SchemaError: it is no schema, too deep to be compiled safely, or has something that
+                would not be followed exactly.
+        """
+        if isinstance(schema, bool):
+            return {} if schema else {"enum": []}
+        if not isinstance(schema, dict):
+            _refuse("is neither a JSON object nor true or false")
+        if "x-guidance" in schema:
+            _refuse("has the keyword x-guidance, which is not taken; leave it out")
+        check = _Check(self._totals)
+        for place in _walk(schema):
+            if place.depth > MAX_SCHEMA_DEPTH:
+                _refuse(f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+            check.add(place)
+        check.finish()
+        return schema
+
+    def finish(self) -> None:
+        """Check what the schemas have together.
+
+        Raises:
+            SchemaError: it is too much.
+        """
+        self._totals.check()
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -211,12 +252,27 @@ _Ends = dict[str, set[float]]
 """For "minimum" and "maximum": all their values."""
 
 
+class _Totals:
+    """What all schemas of a grammar have together."""
+
+    def __init__(self) -> None:
+        self.pattern_bytes = 0
+        self.multiples: set[Decimal] = set()
+
+    def check(self) -> None:
+        if self.pattern_bytes > MAX_PATTERN_BYTES:
+            _refuse(
+                f"has {self.pattern_bytes} bytes of patterns; at most {MAX_PATTERN_BYTES} are "
+                "compiled"
+            )
+        _check_multiples(self.multiples)
+
+
 class _Check:
     """Checks a schema, first place by place, then as a whole."""
 
-    def __init__(self) -> None:
-        self._pattern_bytes = 0
-        self._multiples: set[Decimal] = set()
+    def __init__(self, totals: _Totals) -> None:
+        self._totals = totals
         self._combines = False
         self._exclusive: _Starts = {"minimum": {}, "maximum": {}}
         self._ends: _Ends = {"minimum": set(), "maximum": set()}
@@ -233,22 +289,18 @@ class _Check:
 
     def finish(self) -> None:
         """Check what depends on the whole schema."""
-        if self._pattern_bytes > MAX_PATTERN_BYTES:
-            _refuse(
-                f"has {self._pattern_bytes} bytes of patterns; at most {MAX_PATTERN_BYTES} are "
-                "compiled"
-            )
-        _check_multiples(self._multiples)
         if self._combines:
             _check_intervals(self._exclusive, self._ends)
 
     def _add_schema(self, place: _Place, schema: dict[str, Any]) -> None:
         if isinstance(pattern := schema.get("pattern"), str):
-            self._pattern_bytes += len(pattern.encode("utf-8", "replace"))
+            self._totals.pattern_bytes += len(pattern.encode("utf-8", "replace"))
         if isinstance(patterns := schema.get("patternProperties"), dict):
-            self._pattern_bytes += sum(len(key.encode("utf-8", "replace")) for key in patterns)
+            self._totals.pattern_bytes += sum(
+                len(key.encode("utf-8", "replace")) for key in patterns
+            )
         if _is_number(multiple := schema.get("multipleOf")):
-            self._multiples.add(abs(Decimal(repr(multiple))))
+            self._totals.multiples.add(abs(Decimal(repr(multiple))))
         has_bounds = any(key in schema for key in _BOUNDS)
         all_of = schema.get("allOf")
         self._combines |= isinstance(all_of, list) and len(all_of) > 1
@@ -381,4 +433,4 @@ def _refuse_number(place: _Place, literal: str) -> NoReturn:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise InvalidRequestError("grammar.json_schema", message)
+    raise SchemaError(message)

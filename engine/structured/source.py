@@ -14,13 +14,16 @@ tokenization, for which llguidance calls the tokenizer, in Python, in the middle
 from __future__ import annotations
 
 import json
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from llguidance import LLMatcher
 
 from engine.errors import InvalidRequestError
 from engine.sampling_params import GrammarKind, GrammarParams
 from engine.structured.schema import JSON_ESCAPES, prepare_schema
+from engine.structured.structural_tag import read_structural_tag
+from engine.structured.tag_grammar import TagError
+from engine.text import Tokenizer
 
 MAX_REGEX_BYTES = 16 * 1024
 """The longest regular expression, in bytes."""
@@ -47,13 +50,30 @@ _FLEXIBLE: dict[str, object] = {
 }
 
 
-def to_lark(params: GrammarParams) -> str:
-    """Translate to llguidance's dialect of Lark.
+class Source(NamedTuple):
+    """A translated grammar.
+
+    Attributes:
+        text: llguidance's JSON for its grammars.
+        has_lark: whether a caller's own Lark grammar is in it.
+    """
+
+    text: str
+    has_lark: bool
+
+
+def translate(params: GrammarParams, tokenizer: Tokenizer) -> Source:
+    """Translate a grammar for llguidance.
+
+    Args:
+        params: the grammar.
+        tokenizer: the model's, for the special tokens of structural tags.
 
     Raises:
-        InvalidRequestError: the schema is not JSON, or the text is too large or too deep to be
-            compiled safely.
+        InvalidRequestError: the schema or structural tag is not JSON or not valid, or the text is
+            too large or too deep to be compiled safely.
     """
+    larks: list[str] = []
     options = _FLEXIBLE if params.flexible_whitespace else _ONE_LINE
     match params.kind:
         case GrammarKind.JSON_SCHEMA:
@@ -69,7 +89,16 @@ def to_lark(params: GrammarParams) -> str:
             # A terminal, not a rule: the lexer handles any number of alternatives. As ASCII JSON,
             # the strings contain nothing that is special in the grammar's syntax.
             source = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, params.choices))
-    return source + _OPTIONS
+        case GrammarKind.STRUCTURAL_TAG:
+            try:
+                source, larks = read_structural_tag(params.text, tokenizer, options, _ONE_LINE)
+            except TagError as error:
+                raise InvalidRequestError("grammar.structural_tag", str(error)) from error
+    grammars = [{"lark_grammar": source + _OPTIONS}]
+    for index, lark in enumerate(larks):
+        grammars.append({"name": f"lark_{index}", "lark_grammar": lark + _OPTIONS})
+    has_lark = bool(larks) or params.kind is GrammarKind.LARK
+    return Source(json.dumps({"grammars": grammars}), has_lark)
 
 
 def _checked_lark(text: str) -> str:

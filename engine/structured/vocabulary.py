@@ -9,7 +9,7 @@ request's own ending ids.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from llguidance import LLTokenizer
 
@@ -21,7 +21,14 @@ _NO_TEXT = 0xFF
 """A byte that never occurs in UTF-8; llguidance marks special tokens with it."""
 
 
-def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> LLTokenizer:
+class Vocabulary(NamedTuple):
+    """A tokenizer, and what llguidance has made of it."""
+
+    tokenizer: Tokenizer
+    tokens: LLTokenizer
+
+
+def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> Vocabulary:
     """Convert a tokenizer for llguidance.
 
     Args:
@@ -42,10 +49,11 @@ def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> LLTokenizer
             "is not there for this model: the text of its tokens depends on their neighbours "
             "(its tokenizer is neither byte-level nor with byte fallback)",
         )
-    return LLTokenizer(_Vocabulary(tokenizer, vocab_size), n_vocab=vocab_size + 1)  # type: ignore[arg-type]
+    tokens = LLTokenizer(_Tokens(tokenizer, vocab_size), n_vocab=vocab_size + 1)  # type: ignore[arg-type]
+    return Vocabulary(tokenizer, tokens)
 
 
-class _Vocabulary:
+class _Tokens:
     """The attributes that llguidance reads from a tokenizer object."""
 
     is_tokenizer_wrapper = True

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from engine.json_types import allowed_types, referred
+
 ToolTypes = Mapping[str, Mapping[str, frozenset[str]]]
 """Tool → parameter → the types that its schema allows, by JSON's names. What may be a string alone,
 or says nothing, is left out.
@@ -13,8 +15,6 @@ or says nothing, is left out.
 
 MAX_TYPED = 4_096
 """The most parameters, of all tools of a request, whose types are kept; others are strings."""
-_MAX_NESTED = 8
-_KINDS = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 _STRING = frozenset({"string"})
 
 
@@ -31,28 +31,19 @@ def tool_types(tools: Iterable[Mapping[str, object]]) -> ToolTypes:
         if not isinstance(function, Mapping) or not isinstance(name, str):
             continue
         own = found.setdefault(name, {})
-        for key, schema in _properties(function.get("parameters")):
-            types = frozenset(_allowed(schema))
+        root = function.get("parameters")
+        for key, schema in _properties(root):
+            types = allowed_types(schema, root)
             if left > 0 and not types <= _STRING:
                 left -= 1
                 own[key] = seen.setdefault(types, types)
     return found
 
 
-def _properties(schema: object) -> Iterator[tuple[str, object]]:
+def _properties(root: object) -> Iterator[tuple[str, object]]:
+    schema = root
+    if isinstance(root, Mapping) and "properties" not in root:
+        schema = referred(root, root) or root
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     for key, value in properties.items() if isinstance(properties, Mapping) else ():
         yield str(key), value
-
-
-def _allowed(schema: object, depth: int = 0) -> Iterator[str]:
-    if not isinstance(schema, Mapping) or depth > _MAX_NESTED:
-        return
-    kinds = schema.get("type")
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if isinstance(kind, str) and kind in _KINDS:
-            yield kind
-    for word in ("anyOf", "oneOf"):
-        choices = schema.get(word)
-        for choice in choices if isinstance(choices, list) else ():
-            yield from _allowed(choice, depth + 1)

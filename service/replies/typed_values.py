@@ -8,8 +8,8 @@ A value becomes
   `True`, `False` and `None` are taken as JSON's; else it is a string. A value of more than MAX_HELD
   characters is a string.
 
-Where a schema allows strings and something else, what can be the other is. `$ref` is not followed:
-what it names is a string, unless the place itself says its type.
+Where a schema allows strings and something else, what can be the other is. What a schema allows is
+told by `engine.json_types`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,317 @@
+"""Arguments in Qwen3-coder's XML, held to the schema of their object:
+
+    <parameter=key>
+    value
+    </parameter>
+
+The service reads them back without types (`service.replies.qwen_coder`): a value whose schema
+allows strings alone, or does not say, is a string as it stands; another is JSON, if that is of a
+type which the schema allows, else it is a string. So what is generated here is
+
+- text, where a string is read. Its length and its constants are held; a pattern or a format is
+  refused;
+- JSON on one line, where no string is allowed;
+- one or the other, where both are. The text is then none that could be read as something else:
+  where numbers are allowed too, it does not begin with a digit, and so on.
+
+What cannot be held so is refused, with its place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from engine.json_types import allowed_types, own_types, referred, type_of
+from engine.structured.schema import schema_text
+from engine.structured.tag_grammar import TagError, excluding
+from engine.structured.tag_nodes import EMPTY, Choice, Json, Literal, Node, Sequence, Value
+
+MAX_PARAMETERS = 256
+"""The most properties: the service reads no more of one call."""
+
+_MAX_REFERENCES = 8
+_END = "</parameter>"
+_CLOSE = f"\n{_END}\n"
+_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly"}) | {
+    "writeOnly", "$comment", "$schema", "$id", "$defs", "definitions",
+}  # fmt: skip
+"""Keywords that say nothing about a value."""
+_OF_OBJECTS = _NOTES | {"type", "properties", "required", "additionalProperties"}
+_OF_STRINGS = _NOTES | {"type", "enum", "const", "minLength", "maxLength"}
+_OF_OTHERS = _NOTES | {
+    "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "properties",
+    "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties",
+    "items", "prefixItems", "additionalItems", "minItems", "maxItems",
+}  # fmt: skip
+"""Keywords that say nothing about a string."""
+_BRANCHES = ("anyOf", "oneOf")
+_WORDS = {"null": ("null", "None"), "boolean": ("true", "false", "True", "False")}
+"""For each type: what is read as one of its values, besides by its first character."""
+_FIRSTS = {"number": "-0-9", "integer": "-0-9", "object": "{", "array": "\\["}
+"""For each type: with which characters its values begin."""
+_BLANKS = " \t\r\n"
+
+_Schema = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class _Held:
+    """How a value may be written: as text (expressions of Lark's terminals), as one of JSON's
+    words, or as JSON of one of these schemas.
+    """
+
+    texts: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    schemas: list[dict[str, Any]] = field(default_factory=list)
+
+
+def xml_parameters(schema: dict[str, Any], place: str, options: dict[str, object]) -> Node:
+    """The parameters of an object's schema, in its order; those that are not required may be left
+    out.
+
+    Args:
+        schema: the checked schema.
+        place: where it is, for messages.
+        options: llguidance's own, for values of JSON.
+
+    Raises:
+        TagError: it cannot be held.
+    """
+    root = schema
+    target, where = _resolved(schema, root, place)
+    _check_keywords(target, _OF_OBJECTS, where, "an object's schema")
+    if own_types(target) - {"object"}:
+        _refuse(f"{where}.type", "must be object, because it describes parameters")
+    properties = target.get("properties", {})
+    required = target.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        _refuse(where, "must have an object of `properties`, and a list of what is `required`")
+    others = target.get("additionalProperties", True)
+    listed: dict[str, Any] = dict(properties)
+    for name in required:
+        if isinstance(name, str) and name not in listed:
+            if others is False:
+                _refuse(f"{where}.required", f"has {name!r}, which is none of its properties")
+            if allowed_types(others, root) - {"string"}:  # the service looks at properties alone
+                _refuse(f"{where}.required", f"has {name!r}; describe it in `properties`")
+            listed[name] = others
+    if len(listed) > MAX_PARAMETERS:
+        _refuse(where, f"has {len(listed)} properties; at most {MAX_PARAMETERS} are allowed")
+    nodes: list[Node] = []
+    for name, inner in listed.items():
+        value = _Parameter(root, options, f"{where}.properties.{name}")
+        node = Sequence((_opening(name, where), value.node(inner)))
+        nodes.append(node if name in required else Choice((node, EMPTY)))
+    return Sequence(tuple(nodes))
+
+
+def _opening(name: str, where: str) -> Literal:
+    if not name or len(name) > 256 or not name.isprintable() or ">" in name or name != name.strip():
+        _refuse(
+            f"{where}.properties",
+            f"has the name {name[:40]!r}, which cannot be written in the parameter's mark; a name "
+            "has 1 to 256 printable characters, none of them >, and no blank at its ends",
+        )
+    return Literal((f"<parameter={name}>\n",))
+
+
+class _Parameter:
+    """Makes the node of one parameter's value."""
+
+    def __init__(self, root: dict[str, Any], options: dict[str, object], place: str) -> None:
+        self._root = root
+        self._options = options
+        self._place = place
+        self._types: frozenset[str] = frozenset()
+
+    def node(self, schema: object) -> Node:
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            _refuse(self._place, "is a schema that allows nothing")
+        self._types = allowed_types(schema, self._root)
+        held = _Held()
+        if not self._types or "string" in self._types:
+            self._add(held, schema, self._place, 0)
+        else:
+            self._check_types(schema)
+            held.schemas.append(self._typed(schema))
+        return self._written(held)
+
+    def _written(self, held: _Held) -> Node:
+        choices: list[Node] = []
+        if texts := [*held.texts, *map(json.dumps, held.words)]:
+            choices.append(Value(f"({' | '.join(texts)}) {json.dumps(_CLOSE)}"))
+        for schema in held.schemas:
+            text = schema_text(self._with_definitions(schema), self._options)
+            choices.append(Sequence((Json(text), Literal((_CLOSE,)))))
+        return choices[0] if len(choices) == 1 else Choice(tuple(choices))
+
+    def _with_definitions(self, schema: dict[str, Any]) -> dict[str, Any]:
+        names = ("$defs", "definitions")
+        return schema | {name: self._root[name] for name in names if name in self._root}
+
+    def _check_types(self, schema: _Schema) -> None:
+        """Refuse branches that do not say their types: their values could be read as strings."""
+        for branch, where in self._branches(schema, self._place):
+            if not allowed_types(branch, self._root):
+                _refuse(where, "does not say its type, as the other branches do")
+
+    def _typed(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """A schema without strings, which says its type."""
+        target, _ = _resolved(schema, self._root, self._place)
+        if own_types(target) or any(word in target for word in _BRANCHES):
+            return schema
+        return {**target, "type": sorted(self._types)}
+
+    # ---- strings, and unions with them -----------------------------------------------------------
+
+    def _add(self, held: _Held, schema: _Schema, place: str, depth: int) -> None:
+        """Add the ways to write a value of a schema that allows strings, or does not say."""
+        target, place = _resolved(schema, self._root, place)
+        branches = list(self._branches(target, place))
+        if not branches:
+            self._add_plain(held, target, place)
+            return
+        _check_keywords(target, _NOTES | {"type", *_BRANCHES}, place, "a choice with strings")
+        if depth >= _MAX_REFERENCES:
+            _refuse(place, "is nested too deeply for a choice with strings")
+        if "oneOf" in target and not self._exclude_each_other(b for b, _ in branches):
+            _refuse(place, "has a oneOf whose branches may overlap; use anyOf")
+        for branch, where in branches:
+            if not isinstance(branch, dict):
+                _refuse(where, "must be an object that says its type")
+            types = allowed_types(branch, self._root)
+            if self._types and not types:
+                _refuse(where, "does not say its type, as the other branches do")
+            if not types or "string" in types or types <= _WORDS.keys():
+                self._add(held, branch, where, depth + 1)
+            else:
+                held.schemas.append(dict(branch))
+
+    def _exclude_each_other(self, branches: Iterable[Any]) -> bool:
+        """Whether no string is of two of these branches: only one has strings, or all that have
+        some list them.
+        """
+        listed: list[str] = []
+        num_open = 0
+        for branch in branches:
+            types = allowed_types(branch, self._root)
+            if types and "string" not in types:
+                continue
+            values = branch.get("enum", [branch.get("const")]) if isinstance(branch, dict) else []
+            strings = [v for v in values if isinstance(v, str)] if isinstance(values, list) else []
+            listed += strings
+            num_open += not strings
+        if num_open:
+            return num_open == 1 and not listed
+        return len(set(listed)) == len(listed)
+
+    def _branches(self, schema: _Schema, place: str) -> Iterator[tuple[Any, str]]:
+        for word in _BRANCHES:
+            if isinstance(listed := schema.get(word), list):
+                for index, branch in enumerate(listed):
+                    yield branch, f"{place}.{word}[{index}]"
+
+    def _add_plain(self, held: _Held, schema: _Schema, place: str) -> None:
+        """Add the ways to write a value of a schema without branches."""
+        types = own_types(schema)
+        if types and "string" not in types and not types <= _WORDS.keys():
+            held.schemas.append(dict(schema))
+            return
+        listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if listed is not None:
+            if not isinstance(listed, list):
+                _refuse(f"{place}.enum", "must be a list")
+            _check_keywords(schema, _OF_STRINGS, place, "a string")
+            self._add_constants(held, listed, types, place)
+            return
+        rest = types - {"string"} - _WORDS.keys()
+        if not types or "string" in types:
+            _check_keywords(schema, _OF_STRINGS | _OF_OTHERS, place, "a string")
+            held.texts.append(self._text(schema, place))
+        if "null" in types:
+            held.words.append("null")
+        if "boolean" in types:
+            held.words += ["true", "false"]
+        if rest:
+            held.schemas.append({**schema, "type": sorted(rest)})
+
+    def _add_constants(
+        self, held: _Held, listed: list[Any], types: frozenset[str], place: str
+    ) -> None:
+        others = []
+        for value in listed:
+            kind = type_of(value)
+            if types and kind not in types and not (kind == "integer" and "number" in types):
+                continue
+            if kind in _WORDS:
+                held.words.append(json.dumps(value))
+            elif kind != "string":
+                others.append(value)
+            elif _END in value or self._reads_as_other(value):
+                _refuse(place, f"has the value {value[:40]!r}, which would not be read as a string")
+            else:
+                held.texts.append(json.dumps(value))
+        if others:
+            held.schemas.append({"enum": others})
+        if not (held.texts or held.words or held.schemas):
+            _refuse(place, "has no value that its type allows")
+
+    def _text(self, schema: _Schema, place: str) -> str:
+        """The terminal of a string that is no constant."""
+        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        for keyword, bound in (("minLength", least), ("maxLength", most or 0)):
+            if type(bound) is not int or bound < 0:
+                _refuse(f"{place}.{keyword}", "must be an integer, 0 or more")
+        if most is not None and most < least:
+            _refuse(f"{place}.maxLength", "is below its minLength")
+        terminal = "ANY"
+        if least or most is not None:
+            terminal = f"/(?s:.{{{least},{'' if most is None else most}}})/"
+        terminal = excluding(terminal, [_END])
+        firsts = "".join(sorted({_FIRSTS[kind] for kind in self._types if kind in _FIRSTS}))
+        if firsts:
+            terminal += f" & ~(/[ \\t\\r\\n]*[{firsts}]/ ANY)"
+        words = [word for kind in sorted(self._types) for word in _WORDS.get(kind, ())]
+        if words:
+            listed = " | ".join(map(json.dumps, words))
+            terminal += f" & ~(/[ \\t\\r\\n]*/ ({listed}) /[ \\t\\r\\n]*/)"
+        return f"({terminal})"
+
+    def _reads_as_other(self, value: str) -> bool:
+        """Whether the service could read a string as something else."""
+        text = value.strip(_BLANKS)
+        is_word = any(text in _WORDS.get(kind, ()) for kind in self._types)
+        begins = {"object": "{", "array": "[", "number": "-0123456789", "integer": "-0123456789"}
+        return is_word or any(text[:1] in begins.get(kind, "") for kind in self._types if text)
+
+
+def _resolved(schema: _Schema, root: dict[str, Any], place: str) -> tuple[_Schema, str]:
+    """What a schema's `$ref` leads to, and its place."""
+    num_followed = 0
+    while "$ref" in schema:
+        _check_keywords(schema, _NOTES | {"$ref"}, place, "a $ref")
+        target = referred(schema, root)
+        if not isinstance(target, dict):
+            _refuse(f"{place}.$ref", "names no schema within the tag's own schema")
+        num_followed += 1
+        if num_followed > _MAX_REFERENCES:
+            _refuse(f"{place}.$ref", f"leads to more than {_MAX_REFERENCES} others")
+        schema = target
+    return schema, place
+
+
+def _check_keywords(schema: _Schema, known: frozenset[str], place: str, what: str) -> None:
+    if unknown := sorted(schema.keys() - known):
+        _refuse(
+            f"{place}.{unknown[0]}",
+            f"cannot be held in qwen_xml_parameter for {what}; leave it out, or use json_schema",
+        )
+
+
+def _refuse(place: str, message: str) -> NoReturn:
+    raise TagError(f"{place} {message}")

@@ -1,0 +1,270 @@
+"""Writes a structural tag's nodes as a grammar of llguidance.
+
+The lexer is greedy: of the terminals that may come next, the one that matches the most text is
+taken, and it never goes back. So open text, such as `any_text`, would take all that follows it.
+Therefore it is written together with the fixed texts that may follow it (its exits):
+
+- before text, as one lazy terminal, which ends at the first place where the exit is complete;
+- before a special token, as a terminal of its own, because no text contains the token;
+- at the output's end, as a terminal that cannot contain an exit.
+
+For this, what follows a choice is repeated behind each of its members that ends with open text.
+Equal nodes with equal successors become one rule, so the grammar stays as small as the tree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import NamedTuple, NoReturn
+
+from engine.structured.tag_nodes import (
+    Choice,
+    Json,
+    Lark,
+    Literal,
+    Node,
+    Open,
+    Repeated,
+    Triggered,
+    Value,
+    flattened,
+    is_open,
+    may_be_empty,
+)
+
+MAX_RULES = 20_000
+"""The most rules and terminals of a structural tag's grammar."""
+
+_Nodes = tuple[Node, ...]
+
+
+class TagError(Exception):
+    """What a caller described cannot be held; the text tells why, with the place."""
+
+
+class _Exit(NamedTuple):
+    """Fixed text behind open text, and what follows it."""
+
+    literal: Literal
+    behind: _Nodes
+
+
+class TagGrammar:
+    """Collects the rules of a grammar.
+
+    Attributes:
+        larks: the callers' own grammars, which the rules refer to by their index: @lark_0.
+    """
+
+    def __init__(self) -> None:
+        self.larks: list[str] = []
+        self._lines: list[str] = ["ANY: /(?s:.*)/"]
+        self._rules: dict[tuple[int, ...], str] = {}
+        self._named: dict[tuple[str, str], str] = {}
+        self._kept: list[_Nodes] = []  # so that no id is used twice
+
+    def source(self, node: Node) -> str:
+        """The grammar's text, from the rule `start`.
+
+        Raises:
+            TagError: it cannot be written so that it can be followed.
+        """
+        body = self._rule((node,))
+        return "\n".join([f"start: {body}", *self._lines])
+
+    # ---- names -----------------------------------------------------------------------------------
+
+    def _rule(self, nodes: _Nodes) -> str:
+        """The name of the rule for these nodes in a row."""
+        key = tuple(map(id, nodes))
+        if key not in self._rules:
+            self._kept.append(nodes)
+            name = self._rules[key] = f"r_{len(self._rules)}"
+            self._add(f"{name}: {self._body(flattened(nodes))}")
+        return self._rules[key]
+
+    def _name(self, kind: str, body: str) -> str:
+        """The name of a terminal or rule with this text. `kind`: T, a terminal; lazy, a rule with a
+        terminal that ends as soon as it can; j, any other rule.
+        """
+        key = kind, body
+        if key not in self._named:
+            name = self._named[key] = f"{'l' if kind == 'lazy' else kind}_{len(self._named)}"
+            self._add(f"{name}{'[lazy]' if kind == 'lazy' else ''}: {body}")
+        return self._named[key]
+
+    def _add(self, line: str) -> None:
+        self._lines.append(line)
+        if len(self._lines) > MAX_RULES:
+            raise TagError("is too large; use fewer or smaller tags")
+
+    # ---- bodies ----------------------------------------------------------------------------------
+
+    def _body(self, nodes: _Nodes) -> str:
+        parts: list[str] = []
+        for index, node in enumerate(nodes):
+            behind = nodes[index + 1 :]
+            match node:
+                case Open():
+                    return " ".join([*parts, self._open(node, behind)])
+                case Triggered():
+                    return " ".join([*parts, self._triggered(node, behind)])
+                case Choice() if behind and is_open((node,)):
+                    return " ".join([*parts, self._distributed(node, behind)])
+                case _:
+                    parts.append(self._closed(node))
+        return " ".join(parts)
+
+    def _distributed(self, node: Choice, behind: _Nodes) -> str:
+        """A choice of which a member ends with open text, and what follows it."""
+        return _any_of(
+            self._rule((member, *behind))
+            if is_open((member,))
+            else f"{self._rule((member,))} {self._rule(behind)}"
+            for member in node.nodes
+        )
+
+    def _closed(self, node: Node) -> str:
+        match node:
+            case Literal():
+                return _written(node)
+            case Value():
+                return self._name("lazy", self._name("T", node.terminal))
+            case Json():
+                return self._name("j", f"%json {node.schema}")
+            case Lark():
+                self.larks.append(node.grammar)
+                return f"@lark_{len(self.larks) - 1}"
+            case Choice():
+                return _any_of(self._rule((choice,)) for choice in node.nodes)
+            case Repeated():
+                return f"({self._rule((node.node,))})*"
+            case _:
+                return self._rule((node,))
+
+    def _open(self, node: Open, behind: _Nodes) -> str:
+        exits, may_end = _exits(behind)
+        if exits is None:
+            if node.needs_end:
+                raise TagError(
+                    f"has free text in {node.place} and no fixed text behind it, so that nothing "
+                    "tells where it ends; put a const_string behind it, or make it the last"
+                )
+            return f"{self._name('T', node.terminal)} {self._rule(behind)}"
+        return self._free(node, exits, may_end, [])
+
+    def _triggered(self, node: Triggered, behind: _Nodes) -> str:
+        exits, may_end = _exits(behind)
+        if exits is None:
+            raise TagError(
+                f"has free text in {node.text.place} and no fixed text behind it, so that nothing "
+                "tells where it ends; put a const_string behind it, or make it the last"
+            )
+        after = behind if node.stop_after_first else ()
+        tags = [_Exit(tag.trigger, (tag.behind, *after)) for tag in node.tags]
+        texts = _first_texts([*tags, *exits])
+        if node.stop_after_first:
+            if node.at_least_one:
+                return self._free(node.text, tags, False, texts)
+            return self._free(node.text, [*tags, *exits], may_end, texts)
+        units = self._name("u", self._free(node.text, tags, False, texts))
+        tail = self._free(node.text, exits, may_end, texts)
+        return f"{units}{'+' if node.at_least_one else '*'} {tail}"
+
+    def _free(self, node: Open, exits: list[_Exit], may_end: bool, also: list[str]) -> str:
+        """Open text up to one of these exits, or to the output's end.
+
+        Args:
+            node: the text.
+            exits: what may end it.
+            may_end: whether the output may end with it.
+            also: further texts that end it elsewhere, and so cannot be in it.
+        """
+        texts = list(dict.fromkeys([*_first_texts(exits), *also]))
+        _check_overlaps(node, texts)
+        closed = excluding(node.terminal, texts)
+        heads: dict[str, list[str]] = {}  # what ends the text, and what may follow that
+        for exit_ in exits:
+            first, *others = exit_.literal.parts
+            if isinstance(first, int):
+                head, rest = f"{self._name('T', closed)} <[{first}]>", Literal(tuple(others))
+            elif others:  # a special token behind it: only then the text has ended
+                head = self._name("T", f"({closed}) {json.dumps(first)}")
+                rest = Literal(tuple(others))
+            else:
+                end = next(text for text in texts if first.startswith(text))
+                until = self._name("T", f"({node.terminal}) {json.dumps(end)}")
+                head, rest = self._name("lazy", until), Literal((first[len(end) :],))
+            behind = [_written(rest), self._rule(exit_.behind)]
+            heads.setdefault(head, []).append(" ".join(filter(None, behind)))
+        found = [f"{head} {_any_of(bodies)}" for head, bodies in heads.items()]
+        return _any_of([*found, self._name("T", closed)] if may_end else found)
+
+
+def excluding(terminal: str, texts: Iterable[str]) -> str:
+    """An expression of Lark's terminals, for texts of `terminal` that contain none of these."""
+    listed = " | ".join(map(json.dumps, texts))
+    return f"({terminal}) & ~(ANY ({listed}) ANY)" if listed else terminal
+
+
+def _written(literal: Literal) -> str:
+    # As ASCII JSON, a text contains nothing that is special in the grammar's syntax.
+    return " ".join(
+        json.dumps(part) if isinstance(part, str) else f"<[{part}]>"
+        for part in literal.parts
+        if part != ""
+    )
+
+
+def _any_of(bodies: Iterable[str]) -> str:
+    return f"({' | '.join(dict.fromkeys(bodies))})"
+
+
+def _exits(nodes: _Nodes) -> tuple[list[_Exit] | None, bool]:
+    """The fixed texts with which these nodes may begin (None: not all of them begin so), and
+    whether they may come to nothing.
+    """
+    found: list[_Exit] = []
+    nodes = flattened(nodes)
+    for index, node in enumerate(nodes):
+        behind = nodes[index + 1 :]
+        match node:
+            case Literal():
+                return [*found, _Exit(node, behind)], False
+            case Choice() | Repeated():
+                for inner in node.nodes if isinstance(node, Choice) else (node.node,):
+                    exits, _ = _exits((inner,))
+                    if exits is None:
+                        return None, False
+                    again = (node,) if isinstance(node, Repeated) else ()
+                    found += [_Exit(e.literal, (*e.behind, *again, *behind)) for e in exits]
+                if not may_be_empty(node):
+                    return found, False
+            case _:
+                return None, False
+    return found, True
+
+
+def _first_texts(exits: Iterable[_Exit]) -> list[str]:
+    """The texts of the exits that are text alone; of those that begin alike, the shortest."""
+    firsts = dict.fromkeys(
+        first
+        for literal, _ in exits
+        if len(literal.parts) == 1 and isinstance(first := literal.parts[0], str)
+    )
+    return [text for text in firsts if not any(text.startswith(o) for o in firsts if o != text)]
+
+
+def _check_overlaps(node: Open, texts: list[str]) -> None:
+    for text in texts:
+        for other in texts:
+            if other is not text and text in other:
+                _refuse_overlap(node, text, other)
+
+
+def _refuse_overlap(node: Open, text: str, other: str) -> NoReturn:
+    raise TagError(
+        f"has {json.dumps(other, ensure_ascii=False)}, which may end the free text in "
+        f"{node.place}, but contains {json.dumps(text, ensure_ascii=False)}, which ends it earlier"
+    )

@@ -1,0 +1,193 @@
+"""What a structural tag comes to: a tree of few kinds of nodes, which `tag_grammar` writes down.
+
+    const_string, begin, end  Literal     regex, any_text      Open
+    json_schema               Json        qwen_xml_parameter   Sequence of Literal, Value and Json
+    grammar                   Lark        or, ends             Choice
+    sequence, tag             Sequence    triggered_tags       Triggered
+    tags_with_separator       Sequence of Choice and Repeated
+
+Nodes are compared by identity, because the same node followed by the same nodes becomes one rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listed
+from dataclasses import dataclass
+
+Part = str | int
+"""A part of a literal: text, or the id of a special token."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Literal:
+    """Fixed text: parts of text, which any tokens may write, and special tokens between them. No
+    two parts of text are neighbours, and none is empty.
+    """
+
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Open:
+    """Text that does not tell where it ends: it ends where a text begins that may follow it.
+
+    Attributes:
+        terminal: an expression of Lark's terminals.
+        place: where the caller described it, for messages.
+        needs_end: whether it could go on with anything, so that what follows it must be fixed text.
+    """
+
+    terminal: str
+    place: str
+    needs_end: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """Text that ends at the first place where this expression of Lark's terminals matches."""
+
+    terminal: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Json:
+    """A JSON value of a schema, which is ready for llguidance."""
+
+    schema: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lark:
+    """Text of a Lark grammar."""
+
+    grammar: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequence:
+    """Nodes one after the other."""
+
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """One of several nodes."""
+
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Repeated:
+    """A node any number of times."""
+
+    node: Node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tag:
+    """A tag of `Triggered`: what comes behind its trigger."""
+
+    trigger: Literal
+    behind: Node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Triggered:
+    """Free text with tags in it: where a trigger was written, one of its tags goes on.
+
+    Attributes:
+        text: the free text.
+        tags: the tags.
+        at_least_one: whether a tag must come.
+        stop_after_first: whether nothing of it may follow a tag.
+    """
+
+    text: Open
+    tags: tuple[Tag, ...]
+    at_least_one: bool
+    stop_after_first: bool
+
+
+Node = Literal | Open | Value | Json | Lark | Sequence | Choice | Repeated | Triggered
+
+EMPTY = Literal(())
+
+
+def flattened(nodes: Listed[Node]) -> tuple[Node, ...]:
+    """These nodes without sequences and empty literals, and neighbouring literals as one."""
+    flat: list[Node] = []
+    waiting = list(reversed(nodes))
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Sequence):
+            waiting += reversed(node.nodes)
+        elif isinstance(node, Literal) and flat and isinstance(last := flat[-1], Literal):
+            flat[-1] = joined(last, node)
+        elif not isinstance(node, Literal) or node.parts:
+            flat.append(node)
+    return tuple(flat)
+
+
+def joined(first: Literal, second: Literal) -> Literal:
+    """Two literals as one."""
+    head, tail = first.parts, second.parts
+    if head and tail and isinstance(head[-1], str) and isinstance(tail[0], str):
+        return Literal((*head[:-1], head[-1] + tail[0], *tail[1:]))
+    return Literal(head + tail)
+
+
+def without_prefix(literal: Literal, prefix: Literal) -> Literal | None:
+    """What is left of a literal behind a prefix; None: it does not begin with it."""
+    rest = list(literal.parts)
+    for index, part in enumerate(prefix.parts):
+        if not rest:
+            return None
+        if rest[0] == part:
+            rest.pop(0)
+            continue
+        first = rest[0]
+        is_last = index == len(prefix.parts) - 1
+        if not (is_last and isinstance(part, str) and isinstance(first, str)):
+            return None
+        if not first.startswith(part):
+            return None
+        rest[0] = first[len(part) :]
+    return Literal(tuple(rest))
+
+
+def is_open(nodes: Listed[Node]) -> bool:
+    """Whether these nodes may end with text that does not tell where it ends."""
+    for node in reversed(nodes):
+        match node:
+            case Open() | Triggered():
+                return True
+            case Sequence():
+                if is_open(node.nodes):
+                    return True
+            case Choice():
+                if any(is_open((choice,)) for choice in node.nodes):
+                    return True
+            case Repeated():
+                if is_open((node.node,)):
+                    return True
+            case _:
+                pass
+        if not may_be_empty(node):
+            return False
+    return False
+
+
+def may_be_empty(node: Node) -> bool:
+    """Whether a node may come to nothing; an expression counts as if it could not."""
+    match node:
+        case Literal():
+            return not node.parts
+        case Sequence():
+            return all(map(may_be_empty, node.nodes))
+        case Choice():
+            return any(map(may_be_empty, node.nodes))
+        case Repeated():
+            return True
+        case _:
+            return False

@@ -1,0 +1,369 @@
+"""Structural tags: what is generated is of the format by an independent reading, and what cannot be
+held is refused with its place.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.errors import InvalidRequestError
+from engine.sampling_params import GrammarKind, GrammarParams
+from engine.structured import GrammarCompiler
+from engine.structured.matcher import GrammarMatcher
+from engine.text import Tokenizer
+from engine.types import TokenId
+from tests.engine.structured.conftest import V
+from tests.engine.structured.following import allowed
+from tests.engine.structured.tag_check import is_of
+
+Form = dict[str, Any]
+OBJECT: Form = {
+    "type": "json_schema",
+    "json_schema": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+}
+INTEGER: Form = {"type": "json_schema", "json_schema": {"type": "integer"}}
+ANY: Form = {"type": "any_text"}
+
+
+def const(value: str) -> Form:
+    return {"type": "const_string", "value": value}
+
+
+def tag(begin: str, end: object, content: Form = OBJECT) -> Form:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def row(*elements: Form) -> Form:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def one_of(*elements: Form) -> Form:
+    return {"type": "or", "elements": list(elements)}
+
+
+def triggered(triggers: list[str], *tags: Form, **more: object) -> Form:
+    return {"type": "triggered_tags", "triggers": triggers, "tags": list(tags), **more}
+
+
+def separated(separator: str, *tags: Form, **more: object) -> Form:
+    return {"type": "tags_with_separator", "tags": list(tags), "separator": separator, **more}
+
+
+def params(form: Form | str, *, flexible: bool = False) -> GrammarParams:
+    text = form if isinstance(form, str) else json.dumps(wrapped(form))
+    return GrammarParams(kind=GrammarKind.STRUCTURAL_TAG, text=text, flexible_whitespace=flexible)
+
+
+def wrapped(form: Form) -> Form:
+    return form if "structures" in form else {"type": "structural_tag", "format": form}
+
+
+class Taker:
+    """Tells whether texts are of a format, written byte by byte and in the tokenizer's tokens."""
+
+    def __init__(self, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+        self.compiler = compiler
+        self.tokenizer = tokenizer
+        special = {tokenizer.token_text(i): i for i in tokenizer.special_token_ids}
+        self._special = special
+        self._by_byte = {
+            tokenizer.token_bytes(i): i
+            for i in range(tokenizer.vocab_size - 1, -1, -1)
+            if i not in tokenizer.special_token_ids
+        }
+
+    def __call__(self, form: Form, text: str, *, flexible: bool = False) -> bool:
+        """Whether a text is one of the format's; both ways to write it must agree."""
+        end = TokenId(V - 1)  # an id without text
+        make = self.compiler.compile(params(form, flexible=flexible), frozenset([end]))
+        found = set()
+        for ids in (self.bytewise(text), self.tokenizer.encode(text, add_special_tokens=False)):
+            matcher = make()
+            taken = all(matcher.accept(TokenId(token)) for token in ids)
+            found.add(taken and (matcher.is_complete or end in allowed(matcher, V)))
+        assert len(found) == 1, (form, text)
+        return found.pop()
+
+    def bytewise(self, text: str) -> list[int]:
+        ids: list[int] = []
+        names = "|".join(map(re.escape, self._special))
+        for index, part in enumerate(re.split(f"({names})", text)):
+            if index % 2:
+                ids.append(self._special[part])
+            else:
+                ids += [self._by_byte[bytes([byte])] for byte in part.encode()]
+        return ids
+
+
+@pytest.fixture(scope="module")
+def takes(compiler: GrammarCompiler, tokenizer: Tokenizer) -> Taker:
+    return Taker(compiler, tokenizer)
+
+
+CALLS = triggered(
+    ["<f="], tag("<f=a>", "</f>"), tag("<f=b>", "</f>", {"type": "regex", "pattern": "[a-z]*"})
+)
+A = '<f=a>{"a": 1}</f>'
+SPECIAL = triggered(["<|user|>"], tag("<|user|>f<|system|>", "<|assistant|>"))
+MIXED = triggered(["go<|user|>"], tag("go<|user|>f<|system|>", ["<|assistant|>", "."]))
+CASES: list[tuple[Form, list[str], list[str]]] = [
+    (const("a<|user|>b"), ["a<|user|>b"], ["a", "ab", "a<|user|>", ""]),
+    (OBJECT, ['{"a": 1}'], ['{"a":1}', "{}", '{"a": 1} ']),
+    (
+        CALLS,
+        ["", "hi", A, f"x{A}y<f=b>end</f> z<f", f"{A}{A}", "<f=b></f>", "<<f=b>x</f>"],
+        ["<f=", "a<f=c", "<f=b>x</f", "<f=a>", f"{A}<f=", "<f=b>X</f>"],
+    ),
+    ({**CALLS, "at_least_one": True}, [A, f"t{A}t"], ["", "hi", "<f"]),
+    ({**CALLS, "stop_after_first": True}, ["", "hi", f"t{A}"], [f"{A}t", f"{A}{A}", "<f="]),
+    ({**CALLS, "stop_after_first": True, "at_least_one": True}, [f"t{A}"], ["", f"{A}t"]),
+    ({**CALLS, "excludes": ["x", "yz"]}, [f"y{A}z", "yyy"], ["x", f"{A}ayz"]),
+    (
+        SPECIAL,
+        ["", 't<|user|>f<|system|>{"a": 1}<|assistant|>t'],
+        ["<|user|>", "<|system|>", "<|user|>g", '<|user|>f<|system|>{"a": 1}'],
+    ),
+    (
+        MIXED,
+        ["go", 'gogo<|user|>f<|system|>{"a": 1}.go', 'go<|user|>f<|system|>{"a": 1}<|assistant|>'],
+        ["g<|user|>", "go x<|user|>", "go<|user|>"],
+    ),
+    (
+        row(const("<think>"), ANY, const("</think>\n"), OBJECT),
+        ['<think></think>\n{"a": 1}', '<think></think></think>\n{"a": -2}'],
+        ['<think>{"a": 1}', "<think></think>\n"],
+    ),
+    (row(ANY, const("é")), ["é", "xé"], ["", "x", "éx"]),
+    (tag("<", [">", ">>", "."], ANY), ["<>", "<a.", "<>>"], ["<a", "<.>"]),
+    (tag("<", ["<|user|>", "!"], ANY), ["<<|user|>", "<a!"], ["<", "<a!<|user|>"]),
+    (tag("<", "", ANY), ["<", "<abc"], [""]),
+    (tag("<", "</n>", {"type": "regex", "pattern": "[a-z]+"}), ["<n</n>"], ["<</n>", "<n<"]),
+    (
+        separated(", ", tag("<a>", "</a>"), tag("<b>", "</b>", ANY)),
+        ["", '<a>{"a": 1}</a>', '<b></b>, <a>{"a": 1}</a>'],
+        ["<b></b>, ", "<b></b><b></b>", ", "],
+    ),
+    (
+        separated("<|user|>", tag("<b>", "</b>", ANY), at_least_one=True),
+        ["<b></b>", "<b>x</b><|user|><b></b>"],
+        ["", "<b></b><|user|>"],
+    ),
+    (separated(",", tag("<", ">", ANY), stop_after_first=True), ["", "<>"], ["<>,<>"]),
+    (
+        row(one_of({**ANY, "excludes": ["x"]}, const("<no>")), const("END")),
+        ["END", "<no>END", "aEND"],
+        ["xEND", "aENDb", "<no>"],
+    ),
+    (row(CALLS, const("END")), [f"a{A}bEND", "END"], [f"END{A}", "a", f"{A}"]),
+    (row(separated(";", tag("<", ">", ANY)), const("!")), ["!", "<a>!", "<>;<>!"], ["<a>", ";!"]),
+    (row(ANY, separated(";", tag("<", ">", ANY)), const("!")), ["a!", "a<b>;<>!"], ["a", "a<b>"]),
+    (
+        row(const("<"), {"type": "grammar", "grammar": 'start: N "=" N\nN: /[a-z]+/'}, const(">")),
+        ["<a=bc>"],
+        ["<a=>", "a=b"],
+    ),
+    ({"type": "json_schema", "json_schema": True}, ["1", "{}", '"a"'], ["", "a"]),
+    (
+        {
+            "type": "structural_tag",
+            "structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
+            "triggers": ["<"],
+        },
+        ["", "a<f>12</f>b"],
+        ["a<b", "<f>x"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "good", "bad"), CASES)
+@pytest.mark.parametrize("flexible", [False, True])
+def test_formats(takes: Taker, form: Form, good: list[str], bad: list[str], flexible: bool) -> None:
+    for text in good:
+        assert takes(form, text, flexible=flexible), text
+    for text in bad:
+        if not flexible or '"a"' not in text:
+            assert not takes(form, text, flexible=flexible), text
+
+
+def test_flexible_white_space(takes: Taker) -> None:
+    text = 'x<f=a>{\n "a" : 1\n}</f>y'
+    assert takes(CALLS, text, flexible=True)
+    assert not takes(CALLS, text)
+
+
+SCHEMA_300 = {"properties": {f"p{i}": {} for i in range(300)}}
+QWEN: Form = {"type": "qwen_xml_parameter"}
+REFUSED: list[tuple[Form | str, str]] = [
+    ("{", "is not valid JSON"),
+    ("[" * 100_000, "is nested deeper"),
+    ("[]", "is not a JSON object"),
+    ('{"type": "x"}', "type is x; it must be structural_tag"),
+    ('{"type": "structural_tag"}', "format is missing; it must be an object"),
+    ('{"type": "structural_tag", "format": {"type": 1e400}}', 'format.type is "1e400"'),
+    (row(const("x"), {"type": "foo"}), "format.elements[1].type is foo; it must be one of const_"),
+    (row(const("x"), {"type": ["foo"]}), 'format.elements[1].type is ["foo"]'),
+    ({**const("x"), "valeu": 1}, "format.valeu is not known; known here: value"),
+    ({"type": "const_string"}, "format.value is missing; it must be a string"),
+    (row(), "format.elements is []; it must be a list, not empty"),
+    ({**CALLS, "at_least_one": 1}, "format.at_least_one is 1; it must be true or false"),
+    (triggered(["<"], tag(">", "")), "format.tags[0].begin begins with none of the triggers"),
+    (triggered(["<", "["], tag("<a", "b")), "format.triggers[1] is the beginning of no tag"),
+    (triggered(["<", ""], tag("<a", "b")), "format.triggers[1] is ; it must be a string, not"),
+    (triggered(["<"], tag("<", "", ANY)), "format.tags[0].end is empty"),
+    (
+        triggered(["<a", "b<a>"], tag("<a", "c"), tag("b<a>", "d")),
+        'has "b<a>", which may end the free text in format, but contains "<a"',
+    ),
+    (row(ANY, OBJECT), "has free text in format.elements[0] and no fixed text behind it"),
+    (row(CALLS, OBJECT), "has free text in format.elements[0] and no fixed text behind it"),
+    (
+        row(const("x"), {"type": "json_schema", "json_schema": {"const": 12345678901234567890}}),
+        "format.elements[1].json_schema has 12345678901234567890 in $.const",
+    ),
+    ({"type": "json_schema", "json_schema": []}, "format.json_schema is neither a JSON object"),
+    ({"type": "json_schema", "json_schema": SCHEMA_300}, "format.json_schema has 300 optional"),
+    ({"type": "json_schema", "json_schema": {"x-guidance": {}}}, "format.json_schema has the key"),
+    ({"type": "grammar", "grammar": "start: %json {}"}, "format.grammar has %json"),
+    ({"type": "regex", "pattern": "a" * 17_000}, "format.pattern is too long"),
+    ({"type": "regex", "pattern": "(?=a)b"}, "has look-around"),
+    (row(*[{"type": "regex", "pattern": "a" * 9_000}] * 2), "format.elements[1].pattern is too"),
+    (row(*[{"type": "grammar", "grammar": "start: A\n" * 4_000}] * 2), "[1].grammar is too long"),
+    (row(*[const("x")] * 600), "has more than 512 formats"),
+    ({**ANY, "excludes": ["x"] * 600}, "has more than 512 formats"),
+    (
+        one_of(
+            *[
+                {"type": "json_schema", "json_schema": {"type": "integer", "multipleOf": m}}
+                for m in (997, 991)
+            ]
+        ),
+        "has multipleOf values that are too large or too many",
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "message"), REFUSED)
+def test_what_cannot_be_held_is_refused_with_its_place(
+    compiler: GrammarCompiler, form: Form | str, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        compiler.compile(params(form), frozenset())
+    assert caught.value.field == "grammar.structural_tag"
+    assert message in caught.value.description
+    assert len(caught.value.description) < 450
+
+
+def test_nesting_is_bounded(compiler: GrammarCompiler) -> None:
+    deepest: Form = const("x")
+    for _ in range(31):
+        deepest = row(deepest)
+    compiler.compile(params(deepest), frozenset())
+    with pytest.raises(InvalidRequestError, match="nested deeper than 32 formats"):
+        compiler.compile(params(row(deepest)), frozenset())
+
+
+def test_choices_in_a_row_do_not_multiply(compiler: GrammarCompiler) -> None:
+    form = row(*[tag("<", [">", ">>"], one_of(ANY, const("x"), INTEGER)) for _ in range(60)])
+    matcher = compiler.compile(params(form), frozenset())()
+    assert isinstance(matcher, GrammarMatcher)
+    assert matcher.can_go_on()
+
+
+# ---- random formats, random outputs --------------------------------------------------------------
+
+WORDS = ["a", "ab", "b>", "<t>", "</t>", "<t=", "é", "<|user|>", "x<|system|>", "<|assistant|>!"]
+words = st.sampled_from(WORDS)
+leaves = st.one_of(
+    words.map(const),
+    st.just(OBJECT),
+    st.just(INTEGER),
+    st.just(ANY),
+    st.sampled_from(["[ab]{1,3}", "(ab)*c", "<[^>]*"]).map(
+        lambda pattern: {"type": "regex", "pattern": pattern}
+    ),
+    st.lists(words, min_size=1, max_size=2).map(lambda e: {"type": "any_text", "excludes": e}),
+)
+
+
+def _compound(inner: st.SearchStrategy[Form]) -> st.SearchStrategy[Form]:
+    tags = st.builds(tag, words, st.one_of(words, st.lists(words, min_size=1, max_size=2)), inner)
+    flags = st.fixed_dictionaries(
+        {"at_least_one": st.booleans(), "stop_after_first": st.booleans()}
+    )
+    several = st.lists(tags, min_size=1, max_size=3)
+    return st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map(lambda e: row(*e)),
+        st.lists(inner, min_size=1, max_size=3).map(lambda e: one_of(*e)),
+        tags,
+        st.builds(
+            lambda tags, more: triggered(sorted({t["begin"] for t in tags}), *tags, **more),
+            several,
+            flags,
+        ),
+        st.builds(lambda s, tags, more: separated(s, *tags, **more), words, several, flags),
+    )
+
+
+forms = st.recursive(leaves, _compound, max_leaves=6)
+
+
+KNOWN = ("no fixed text behind it", "ends it earlier", "is empty, so", "the empty text")
+"""Why random formats may be refused."""
+
+
+def wander(
+    matcher: GrammarMatcher, tokenizer: Tokenizer, seed: int, hints: Sequence[list[int]]
+) -> str | None:
+    """Draw tokens until the output may end; None: it became too long. Now and then a hint is
+    written, as far as it may be, because random tokens hardly ever make up a word.
+    """
+    draw = random.Random(seed)
+    end, output, hint = V - 1, bytearray(), list[int]()
+    for _ in range(80):
+        ids = allowed(matcher, V)
+        assert ids, f"nothing may follow {bytes(output)!r}"
+        if end in ids and draw.random() < 0.3:
+            return output.decode()
+        if not hint and draw.random() < 0.5:
+            hint = list(draw.choice(hints))
+        ids -= {end}
+        token = hint.pop(0) if hint and hint[0] in ids else draw.choice(sorted(ids))
+        assert matcher.accept(TokenId(token))
+        output += tokenizer.token_bytes(token)
+        if matcher.is_complete:
+            return output.decode()
+    return None
+
+
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(form=forms, seed=st.integers(0, 1 << 30))
+def test_outputs_of_random_formats_are_of_the_format(takes: Taker, form: Form, seed: int) -> None:
+    end = frozenset([TokenId(V - 1)])
+    try:
+        make = takes.compiler.compile(params(form), end)
+    except InvalidRequestError as error:
+        if any(words in error.description for words in KNOWN):
+            return
+        raise
+    hints = [takes.bytewise(word) for word in [*WORDS, '{"a": 1}', "12"]]
+    for walk in range(3):
+        matcher = make()
+        assert isinstance(matcher, GrammarMatcher)
+        text = wander(matcher, takes.tokenizer, seed + walk, hints)
+        if text is not None:
+            assert is_of(form, text), text
