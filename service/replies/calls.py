@@ -36,7 +36,23 @@ def arguments(reader: Reader, out: PieceWriter) -> Steps:
     Raises:
         MalformedError: they stopped being JSON, or the output ended. The call has been ended.
     """
-    scanner = JsonScanner()
+    complete = yield from json_value(reader, out)
+    out.end(complete=complete)
+    if not complete:
+        raise MalformedError
+
+
+def json_value(reader: Reader, out: PieceWriter, *, around: int = 0) -> Generator[None, None, bool]:
+    """Read a JSON value that comes next, as a part of the arguments of the call that has begun.
+
+    Args:
+        reader, out: what to read from, and where the value goes.
+        around: how many containers of the arguments are around the value.
+
+    Returns:
+        Whether it is complete; if not, it stopped being JSON, or the output ended.
+    """
+    scanner = JsonScanner(around)
     while True:
         reader.pos = scanner.feed(reader.text, reader.pos, reader.end)
         fragment = reader.take()
@@ -45,17 +61,41 @@ def arguments(reader: Reader, out: PieceWriter) -> Steps:
             break
         if reader.pos >= reader.end and not (yield from reader.more()):
             break
-    out.end(complete=scanner.done)
-    if not scanner.done:
-        raise MalformedError
+    return scanner.done
+
+
+def call_list(reader: Reader, out: PieceWriter, *, name: str = "name") -> Steps:
+    """Read a list of calls: [{"name": …, "arguments": {…}}, …]; it may be empty. `name`: see
+    `call_object`. What stands behind a call that is not followed by another is left to be read.
+
+    Raises:
+        MalformedError: it is not such a list. Text that was read but not passed on is held.
+    """
+    yield from reader.expect("[")
+    yield from call_items(reader, out, name=name)
+
+
+def call_items(reader: Reader, out: PieceWriter, *, name: str = "name") -> Steps:
+    """Read what follows a list's opening bracket; see `call_list`."""
+    yield from reader.blanks()
+    if (yield from reader.peek()) == "]":
+        yield from reader.expect("]")
+        return
+    while True:
+        yield from reader.blanks()
+        if not (yield from call_object(reader, out, name=name)):
+            return
+        yield from reader.blanks()
+        if (yield from reader.expect(",]")) == "]":
+            return
 
 
 def call_object(
-    reader: Reader, out: PieceWriter, *, needs_arguments: bool = False
+    reader: Reader, out: PieceWriter, *, name: str = "name", needs_arguments: bool = False
 ) -> Generator[None, None, bool]:
     """Read a call as an object: {"name": …, "arguments": {…}}, or "parameters"; in any order. Other
     members are skipped, and so are repeated ones. Arguments may also be a string with the object's
-    text, null, or (unless `needs_arguments`) missing.
+    text, null, or (unless `needs_arguments`) missing. `name`: the member that has the tool's name.
 
     Returns:
         Whether the object was complete. If the call was complete but the rest of the object was
@@ -65,7 +105,7 @@ def call_object(
         MalformedError: it is not a call, or not a complete one. Text that was read but not passed
             on is held.
     """
-    if (yield from _as_far_as_arguments(reader, out, needs_arguments)):
+    if (yield from _as_far_as_arguments(reader, out, name, needs_arguments)):
         try:
             while (yield from _separator(reader)) != "}":
                 yield from _key(reader)
@@ -79,7 +119,7 @@ def call_object(
 
 
 def _as_far_as_arguments(
-    reader: Reader, out: PieceWriter, needs_arguments: bool
+    reader: Reader, out: PieceWriter, name_member: str, needs_arguments: bool
 ) -> Generator[None, None, bool]:
     """Read an object up to its arguments if these can be passed on as they come (True), or to its
     end.
@@ -91,7 +131,7 @@ def _as_far_as_arguments(
     while True:
         key = yield from _key(reader)
         kind = yield from reader.peek()
-        if key == "name" and name is None:
+        if key == name_member and name is None:
             name = checked_name((yield from reader.string()))
         elif key == "id" and kind == '"':
             id = _checked_id((yield from reader.string()))

@@ -156,6 +156,7 @@ def marked(
     reasoning: tuple[str, str] = ("<think>", "</think>"),
     bare: ReadCall | None = None,
     marks: tuple[str, ...] = (),
+    silent: tuple[str, ...] = (),
     templates: tuple[tuple[str, ...], ...] = (),
     call_form: Callable[[str], CallForm | None] = _no_calls,
 ) -> Format:
@@ -168,11 +169,12 @@ def marked(
         bare: reads a call without a mark: an object at the beginning of the reply, if there are
             tools.
         marks: further marks, within calls.
+        silent: marks that only divide text, and are left out.
         templates: see `Format`.
         call_form: see Format.
     """
     opening, closing = reasoning
-    in_text, in_words = Marks({opening, *calls}), Marks({opening})
+    in_text, in_words = Marks({opening, *calls, *silent}), Marks({opening, *silent})
     in_reasoning = Marks({closing})
 
     def read(reader: Reader, out: PieceWriter, context: Context) -> Steps:
@@ -183,6 +185,8 @@ def marked(
                 yield from _blanks(reader, out)
                 yield from reader.until(in_reasoning, out.reasoning)
                 out.in_reasoning = False
+                yield from _blanks(reader, out)
+            elif mark in silent:
                 yield from _blanks(reader, out)
             elif mark:
                 yield from _call(reader, out, context, calls[mark])
@@ -196,7 +200,7 @@ def marked(
                 out.text(reader.take())
                 mark = ""
 
-    every = frozenset({opening, closing, *calls, *marks})
+    every = frozenset({opening, closing, *calls, *marks, *silent})
     return Format(name, every, ReasoningMarks(opening, closing), read, templates, call_form)
 
 

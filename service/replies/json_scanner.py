@@ -71,9 +71,11 @@ class JsonScanner:
         failed: the next character cannot follow, or it would be nested too deeply.
     """
 
-    __slots__ = ("_at", "_is_key", "_left", "_literal", "_stack", "done", "failed")
+    __slots__ = ("_at", "_deepest", "_is_key", "_left", "_literal", "_stack", "done", "failed")
 
-    def __init__(self) -> None:
+    def __init__(self, around: int = 0) -> None:
+        """`around`: how many containers the value is to be in, which count as nesting."""
+        self._deepest = MAX_DEPTH - around
         self._at = _At.VALUE
         self._stack: list[str] = []  # the closing bracket of each container around
         self._is_key = False  # whether the string is a key
@@ -172,7 +174,7 @@ class JsonScanner:
         if character in "{[":
             self._stack.append("}" if character == "{" else "]")
             self._at = _At.FIRST_KEY if character == "{" else _At.FIRST_ITEM
-            return self._check(len(self._stack) <= MAX_DEPTH)
+            return self._check(len(self._stack) <= self._deepest)
         if character == '"':
             self._is_key = False
             self._at = _At.STRING
@@ -206,7 +208,7 @@ class JsonScanner:
             self.done = True
 
 
-def is_json(text: str) -> bool:
-    """Whether a text is one JSON value, without blanks around it."""
-    scanner = JsonScanner()
+def is_json(text: str, around: int = 0) -> bool:
+    """Whether a text is one JSON value, without blanks around it. `around`: see `JsonScanner`."""
+    scanner = JsonScanner(around)
     return scanner.feed(text, 0, len(text)) == len(text) and scanner.finish()

@@ -199,6 +199,13 @@ class Reader:
         self.pos += len(literal)
         return True
 
+    def past(self, literal: str) -> Generator[None, None, bool]:
+        """Read blanks and this text, if they come next. If only blanks do, they may be read."""
+        if (yield from self.behind_blanks()) != literal[0]:
+            return False
+        yield from self.blanks()
+        return (yield from self.literal(literal))
+
     def name(self, stop: str) -> Generator[None, None, str]:
         """Read up to one of these characters: a tool's name, without the blanks around it.
 

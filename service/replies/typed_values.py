@@ -98,7 +98,7 @@ def _converted(value: str, types: frozenset[str]) -> str:
     """A value's JSON text."""
     text = value.strip(BLANKS)
     text = _PYTHON.get(text, text)
-    if text and is_json(text):
+    if text and is_json(text, around=1):
         kind = _KINDS.get(text[0], "number")
         whole = kind == "number" and _INTEGER.match(text) is not None
         if kind in types - {"string"} or (whole and "integer" in types):

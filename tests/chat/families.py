@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import transformers.utils.chat_template_utils as rendering
@@ -37,17 +37,41 @@ class Family:
         content: None where the template fails on a call without content, or loses it, unless the
             content is null. transformers leaves it out, so its renderer is asked itself.
         refuses: the conversations that the template fails on, or refuses.
+        title: what docs/chat.md calls it.
+        parser: the format of its replies; empty: they are text.
+        calls: how many calls of a message the template shows.
+        reasoning: whether it shows the reasoning of the last message, or where.
+        put_back: whether it shows a reply as the model wrote it.
+        ids: the ids that the model gives its calls.
     """
 
     arguments_as_text: bool = False
     content: str | None = "left out"
     refuses: frozenset[str] = field(default_factory=frozenset)
+    title: str = ""
+    parser: str = ""
+    calls: int = 100
+    reasoning: Literal["yes", "no", "beside calls"] = "yes"
+    put_back: bool = True
+    ids: str = ""
 
 
 FAMILIES: Mapping[str, Family] = {
-    "command_r": Family(refuses=frozenset({"call_without_tools", "developer", "parts"})),
-    "deepseek_r1": Family(arguments_as_text=True, content=None, refuses=frozenset({"parts"})),
-    "deepseek_v3_1": Family(arguments_as_text=True, content=None, refuses=frozenset({"parts"})),
+    "command_a": Family(
+        title="Command A, Command R7B", parser="command_a", reasoning="beside calls"
+    ),
+    "command_r": Family(
+        refuses=frozenset({"call_without_tools", "developer", "parts"}),
+        title="Command R, R+", parser="command_r", reasoning="no",
+    ),
+    "deepseek_r1": Family(
+        arguments_as_text=True, content=None, refuses=frozenset({"parts"}),
+        title="DeepSeek R1", parser="deepseek", put_back=False,
+    ),
+    "deepseek_v3_1": Family(
+        arguments_as_text=True, content=None, refuses=frozenset({"parts"}),
+        title="DeepSeek V3.1", parser="deepseek", reasoning="no",
+    ),
     "gemma": Family(
         refuses=frozenset(
             {
@@ -55,19 +79,43 @@ FAMILIES: Mapping[str, Family] = {
                 "call_answered", "two_calls", "call_with_text", "reasoning_before_a_call",
                 "no_thinking",
             }
-        )
+        ),
+        title="Gemma 2",
     ),
-    "glm": Family(),
-    "granite": Family(),
-    "harmony": Family(refuses=frozenset({"parts"})),
-    "hermes": Family(refuses=frozenset({"call_without_tools", "parts"})),
-    "llama3_1": Family(refuses=frozenset({"two_calls"})),
-    "mistral_nemo": Family(refuses=frozenset({"call_without_tools", "developer", "parts"})),
-    "olmo": Family(refuses=frozenset({"parts"})),
-    "phi4": Family(refuses=frozenset({"parts"})),
-    "qwen2_5": Family(refuses=frozenset({"parts"})),
-    "qwen3": Family(),
-    "qwen3_coder": Family(refuses=frozenset({"parts"})),
+    "glm": Family(title="GLM 4.5", parser="glm"),
+    "granite": Family(title="Granite 3", parser="granite", reasoning="no"),
+    "harmony": Family(
+        refuses=frozenset({"parts"}), title="gpt-oss", parser="harmony", calls=1
+    ),
+    "hermes": Family(
+        refuses=frozenset({"call_without_tools", "parts"}),
+        title="Hermes", parser="hermes", reasoning="no",
+    ),
+    "kimi_k2": Family(
+        title="Kimi K2 Thinking", parser="kimi_k2", ids="functions.{name}:{index}"
+    ),
+    "llama3_1": Family(
+        refuses=frozenset({"two_calls"}),
+        title="Llama 3.1", parser="llama3_json", calls=1, reasoning="no",
+    ),
+    "minimax": Family(title="MiniMax M2", parser="minimax"),
+    "mistral_nemo": Family(
+        refuses=frozenset({"call_without_tools", "developer", "parts"}),
+        title="Mistral Nemo", parser="mistral", reasoning="no",
+    ),
+    "olmo": Family(
+        refuses=frozenset({"parts"}), title="OLMo 3", parser="olmo3", reasoning="no"
+    ),
+    "phi4": Family(
+        refuses=frozenset({"parts"}), title="Phi-4-mini", parser="phi4_mini", reasoning="no"
+    ),
+    "qwen2_5": Family(
+        refuses=frozenset({"parts"}), title="Qwen 2.5", parser="hermes", reasoning="no"
+    ),
+    "qwen3": Family(title="Qwen 3", parser="hermes"),
+    "qwen3_coder": Family(
+        refuses=frozenset({"parts"}), title="Qwen 3 Coder", parser="qwen3_coder", reasoning="no"
+    ),
 }  # fmt: skip
 
 

@@ -10,8 +10,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 from service.replies.call_form import CallForm
 from service.replies.calls import arguments, begin
 from service.replies.format import Context, marked
@@ -53,19 +51,11 @@ def _call(reader: Reader, out: PieceWriter, context: Context) -> Steps:
         begin(reader, out, name)
         yield from arguments(reader, out)
         if fenced:
-            yield from _past(reader, _FENCE)
-        yield from _past(reader, _CALL_END)
-        if not (yield from _past(reader, _CALL)):
-            yield from _past(reader, _CALLS_END)
+            yield from reader.past(_FENCE)
+        yield from reader.past(_CALL_END)
+        if not (yield from reader.past(_CALL)):
+            yield from reader.past(_CALLS_END)
             return
-
-
-def _past(reader: Reader, literal: str) -> Generator[None, None, bool]:
-    """Read this text after blanks, if it comes next."""
-    if (yield from reader.behind_blanks()) != literal[0]:
-        return False
-    yield from reader.blanks()
-    return (yield from reader.literal(literal))
 
 
 def _form(template: str) -> CallForm:

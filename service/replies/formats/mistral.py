@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from service.replies.call_form import CallForm
-from service.replies.calls import arguments, begin, call_object
+from service.replies.calls import arguments, begin, call_list
 from service.replies.format import Context, marked
 from service.replies.pieces import PieceWriter
 from service.replies.reader import MalformedError, Reader, Steps
@@ -19,24 +19,9 @@ _ARGUMENTS = "[ARGS]"
 def _calls(reader: Reader, out: PieceWriter, context: Context) -> Steps:
     yield from reader.blanks()
     if (yield from reader.peek()) == "[":
-        yield from _array(reader, out)
+        yield from call_list(reader, out)
     else:
         yield from _named(reader, out)
-
-
-def _array(reader: Reader, out: PieceWriter) -> Steps:
-    yield from reader.expect("[")
-    yield from reader.blanks()
-    if (yield from reader.peek()) == "]":
-        yield from reader.expect("]")
-        return
-    while True:
-        yield from reader.blanks()
-        if not (yield from call_object(reader, out)):
-            return
-        yield from reader.blanks()
-        if (yield from reader.expect(",]")) == "]":
-            return
 
 
 def _named(reader: Reader, out: PieceWriter) -> Steps:

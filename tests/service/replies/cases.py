@@ -199,3 +199,90 @@ def check_truncated(format: Format, raw: str, context: Context) -> None:
         for call, full in zip(reply.calls, whole.calls, strict=False):
             assert call.id == full.id
             assert full.arguments.startswith(call.arguments) or not call.complete
+
+
+def cases_of_lists(
+    opening: str,
+    closing: str,
+    *,
+    name: str = "name",
+    arguments: str = "arguments",
+    reasoning: tuple[str, str] = ("<think>", "</think>"),
+) -> list[Case]:
+    """Cases of a format in which a list of JSON objects stands between two texts; the closing one
+    may be empty, and is not needed. `name`, `arguments`: an object's members.
+    """
+    begin, end = reasoning
+
+    def one(called: str = "f", given: str = '{"a": 1}') -> str:
+        return f'{{"{name}": "{called}", "{arguments}": {given}}}'
+
+    def wrap(*objects: str) -> str:
+        return f"{opening}[{', '.join(objects)}]{closing}"
+
+    def none(id: str, raw: str) -> Case:
+        return Case(id, raw, raw)
+
+    call, called = wrap(one()), ("f", '{"a": 1}')
+    return [
+        Case("nothing", ""),
+        none("text", "Hello <you>: [1, 2]."),
+        Case("a call", call, calls=[called]),
+        Case("two calls", wrap(one(), one("g", "{}")), calls=[called, ("g", "{}")]),
+        Case("no end", f"{opening}[{one()}]", calls=[called]),
+        Case("no end of the list", f"{opening}[{one()}", calls=[called]),
+        Case("two lists", f"{call}\n{call}", calls=[called, called]),
+        Case("blanks", f"{opening}\n[\n  {one()} ,\n  {one()}\n]\n{closing}\n", calls=[called] * 2),
+        Case("an empty list", f"{opening}[]{closing}x", "x"),
+        Case("not ASCII", wrap(one("größe", '{"é": "水"}')), calls=[("größe", '{"é": "水"}')]),
+        Case(
+            "the name last",
+            wrap(f'{{"{arguments}": {{"a": 1}}, "{name}": "f"}}'),
+            calls=[called],
+        ),
+        Case("other members", wrap(f'{{"x": [1, {{}}], {one()[1:-1]}, "y": "z"}}'), calls=[called]),
+        Case("no arguments", wrap(f'{{"{name}": "f"}}'), calls=[("f", "{}")]),
+        Case("null", wrap(one("f", "null")), calls=[("f", "{}")]),
+        Case("arguments in a string", wrap(one("f", '"{\\"a\\": 1}"')), calls=[called]),
+        Case("text before", f"Let me see.\n\n{call}", "Let me see.", calls=[called]),
+        Case("text behind", f"{call}\ndone", "done", calls=[called]),
+        Case("text between", f"{call} x {call}", "x", calls=[called, called]),
+        Case("reasoning", f"{begin}\nhm\n{end}\n\nhi{call}", "hi", "hm", [called]),
+        Case("opened by the prompt", f"hm{end}{call}", "", "hm", [called], in_reasoning=True),
+        Case("calls within reasoning", f"{call}{end}hi", "hi", call, in_reasoning=True),
+        Case("reasoning never closed", "hm", "", "hm", in_reasoning=True),
+        none("closed and not opened", f"hm{end}hi"),
+        Case(
+            "marks in arguments",
+            wrap(one("f", json.dumps({"a": f"]}}{closing}{opening}"}))),
+            calls=[("f", json.dumps({"a": f"]}}{closing}{opening}"}))],
+        ),
+        none("the mark alone", opening),
+        none("text behind the mark", f"{opening}x"),
+        none("mark begun at the end", f"a {opening[:-2]}"),
+        Case("mark repeated", f"{opening}{call}", opening, calls=[called]),
+        none("no object", f"{opening}[1]{closing}"),
+        none("no name", f'{opening}[{{"{arguments}": {{}}}}]{closing}'),
+        none("an empty name", wrap(one(""))),
+        none("a name of two lines", wrap(one("f\\ng"))),
+        none("arguments of another kind", wrap(one("f", "[1]"))),
+        none("no JSON", f"{opening}[{{{name}: f}}]{closing}"),
+        none("ended before the name", f'{opening}[{{"na'),
+        none("ended in the name", f'{opening}[{{"{name}": "get_wea'),
+        Case("ended in the arguments", f"{opening}[{one()[:-2]}", calls=[("f", '{"a": 1', False)]),
+        Case("ended between", f"{opening}[{one()}, ", ", ", calls=[called]),
+        Case("a trailing comma", f"{opening}[{one()}, ]{closing}", f", ]{closing}", calls=[called]),
+        Case("no comma", f"{opening}[{one()} x]{closing}", f" x]{closing}", calls=[called]),
+        Case(
+            "broken, then a call",
+            wrap(one("f", '{"a": x}')) + call,
+            f"x}}}}]{closing}",
+            calls=[("f", '{"a": ', False), called],
+        ),
+        Case(
+            "the second broken",
+            f"{opening}[{one()}, {{}}]{closing}",
+            f", {{}}]{closing}",
+            calls=[called],
+        ),
+    ]

@@ -20,6 +20,7 @@ from tests.service.replies.cases import (
 
 HERMES = FORMATS["hermes"]
 TEMPLATES = [
+    '<|start_of_role|>{{ \'within <tool_call></tool_call>: {"name": …, "arguments": …}\' }}',
     '{{ \'<tool_call>\\n{"name": "\' }}{{ call.name }}{{ \'", "arguments": \' }}',
     "<think>{{ m.reasoning_content }}</think> <tool_call> {{ tool_call.arguments | tojson }}",
 ]

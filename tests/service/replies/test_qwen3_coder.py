@@ -7,9 +7,10 @@ import json
 import pytest
 
 from service.replies import FORMATS, Context, tool_types
+from service.replies.json_scanner import MAX_DEPTH
 from service.replies.reader import MAX_HELD
 from service.replies.tool_types import MAX_TYPED
-from tests.service.replies.cases import Case, check, check_truncated, parse
+from tests.service.replies.cases import Case, check, check_truncated, deep, parse
 
 QWEN = FORMATS["qwen3_coder"]
 TEMPLATES = [
@@ -160,6 +161,13 @@ def test_a_value_too_long_to_hold_is_a_string() -> None:
 
 def test_a_reply_that_ends_anywhere() -> None:
     check_truncated(QWEN, f"<think>hm</think>hi\n{wrap('f', s='a', n='12')}", Context(TOOLS))
+
+
+def test_a_value_nested_as_deeply_as_arguments_may_be_is_a_string() -> None:
+    """The arguments themselves are one level."""
+    for levels, kind in ((MAX_DEPTH - 1, dict), (MAX_DEPTH, str)):
+        [call] = parse(QWEN, [wrap("f", o=deep(levels))], Context(TOOLS)).calls
+        assert isinstance(json.loads(call.arguments)["o"], kind)
 
 
 def test_what_is_kept_of_schemas_is_bounded() -> None:
