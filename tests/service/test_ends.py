@@ -26,16 +26,25 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 from engine.outputs import RequestFailure, RequestOutput
+from tests.service.ends import (
+    IMPOSSIBLE,
+    MAX_TOKENS,
+    NAME,
+    RPCS,
+    STATES,
+    Caller,
+    Outcome,
+    of_events,
+    table,
+)
 from tests.service.fake_engine import FakeEngine, _Live, model_info
 from tests.service.fault_proxy import OWN_CONNECTION, FaultProxy, fault_proxy
 from tests.service.helpers import (
     DEADLINE_S,
     Harness,
-    Refused,
     Session,
     check_course,
     finished_of,
-    ids_of,
     refused,
     serving,
     spec,
@@ -43,11 +52,6 @@ from tests.service.helpers import (
 )
 from tests.service.test_shutdown import ended, process, read_until
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "sessions.md"
-RPCS = ("Generate", "GenerateStream", "StreamResult", "AddRequest")
-STATES = ("queued", "prefilling", "decoding")
-NAME = "target"
-MAX_TOKENS = 6
 DECODED = 2
 """How many tokens there are when something happens to a decoding request."""
 
@@ -89,156 +93,6 @@ class StagedEngine(FakeEngine):
     def engine_id(self, name: str) -> Any:
         """The engine's name of a live request."""
         return next(engine_id for engine_id in self._live if f"/{name}#" in engine_id)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the caller got.
-
-    Attributes:
-        status: the RPC's.
-        end: the finish reason, "Failed <code>", or "" where no end was delivered.
-        usage: of the end.
-        tokens: how many were delivered.
-        reason: ErrorInfo's, of the RPC's status.
-    """
-
-    status: str
-    end: str = ""
-    usage: pb.Usage | None = None
-    tokens: int = 0
-    reason: str = ""
-
-
-def of_events(events: list[pb.ResultEvent], status: str, reason: str = "") -> Outcome:
-    """The outcome that a request's events tell."""
-    if not events or events[-1].WhichOneof("event") not in ("finished", "failed"):
-        return Outcome(status, tokens=len(ids_of(events)), reason=reason)
-    check_course(events)
-    last, tokens = events[-1], len(ids_of(events))
-    if last.HasField("failed"):
-        code = next(c for c in grpc.StatusCode if c.value[0] == last.failed.status.code)
-        return Outcome(status, f"Failed {code.name}", last.failed.usage, tokens, reason)
-    return Outcome(status, name_of(last.finished.reason), last.finished.usage, tokens, reason)
-
-
-def name_of(reason: int) -> str:
-    """A finish reason as the documentation writes it."""
-    return pb.FinishReason.Name(reason).removeprefix("FINISH_REASON_")  # type: ignore[arg-type]
-
-
-class Caller:
-    """One RPC that carries the target request, through the proxy."""
-
-    def __init__(self, kind: str, h: Harness, stub: Any) -> None:
-        self.kind = kind
-        self.h = h
-        self.stub = stub
-        self.call: Any = None
-        self.session: Session | None = None
-        self.other: asyncio.Future[rpc.GenerateResponse] | None = None
-
-    @property
-    def waiting(self) -> int:
-        """How many calls wait for the target."""
-        request = self.h.registry.requests.get(("anonymous", NAME))
-        return 0 if request is None else request.waiting
-
-    async def start(self, *, deadline_s: float | None, lease: bool, another: bool) -> None:
-        """Start the target. `another`: the same call waits for it on a connection of its own."""
-        wanted = spec(request_id=NAME, stop={"max_tokens": MAX_TOKENS, "ignore_eos": True})
-        match self.kind:
-            case "Generate":
-                message = rpc.GenerateRequest(spec=wanted)
-                self.call = self.stub.Generate(message, timeout=deadline_s)
-                await until(lambda: self.waiting or self.call.done())
-                if another:
-                    self.other = asyncio.ensure_future(self.h.generation.Generate(message))
-                    await until(lambda: self.waiting == 2 or self.call.done())
-            case "GenerateStream":
-                streamed = rpc.GenerateStreamRequest(spec=wanted)
-                self.call = self.stub.GenerateStream(streamed, timeout=deadline_s)
-            case "StreamResult":
-                self.session = Session(self.stub.StreamResult(timeout=deadline_s))
-                self.call = self.session.call
-                if lease:
-                    await self.session.send(open=rpc.OpenCommand(lease={"seconds": 60}))
-                await self.session.add(wanted)
-            case _:
-                await self.stub.AddRequest(rpc.AddRequestRequest(spec=wanted), timeout=DEADLINE_S)
-                if lease:  # a session may have it; that changes nothing
-                    self.session = Session(self.stub.StreamResult())
-                    await self.session.send(open=rpc.OpenCommand(lease={"seconds": 60}))
-                    await self.session.send(attach=rpc.AttachCommand(request_id=NAME))
-                    await self.session.read_until(lambda m: m.attached)
-                self.call = self.stub.GetResult(
-                    rpc.GetResultRequest(request_id=NAME, until_done=True, wait={"seconds": 60})
-                )
-                # A server that drains takes no call that is still on its way.
-                request = self.h.registry.find("anonymous", NAME)
-                await until(lambda: request.readers)
-        engine: Any = self.h.engine
-        await until(lambda: engine.holds(NAME) or self.call.done())  # done: at its deadline
-
-    async def outcome(self, *, half_close: bool = False) -> Outcome:
-        """Wait for what the caller gets."""
-        async with asyncio.timeout(DEADLINE_S):
-            try:
-                if self.kind == "GenerateStream":
-                    return await self._stream()
-                if self.kind == "StreamResult":
-                    return await self._session(half_close=half_close)
-                answer = await self.call
-            except grpc.aio.AioRpcError as error:
-                return Outcome(error.code().name, reason=_reason(error))
-            except asyncio.CancelledError:
-                assert self.call.cancelled()
-                return Outcome("CANCELLED")
-        if self.kind == "AddRequest":
-            assert answer.done
-            return of_events(list(answer.events), "OK")
-        [choice] = answer.choices
-        finished = choice.finished
-        assert answer.usage == finished.usage
-        return Outcome("OK", name_of(finished.reason), finished.usage, len(choice.token_ids))
-
-    async def _stream(self) -> Outcome:
-        events: list[pb.ResultEvent] = []
-        try:
-            async for message in self.call:
-                events += message.events
-        except grpc.aio.AioRpcError as error:
-            return of_events(events, error.code().name, _reason(error))
-        except asyncio.CancelledError:
-            assert self.call.cancelled()
-            return of_events(events, "CANCELLED")
-        return of_events(events, "OK")
-
-    async def _session(self, *, half_close: bool) -> Outcome:
-        """Read the session until the request's end, and then end it: OK only if it ends so."""
-        session = self.session
-        assert session is not None
-        over = ("finished", "failed")
-        try:
-            if half_close:
-                await session.call.done_writing()
-            while (message := await session.call.read()) is not grpc.aio.EOF:
-                session.messages.append(message)
-                kinds = {event.WhichOneof("event") for event in message.events}
-                if kinds & set(over) and not half_close:
-                    await session.call.done_writing()
-            status = (await session.call.code()).name
-        except grpc.aio.AioRpcError as error:
-            status = error.code().name
-        except asyncio.CancelledError:
-            assert self.call.cancelled()
-            status = "CANCELLED"
-        return of_events(session.events().get(NAME, []), status)
-
-
-def _reason(error: grpc.aio.AioRpcError) -> str:
-    info = Refused(error).details.get("ErrorInfo")
-    return str(info.reason) if info is not None else ""
 
 
 @dataclass
@@ -333,22 +187,6 @@ EVENTS: dict[str, Callable[[Scene], Awaitable[None]]] = {
 }
 RUNS_ON = {"finish", "server drains", "half-close"}
 """What lets the request run to its end."""
-IMPOSSIBLE = {("finish", "queued"): "what finishes by itself has been running"}
-
-
-def table() -> dict[tuple[str, str], str]:
-    """The documented cells, by (what happens, RPC)."""
-    text = DOCS.read_text()
-    text = text[text.index("<!-- ends -->") : text.index("<!-- /ends -->")]
-    rows = [
-        [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
-        for line in text.splitlines()
-        if line.startswith("|")
-    ]
-    assert tuple(rows[0][1:]) == RPCS
-    return {
-        (row[0], kind): cell for row in rows[2:] for kind, cell in zip(RPCS, row[1:], strict=True)
-    }
 
 
 TABLE = table()
