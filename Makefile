@@ -157,6 +157,24 @@ bench-wire-size: $(STAMP) $(NATIVE) ## Count what a session takes on the wire: b
 hostile: $(STAMP) $(NATIVE) ## Try hostile inputs beside a witness, and write records: an hour (ARGS='--model demo --calm-seconds 20').
 	$(BIN)/python -m benchmarks.hostile $(ARGS)
 
+# ---- trust -----------------------------------------------------------------------------------------------------------
+
+SEED ?= 1
+PART ?=
+TRUST := GRPC_VERBOSITY=ERROR $(BIN)/python -m benchmarks.trust --seed $(SEED) $(addprefix --part ,$(PART))
+
+.PHONY: trust
+trust: $(STAMP) $(NATIVE) ## Attack what is promised, and write records: up to three hours (PART=ends SEED=7; it resumes).
+	$(TRUST) $(ARGS)
+
+.PHONY: trust-cut
+trust-cut: $(STAMP) $(NATIVE) ## The few minutes of it that CI runs.
+	$(TRUST) --cut --again $(ARGS)
+
+.PHONY: trust-report
+trust-report: $(STAMP) ## Write docs/trust.md from the records.
+	$(BIN)/python -m benchmarks.trust --report
+
 .PHONY: clean
 clean: ## Remove what was built; the virtual environments stay.
 	rm -rf build dist *.egg-info clients/python/build clients/python/src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

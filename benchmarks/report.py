@@ -72,6 +72,8 @@ KIND_GPU = "gpu"
 """A record of `python -m benchmarks gpu`; of `run` there is no kind."""
 KIND_HOSTILE = "hostile"
 """A record of `python -m benchmarks.hostile`."""
+KIND_TRUST = "trust"
+"""A record of `python -m benchmarks.trust`, whose document is written by `benchmarks.trust`."""
 
 
 def render(record: dict[str, Any], name: str) -> str:

@@ -13,6 +13,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,13 @@ class Server:
     """
 
     def __init__(
-        self, model: Path, folder: Path, *, threads: int | None = None, tls: bool = False
+        self,
+        model: Path,
+        folder: Path,
+        *,
+        threads: int | None = None,
+        tls: bool = False,
+        more: Sequence[str] = (),
     ) -> None:
         """Start it; `wait` comes next.
 
@@ -61,6 +68,7 @@ class Server:
             folder: for its log, its callers, tokens and socket.
             threads: of the model; None: the server's own default.
             tls: whether it speaks TLS on a TCP address; it is then in plain text on a Unix socket.
+            more: further options of the server.
         """
         self.target = self.tls_target = self.health_target = ""
         self.cache_bytes = 0
@@ -69,7 +77,8 @@ class Server:
         self._tls = tls
         self._tokens = {name: secrets.token_urlsafe(24) for name in SERVICES}
         listen = ["--listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0"]
-        more = [] if threads is None else ["--threads", str(threads)]
+        if threads is not None:
+            more = [*more, "--threads", str(threads)]
         if tls:
             certificate, key = make_certificate(folder)
             listen += ["--listen", f"unix:{folder}/s"]

@@ -57,6 +57,7 @@ class Outcome:
         usage: of the end.
         tokens: how many were delivered.
         reason: ErrorInfo's, of the RPC's status.
+        ids: those tokens, where they came with events or with an answer.
     """
 
     status: str
@@ -64,18 +65,22 @@ class Outcome:
     usage: pb.Usage | None = None
     tokens: int = 0
     reason: str = ""
+    ids: tuple[int, ...] = ()
 
 
 def of_events(events: list[pb.ResultEvent], status: str, reason: str = "") -> Outcome:
     """The outcome that a request's events tell."""
+    ids = tuple(ids_of(events))
     if not events or events[-1].WhichOneof("event") not in ("finished", "failed"):
-        return Outcome(status, tokens=len(ids_of(events)), reason=reason)
+        return Outcome(status, tokens=len(ids), reason=reason, ids=ids)
     check_course(events)
-    last, tokens = events[-1], len(ids_of(events))
+    last = events[-1]
     if last.HasField("failed"):
         code = next(c for c in grpc.StatusCode if c.value[0] == last.failed.status.code)
-        return Outcome(status, f"Failed {code.name}", last.failed.usage, tokens, reason)
-    return Outcome(status, name_of(last.finished.reason), last.finished.usage, tokens, reason)
+        end, usage = f"Failed {code.name}", last.failed.usage
+    else:
+        end, usage = name_of(last.finished.reason), last.finished.usage
+    return Outcome(status, end, usage, len(ids), reason, ids)
 
 
 def name_of(reason: int) -> str:
@@ -101,10 +106,16 @@ class Caller:
         request = self.h.registry.requests.get(("anonymous", NAME))
         return 0 if request is None else request.waiting
 
-    async def start(self, *, deadline_s: float | None, lease: bool, another: bool) -> None:
-        """Start the target. `another`: the same call waits for it on a connection of its own."""
+    async def start(
+        self, *, deadline_s: float | None, lease: bool, another: bool, limit_s: float = 0.0
+    ) -> None:
+        """Start the target. `another`: the same call waits for it on a connection of its own.
+        `limit_s`: its time limit; 0: the server's own.
+        """
         stop = {"max_tokens": MAX_TOKENS, "ignore_eos": True}
         wanted = spec(self.text, request_id=NAME, stop=stop)
+        if limit_s:
+            wanted.scheduling.time_limit.FromNanoseconds(round(limit_s * 1e9))
         match self.kind:
             case "Generate":
                 message = rpc.GenerateRequest(spec=wanted)
@@ -158,7 +169,8 @@ class Caller:
         [choice] = answer.choices
         finished = choice.finished
         assert answer.usage == finished.usage
-        return Outcome("OK", name_of(finished.reason), finished.usage, len(choice.token_ids))
+        ids = tuple(choice.token_ids)
+        return Outcome("OK", name_of(finished.reason), finished.usage, len(ids), ids=ids)
 
     async def _stream(self) -> Outcome:
         events: list[pb.ResultEvent] = []

@@ -1,0 +1,59 @@
+"""A server with the demo model, and a witness of it: what a calm machine is like, and what is
+measured beside an attack.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.hostile.server import WITNESS, Server
+from benchmarks.models import DEMO
+from benchmarks.witness.process import Witness
+from benchmarks.witness.report import Report
+
+
+@contextmanager
+def witnessed(*more: str, tls: bool = False) -> Iterator[tuple[Server, Witness]]:
+    """A ready server with these further options, and its witness."""
+    with TemporaryDirectory(prefix="headrace-") as name:
+        server = Server(DEMO, Path(name), tls=tls, more=more)
+        try:
+            server.wait()
+            with Witness(
+                server.target,
+                server.pids,
+                health_target=server.health_target,
+                token_file=server.token_file(WITNESS),
+            ) as witness:
+                yield server, witness
+        finally:
+            server.close()
+
+
+def look(witness: Witness, seconds: float) -> Report:
+    """What it sees in so many seconds from now."""
+    witness.begin()
+    time.sleep(seconds)
+    return witness.report()
+
+
+def told(seen: Report) -> dict[str, Any]:
+    """As the record has it."""
+    return {
+        "seconds": seen.seconds,
+        "gap_s": seen.gaps.worst_s,
+        "health_s": seen.health.worst_s,
+        "tokenize_s": seen.tokenize.worst_s,
+        "lag_s": seen.lag.worst_s,
+    }
+
+
+def calm_minute(seconds: float) -> dict[str, Any]:
+    """What a witness sees of a server that nobody else uses."""
+    with witnessed() as (_, witness):
+        return told(look(witness, seconds))

@@ -1,0 +1,148 @@
+"""docs/trust.md, written from the records: nothing in it is written by hand but the text below."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes import ROOT
+from benchmarks.report import read_record
+from benchmarks.trust.campaign import is_wrong
+from benchmarks.trust.parts import Part
+
+DOCUMENT = ROOT / "docs" / "trust.md"
+PROMISES = ROOT / "docs" / "promises.md"
+Records = Mapping[str, Mapping[str, Any]]
+
+_PROMISE = re.compile(r"^\| (\d+) \| (.+?) \|", re.MULTILINE)
+_LINK = re.compile(r" ?\(\[[^\]]*\]\([^)]*\)\)")
+_INTRO = """\
+# Trust
+
+`make trust` attacks what [promises.md](promises.md) promises, and this page is written from the
+records that it makes (`make trust-report`). Do not edit it: its text is in
+`benchmarks/trust/document.py`. Whoever doubts a line can run it again:
+
+    make trust                     # all parts: up to three hours
+    make trust PART=ends SEED=7    # one part, with another seed
+    make trust-cut                 # the few minutes of it that CI runs
+
+Ctrl-C leaves a record from which the same command goes on. A part begins with a calm minute, in
+which a witness looks at a server that nobody else uses: what it waits for then is the machine's
+doing.
+"""
+
+
+def update(folder: Path, parts: Sequence[Part], *, check: bool) -> bool:
+    """Write the document from the records in a folder. Returns whether it was as it should be.
+
+    Args:
+        folder: where the records are.
+        parts: of the campaign.
+        check: only look.
+
+    Raises:
+        ValueError: a record is of another format.
+    """
+    found = {part.name: read_record(folder / f"trust-{part.name}.json") for part in parts}
+    records = {name: record for name, record in found.items() if record is not None}
+    text = render(PROMISES.read_text(), parts, records)
+    old = DOCUMENT.read_text() if DOCUMENT.exists() else ""
+    if text != old and not check:
+        DOCUMENT.write_text(text)
+    return text == old
+
+
+def render(promises: str, parts: Sequence[Part], records: Records) -> str:
+    """The document's text. `promises`: the text of docs/promises.md."""
+    sections = [_INTRO, _by_promise(promises, records)]
+    for part in parts:
+        sections.append(_part(part, records.get(part.name)))
+    return "\n".join(sections)
+
+
+def _by_promise(promises: str, records: Records) -> str:
+    lines = [
+        "## By promise",
+        "",
+        "| # | promise | tried, by part | how often | not as promised |",
+        "|---|---|---|---|---|",
+    ]
+    for number, text in _PROMISE.findall(promises):
+        tried, count, wrong = [], 0, []
+        for name, record in records.items():
+            rows = {
+                key: row
+                for key, row in record["runs"][0]["rows"].items()
+                if int(number) in row["promises"]
+            }
+            if not rows:
+                continue
+            tried.append(f"[{name}](#{name}) ({len(rows)})")
+            count += sum(row["count"] for row in rows.values())
+            wrong += [f"{name}/{key}" for key, row in rows.items() if is_wrong(row)]
+        what = _LINK.sub("", text).partition(". ")[0].rstrip(".")
+        told = ", ".join(tried) or "not tried"
+        lines.append(f"| {number} | {what} | {told} | {count:,} | {', '.join(wrong) or '—'} |")
+    return "\n".join(lines) + "\n"
+
+
+def _part(part: Part, record: Mapping[str, Any] | None) -> str:
+    lines = [f"## {part.name}", "", f"{part.meaning[0].upper()}{part.meaning[1:]}.", ""]
+    if record is None:
+        return "\n".join([*lines, "Not run yet.", ""])
+    run, *others = record["runs"]
+    lines += [_heading(part, run), ""]
+    lines += ["| | what was tried | promises | how often | worst | |", "|---|---|---|---|---|---|"]
+    lines += [_row(name, row) for name, row in run["rows"].items()]
+    wrong = [(name, row["wrong"]) for name, row in run["rows"].items() if row["wrong"]]
+    if wrong:
+        lines += ["", "Not as promised:", ""]
+        lines += [f"- **{name}**: {_cell('; '.join(found))}" for name, found in wrong]
+    lines += ["", *(_again(run, other) for other in others)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _heading(part: Part, run: Mapping[str, Any]) -> str:
+    machine, calm = run["machine"], run["calm"]
+    length = "The cut" if run["is_cut"] else "The whole"
+    state = "" if run["is_whole"] else " It was stopped before its end."
+    words = (
+        f"{length}, {run['date'][:10]}, commit {run['commit']}, seed {run['seed']}: "
+        f"{run['seconds'] / 60:.0f} minutes on {machine['cpus']} CPUs.{state}"
+    )
+    if calm is not None:
+        words += (
+            f" Calm, for {calm['seconds']:.0f} s: worst gap between tokens "
+            f"{calm['gap_s'] * 1e3:.0f} ms, health {calm['health_s'] * 1e3:.0f} ms, the witness' "
+            f"own lag {calm['lag_s'] * 1e3:.0f} ms."
+        )
+    name = f"benchmarks/results/trust-{part.name}.json"
+    return f"{words} Record: [`{name}`](../{name})."
+
+
+def _row(name: str, row: Mapping[str, Any]) -> str:
+    verdict = "**not held**" if is_wrong(row) else "held"
+    if row["not_judged"]:
+        verdict = f"not judged: {row['not_judged']}"
+    promises = ", ".join(map(str, row["promises"]))
+    cells = [name, row["what"], promises, f"{row['count']:,}", row["worst"], verdict]
+    return f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _again(run: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """How another run compares."""
+    ours, theirs = run["rows"], other["rows"]
+    both = [name for name in ours if name in theirs]
+    differ = [name for name in both if is_wrong(ours[name]) != is_wrong(theirs[name])]
+    told = f"{len(both)} rows in common, "
+    told += f"other verdicts: {', '.join(differ)}" if differ else "the same verdicts"
+    return (
+        f"A run with seed {other['seed']}, {other['date'][:10]}, commit {other['commit']}: {told}."
+    )

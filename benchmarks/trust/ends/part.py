@@ -1,0 +1,115 @@
+"""The part: every cell beside every fault, and then many requests by chance."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+import time
+from collections import Counter
+
+from benchmarks.trust.ends.crowd import Crowd, crowds
+from benchmarks.trust.ends.faults import FAULTS, Fault
+from benchmarks.trust.ends.play import CELLS, Cell, play
+from benchmarks.trust.parts import Course, Part, Tried, some
+
+PATIENCE_S = 90.0
+"""A cell that takes longer is stuck."""
+CUT_CELLS = {False: 16, True: 2}
+"""How many cells of a fault the cut draws, by whether the engine is in a process of its own."""
+ROUNDS, CUT_ROUNDS = 20, 1
+ROUND = 5_000
+CUT_ROUND = 1_000
+"""Requests of a round, on one server."""
+THREADS = 6
+"""So many more threads than at the beginning may be there at the end: pools that gRPC keeps."""
+
+
+def run(course: Course) -> None:
+    """All of it. What the server logs is left out: thousands of faults are told one by one."""
+    logging.disable(logging.CRITICAL)
+    try:
+        for fault in FAULTS.values():
+            if course.is_wanted(fault.name):
+                course.add(asyncio.run(_beside(course, fault)))
+        for number in range(course.either(ROUNDS, CUT_ROUNDS)):
+            name = f"by chance {number + 1}"
+            if course.is_wanted(name):
+                course.add(_by_chance(course, name))
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+async def _beside(course: Course, fault: Fault) -> Tried:
+    """Every cell, with the fault before it and after it; in the cut some of them, by chance."""
+    plays = [(cell, is_first) for cell in CELLS for is_first in (True, False)]
+    if course.is_cut:
+        plays = course.source(fault.name).sample(plays, CUT_CELLS[fault.process])
+    threads = _threads()
+    wrong, longest = [], 0.0
+    for number, (cell, is_first) in enumerate(plays):
+        began = time.monotonic()
+        wrong += await _played(course, fault, cell, is_first)
+        longest = max(longest, time.monotonic() - began)
+        if number % 50 == 49:
+            course.say(f"{fault.name}: {number + 1} of {len(plays)}")
+    gc.collect()
+    if (tasks := len(asyncio.all_tasks())) > 1:
+        wrong.append(f"{tasks - 1} tasks are left")
+    if (more := _threads() - threads) > THREADS:
+        wrong.append(f"{more} more threads than before")
+    return Tried(
+        name=fault.name,
+        what=f"each cell of the ends table, before and after {fault.what}",
+        promises=(1, 2, 3, 5, 6),
+        count=len(plays),
+        worst=f"{longest:.1f} s for a cell",
+        wrong=some(wrong),
+    )
+
+
+def _threads() -> int:
+    """How many there are, without those of the logs: they are a process's, and each server here has
+    one.
+    """
+    return sum(not one.name.startswith("log-") for one in threading.enumerate())
+
+
+async def _played(course: Course, fault: Fault, cell: Cell, is_first: bool) -> list[str]:
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            wrong = await play(cell, fault, is_first=is_first, folder=course.folder)
+    except Exception as error:
+        wrong = [f"{type(error).__name__}: {error}"]
+    order = "fault first" if is_first else "fault last"
+    return [f"{cell}, {order}: {one}" for one in wrong]
+
+
+def _by_chance(course: Course, name: str) -> Tried:
+    """A round of requests of all kinds, with everything that may happen to them, by chance."""
+    count = course.either(ROUND, CUT_ROUND)
+    crowd = Crowd(course.source(name), count)
+    wrong: list[str] = []
+    try:
+        asyncio.run(crowds(crowd, course.folder))
+        wrong = crowd.wrong
+    except Exception as error:
+        wrong = [*crowd.wrong, f"{type(error).__name__}: {error}"]
+    ends: Counter[str] = crowd.ends
+    told = ", ".join(f"{number:,} {end}" for end, number in ends.most_common(6))
+    return Tried(
+        name=name,
+        what=f"requests of all RPCs with cancels, cuts, attaches and failing steps ({told})",
+        promises=(1, 2, 3, 5, 6),
+        count=sum(ends.values()),
+        wrong=some(wrong),
+    )
+
+
+ENDS = Part(
+    name="ends",
+    meaning="every way in which a request may end, beside every fault",
+    minutes=45,
+    run=run,
+)

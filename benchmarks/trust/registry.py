@@ -1,0 +1,8 @@
+"""All parts, in the order in which they are run."""
+
+from __future__ import annotations
+
+from benchmarks.trust.ends.part import ENDS
+from benchmarks.trust.parts import Part
+
+PARTS: dict[str, Part] = {one.name: one for one in (ENDS,)}

@@ -1,0 +1,194 @@
+"""The campaign: that its parts find what they look for, that its records go on where they were
+stopped, and that docs/trust.md is what the records say.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.trust.__main__ import RESULTS
+from benchmarks.trust.campaign import Campaign, Plan
+from benchmarks.trust.document import PROMISES, render, update
+from benchmarks.trust.ends.crowd import Crowd, crowds
+from benchmarks.trust.ends.faults import FAULTS
+from benchmarks.trust.ends.play import CELLS, EVENTS, TABLE, Cell, allowed, play
+from benchmarks.trust.parts import Course, Part, Tried
+from benchmarks.trust.record import Record
+from benchmarks.trust.registry import PARTS
+from service.delivery.request import ServedRequest
+from service.delivery.states import State
+
+
+def row(name: str, **more: Any) -> Tried:
+    values: dict[str, Any] = {"what": "a thing", "promises": (1,), "count": 3, **more}
+    return Tried(name=name, **values)
+
+
+def plan(folder: Path, part: Part, **more: Any) -> Plan:
+    values: dict[str, Any] = {
+        "seed": 1, "is_cut": False, "again": False, "minutes": 1.0, **more,
+    }  # fmt: skip
+    return Plan(parts=[part], folder=folder, **values)
+
+
+def part(run: Any) -> Part:
+    return Part(name="one", meaning="tries one thing", minutes=1, run=run, has_calm=False)
+
+
+# ---- the campaign --------------------------------------------------------------------------------
+
+
+def test_a_part_that_was_stopped_goes_on_at_the_row_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.trust.record.commit", lambda: "abc")
+    tried: list[str] = []
+
+    def run(course: Course) -> None:
+        for name in ("a", "b", "c"):
+            if course.is_wanted(name):
+                if name == "b" and "b" not in tried:
+                    tried.append("b")
+                    raise KeyboardInterrupt
+                tried.append(name)
+                course.add(row(name))
+
+    with pytest.raises(KeyboardInterrupt):
+        Campaign(plan(tmp_path, part(run)), lambda text: None).run()
+    assert not Record(tmp_path / "trust-one.json", "one", seed=1, is_cut=False, again=False).run[
+        "is_whole"
+    ]
+    Campaign(plan(tmp_path, part(run)), lambda text: None).run()
+    assert tried == ["a", "b", "b", "c"]
+    Campaign(plan(tmp_path, part(run)), lambda text: None).run()
+    assert tried == ["a", "b", "b", "c"]  # all of it is recorded
+    Campaign(plan(tmp_path, part(run), again=True), lambda text: None).run()
+    assert tried == ["a", "b", "b", "c", "a", "b", "c"]
+
+
+def test_another_commit_or_seed_begins_anew_and_the_other_seed_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trust-one.json"
+    now = ["abc"]
+    monkeypatch.setattr("benchmarks.trust.record.commit", lambda: now[0])
+
+    def record(seed: int) -> Record:
+        return Record(path, "one", seed=seed, is_cut=False, again=False)
+
+    first = record(1)
+    first.add(row("a"))
+    assert record(1).known == {"a"}
+    second = record(2)
+    assert second.known == set()
+    second.add(row("a"))
+    assert record(1).known == {"a"}
+    now[0] = "def"
+    assert record(2).known == set()
+    assert record(1).known == set()
+
+
+def test_what_is_wrong_is_told_unless_it_is_not_judged(tmp_path: Path) -> None:
+    def run(course: Course) -> None:
+        course.add(row("good"))
+        course.add(row("bad", wrong=("it broke",)))
+        course.add(row("odd", wrong=("it broke",), not_judged="it is a machine's"))
+
+    campaign = Campaign(plan(tmp_path, part(run)), lambda text: None)
+    campaign.run()
+    assert campaign.wrong == ["one/bad"]
+
+
+def test_what_is_drawn_depends_on_the_seed_and_the_name_alone(tmp_path: Path) -> None:
+    def course(seed: int) -> Course:
+        return Course(
+            seed=seed, is_cut=True, folder=tmp_path, known=(), record=lambda one: None,
+            say=lambda text: None,
+        )  # fmt: skip
+
+    assert course(1).source("a").random() == course(1).source("a").random()
+    assert course(1).source("a").random() != course(1).source("b").random()
+    assert course(1).source("a").random() != course(2).source("a").random()
+
+
+# ---- the document --------------------------------------------------------------------------------
+
+
+def test_the_document_is_what_the_records_say() -> None:
+    """Else run `make trust-report`."""
+    assert update(RESULTS, list(PARTS.values()), check=True)
+
+
+def test_a_promise_that_was_not_tried_is_told_so(tmp_path: Path) -> None:
+    parts = [part(lambda course: None)]
+    path = tmp_path / "trust-one.json"
+    record = Record(path, "one", seed=1, is_cut=False, again=False)
+    record.add(row("a", promises=(1, 3), wrong=("it | broke",)))
+    again = Record(path, "one", seed=2, is_cut=False, again=False)
+    again.add(row("a", promises=(1, 3), worst="0.2 s"))
+    runs = {"runs": [again.run, record.run]}
+    text = render(PROMISES.read_text(), parts, {"one": runs})
+    lines = {line.split(" | ")[0]: line for line in text.splitlines() if line.startswith("| ")}
+    assert "[one](#one) (1) | 3 | — |" in lines["| 1"]
+    assert "not tried" in lines["| 2"]
+    assert "other verdicts: a." in text
+    assert "| a | a thing | 1, 3 | 3 | 0.2 s | held |" in text
+    assert "it \\| broke" in render(PROMISES.read_text(), parts, {"one": {"runs": [record.run]}})
+
+
+# ---- ends ----------------------------------------------------------------------------------------
+
+
+def test_every_cell_that_is_possible_is_played_beside_every_fault() -> None:
+    assert {(cell.event, cell.kind) for cell in CELLS} == {
+        place for place, cell in TABLE.items() if cell != "—"
+    }
+    assert {event.partition(",")[0] for event, _ in TABLE} == set(EVENTS)
+    assert set(FAULTS) == {
+        "forward", "sampler", "allocator", "device memory", "tokenizer", "exporter", "log",
+        "clock", "slow step", "engine killed", "engine stopped", "pipe cut", "client cut",
+    }  # fmt: skip
+
+
+def test_beside_a_fault_a_cell_may_end_as_the_table_says_of_either() -> None:
+    cell = Cell("Generate", "RPC cancelled, another waits", "decoding")
+    assert allowed(cell, FAULTS["client cut"]) == {
+        ("CANCELLED", "goes on"),
+        ("UNAVAILABLE", "goes on"),
+    }
+    assert allowed(cell, FAULTS["log"]) == {("CANCELLED", "goes on")}
+    assert allowed(cell, FAULTS["forward"]) == {("CANCELLED", "goes on"), ("INTERNAL", "no end")}
+
+
+@pytest.mark.parametrize("fault", [name for name, one in FAULTS.items() if not one.process])
+async def test_a_cell_beside_a_fault(fault: str, tmp_path: Path) -> None:
+    cell = Cell("StreamResult", "RPC cancelled, lease", "decoding")
+    for is_first in (True, False):
+        assert await play(cell, FAULTS[fault], is_first=is_first, folder=tmp_path) == []
+
+
+async def test_a_request_that_is_left_behind_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.service.helpers.DEADLINE_S", 1.0)
+    become = ServedRequest._become
+
+    def forgetful(self: ServedRequest, state: State) -> None:
+        if state is not State.GONE:
+            become(self, state)
+
+    monkeypatch.setattr(ServedRequest, "_become", forgetful)
+    cell = Cell("GenerateStream", "finish", "decoding")
+    wrong = await play(cell, FAULTS["slow step"], is_first=True, folder=tmp_path)
+    assert any("requests are left" in one for one in wrong)
+
+
+async def test_a_round_by_chance(tmp_path: Path) -> None:
+    crowd = Crowd(random.Random(3), 150)
+    await crowds(crowd, tmp_path)
+    assert crowd.wrong == []
+    assert sum(crowd.ends.values()) == 150
