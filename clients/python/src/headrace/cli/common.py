@@ -261,6 +261,22 @@ Priority = Annotated[
         help="Requests of a higher number run first; -100 to 100.", rich_help_panel=_REQUEST
     ),
 ]
+TOOLS = "Tools"
+ToolChoice = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|none|required|NAME",
+        help="Which tools the model may or must call, held to their schemas (not by auto); NAME: "
+        "this one. Or OpenAI's dictionary, as JSON.",
+        rich_help_panel=TOOLS,
+    ),
+]
+MaxReasoningTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="End the reasoning after so many tokens; 0: at once.", rich_help_panel=_REQUEST
+    ),
+]
 _FORM = "The output's form (at most one)"
 JsonSchema = Annotated[
     str | None,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from headrace.cli import common
+from headrace.cli.tool_files import read_choice, read_tools
 from headrace.messages import Message, Prompt
-from headrace.results import Result
+from headrace.results import Choice, Result
 
 
 @common.tells_errors
@@ -20,6 +22,7 @@ def generate(
         typer.Argument(help="The prompt; @FILE reads it from a file, - or nothing from stdin."),
     ] = None,
     max_tokens: common.MaxTokens = None,
+    max_reasoning_tokens: common.MaxReasoningTokens = None,
     temperature: common.Temperature = None,
     top_k: common.TopK = None,
     top_p: common.TopP = None,
@@ -34,6 +37,16 @@ def generate(
     regex: common.Regex = None,
     grammar: common.Grammar = None,
     choice: common.Choices = None,
+    tools: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Tools that the model may call, which are not run (implies --chat): a JSON array "
+            "of their definitions, or FILE.py, whose public functions are described.",
+            rich_help_panel=common.TOOLS,
+        ),
+    ] = None,
+    tool_choice: common.ToolChoice = None,
     target: common.Target = None,
     tls: common.Tls = None,
     ca: common.Ca = None,
@@ -61,6 +74,8 @@ def generate(
 ) -> None:
     """Continue a prompt, or answer it (--chat). Ctrl-C cancels the request.
 
+    The text is written to stdout, then each tool call as a line of JSON; reasoning is in --json.
+
     Examples:
 
         headrace generate "Once upon a time" --max-tokens 64
@@ -73,12 +88,15 @@ def generate(
 
         headrace generate "A mill, as JSON: " --json-schema @mill.json -n 3
 
+        headrace generate "How high is the Danube in Ulm?" --tools tools.json --json
+
         headrace generate --token-ids "5 17 42" --max-tokens 8
     """
     text = common.read_text(prompt)
     options = common.make_options(
         option,
         max_tokens=max_tokens,
+        max_reasoning_tokens=max_reasoning_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -92,13 +110,15 @@ def generate(
         regex=regex,
         grammar=common.read_form(grammar, "the grammar"),
         choices=choice,
+        tools=read_tools(tools) if tools else None,
+        tool_choice=read_choice(tool_choice),
     )
     asked: Prompt = text
     if token_ids:
-        if chat or system is not None:
-            common.fail("--token-ids excludes --chat and --system", common.EXIT_USAGE)
+        if chat or system is not None or tools is not None:
+            common.fail("--token-ids excludes --chat, --system and --tools", common.EXIT_USAGE)
         asked = _ids(text)
-    elif chat or system is not None:
+    elif chat or system is not None or tools is not None:
         messages = [Message.system(system)] if system is not None else []
         asked = [*messages, Message.user(text)]
     connection = common.connection(context, target, tls, ca, token, client_cert, client_key)
@@ -118,13 +138,23 @@ def generate(
     if as_json:
         typer.echo(json.dumps(result.to_dict(), ensure_ascii=False))
     else:
-        if not last.endswith("\n"):
+        if not last.endswith("\n") and (last or not result.tool_calls):
             typer.echo()
+        _write_calls(result.choices[0])
         for other in result.choices[1:]:
             said = " ".join(map(str, other.token_ids)) if token_ids else other.text
-            typer.echo(f"--- {other.index}\n{said}")
+            typer.echo(f"--- {other.index}")
+            if said or not other.tool_calls:
+                typer.echo(said)
+            _write_calls(other)
     if stats:
         typer.echo(describe(result), err=True)
+
+
+def _write_calls(choice: Choice) -> None:
+    """Each tool call as a line of JSON."""
+    for call in choice.message.get("tool_calls", ()):
+        typer.echo(json.dumps(call, ensure_ascii=False))
 
 
 def _ids(text: str) -> list[int]:
