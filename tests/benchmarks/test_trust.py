@@ -19,8 +19,7 @@ from benchmarks.trust.ends.play import CELLS, EVENTS, TABLE, Cell, allowed, play
 from benchmarks.trust.parts import Course, Part, Tried
 from benchmarks.trust.record import Record
 from benchmarks.trust.registry import PARTS
-from service.delivery.request import ServedRequest
-from service.delivery.states import State
+from service.delivery.registry import Registry
 
 
 def row(name: str, **more: Any) -> Tried:
@@ -174,14 +173,9 @@ async def test_a_cell_beside_a_fault(fault: str, tmp_path: Path) -> None:
 async def test_a_request_that_is_left_behind_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.service.helpers.DEADLINE_S", 1.0)
-    become = ServedRequest._become
-
-    def forgetful(self: ServedRequest, state: State) -> None:
-        if state is not State.GONE:
-            become(self, state)
-
-    monkeypatch.setattr(ServedRequest, "_become", forgetful)
+    """Planted: ids are not freed. The patience of `until` is shortened for what never comes."""
+    monkeypatch.setattr(Registry, "forget", lambda *_: None)
+    monkeypatch.setattr("benchmarks.trust.ends.play.LEFT_S", 0.2)
     cell = Cell("GenerateStream", "finish", "decoding")
     wrong = await play(cell, FAULTS["slow step"], is_first=True, folder=tmp_path)
     assert any("requests are left" in one for one in wrong)

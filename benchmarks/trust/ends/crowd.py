@@ -10,7 +10,6 @@ script's tokens, usage; and of all together that nothing is left.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections import Counter
 from collections.abc import Coroutine
@@ -23,7 +22,7 @@ from headrace.v1 import generation_service_pb2 as rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 from benchmarks.trust.ends.engine import Gate, ScriptedEngine
-from benchmarks.trust.ends.play import left_by
+from benchmarks.trust.ends.play import left_at_last
 from engine.batch import ScheduledBatch
 from service.delivery.states import State
 from tests.engine.fake_runner import expected_tokens
@@ -89,9 +88,7 @@ async def crowds(crowd: Crowd, folder: Path) -> None:
         for request in list(registry.requests.values()):
             if request.state is State.KEPT:
                 request.keep_no_more()
-        with contextlib.suppress(TimeoutError):
-            await until(lambda: not left_by(h, engine))
-        crowd.wrong += left_by(h, engine)
+        crowd.wrong += await left_at_last(h, engine)
 
 
 class Trouble:

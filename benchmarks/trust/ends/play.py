@@ -38,6 +38,8 @@ from tests.service.helpers import DEADLINE_S, Harness, spec, until
 HANG_S = 1.0
 """After so long an engine that is stopped counts as hung, here."""
 FIRST_DEADLINE_S = 0.4
+LEFT_S = 10.0
+"""What is not gone by then is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,9 +301,15 @@ async def _check_left(there: Stage, cell: Cell) -> list[str]:
         for request in list(registry.requests.values()):
             if request.state is State.KEPT:
                 request.keep_no_more()
+    return await left_at_last(there.h, there.engine)
+
+
+async def left_at_last(h: Harness, engine: Any) -> list[str]:
+    """What is left when everything has had its time to go."""
     with contextlib.suppress(TimeoutError):
-        await until(lambda: not left_by(there.h, there.engine))
-    return left_by(there.h, there.engine)
+        async with asyncio.timeout(LEFT_S):
+            await until(lambda: not left_by(h, engine))
+    return left_by(h, engine)
 
 
 def left_by(h: Harness, engine: Any) -> list[str]:
