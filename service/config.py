@@ -72,8 +72,9 @@ class ServiceConfig:
         "auto",
         "How the model writes reasoning and tool calls, so that they come apart from the text of "
         "[replies to conversations](chat.md): [a format](chat.md#what-replies-come-to), `auto` "
-        "(by the chat template) or `none`; or a format of your own, as `package.module:NAME`.",
-        choices=("auto", "none", *FORMATS),
+        "(by the chat template), `response_template` (as the tokenizer declares it) or `none`; or "
+        "a format of your own, as `package.module:NAME`.",
+        choices=("auto", "none", "response_template", *FORMATS),
         outside="NAME",
         group=MODEL,
     )

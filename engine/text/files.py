@@ -1,7 +1,8 @@
 """What a model's directory says about its tokenizer: the files read, and nothing interpreted twice.
 
     tokenizer.json                      vocabulary, normaliser, decoder; the library reads it
-    tokenizer_config.json               special and added tokens, sometimes the chat template
+    tokenizer_config.json               special and added tokens, sometimes the chat template, and
+                                        how replies are marked
     special_tokens_map.json             special tokens of older directories
     added_tokens.json                   added tokens of older directories
     chat_template.jinja                 the chat template, before the one in tokenizer_config.json
@@ -48,11 +49,14 @@ class TokenizerFiles:
         backend: the tokenizer, its added tokens in place, without truncation and padding.
         special_tokens: by name, such as {"bos_token": "<s>"}: what chat templates may use.
         chat_templates: by name; "default" is the usual one. Empty: none.
+        response_template: how the model marks reasoning and tool calls, as the configuration has
+            it; not checked. None: it has none.
     """
 
     backend: Backend
     special_tokens: Mapping[str, str]
     chat_templates: Mapping[str, str]
+    response_template: object = None
 
 
 def read_tokenizer_files(directory: Path) -> TokenizerFiles:
@@ -89,7 +93,10 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
     backend.no_padding()
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     return TokenizerFiles(
-        backend, {name: _content(value) for name, value in special.items()}, templates
+        backend,
+        {name: _content(value) for name, value in special.items()},
+        templates,
+        config.get("response_template"),
     )
 
 

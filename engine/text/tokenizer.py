@@ -52,7 +52,11 @@ class PieceTable(dict[int, bytes]):
 
 
 class Tokenizer:
-    """A model's tokenizer; see `load`."""
+    """A model's tokenizer; see `load`.
+
+    Attributes:
+        response_template: what it declares of how replies are marked, as it stands in its files.
+    """
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class Tokenizer:
         *,
         special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
+        response_template: object = None,
         vocab_size: int | None = None,
         clock: Callable[[], datetime] = datetime.now,
     ) -> None:
@@ -69,10 +74,12 @@ class Tokenizer:
             backend: the tokenizer.
             special_tokens: by name, such as {"eos_token": "</s>"}.
             chat_templates: Jinja sources by name.
+            response_template: what the tokenizer declares of replies.
             vocab_size: the model's; token ids are below it. None: the tokenizer's own.
             clock: what time it is, for chat templates that print the date.
         """
         self._backend = backend
+        self.response_template = response_template
         self._special_tokens = dict(special_tokens or {})
         self._templates = ChatTemplates(
             dict(chat_templates or {}), self._special_tokens, clock=clock
@@ -108,6 +115,7 @@ class Tokenizer:
             files.backend,
             special_tokens=files.special_tokens,
             chat_templates=files.chat_templates,
+            response_template=files.response_template,
             vocab_size=vocab_size,
             clock=clock,
         )

@@ -10,10 +10,11 @@ the text as it comes, and passes it on as soon as its meaning is certain. Anythi
 follow the format is text, so no character is lost, and the pieces' raw texts together are the reply
 as the model wrote it. Time is linear in the text; the text that is held back is bounded (`reader`).
 
-transformers parses replies by a `response_template` of the tokenizer. It is not used here: the
-front end does not import transformers, the template's regular expressions are a stranger's, the
-whole text is kept and copied again and again, arguments are written anew at a call's end, and what
-cannot be parsed is dropped or raises.
+transformers parses replies by a `response_template` of the tokenizer. What such a template declares
+by plain text and JSON becomes a format here (`declared`). transformers' own parser is not used: the
+front end does not import it, a template's regular expressions are a stranger's, the whole text is
+kept and copied again and again, arguments are written anew at a call's end, and what cannot be
+parsed is dropped or raises.
 
 Nothing here depends on the engine's work or on gRPC, and only `parts` on tokens: it counts them,
 and tells the parser where special tokens stand, because text that spells such a token is no mark.

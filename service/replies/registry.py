@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from engine.errors import ConfigError
 from engine.plugins import is_outside, outside_object
 from engine.text import Tokenizer
-from service.replies import formats
+from service.replies import declared, formats
 from service.replies.call_form import CallForm
 from service.replies.format import Format
 
@@ -51,9 +52,9 @@ class ModelFormat:
 
     Attributes:
         format: its format.
-        shown: those of the format's marks that are special tokens of the model, by id. The parser
-            must be shown them, and only these tokens are such a mark: text that spells one is not.
-        special: these marks, in order.
+        shown: the special tokens that the parser must be shown, by id.
+        special: the marks that are special tokens, in order. Only that token is such a mark: text
+            that spells it is not.
         reasons: whether the model knows the marks of reasoning: its template or its vocabulary has
             them.
         call_form: how it writes calls; None: it has none.
@@ -73,20 +74,44 @@ tokenizer.
 
 
 def format_option(name: str) -> FormatOfModel:
-    """Read the value of --reply-parser: a format's name, "auto" (the one that the model's template
-    writes), "none", or package.module:NAME.
+    """Read the value of --reply-parser: a format's name, "response_template" (the one that the
+    tokenizer declares), "auto" (the one that the chat template writes, or, if we know none of its
+    calls, the declared one), "none", or package.module:NAME.
 
     Raises:
-        ConfigError: there is no such format outside the tree.
+        ConfigError: there is no such format outside the tree. What is returned raises it where the
+            tokenizer declares no format that can be read.
     """
     if name == "none":
         return lambda _: None
     if name == "auto":
-        return lambda tokenizer: _shown(
-            None if tokenizer is None else choose(tokenizer.chat_template_source), tokenizer
-        )
+        return lambda tokenizer: _shown(_found_by(tokenizer), tokenizer)
+    if name == declared.NAME:
+        return lambda tokenizer: _shown(_declared_by(tokenizer), tokenizer)
     wanted = outside_object(_OPTION, name, Format) if is_outside(name) else FORMATS[name]
     return lambda tokenizer: _shown(wanted, tokenizer)
+
+
+def _found_by(tokenizer: Tokenizer | None) -> Format | None:
+    if tokenizer is None:
+        return None
+    found = choose(tokenizer.chat_template_source)
+    if found is None or found is FORMATS["think"]:
+        return declared.declared_format(tokenizer.response_template) or found
+    return found
+
+
+def _declared_by(tokenizer: Tokenizer | None) -> Format | None:
+    if tokenizer is None:
+        return None
+    found = declared.declared_format(tokenizer.response_template)
+    if found is None:
+        raise ConfigError(
+            _OPTION,
+            f"is {declared.NAME}, and the model's tokenizer has none that can be read; see "
+            "docs/chat.md, or choose another value",
+        )
+    return found
 
 
 def _shown(format: Format | None, tokenizer: Tokenizer | None) -> ModelFormat | None:
@@ -98,14 +123,13 @@ def _shown(format: Format | None, tokenizer: Tokenizer | None) -> ModelFormat | 
     return ModelFormat(
         format,
         shown,
-        special=tuple(sorted(shown.values())),
+        special=tuple(sorted(format.marks.intersection(shown.values()))),
         reasons=closing in template or tokenizer.token_id(closing) is not None,
         call_form=format.call_form(template),
     )
 
 
 def special_marks(format: Format, tokenizer: Tokenizer) -> dict[int, str]:
-    """Those of a format's marks that are special tokens, by id."""
-    special = tokenizer.special_token_ids
-    ids = {tokenizer.token_id(mark): mark for mark in format.marks}
-    return {id: mark for id, mark in ids.items() if id is not None and id in special}
+    """The special tokens that are marks of a format, or parts of one, by id."""
+    special = {id: tokenizer.token_text(id) for id in tokenizer.special_token_ids}
+    return {id: text for id, text in special.items() if any(text in mark for mark in format.marks)}
