@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import types
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import grpc
 import headrace
 import pytest
-from headrace import AsyncClient, FinishReason, Result, UnavailableError
+from headrace import AsyncClient, AsyncSession, FinishReason, Result, UnavailableError
+from headrace._async_streams import AsyncOneStream
 
 from tests.clients.python.scripted import WAIT, ScriptedServer
 
@@ -229,12 +231,9 @@ async def test_a_lost_connection_ends_all(aclient: AsyncClient, server: Scripted
         await aclient.generate("x")
 
 
-async def test_a_session_that_ended_while_it_was_written_to_is_no_internal_error(
-    aclient: AsyncClient,
-) -> None:
-    session = aclient.session()
-    session._stub = Broken()
-    async with session:
+async def test_a_session_that_ended_while_it_was_written_to_is_no_internal_error() -> None:
+    link = types.SimpleNamespace(generation=Broken(), target="nowhere")
+    async with AsyncSession(AsyncOneStream(lambda: link, ())) as session:
         with pytest.raises(UnavailableError, match="ended the session before"):
             await session.submit("hi")
 

@@ -8,7 +8,8 @@ from typing import Any
 import headrace
 import pytest
 from headrace import Message, ToolChoice, build_spec
-from headrace._channel import is_local, make_settings, normalise_target, service_config
+from headrace._channel import make_settings, service_config
+from headrace._targets import is_local, normalise_target
 from headrace.options import OPTION_NAMES
 from headrace.v1 import generation_pb2 as pb
 

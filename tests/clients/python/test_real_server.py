@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import headrace
@@ -150,8 +151,8 @@ async def test_a_lost_session_is_resumed(engine: FakeEngine, aclient: AsyncClien
         async for chunk in handle:
             seen.append(chunk.text)
             break
-        assert lost._call is not None
-        lost._call.cancel()
+        streams: Any = lost._streams
+        streams._wire._call.cancel()
         with pytest.raises(headrace.UnavailableError):
             await handle
     engine.go_on()

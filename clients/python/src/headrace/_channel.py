@@ -1,13 +1,11 @@
-"""How a channel to a server is set up: target, encryption, credentials, keepalive, sizes and
+"""How channels to servers are set up: targets, encryption, credentials, keepalive, sizes and
 retries.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -16,12 +14,13 @@ from typing import Any, Literal
 
 import grpc
 
-DEFAULT_TARGET = "127.0.0.1:50051"
-DEFAULT_PORT = 50051
+from headrace._targets import DEFAULT_TARGET, Address, Place, is_local, parse_targets, text_of
+
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 DEFAULT_KEEPALIVE = 45.0
 
-LoadBalancing = Literal["pick_first", "round_robin"]
+LoadBalancing = Literal["least_loaded", "pick_first", "round_robin"]
+_NAME_OPTION = "grpc.ssl_target_name_override"
 MetadataLike = Mapping[str, str | bytes] | Iterable[tuple[str, str | bytes]]
 
 try:
@@ -32,18 +31,35 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 @dataclass(frozen=True, slots=True)
 class ChannelSettings:
-    """All settings of a channel; the same for the sync and the asyncio client."""
+    """All settings of a client's channels; the same for the sync and the asyncio client."""
 
     target: str
+    """For messages; where there is one server, as gRPC takes it."""
+    places: tuple[Place, ...]
+    """Where the servers are, as the client itself finds them; empty: gRPC finds them by `target`,
+    on one channel.
+    """
     credentials: grpc.ChannelCredentials | None
     """None: plaintext."""
     options: tuple[tuple[str, Any], ...]
     metadata: tuple[tuple[str, str | bytes], ...] = field(repr=False)
     """Sent with every call; contains the token."""
+    retries: int = 0
+    """How often a unary call may be tried again, where the client itself does it."""
+
+    def options_for(self, address: Address) -> list[tuple[str, Any]]:
+        """The options of the channel to one server."""
+        options = list(self.options)
+        named = {name for name, _ in options}
+        if address.server_name:
+            options.append(("grpc.default_authority", address.server_name))
+            if self.credentials is not None and _NAME_OPTION not in named:
+                options.append((_NAME_OPTION, address.server_name))
+        return options
 
 
 def make_settings(
-    target: str | None,
+    target: str | Sequence[str] | None,
     *,
     tls: bool | None,
     ca: str | os.PathLike[str] | bytes | None,
@@ -58,13 +74,17 @@ def make_settings(
     load_balancing: LoadBalancing,
     channel_options: Sequence[tuple[str, Any]],
 ) -> ChannelSettings:
-    """Checks the client's arguments and converts them to the channel's settings.
+    """Checks the client's arguments and converts them to the channels' settings.
 
     Raises:
         ValueError: arguments contradict each other, or the target is not understood.
         OSError: a certificate file cannot be read.
     """
-    target = normalise_target(target or os.environ.get("HEADRACE_TARGET") or DEFAULT_TARGET)
+    places = parse_targets(target or os.environ.get("HEADRACE_TARGET") or DEFAULT_TARGET)
+    is_one = len(places) == 1 and isinstance(places[0], Address)
+    if load_balancing != "least_loaded" and len(places) > 1:
+        raise ValueError(f"load_balancing={load_balancing!r} is gRPC's own, and takes one target")
+    chooses = load_balancing == "least_loaded" and not is_one
     wants_tls = bool(ca or client_cert or client_key)
     if tls is False and wants_tls:
         raise ValueError("certificates were given, and tls=False")
@@ -77,73 +97,45 @@ def make_settings(
             private_key=_pem(client_key),
             certificate_chain=_pem(client_cert),
         )
-    if token and credentials is None and tls is None and not is_local(target):
+    shown = ",".join(text_of(place) for place in places)
+    is_here = all(is_local(text_of(place)) for place in places)
+    if token and credentials is None and tls is None and not is_here:
         raise ValueError(
-            f"the token would travel to {target} in clear text: pass tls=True, "
+            f"the token would travel to {shown} in clear text: pass tls=True, "
             "or tls=False to accept that"
         )
     items = metadata.items() if isinstance(metadata, Mapping) else (metadata or ())
     sent = [(key.lower(), value) for key, value in items]
     if token:
         sent.append(("authorization", f"Bearer {token}"))
-    options = _options(keepalive, max_message_bytes, retries, load_balancing, server_name)
-    return ChannelSettings(target, credentials, (*options, *channel_options), tuple(sent))
-
-
-def normalise_target(target: str) -> str:
-    """The target in gRPC's form: a path becomes `unix:`, and a missing port 50051.
-
-    Raises:
-        ValueError: it is a URL, or empty.
-    """
-    target = target.strip()
-    if not target:
-        raise ValueError("the target is empty; use host:port, dns:///host:port or unix:/path")
-    if target.startswith(("http://", "https://", "grpc://", "grpcs://")):
-        raise ValueError(
-            f"{target!r} is a URL; use host:port, dns:///host:port or unix:/path, "
-            "and ask for TLS if the server is encrypted"
+    options = _options(keepalive, max_message_bytes)
+    options.append(
+        (
+            "grpc.service_config",
+            json.dumps(service_config(0 if chooses else retries, load_balancing)),
         )
-    if target.startswith(("/", "./")):
-        return f"unix:{target}"
-    if re.match(r"^(unix|unix-abstract|ipv4|ipv6|vsock|xds):", target):
-        return target
-    scheme, name = ("dns:///", target[7:]) if target.startswith("dns:///") else ("", target)
-    if target.startswith("dns:") and not scheme:
-        return target
-    host_only = re.fullmatch(r"[^:\[\]]+|\[[0-9A-Fa-f:.%]+\]", name)
-    return f"{scheme}{name}:{DEFAULT_PORT}" if host_only else target
-
-
-def is_local(target: str) -> bool:
-    """Whether a target is on this machine: a Unix socket or a loopback address."""
-    if target.startswith(("unix:", "unix-abstract:")):
-        return True
-    host = re.sub(r"^(dns:///|ipv[46]:)", "", target).rsplit(":", 1)[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    )
+    if server_name:
+        options.append((_NAME_OPTION, server_name))
+    return ChannelSettings(
+        shown,
+        places if chooses else (),
+        credentials,
+        (*options, *channel_options),
+        tuple(sent),
+        retries,
+    )
 
 
 def _pem(source: str | os.PathLike[str] | bytes | None) -> bytes | None:
     return source if source is None or isinstance(source, bytes) else Path(source).read_bytes()
 
 
-def _options(
-    keepalive: float | None,
-    max_message_bytes: int,
-    retries: int,
-    load_balancing: LoadBalancing,
-    server_name: str | None,
-) -> list[tuple[str, Any]]:
+def _options(keepalive: float | None, max_message_bytes: int) -> list[tuple[str, Any]]:
     options: list[tuple[str, Any]] = [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.primary_user_agent", f"headrace-python/{CLIENT_VERSION}"),
-        ("grpc.service_config", json.dumps(service_config(retries, load_balancing))),
         # A server that restarts is found again within seconds, not within gRPC's two minutes.
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.min_reconnect_backoff_ms", 200),
@@ -156,8 +148,6 @@ def _options(
             # 0: a long quiet prefill is no reason to stop asking whether the server is there.
             ("grpc.http2.max_pings_without_data", 0),
         ]
-    if server_name:
-        options.append(("grpc.ssl_target_name_override", server_name))
     return options
 
 
@@ -168,7 +158,8 @@ def service_config(retries: int, load_balancing: LoadBalancing) -> dict[str, Any
     the first one's answer. Streams are not retried: only the caller knows what their requests did
     before the loss.
     """
-    config: dict[str, Any] = {"loadBalancingConfig": [{load_balancing: {}}]}
+    policy = "pick_first" if load_balancing == "least_loaded" else load_balancing
+    config: dict[str, Any] = {"loadBalancingConfig": [{policy: {}}]}
     if retries > 0:
         unary = ("AddRequest", "Cancel", "Generate", "GetResult")
         config["methodConfig"] = [

@@ -71,6 +71,15 @@ class Fold:
             self.error = error
         self.done = True
 
+    def restart(self) -> None:
+        """Forgets all events: the request is sent again, and they begin anew."""
+        self.next_seq = 1
+        self.chunks.clear()
+        self.accepted = self.prompt = self.error = None
+        self.done = self._end_was_told = False
+        self._finished.clear()
+        self._token_counts.clear()
+
     def reopened(self) -> Fold:
         """A fold that continues where this one was interrupted, with all its output. If the
         request's end had arrived, it has that too, and there is nothing to continue.

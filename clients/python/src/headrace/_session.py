@@ -22,6 +22,7 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Protocol, TypedDict
 
 from headrace._capabilities import with_capabilities
 from headrace._fold import Fold
@@ -65,6 +66,15 @@ def fold_to_attach(request_id: str, *, from_seq: int, n: int | None) -> Fold:
     return Fold(request_id, n=n or 0, from_seq=from_seq)
 
 
+class SessionOptions(TypedDict, total=False):
+    """The options of a session; see `Client.session`."""
+
+    lease: float | timedelta | None
+    initial_credit: int
+    room_timeout: float | None
+    load_interval: float | timedelta | None
+
+
 class Record:
     """One request of a session. `is_ours`: this session started it, instead of attaching it."""
 
@@ -97,16 +107,41 @@ class Record:
         return self.fold.request_id
 
 
+class Core(Protocol):
+    """The bookkeeping of a session, as its handles use it; see `SessionCore`."""
+
+    @property
+    def records(self) -> dict[str, Record]: ...
+
+    @property
+    def lease(self) -> float | None: ...
+
+    @property
+    def load(self) -> ServerLoad | None: ...
+
+    def add(self, spec: GenerationSpec) -> Record: ...
+
+    def attach(self, fold: Fold) -> Record: ...
+
+    def close(self, *, cancel: bool) -> None: ...
+
+    def cancel(self, record: Record) -> None: ...
+
+    def pay(self, record: Record, chunks: int) -> None: ...
+
+    def pay_all(self, record: Record) -> None: ...
+
+
 class SessionCore:
-    """The bookkeeping of one session."""
+    """The bookkeeping of one session with one server."""
 
     def __init__(
         self,
         *,
-        lease: float | timedelta | None,
-        initial_credit: int,
-        room_timeout: float | None,
-        load_interval: float | timedelta | None,
+        lease: float | timedelta | None = None,
+        initial_credit: int = 0,
+        room_timeout: float | None = None,
+        load_interval: float | timedelta | None = None,
     ) -> None:
         self.records: dict[str, Record] = {}
         """The live requests, by id."""
@@ -129,6 +164,12 @@ class SessionCore:
         self._commands: dict[int, Record] = {}
         self._numbers: dict[int, Record] = {}  # the live requests, by their numbers
         self._open_id = 0
+        self.on_refusal: Callable[[Record, HeadraceError], HeadraceError | None] = _as_it_is
+        """Asked when a request is refused and not sent again here; returns the error that ends it,
+        or None: it goes elsewhere.
+        """
+        self.instance_id = ""
+        """The server's process, once it has answered."""
         if lease is not None or initial_credit or load_interval is not None:
             command = OpenCommand(initial_credit=initial_credit)
             if lease is not None:
@@ -149,13 +190,22 @@ class SessionCore:
         self._check_open()
         if not spec.request_id:
             spec.request_id = uuid.uuid4().hex
-        record = self._new_record(Fold(spec.request_id, n=choices_of(spec)), is_ours=True)
+        record = Record(Fold(spec.request_id, n=choices_of(spec)), is_ours=True)
         if self._room_timeout is None or self._room_timeout > 0:
             record.spec = spec
         if self._room_timeout is not None:
             record.give_up_at = time.monotonic() + self._room_timeout
-        self._send_for(record, StreamResultRequest(add=AddCommand(spec=spec)))
+        self.put(record, spec)
         return record
+
+    def put(self, record: Record, spec: GenerationSpec) -> None:
+        """Starts a request that has a record.
+
+        Raises:
+            AlreadyExistsError: a live request of this session has the id.
+        """
+        self._register(record)
+        self._send_for(record, StreamResultRequest(add=AddCommand(spec=spec)))
 
     def attach(self, fold: Fold) -> Record:
         """Continues a request of another stream, from the event that its fold needs next. If it has
@@ -168,11 +218,23 @@ class SessionCore:
         self._check_open()
         if fold.done:
             return Record(fold, is_ours=False)
-        record = self._new_record(fold, is_ours=False)
-        record.paid = len(fold.chunks)
-        command = AttachCommand(request_id=fold.request_id, from_seq=fold.next_seq)
-        self._send_for(record, StreamResultRequest(attach=command))
+        record = Record(fold, is_ours=False)
+        self.put_attached(record)
         return record
+
+    def put_attached(self, record: Record, instance_id: str = "") -> None:
+        """Continues a request that has a record; `instance_id`: of the process that has it.
+
+        Raises:
+            AlreadyExistsError: a live request of this session has the id.
+        """
+        self._register(record)
+        fold = record.fold
+        record.paid = len(fold.chunks)
+        command = AttachCommand(
+            request_id=fold.request_id, from_seq=fold.next_seq, instance_id=instance_id
+        )
+        self._send_for(record, StreamResultRequest(attach=command))
 
     def close(self, *, cancel: bool) -> None:
         """Accepts no more requests. Live ones go on to their end without waiting for their readers,
@@ -183,6 +245,12 @@ class SessionCore:
             if cancel:
                 self.cancel(record)
             self.pay_all(record)  # a cancelled one, too, ends behind its last token
+
+    @property
+    def lease(self) -> float | None:
+        """The lease that was granted, in seconds; None: not answered, or not asked for."""
+        opened = self.opened
+        return None if opened is None else opened.lease.seconds + opened.lease.nanos / 1e9
 
     @property
     def has_said_all(self) -> bool:
@@ -221,6 +289,7 @@ class SessionCore:
         If `open` was refused, the session has `ended` afterwards.
         """
         changed: dict[int, Record] = {}
+        self.instance_id = response.instance_id or self.instance_id
         if response.HasField("opened"):
             self.opened = response.opened
         if response.HasField("load"):
@@ -235,10 +304,11 @@ class SessionCore:
                 if (delay := self._delay(record, error)) is not None:
                     self.retries.append((delay, record))
                     continue
-                record.refused = record.fold.next_seq == 1
-                record.fold.fail(error)
                 self._forget(record)
-                changed[id(record)] = record
+                if (failure := self.on_refusal(record, error)) is not None:
+                    record.refused = record.fold.next_seq == 1
+                    record.fold.fail(failure)
+                    changed[id(record)] = record
         for detached in response.detached:
             record = self._numbers.get(detached.request_number)
             if record is not None:
@@ -284,8 +354,7 @@ class SessionCore:
 
     def end(self, error: HeadraceError | None) -> list[Record]:
         """Records the stream's end; fails the live requests and returns them."""
-        self.ended = True
-        lost = list(self.records.values())
+        lost = self.give_up()
         if isinstance(error, CallCancelledError):  # nobody cancelled the requests themselves
             error = UnavailableError("the session was closed or lost")
         self.error = error
@@ -293,7 +362,13 @@ class SessionCore:
             self.error = UnavailableError("the server ended the session before its requests")
         for record in lost:
             failure = self.error or UnavailableError("the session has ended")
-            record.fold.fail(_copy(failure))
+            record.fold.fail(copy_of(failure))
+        return lost
+
+    def give_up(self) -> list[Record]:
+        """Records the stream's end; lets go of the live requests and returns them, as they are."""
+        self.ended = True
+        lost = list(self.records.values())
         self.records.clear()
         self._commands.clear()
         self._numbers.clear()
@@ -327,22 +402,18 @@ class SessionCore:
     def _forget(self, record: Record) -> None:
         self.records.pop(record.request_id, None)
         self._numbers.pop(record.number, None)
+        record.number = 0
 
     def _check_open(self) -> None:
         if self.ended:
-            raise _copy(self.error) if self.error else UnavailableError("the session has ended")
+            raise copy_of(self.error) if self.error else UnavailableError("the session has ended")
         if self.closing:
             raise UnavailableError("the session is being closed; it takes no more requests")
 
-    def _new_record(self, fold: Fold, *, is_ours: bool) -> Record:
-        if fold.request_id in self.records:
-            raise AlreadyExistsError(
-                f"a request {fold.request_id!r} is live on this session",
-                request_id=fold.request_id,
-            )
-        record = Record(fold, is_ours=is_ours)
-        self.records[fold.request_id] = record
-        return record
+    def _register(self, record: Record) -> None:
+        if record.request_id in self.records:
+            raise duplicate(record.request_id)
+        self.records[record.request_id] = record
 
     def _send_for(self, record: Record, command: StreamResultRequest) -> None:
         command.command_id = next(self._ids)
@@ -353,6 +424,17 @@ class SessionCore:
         self.outbox.append(with_capabilities(command))
 
 
-def _copy(error: HeadraceError) -> HeadraceError:
+def copy_of(error: HeadraceError) -> HeadraceError:
     """A copy of the error for one request, with the request's id and its own traceback."""
     return type(error)(error.message, status=error.status)
+
+
+def duplicate(request_id: str) -> AlreadyExistsError:
+    """The error for a request whose id is taken on its session."""
+    return AlreadyExistsError(
+        f"a request {request_id!r} is live on this session", request_id=request_id
+    )
+
+
+def _as_it_is(_record: Record, error: HeadraceError) -> HeadraceError:
+    return error

@@ -7,16 +7,15 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
-import grpc
-from grpc import aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from headrace import _calls
 from headrace._async_batch import run_batch
+from headrace._async_link import A, AsyncLink, Method, Q
+from headrace._async_servers import AsyncManyServers, AsyncOneServer
 from headrace._batch import BatchInput, BatchItem
 from headrace._capabilities import with_capabilities
 from headrace._channel import (
@@ -30,14 +29,9 @@ from headrace._fold import Fold
 from headrace._tool_loop import OnError, ToolLoop
 from headrace.async_control import AsyncControl
 from headrace.async_session import AsyncSession
-from headrace.async_streams import AsyncCallEvents, AsyncPolledEvents, AsyncStream
+from headrace.async_streams import AsyncPolledEvents, AsyncStream
 from headrace.async_tool_run import AsyncApprove, AsyncToolRun
-from headrace.errors import (
-    CallCancelledError,
-    NotFoundError,
-    UnavailableError,
-    error_from_rpc,
-)
+from headrace.errors import NotFoundError, UnavailableError
 from headrace.messages import Message, MessageDict, Prompt
 from headrace.model_card import ModelCard
 from headrace.options import GenerationOptions, TurnOptions, build_spec, choices_of
@@ -54,21 +48,11 @@ from headrace.v1 import generation_service_pb2 as pb
 from headrace.v1 import model_service_pb2
 from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 from headrace.v1.generation_pb2 import GenerationSpec
-from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
-from headrace.v1.model_service_pb2_grpc import ModelServiceStub
-
-if TYPE_CHECKING:
-    from headrace.v1.generation_service_pb2_grpc import GenerationServiceAsyncStub
-    from headrace.v1.model_service_pb2_grpc import ModelServiceAsyncStub
-
-_Q = TypeVar("_Q")
-_A = TypeVar("_A")
-_Method: TypeAlias = "aio.UnaryUnaryMultiCallable[_Q, _A]"
 
 
 class AsyncClient:
-    """A client of one Headrace server, for asyncio. Use it in one event loop; it connects at its
-    first call.
+    """A client of one Headrace server, or of several as one, for asyncio. Use it in one event loop;
+    it connects at its first call.
 
         async with headrace.AsyncClient() as client:
             print((await client.generate("Once upon a time", max_tokens=32)).text)
@@ -82,7 +66,7 @@ class AsyncClient:
 
     def __init__(
         self,
-        target: str | None = None,
+        target: str | Sequence[str] | None = None,
         *,
         tls: bool | None = None,
         ca: str | os.PathLike[str] | bytes | None = None,
@@ -95,7 +79,7 @@ class AsyncClient:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         retries: int = 3,
         rpc_timeout: float | None = 30.0,
-        load_balancing: LoadBalancing = "pick_first",
+        load_balancing: LoadBalancing = "least_loaded",
         channel_options: Sequence[tuple[str, Any]] = (),
     ) -> None:
         self._settings = make_settings(
@@ -114,58 +98,38 @@ class AsyncClient:
             channel_options=channel_options,
         )
         self._rpc_timeout = rpc_timeout
-        self._open_channel: aio.Channel | None = None
-        self._is_closed = False
+        self._servers: AsyncOneServer | AsyncManyServers
+        self._control: AsyncControl | None = None
+        if self._settings.places:
+            self._servers = AsyncManyServers(self._settings)
+            return
+        self._servers = one = AsyncOneServer(self._settings)
         self._control = AsyncControl(
-            lambda: ControlServiceStub(self._channel),
-            self._short,
+            lambda: ControlServiceStub(one.link.channel),
+            lambda method, request: one.link.call(method, request, rpc_timeout),
             self._settings.target,
             self._settings.metadata,
         )
 
     @property
     def control(self) -> AsyncControl:
-        """For operators: view the server's statistics and requests, pause it, drain it."""
+        """For operators: view the server's statistics and requests, pause it, drain it.
+
+        Raises:
+            ValueError: the client has several servers.
+        """
+        if self._control is None:
+            raise ValueError("control is of one server: make a client of that server's address")
         return self._control
 
     @property
-    def _channel(self) -> aio.Channel:
-        """The channel, opened at its first use: it belongs to the event loop that runs then."""
-        if self._open_channel is None:
-            if self._is_closed:
-                raise UnavailableError("the client is closed")
-            settings, options = self._settings, list(self._settings.options)
-            if settings.credentials is None:
-                self._open_channel = aio.insecure_channel(settings.target, options)
-            else:
-                self._open_channel = aio.secure_channel(
-                    settings.target, settings.credentials, options
-                )
-        return self._open_channel
-
-    @property
-    def _generation(self) -> GenerationServiceAsyncStub:
-        return GenerationServiceStub(self._channel)
-
-    @property
-    def _models(self) -> ModelServiceAsyncStub:
-        return ModelServiceStub(self._channel)
-
-    @property
-    def _health(self) -> Any:
-        return health_pb2_grpc.HealthStub(self._channel)
-
-    @property
     def target(self) -> str:
-        """The server's address, as passed to gRPC."""
+        """The server's address, as passed to gRPC; of several servers, the targets."""
         return self._settings.target
 
     async def close(self) -> None:
-        """Closes the connection; calls that still run on it are cancelled."""
-        self._is_closed = True
-        if self._open_channel is not None:
-            await self._open_channel.close()
-            self._open_channel = None
+        """Closes all connections; calls that still run on them are cancelled."""
+        await self._servers.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -243,9 +207,7 @@ class AsyncClient:
             load_interval: how often the session's `load` is renewed, in seconds, 0.1 to 3,600: it
                 comes with results, so not while nothing runs. Default: never.
         """
-        return AsyncSession(
-            self._generation,
-            self._settings,
+        return self._servers.session(
             lease=lease,
             initial_credit=initial_credit,
             room_timeout=room_timeout,
@@ -284,7 +246,7 @@ class AsyncClient:
                 errors.
         """
         return run_batch(
-            partial(self.session, room_timeout=0),  # a batch waits by itself
+            self._servers.batch_session,
             requests,
             max_in_flight=max_in_flight,
             ordered=ordered,
@@ -307,7 +269,9 @@ class AsyncClient:
         spec = build_spec(prompt, options)
         _calls.name_request(spec)
         request = with_capabilities(pb.AddRequestRequest(spec=spec))
-        response = await self._short(self._generation.AddRequest, request, spec.request_id)
+        response = await self._servers.start(
+            lambda at: at.generation.AddRequest, request, self._rpc_timeout, spec
+        )
         return accepted_from_proto(response.request_id, response.accepted)
 
     async def get_result(self, request_id: str, *, timeout: float | None = None) -> Result:  # noqa: ASYNC109
@@ -356,7 +320,8 @@ class AsyncClient:
         """
         statuses: dict[str, CancelStatus] = {}
         for request in _calls.cancel_requests(ids):
-            statuses |= _calls.cancel_statuses(await self._short(self._generation.Cancel, request))
+            answer = await self._servers.cancel(request, self._rpc_timeout)
+            statuses |= _calls.cancel_statuses(answer)
         return statuses
 
     # ---- the model and the server ----------------------------------------------------------------
@@ -367,7 +332,8 @@ class AsyncClient:
         Raises:
             UnavailableError: the server cannot be reached, or its model is still loading.
         """
-        response = await self._short(self._models.GetModel, model_service_pb2.GetModelRequest())
+        request = model_service_pb2.GetModelRequest()
+        response = await self._any(lambda at: at.models.GetModel, request)
         return ModelCard.from_proto(response.model)
 
     async def tokenize(
@@ -396,7 +362,7 @@ class AsyncClient:
             add_special_tokens=add_special_tokens,
             chat_options=chat_options,
         )
-        return _calls.tokenization(await self._short(self._models.Tokenize, request))
+        return _calls.tokenization(await self._any(lambda at: at.models.Tokenize, request))
 
     async def detokenize(
         self, token_ids: Iterable[int], *, skip_special_tokens: bool | None = None
@@ -407,7 +373,7 @@ class AsyncClient:
             HeadraceError: an id is out of range, or the server cannot be reached.
         """
         request = _calls.detokenize_request(token_ids, skip_special_tokens)
-        return (await self._short(self._models.Detokenize, request)).text
+        return (await self._any(lambda at: at.models.Detokenize, request)).text
 
     async def health(self, service: str = _calls.GENERATION_SERVICE) -> HealthStatus:
         """Whether the server is ready for requests; with an empty service name, whether it is
@@ -418,7 +384,7 @@ class AsyncClient:
         """
         request = health_pb2.HealthCheckRequest(service=service)
         try:
-            return _calls.health_status(await self._short(self._health.Check, request))
+            return _calls.health_status(await self._any(lambda at: at.health.Check, request))
         except NotFoundError:
             return HealthStatus.SERVICE_UNKNOWN
 
@@ -449,7 +415,7 @@ class AsyncClient:
     async def _generate(self, spec: GenerationSpec, requires: tuple[str, ...] = ()) -> Result:
         _calls.name_request(spec)
         request = with_capabilities(pb.GenerateRequest(spec=spec, required_capabilities=requires))
-        response = await self._call(self._generation.Generate, request, None, spec.request_id)
+        response = await self._servers.start(lambda at: at.generation.Generate, request, None, spec)
         return result_from_proto(response)
 
     def _streamed(self, spec: GenerationSpec, requires: tuple[str, ...] = ()) -> AsyncStream:
@@ -457,34 +423,18 @@ class AsyncClient:
         request = with_capabilities(
             pb.GenerateStreamRequest(spec=spec, required_capabilities=requires)
         )
+        fold = Fold(spec.request_id, n=choices_of(spec))
         return AsyncStream(
-            lambda: AsyncCallEvents(
-                self._generation.GenerateStream(request, metadata=self._settings.metadata)
-            ),
-            Fold(spec.request_id, n=choices_of(spec)),
+            lambda: self._servers.stream(request, fold),
+            fold,
             cancel=self.cancel,
             target=self.target,
         )
 
     async def _get_result(self, request: pb.GetResultRequest) -> pb.GetResultResponse:
         timeout = self._rpc_timeout and self._rpc_timeout + request.wait.seconds
-        return await self._call(self._generation.GetResult, request, timeout, request.request_id)
+        return await self._servers.get_result(request, timeout)
 
-    async def _short(self, method: _Method[_Q, _A], request: _Q, request_id: str = "") -> _A:
-        return await self._call(method, request, self._rpc_timeout, request_id)
-
-    async def _call(
-        self, method: _Method[_Q, _A], request: _Q, seconds: float | None, request_id: str = ""
-    ) -> _A:
-        """One unary call; a task that is cancelled while it waits cancels the call."""
-        try:
-            return await method(request, timeout=seconds, metadata=self._settings.metadata)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, target=self.target, request_id=request_id) from error
-        except aio.UsageError as error:  # gRPC's word for a channel that was closed
-            raise UnavailableError(f"the client is closed: {error}") from error
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                raise
-            raise CallCancelledError("the client was closed", request_id=request_id) from None
+    async def _any(self, pick: Callable[[AsyncLink], Method[Q, A]], request: Q) -> A:
+        """A short call that any server may answer."""
+        return await self._servers.call(pick, request, self._rpc_timeout)

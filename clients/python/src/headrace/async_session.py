@@ -1,32 +1,45 @@
-"""Many requests on one stream, under asyncio."""
+"""Many requests on one stream, or on one stream for each of several servers, under asyncio."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Generator
-from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Protocol, Self, Unpack
 
-import grpc
-from grpc import aio
-
-from headrace._channel import ChannelSettings
 from headrace._fold import Fold
-from headrace._session import Record, SessionCore, fold_to_attach
-from headrace.errors import HeadraceError, UnavailableError, error_from_rpc
+from headrace._session import Core, Record, fold_to_attach
+from headrace.errors import HeadraceError, UnavailableError
 from headrace.messages import Prompt
 from headrace.options import GenerationOptions, build_spec
 from headrace.results import Accepted, Chunk, Result, ServerLoad
 from headrace.v1.generation_pb2 import GenerationSpec
-from headrace.v1.generation_service_pb2 import StreamResultRequest
 
-_CLOSE_SECONDS = 5.0  # how long close() waits for the server to answer cancels
-# What grpc.aio says in place of a call's status, if it was writing when the call ended.
-_UNKNOWN_END = (grpc.StatusCode.INTERNAL, "Internal error from Core")
+CLOSE_SECONDS = 5.0
+"""How long a close that cancels waits for the servers to answer."""
 
-_log = logging.getLogger("headrace")
+
+class AsyncStreams(Protocol):
+    """What carries a session: its bookkeeping, and the calls that do what that wants."""
+
+    @property
+    def core(self) -> Core:
+        """The bookkeeping."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was started."""
+
+    def start(self) -> None:
+        """Opens what is to be open before the first request."""
+
+    def flush(self) -> None:
+        """Sends what the core wants sent."""
+
+    async def finish(self, seconds: float | None) -> None:
+        """Waits for the end of all streams, at most so many seconds; what then goes on is
+        cancelled.
+        """
 
 
 class AsyncSession:
@@ -40,28 +53,10 @@ class AsyncSession:
             results = await asyncio.gather(*(session.submit(prompt) for prompt in prompts))
     """
 
-    def __init__(
-        self,
-        stub: Any,
-        settings: ChannelSettings,
-        *,
-        lease: float | timedelta | None = None,
-        initial_credit: int = 0,
-        room_timeout: float | None = None,
-        load_interval: float | timedelta | None = None,
-    ) -> None:
-        self._core = SessionCore(
-            lease=lease,
-            initial_credit=initial_credit,
-            room_timeout=room_timeout,
-            load_interval=load_interval,
-        )
-        self._stub = stub
-        self._settings = settings
-        self._outgoing: asyncio.Queue[StreamResultRequest | None] = asyncio.Queue()
-        self._half_closed = False
-        self._call: aio.StreamStreamCall[Any, Any] | None = None
-        self._reader: asyncio.Task[None] | None = None
+    def __init__(self, streams: AsyncStreams) -> None:
+        """Made by `AsyncClient.session`."""
+        self._streams = streams
+        self._core = streams.core
 
     def submit(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncRequestHandle:
         """Starts a request and returns at once; await the handle for its result.
@@ -114,15 +109,14 @@ class AsyncSession:
     @property
     def lease(self) -> float | None:
         """The lease that the server granted, in seconds; None until it answered, or if none was
-        asked for.
+        asked for. Of several servers: the shortest.
         """
-        opened = self._core.opened
-        return None if opened is None else opened.lease.seconds + opened.lease.nanos / 1e9
+        return self._core.lease
 
     @property
     def load(self) -> ServerLoad | None:
         """The server's load, as it was told last; None before that, or if `load_interval` was not
-        given.
+        given. Of several servers: the sums, and the fullest cache.
         """
         return self._core.load
 
@@ -134,21 +128,15 @@ class AsyncSession:
         Args:
             cancel: whether to cancel the live requests instead of waiting for them.
         """
-        if self._reader is None or self._call is None:
+        if not self._streams.is_open:
             return
         self._core.close(cancel=cancel)
         self._flush()
-        try:
-            await asyncio.wait([self._reader], timeout=_CLOSE_SECONDS if cancel else None)
-        finally:
-            self._call.cancel()  # does nothing to a call that has ended
-            await asyncio.wait([self._reader])
+        await self._streams.finish(CLOSE_SECONDS if cancel else None)
 
     async def __aenter__(self) -> Self:
-        if self._reader is None:
-            self._call = self._stub.StreamResult(self._commands(), metadata=self._settings.metadata)
-            self._flush()
-            self._reader = asyncio.create_task(self._read(self._call))
+        if not self._streams.is_open:
+            self._streams.start()
         return self
 
     async def __aexit__(
@@ -170,7 +158,7 @@ class AsyncSession:
         return self._handle(self._core.attach(fold), None)
 
     def _check_entered(self) -> None:
-        if self._reader is None:
+        if not self._streams.is_open:
             raise UnavailableError("the session is not open: use `async with client.session()`")
 
     def _handle(
@@ -183,64 +171,7 @@ class AsyncSession:
         return handle
 
     def _flush(self) -> None:
-        if not self._half_closed:
-            for command in self._core.outbox:
-                self._outgoing.put_nowait(command)
-            if self._core.has_said_all:
-                self._half_closed = True
-                self._outgoing.put_nowait(None)
-        self._core.outbox.clear()
-
-    def _schedule(self) -> None:
-        """Sends refused requests again when it is time."""
-        loop = asyncio.get_running_loop()
-        for delay, record in self._core.retries:
-            loop.call_later(delay, self._again, record)
-        self._core.retries.clear()
-
-    def _again(self, record: Record) -> None:
-        changed = self._core.again(record)
-        self._flush()
-        _wake(changed)
-
-    async def _commands(self) -> AsyncIterator[StreamResultRequest]:
-        while (command := await self._outgoing.get()) is not None:
-            yield command
-
-    async def _read(self, call: aio.StreamStreamCall[Any, Any]) -> None:
-        error: HeadraceError | None = None
-        try:
-            async for response in call:
-                changed = self._core.receive(response)
-                self._flush()
-                self._schedule()
-                _wake(changed)
-                if self._core.ended:
-                    call.cancel()
-                    return
-        except aio.AioRpcError as failure:
-            if (failure.code(), failure.details()) != _UNKNOWN_END:  # else as a session that ended
-                error = error_from_rpc(failure, target=self._settings.target)
-        except asyncio.CancelledError:
-            error = UnavailableError("the session was closed")
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                raise  # this task itself is cancelled, not only the call
-        except Exception as failure:  # of a callback: nobody may be left waiting for this task
-            _log.exception("the session's reader failed")
-            error = HeadraceError(f"the session's reader failed: {failure}")
-        finally:
-            if not self._core.ended:
-                _wake(self._core.end(error))
-            self._flush()
-            call.cancel()
-
-
-def _wake(records: list[Record]) -> None:
-    for record in records:
-        record.wake()
-        if record.fold.done and record.on_done is not None:
-            record.on_done()
+        self._streams.flush()
 
 
 class AsyncRequestHandle:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from headrace import _calls
 from headrace._batch import BatchInput, BatchItem, run_batch
@@ -24,14 +23,11 @@ from headrace._channel import (
     make_settings,
 )
 from headrace._fold import Fold
+from headrace._link import A, Link, Method, Q
+from headrace._servers import ManyServers, OneServer
 from headrace._tool_loop import OnError, ToolLoop
 from headrace.control import Control
-from headrace.errors import (
-    CallCancelledError,
-    NotFoundError,
-    UnavailableError,
-    error_from_rpc,
-)
+from headrace.errors import NotFoundError, UnavailableError
 from headrace.messages import Message, MessageDict, Prompt
 from headrace.model_card import ModelCard
 from headrace.options import GenerationOptions, TurnOptions, build_spec, choices_of
@@ -45,28 +41,25 @@ from headrace.results import (
     result_from_proto,
 )
 from headrace.session import Session
-from headrace.streams import CallEvents, PolledEvents, Stream
+from headrace.streams import PolledEvents, Stream
 from headrace.tool_run import Approve, ToolRun
 from headrace.v1 import generation_service_pb2 as pb
 from headrace.v1 import model_service_pb2
 from headrace.v1.generation_pb2 import GenerationSpec
-from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
-from headrace.v1.model_service_pb2_grpc import ModelServiceStub
-
-_Q = TypeVar("_Q")
-_A = TypeVar("_A")
-_Method: TypeAlias = "grpc.UnaryUnaryMultiCallable[_Q, _A]"
 
 
 class Client:
-    """A client of one Headrace server, for threads; all methods are thread-safe.
+    """A client of one Headrace server, or of several as one, for threads; all methods are
+    thread-safe.
 
         with headrace.Client() as client:
             print(client.generate("Once upon a time", max_tokens=32).text)
 
     Args:
-        target: `host:port`, `dns:///host:port` or `unix:/path`. Default: HEADRACE_TARGET in the
-            environment, otherwise 127.0.0.1:50051.
+        target: one server: `host:port` or `unix:/path`. Several: `dns:///host:port`, a name each of
+            whose addresses is a server; a list; or one text with commas. The client then chooses
+            the server of each request: docs/fleet.md. Default: HEADRACE_TARGET in the environment,
+            otherwise 127.0.0.1:50051.
         tls: True: encrypted; False: in clear text, even with a token; None: encrypted if a
             certificate is given.
         ca: the certificate authority to trust, as a path or PEM bytes. Default: the system's.
@@ -80,8 +73,9 @@ class Client:
             again.
         rpc_timeout: seconds that short calls (model, tokenize, health, cancel) may take; None: no
             limit. Requests have no deadline: give them a `time_limit`.
-        load_balancing: `pick_first` stays with one replica, which cancel, get_result and attach
-            need; `round_robin` spreads calls over all addresses of a `dns:///` target.
+        load_balancing: `least_loaded` is the client's own choice among several servers. With
+            `pick_first` and `round_robin` gRPC chooses among a name's addresses, on one channel
+            that knows nothing of requests: cancel, get_result and attach may miss theirs.
         channel_options: additional gRPC channel arguments.
 
     Raises:
@@ -91,7 +85,7 @@ class Client:
 
     def __init__(
         self,
-        target: str | None = None,
+        target: str | Sequence[str] | None = None,
         *,
         tls: bool | None = None,
         ca: str | os.PathLike[str] | bytes | None = None,
@@ -104,7 +98,7 @@ class Client:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         retries: int = 3,
         rpc_timeout: float | None = 30.0,
-        load_balancing: LoadBalancing = "pick_first",
+        load_balancing: LoadBalancing = "least_loaded",
         channel_options: Sequence[tuple[str, Any]] = (),
     ) -> None:
         self._settings = make_settings(
@@ -123,33 +117,39 @@ class Client:
             channel_options=channel_options,
         )
         self._rpc_timeout = rpc_timeout
-        options = list(self._settings.options)
-        if self._settings.credentials is None:
-            self._channel = grpc.insecure_channel(self._settings.target, options)
+        self._servers: OneServer | ManyServers
+        self._control: Control | None = None
+        if self._settings.places:
+            self._servers = ManyServers(self._settings)
         else:
-            self._channel = grpc.secure_channel(
-                self._settings.target, self._settings.credentials, options
+            self._servers = OneServer(self._settings)
+            link = self._servers.link
+            self._control = Control(
+                link.channel,
+                partial(link.call, timeout=rpc_timeout),
+                self._settings.target,
+                self._settings.metadata,
             )
-        self._generation = GenerationServiceStub(self._channel)
-        self._models = ModelServiceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
-        self._control = Control(
-            self._channel, self._short, self._settings.target, self._settings.metadata
-        )
 
     @property
     def target(self) -> str:
-        """The server's address, as passed to gRPC."""
+        """The server's address, as passed to gRPC; of several servers, the targets."""
         return self._settings.target
 
     @property
     def control(self) -> Control:
-        """For operators: view the server's statistics and requests, pause it, drain it."""
+        """For operators: view the server's statistics and requests, pause it, drain it.
+
+        Raises:
+            ValueError: the client has several servers.
+        """
+        if self._control is None:
+            raise ValueError("control is of one server: make a client of that server's address")
         return self._control
 
     def close(self) -> None:
-        """Closes the connection; calls that still run on it are cancelled."""
-        self._channel.close()
+        """Closes all connections; calls that still run on them are cancelled."""
+        self._servers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -241,9 +241,7 @@ class Client:
             load_interval: how often the session's `load` is renewed, in seconds, 0.1 to 3,600: it
                 comes with results, so not while nothing runs. Default: never.
         """
-        return Session(
-            self._generation,
-            self._settings,
+        return self._servers.session(
             lease=lease,
             initial_credit=initial_credit,
             room_timeout=room_timeout,
@@ -281,7 +279,7 @@ class Client:
                 errors.
         """
         return run_batch(
-            partial(self.session, room_timeout=0),  # a batch waits by itself
+            self._servers.batch_session,
             requests,
             max_in_flight=max_in_flight,
             ordered=ordered,
@@ -304,7 +302,9 @@ class Client:
         spec = build_spec(prompt, options)
         _calls.name_request(spec)
         request = with_capabilities(pb.AddRequestRequest(spec=spec))
-        response = self._short(self._generation.AddRequest, request, spec.request_id)
+        response = self._servers.start(
+            lambda at: at.generation.AddRequest, request, self._rpc_timeout, spec
+        )
         return accepted_from_proto(response.request_id, response.accepted)
 
     def get_result(self, request_id: str, *, timeout: float | None = None) -> Result:
@@ -353,7 +353,8 @@ class Client:
         """
         statuses: dict[str, CancelStatus] = {}
         for request in _calls.cancel_requests(ids):
-            statuses |= _calls.cancel_statuses(self._short(self._generation.Cancel, request))
+            answer = self._servers.cancel(request, self._rpc_timeout)
+            statuses |= _calls.cancel_statuses(answer)
         return statuses
 
     # ---- the model and the server ----------------------------------------------------------------
@@ -364,7 +365,8 @@ class Client:
         Raises:
             UnavailableError: the server cannot be reached, or its model is still loading.
         """
-        response = self._short(self._models.GetModel, model_service_pb2.GetModelRequest())
+        request = model_service_pb2.GetModelRequest()
+        response = self._any(lambda at: at.models.GetModel, request)
         return ModelCard.from_proto(response.model)
 
     def tokenize(
@@ -393,7 +395,8 @@ class Client:
             add_special_tokens=add_special_tokens,
             chat_options=chat_options,
         )
-        return _calls.tokenization(self._short(self._models.Tokenize, request))
+        answer = self._any(lambda at: at.models.Tokenize, request)
+        return _calls.tokenization(answer)
 
     def detokenize(
         self, token_ids: Iterable[int], *, skip_special_tokens: bool | None = None
@@ -404,7 +407,8 @@ class Client:
             HeadraceError: an id is out of range, or the server cannot be reached.
         """
         request = _calls.detokenize_request(token_ids, skip_special_tokens)
-        return self._short(self._models.Detokenize, request).text
+        answer = self._any(lambda at: at.models.Detokenize, request)
+        return answer.text
 
     def health(self, service: str = _calls.GENERATION_SERVICE) -> HealthStatus:
         """Whether the server is ready for requests; with an empty service name, whether it is
@@ -415,7 +419,8 @@ class Client:
         """
         request = health_pb2.HealthCheckRequest(service=service)
         try:
-            return _calls.health_status(self._short(self._health.Check, request))
+            answer = self._any(lambda at: at.health.Check, request)
+            return _calls.health_status(answer)
         except NotFoundError:
             return HealthStatus.SERVICE_UNKNOWN
 
@@ -446,7 +451,7 @@ class Client:
     def _generate(self, spec: GenerationSpec, requires: tuple[str, ...] = ()) -> Result:
         _calls.name_request(spec)
         request = with_capabilities(pb.GenerateRequest(spec=spec, required_capabilities=requires))
-        response = self._call(self._generation.Generate, request, None, spec.request_id)
+        response = self._servers.start(lambda at: at.generation.Generate, request, None, spec)
         return result_from_proto(response)
 
     def _streamed(self, spec: GenerationSpec, requires: tuple[str, ...] = ()) -> Stream:
@@ -454,37 +459,18 @@ class Client:
         request = with_capabilities(
             pb.GenerateStreamRequest(spec=spec, required_capabilities=requires)
         )
+        fold = Fold(spec.request_id, n=choices_of(spec))
         return Stream(
-            lambda: CallEvents(
-                _calls.open_call(self._generation.GenerateStream, request, self._settings.metadata)
-            ),
-            Fold(spec.request_id, n=choices_of(spec)),
+            lambda: self._servers.stream(request, fold),
+            fold,
             cancel=self.cancel,
             target=self.target,
         )
 
     def _get_result(self, request: pb.GetResultRequest) -> pb.GetResultResponse:
         timeout = self._rpc_timeout and self._rpc_timeout + request.wait.seconds
-        return self._call(self._generation.GetResult, request, timeout, request.request_id)
+        return self._servers.get_result(request, timeout)
 
-    def _short(self, method: _Method[_Q, _A], request: _Q, request_id: str = "") -> _A:
-        return self._call(method, request, self._rpc_timeout, request_id)
-
-    def _call(
-        self, method: _Method[_Q, _A], request: _Q, timeout: float | None, request_id: str = ""
-    ) -> _A:
-        """One unary call; an exception during the wait, such as Ctrl-C, cancels it."""
-        call = None
-        try:
-            call = method.future(request, timeout=timeout, metadata=self._settings.metadata)
-            return call.result()
-        except grpc.FutureCancelledError:
-            raise CallCancelledError("the client was closed", request_id=request_id) from None
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, target=self.target, request_id=request_id) from error
-        except ValueError as error:  # gRPC's word for a channel that was closed
-            raise UnavailableError(f"the client is closed: {error}") from error
-        except BaseException:
-            if call is not None:
-                call.cancel()
-            raise
+    def _any(self, pick: Callable[[Link], Method[Q, A]], request: Q) -> A:
+        """A short call that any server may answer."""
+        return self._servers.call(pick, request, self._rpc_timeout)

@@ -1,35 +1,44 @@
-"""Many requests on one stream, from ordinary threads."""
+"""Many requests on one stream, or on one stream for each of several servers, from ordinary
+threads.
+"""
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import logging
-import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Protocol, Self, Unpack
 
-import grpc
-
-from headrace._calls import open_call
-from headrace._channel import ChannelSettings
 from headrace._fold import Fold
-from headrace._session import Record, SessionCore, fold_to_attach
-from headrace.errors import DeadlineExceededError, HeadraceError, error_from_rpc
+from headrace._session import Core, Record, fold_to_attach
+from headrace.errors import DeadlineExceededError, HeadraceError
 from headrace.messages import Prompt
 from headrace.options import GenerationOptions, build_spec
 from headrace.results import Accepted, Chunk, Result, ServerLoad
 from headrace.v1.generation_pb2 import GenerationSpec
-from headrace.v1.generation_service_pb2 import StreamResultRequest
-from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-_CLOSE_SECONDS = 5.0  # how long close() waits for the server to answer cancels
+CLOSE_SECONDS = 5.0
+"""How long a close that cancels waits for the servers to answer."""
 
-_log = logging.getLogger("headrace")
+
+class Streams(Protocol):
+    """What carries a session: its bookkeeping, and the calls that do what that wants."""
+
+    @property
+    def core(self) -> Core:
+        """The bookkeeping; used with the lock held."""
+
+    @property
+    def lock(self) -> threading.Lock:
+        """Held around every use of the core and its records."""
+
+    def flush(self) -> None:
+        """Sends what the core wants sent; the lock is held."""
+
+    def finish(self, timeout: float | None) -> None:
+        """Waits for the end of all streams, at most so many seconds; what then goes on is
+        cancelled.
+        """
 
 
 class Session:
@@ -44,32 +53,11 @@ class Session:
                 print(handle.result().text)
     """
 
-    def __init__(
-        self,
-        stub: GenerationServiceStub,
-        settings: ChannelSettings,
-        *,
-        lease: float | timedelta | None = None,
-        initial_credit: int = 0,
-        room_timeout: float | None = None,
-        load_interval: float | timedelta | None = None,
-    ) -> None:
-        self._core = SessionCore(
-            lease=lease,
-            initial_credit=initial_credit,
-            room_timeout=room_timeout,
-            load_interval=load_interval,
-        )
-        self._target = settings.target
-        self._lock = threading.Lock()
-        self._outgoing: queue.SimpleQueue[StreamResultRequest | None] = queue.SimpleQueue()
-        self._half_closed = False
-        self._later = _Later(self._again)
-        commands = iter(self._outgoing.get, None)  # None ends it
-        self._call = open_call(stub.StreamResult, commands, settings.metadata)
-        self._flush()
-        self._reader = threading.Thread(target=self._read, name="headrace-session", daemon=True)
-        self._reader.start()
+    def __init__(self, streams: Streams) -> None:
+        """Made by `Client.session`."""
+        self._streams = streams
+        self._core = streams.core
+        self._lock = streams.lock
 
     def submit(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> RequestHandle:
         """Starts a request and returns at once.
@@ -121,16 +109,15 @@ class Session:
     @property
     def lease(self) -> float | None:
         """The lease that the server granted, in seconds; None until it answered, or if none was
-        asked for.
+        asked for. Of several servers: the shortest.
         """
         with self._lock:
-            opened = self._core.opened
-        return None if opened is None else opened.lease.seconds + opened.lease.nanos / 1e9
+            return self._core.lease
 
     @property
     def load(self) -> ServerLoad | None:
         """The server's load, as it was told last; None before that, or if `load_interval` was not
-        given.
+        given. Of several servers: the sums, and the fullest cache.
         """
         with self._lock:
             return self._core.load
@@ -146,12 +133,7 @@ class Session:
         with self._lock:
             self._core.close(cancel=cancel)
             self._flush()
-        try:
-            self._reader.join(_CLOSE_SECONDS if cancel else None)
-        finally:
-            if self._reader.is_alive():
-                self._call.cancel()
-                self._reader.join(_CLOSE_SECONDS)
+        self._streams.finish(CLOSE_SECONDS if cancel else None)
 
     def __enter__(self) -> Self:
         return self
@@ -184,101 +166,8 @@ class Session:
         return handle
 
     def _flush(self) -> None:
-        """Sends what the core wants sent; the lock is held, or nobody else is there yet."""
-        if not self._half_closed:
-            for command in self._core.outbox:
-                self._outgoing.put(command)
-            if self._core.has_said_all:
-                self._half_closed = True
-                self._outgoing.put(None)
-        self._core.outbox.clear()
-
-    def _schedule(self) -> None:
-        """Sends refused requests again when it is time; the lock is held."""
-        for delay, record in self._core.retries:
-            self._later.add(delay, record)
-        self._core.retries.clear()
-
-    def _again(self, record: Record) -> None:
-        with self._lock:
-            changed = self._core.again(record)
-            self._flush()
-            _wake(changed)
-
-    def _read(self) -> None:
-        error: HeadraceError | None = None
-        try:
-            for response in self._call:
-                with self._lock:
-                    changed = self._core.receive(response)
-                    self._flush()
-                    self._schedule()
-                    _wake(changed)
-                    if self._core.ended:
-                        self._call.cancel()
-                        return
-        except grpc.RpcError as failure:
-            error = error_from_rpc(failure, target=self._target)
-        except Exception as failure:  # of a callback: nobody may be left waiting for this thread
-            _log.exception("the session's reader failed")
-            error = HeadraceError(f"the session's reader failed: {failure}")
-            self._call.cancel()
-        finally:
-            with self._lock:
-                if not self._core.ended:
-                    _wake(self._core.end(error))
-                self._later.close()
-                self._flush()  # lets gRPC's sending thread go
-
-
-class _Later:
-    """Requests that are to be sent again, in one thread for all of them."""
-
-    def __init__(self, again: Callable[[Record], None]) -> None:
-        self._again = again
-        self._due: list[tuple[float, int, Record]] = []
-        self._changed = threading.Condition()
-        self._serial = itertools.count()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def add(self, delay: float, record: Record) -> None:
-        """Send one again in so many seconds."""
-        with self._changed:
-            due = time.monotonic() + delay
-            heapq.heappush(self._due, (due, next(self._serial), record))
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="headrace-retries", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Send no more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed:
-                    wait = self._due[0][0] - time.monotonic() if self._due else None
-                    if wait is not None and wait <= 0:
-                        break
-                    self._changed.wait(wait)
-                if self._closed:
-                    return
-                _, _, record = heapq.heappop(self._due)
-            self._again(record)
-
-
-def _wake(records: list[Record]) -> None:
-    for record in records:
-        record.wake()
-        if record.fold.done and record.on_done is not None:
-            record.on_done()
+        """Sends what the core wants sent; the lock is held."""
+        self._streams.flush()
 
 
 class RequestHandle:

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from headrace._channel import CLIENT_VERSION, DEFAULT_TARGET
+from headrace._channel import CLIENT_VERSION
+from headrace._targets import DEFAULT_TARGET
 from headrace.cli import control
 from headrace.cli.batch import batch
 from headrace.cli.chat import chat
@@ -49,7 +50,8 @@ def connect(
         str,
         typer.Option(
             envvar="HEADRACE_TARGET",
-            help="The server: host:port, dns:///host:port or unix:/path.",
+            help="The server: host:port or unix:/path. Several: dns:///host:port, a name each of "
+            "whose addresses is one, or a list with commas.",
         ),
     ] = DEFAULT_TARGET,
     tls: Annotated[

@@ -2,7 +2,8 @@
 
 1. The command's arguments are checked before the output is changed.
 2. Each line of the input is a request; for an invalid line the outcome is an error (`batch_input`).
-3. All requests go through one session with a bounded window (`run_batch`), as they arrive.
+3. All requests go through one session (over all servers of the target) with a bounded window
+   (`run_batch`), as they arrive.
 4. Each outcome is written as one whole line, so that the output is valid whenever the command ends
    (`batch_output`).
 5. `--resume` keeps existing results, and drops error lines (they are tried again) and an incomplete
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -149,7 +151,7 @@ def _run(client: Client, job: _Job) -> None:
         feed = BatchFeed(reader.requests(split_lines(source)), ahead=job.max_in_flight)
         stack.enter_context(_interrupting(feed))
         outcomes = run_batch(
-            client.session,
+            partial(client._servers.batch_session, room_timeout=None),
             feed,
             max_in_flight=job.max_in_flight,
             ordered=job.keep_order,

@@ -322,7 +322,8 @@ _SERVER = "The server"
 Target = Annotated[
     str | None,
     typer.Option(
-        help="host:port, dns:///host:port or unix:/path; default: HEADRACE_TARGET, else "
+        help="host:port or unix:/path; several servers: dns:///host:port or a list with commas; "
+        "default: HEADRACE_TARGET, else "
         "127.0.0.1:50051.",
         rich_help_panel=_SERVER,
     ),

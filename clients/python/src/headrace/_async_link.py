@@ -1,0 +1,63 @@
+"""The channel to one server, for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health_pb2_grpc
+
+from headrace._channel import ChannelSettings
+from headrace._targets import Address
+from headrace.errors import CallCancelledError, UnavailableError, error_from_rpc
+from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
+from headrace.v1.model_service_pb2_grpc import ModelServiceStub
+
+if TYPE_CHECKING:
+    from headrace.v1.generation_service_pb2_grpc import GenerationServiceAsyncStub
+    from headrace.v1.model_service_pb2_grpc import ModelServiceAsyncStub
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+Method: TypeAlias = "aio.UnaryUnaryMultiCallable[Q, A]"
+
+
+class AsyncLink:
+    """The channel to one server, and its stubs. It belongs to the event loop that runs when it is
+    made.
+    """
+
+    def __init__(self, settings: ChannelSettings, address: Address) -> None:
+        options = settings.options_for(address)
+        self.channel: aio.Channel
+        if settings.credentials is None:
+            self.channel = aio.insecure_channel(address.target, options)
+        else:
+            self.channel = aio.secure_channel(address.target, settings.credentials, options)
+        self.target = address.target
+        self.generation: GenerationServiceAsyncStub = GenerationServiceStub(self.channel)
+        self.models: ModelServiceAsyncStub = ModelServiceStub(self.channel)
+        self.health: Any = health_pb2_grpc.HealthStub(self.channel)
+        self._metadata = settings.metadata
+
+    async def call(
+        self, method: Method[Q, A], request: Q, seconds: float | None, request_id: str = ""
+    ) -> A:
+        """One unary call; a task that is cancelled while it waits cancels the call.
+
+        Raises:
+            HeadraceError: it failed.
+        """
+        try:
+            return await method(request, timeout=seconds, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, target=self.target, request_id=request_id) from error
+        except aio.UsageError as error:  # gRPC's word for a channel that was closed
+            raise UnavailableError(f"the client is closed: {error}") from error
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            raise CallCancelledError("the client was closed", request_id=request_id) from None

@@ -1,0 +1,221 @@
+"""The tries of one unary call, or of the opening of one stream, in a fleet: to which server it goes
+now, and after a failure, where and when it goes next. docs/fleet.md tells the rules.
+
+    while True:
+        found = attempts.next()             # a server, or for how long to wait for a change
+        ...                                 # the call
+        pause = attempts.failed(server, error)   # or raises the error: there is no further try
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headrace._fleet import PATIENCE_SECONDS, FleetState, Server
+from headrace._fold import Fold
+from headrace._placement import PrefixKeys
+from headrace.errors import (
+    CallCancelledError,
+    HeadraceError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+    error_from_status,
+)
+from headrace.v1.generation_pb2 import ResultEvent
+
+_FIRST_PAUSE = 0.1
+_LONGEST_PAUSE = 2.0
+
+WRONG_INSTANCE = "WRONG_INSTANCE"
+
+
+class Attempts:
+    """The tries of a call that any server may answer.
+
+    Args:
+        keys: of its prompt.
+        retries: how often it may be tried again.
+        sticks: whether a lost connection is no reason to go elsewhere at once: the server may have
+            taken the request, and would tell so.
+    """
+
+    def __init__(
+        self, state: FleetState, keys: PrefixKeys | None, *, retries: int, sticks: bool = False
+    ) -> None:
+        self._state = state
+        self._keys = keys
+        self._left = retries
+        self._sticks = sticks
+        self._same: Server | None = None
+        self._tried: set[Server] = set()
+        self._pauses = 0
+        self._even_full = False
+        self._began = state.clock()
+
+    def next(self) -> Server | float:
+        """The server to call now; or for how many seconds to wait, at most: a change of the servers
+        may end the wait.
+
+        Raises:
+            UnavailableError: no server was ready for too long.
+        """
+        if self._same is not None:
+            return self._same
+        state = self._state
+        server = state.choose(self._keys, avoid=self._tried, even_full=self._even_full)
+        if server is not None:
+            return server
+        if (wait := state.room_in()) is not None:
+            self._even_full = True  # it has waited once; now it may ask
+            return wait
+        left = self._began + PATIENCE_SECONDS - state.clock()
+        if left <= 0:
+            raise state.nobody()
+        return left
+
+    def failed(self, server: Server, error: HeadraceError) -> float:
+        """Notes a failed try; returns after how many seconds to go on.
+
+        Raises:
+            HeadraceError: there is no further try; the error itself.
+        """
+        if not is_worth_a_retry(error) or not self._left:
+            if isinstance(error, UnavailableError):
+                self._state.set_aside(server, error)
+            raise error
+        self._left -= 1
+        may = self._state.budget.failed()
+        if self._sticks and self._same is None and not error.reason:
+            self._same = server
+            return 0.0 if may else self._pause(error)
+        self._same = None
+        note_failure(self._state, server, error)
+        self._tried.add(server)
+        other = self._state.choose(self._keys, avoid=self._tried)
+        if may and other is not None and other not in self._tried:
+            return 0.0
+        self._tried.clear()
+        self._even_full = True
+        return self._pause(error)
+
+    def succeeded(self) -> None:
+        """Notes that the call was answered."""
+        self._state.budget.succeeded()
+
+    def _pause(self, error: HeadraceError) -> float:
+        """As long as the server says; else 0.1 s, three times as much each time, spread."""
+        if error.retry_after is not None:
+            return error.retry_after
+        pause = _pause(self._pauses)
+        self._pauses += 1
+        return pause * (0.5 + self._state.jitter())
+
+
+class OwnerTries:
+    """The tries of a call to the server that has a request: to the instance that an answer named;
+    if none is known, to one server after another.
+    """
+
+    def __init__(self, state: FleetState, request_id: str, *, retries: int) -> None:
+        self._state = state
+        self._request_id = request_id
+        self.owner = state.owner(request_id)
+        """The instance to name in the call; empty: none is known."""
+        self._left = retries
+        self._followed = False
+        self._pauses = 0
+        self._problem: HeadraceError | None = None
+        if self.owner:
+            self._servers = state.by_instance(self.owner)[:1]
+        else:
+            self._servers = state.reachable()
+
+    def next(self) -> Server:
+        """The server to ask.
+
+        Raises:
+            HeadraceError: nobody is left to ask.
+        """
+        if self._servers:
+            return self._servers[0]
+        if self._problem is not None:
+            raise self._problem
+        if self.owner:
+            raise UnavailableError(
+                f"the server that has request {self._request_id!r} (instance {self.owner}) is gone",
+                request_id=self._request_id,
+            )
+        raise self._state.nobody()
+
+    def failed(self, server: Server, error: HeadraceError) -> float:
+        """Notes a failed try; returns after how many seconds to go on with `next`.
+
+        Raises:
+            HeadraceError: there is no further try; the error itself.
+        """
+        if error.reason == WRONG_INSTANCE:
+            self._follow(server, error)
+            return 0.0
+        if isinstance(error, NotFoundError) and not self.owner:
+            self._servers.pop(0)
+            self._problem = self._problem or error
+            return 0.0
+        if not is_worth_a_retry(error):
+            raise error
+        if self._left:
+            self._left -= 1
+            self._state.budget.failed()
+            pause = _pause(self._pauses)
+            self._pauses += 1
+            return error.retry_after or pause * (0.5 + self._state.jitter())
+        if self.owner:
+            raise error
+        self._servers.pop(0)
+        self._problem = error  # it may be there: more than that it is nowhere else
+        return 0.0
+
+    def _follow(self, server: Server, error: HeadraceError) -> None:
+        """The address has another process than it had: the owner may have another address."""
+        server.instance_id = error.metadata.get("instance_id", "")
+        self._servers = [one for one in self._state.by_instance(self.owner) if one is not server]
+        if self._followed or not self._servers:
+            raise error
+        self._followed = True
+
+
+def is_worth_a_retry(error: HeadraceError) -> bool:
+    """Whether the same may succeed later, or elsewhere: the server was lost or is not ready, or it
+    has no room and says when to come again.
+    """
+    if isinstance(error, ResourceExhaustedError):
+        return error.retry_after is not None
+    return isinstance(error, (UnavailableError, CallCancelledError))
+
+
+def note_failure(state: FleetState, server: Server, error: HeadraceError) -> None:
+    """What a server's failure says of it: it has no room for a while, or is not ready."""
+    if isinstance(error, ResourceExhaustedError):
+        state.full(server, error.retry_after or 0.0)
+    else:
+        state.set_aside(server, error)
+
+
+def failed_undelivered(fold: Fold, events: Iterable[ResultEvent]) -> HeadraceError | None:
+    """The failure that these events tell, if it is one of the server's (its engine stopped) and the
+    request has no output yet: it can be sent again.
+    """
+    for event in events:
+        kind = event.WhichOneof("event")
+        if fold.chunks or kind == "delta":
+            return None
+        if kind == "failed":
+            error = error_from_status(event.failed.status, request_id=fold.request_id)
+            return error if isinstance(error, UnavailableError) else None
+    return None
+
+
+def _pause(times: int) -> float:
+    """How long to wait after a failure, before it is spread: 0.1 s, three times as long each."""
+    pause: float = _FIRST_PAUSE * 3**times
+    return min(pause, _LONGEST_PAUSE)

@@ -1,0 +1,509 @@
+"""One session over several servers, the part that does no input or output: which server each
+request is with, and where it goes when that server has no room, drains or dies.
+
+1. `add` chooses a server (`FleetState.choose`) and gives the request to the `SessionCore` of the
+   stream there, a `Link`, which the flavour opens when the first request goes there.
+2. The flavour passes each stream's messages to `receive`, and its end to `lost`.
+3. A request that a server refuses goes elsewhere, or waits as long as the server said.
+4. When a stream is lost, requests of which nothing was delivered are sent again elsewhere, with the
+   same ids. Begun ones are attached again where they live, until the lease has passed; without a
+   lease they fail with what was delivered.
+
+A request's record and its handle stay the same wherever it goes. Like `SessionCore`, nothing here
+is thread-safe by itself; what is shared with other sessions (`FleetState`) is used with `guard`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Unpack
+
+import grpc
+
+from headrace._attempts import WRONG_INSTANCE, is_worth_a_retry, note_failure
+from headrace._fleet import LOAD_INTERVAL, PATIENCE_SECONDS, FleetState, Server
+from headrace._fleet_record import FleetRecord, Link, assert_fleet
+from headrace._fold import Fold
+from headrace._session import Record, SessionCore, SessionOptions, copy_of, duplicate
+from headrace.errors import (
+    AlreadyExistsError,
+    CallCancelledError,
+    HeadraceError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from headrace.options import choices_of
+from headrace.results import ServerLoad
+from headrace.v1.generation_pb2 import GenerationSpec
+from headrace.v1.generation_service_pb2 import (
+    CancelCommand,
+    StreamResultRequest,
+    StreamResultResponse,
+)
+
+_MOST_LOSSES = 5
+"""How often a request is sent again because its server was lost or not ready."""
+_AGAIN_SECONDS = 1.0
+"""How long such a request waits if the budget for retries is used up."""
+_LOST_IN_TRANSPORT = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+"""What gRPC says of some connections that broke; a server's own errors have a reason."""
+_FIRST_REATTACH = 0.1
+_LONGEST_REATTACH = 1.0
+
+
+class FleetCore:
+    """The bookkeeping of one session over several servers.
+
+    Args:
+        state: the servers.
+        guard: held around every use of `state`.
+        open_link: opens the stream of a link.
+        later: runs an action after so many seconds, as one of the flavour's own.
+        restarts: whether nothing counts as delivered before a request's end.
+        options: the session's.
+    """
+
+    def __init__(
+        self,
+        state: FleetState,
+        guard: AbstractContextManager[Any],
+        open_link: Callable[[Link], None],
+        later: Callable[[float, Callable[[], list[Record]]], None],
+        *,
+        restarts: bool = False,
+        **options: Unpack[SessionOptions],
+    ) -> None:
+        self.records: dict[str, Record] = {}
+        """The live requests, by id."""
+        self.links: dict[Server, Link] = {}
+        self.closing = False
+        self.ended = False
+        self._state = state
+        self._guard = guard
+        self._open_link = open_link
+        self._later = later
+        self._restarts = restarts
+        room_timeout = options.get("room_timeout")
+        self._room_timeout = math.inf if room_timeout is None else room_timeout
+        interval = options.get("load_interval")
+        self._options: SessionOptions = {
+            **options,
+            "load_interval": LOAD_INTERVAL if interval is None else interval,
+            "room_timeout": 0,  # here it is decided who is sent again
+        }
+        self._changed: dict[int, Record] = {}
+        self._orphans: dict[str, set[str]] = {}  # by instance: what runs there for nobody
+
+    # ---- what the session's user does ------------------------------------------------------------
+
+    def add(self, spec: GenerationSpec) -> Record:
+        """Starts a request; see `SessionCore.add`."""
+        self._check_open()
+        if not spec.request_id:
+            spec.request_id = uuid.uuid4().hex
+        record = FleetRecord(Fold(spec.request_id, n=choices_of(spec)), spec)
+        record.give_up_at = time.monotonic() + self._room_timeout
+        self._register(record)
+        self._place(record)
+        return record
+
+    def attach(self, fold: Fold) -> Record:
+        """Continues a request; see `SessionCore.attach`. It goes to the server that has it; if that
+        is not known, to one after another.
+        """
+        self._check_open()
+        record = FleetRecord(fold, None)
+        record.ask_until = time.monotonic() + PATIENCE_SECONDS
+        if fold.done:
+            return record
+        self._register(record)
+        with self._guard:
+            record.instance_id = self._state.owner(fold.request_id)
+            found = self._state.by_instance(record.instance_id)
+        if found:
+            self._attach_at(found[0], record)
+        else:
+            record.instance_id = ""
+            self._ask_next(record, self._not_found(record))
+        return record
+
+    def cancel(self, record: Record) -> None:
+        """Asks for a request's end; see `SessionCore.cancel`."""
+        assert_fleet(record).cancelled = True
+        link = assert_fleet(record).link
+        if link is not None:
+            link.core.cancel(record)
+        elif self.records.get(record.request_id) is record:
+            self._fail(record, CallCancelledError("it was cancelled while it waited for a server"))
+            self._later(0.0, self.take_changed)  # its reader is woken there
+
+    def pay(self, record: Record, chunks: int) -> None:
+        """Pays for chunks; see `SessionCore.pay`."""
+        link = assert_fleet(record).link
+        if link is not None:
+            link.core.pay(record, chunks)
+
+    def pay_all(self, record: Record) -> None:
+        """Pays for everything; see `SessionCore.pay_all`."""
+        record.unlimited = True
+        self.pay(record, len(record.fold.chunks))
+
+    def close(self, *, cancel: bool) -> None:
+        """Accepts no more requests; see `SessionCore.close`."""
+        self.closing = True
+        for record in list(self.records.values()):
+            if cancel:
+                self.cancel(record)
+            self.pay_all(record)
+        self._close_links()
+
+    @property
+    def lease(self) -> float | None:
+        """The shortest lease that a server granted, in seconds; None: none has answered yet."""
+        found = [link.core.lease for link in self.links.values()]
+        return min((lease for lease in found if lease is not None), default=None)
+
+    @property
+    def load(self) -> ServerLoad | None:
+        """What the servers told last of their loads: the sums, and the fullest cache."""
+        loads = [link.core.load for link in self.links.values() if link.core.load is not None]
+        if not loads:
+            return None
+        return ServerLoad(
+            sum(one.running for one in loads),
+            sum(one.waiting for one in loads),
+            max(one.kv_cache_usage for one in loads),
+        )
+
+    # ---- what the servers do ---------------------------------------------------------------------
+
+    def receive(self, link: Link, response: StreamResultResponse) -> list[Record]:
+        """Processes one message of a server; returns the records that changed."""
+        for record in link.core.receive(response):
+            self._changed[id(record)] = record
+            self._note_place(link, assert_fleet(record))
+            if record.fold.done:
+                self._ended(link, assert_fleet(record))
+        with self._guard:
+            if response.instance_id:
+                link.server.instance_id = response.instance_id
+            if response.HasField("load") and link.core.load is not None:
+                link.server.take_load(link.core.load, self._state.clock())
+        return self.take_changed()
+
+    def lost(self, link: Link, error: HeadraceError | None) -> list[Record]:
+        """A stream has ended; `error`: None if the server ended it in order."""
+        records = link.core.give_up()
+        if self.links.get(link.server) is link:
+            del self.links[link.server]
+        broken = error or UnavailableError("the server ended the session before its requests")
+        is_loss = is_worth_a_retry(broken) or (
+            broken.code in _LOST_IN_TRANSPORT and not broken.reason
+        )
+        with self._guard:
+            for _ in records:
+                self._state.over(link.server)
+            if is_loss and not self.is_done:  # a server that ends an idle session drains
+                note_failure(self._state, link.server, broken)
+        for record in records:
+            moved = assert_fleet(record)
+            moved.link = None
+            if moved.number:  # it was there: a new loss, with a lease of its own
+                moved.reattached = moved.number = 0
+            if is_loss and not self.ended:
+                self._move(link, moved, broken)
+            else:
+                self._fail(moved, copy_of(broken))
+        return self.take_changed()
+
+    def server_changed(self) -> list[Record]:
+        """A server may have become usable: requests that wait for one are placed."""
+        for record in [assert_fleet(one) for one in self.records.values()]:
+            if record.wants_server:
+                self._place(record)
+        return self.take_changed()
+
+    def end(self, error: HeadraceError) -> list[Record]:
+        """Fails what is left: the client was closed."""
+        self.ended = self.closing = True
+        for record in list(self.records.values()):
+            self._fail(record, copy_of(error))
+        return self.take_changed()
+
+    def take_changed(self) -> list[Record]:
+        """The records that changed since the last call, to be woken."""
+        changed = list(self._changed.values())
+        self._changed.clear()
+        self._close_links()
+        return changed
+
+    # ---- where requests go -----------------------------------------------------------------------
+
+    def _place(self, record: FleetRecord, avoid: Server | None = None) -> None:
+        """Sends a request to a server, or has it wait for one."""
+        with self._guard:
+            state = self._state
+            avoided = () if avoid is None else (avoid,)
+            server = state.choose(record.keys, avoid=avoided)
+            room_in = state.room_in() if server is None else None
+            if room_in is not None and time.monotonic() + room_in > record.give_up_at:
+                server = state.choose(record.keys, avoid=avoided, even_full=True)
+            if server is not None:
+                state.begun(server)
+        if server is not None:
+            self._send_to(server, record)
+        elif room_in is not None:
+            self._wait(record, room_in)
+        elif not record.wants_server:
+            record.wants_server = True
+            record.turn += 1
+            self._later_for(record, PATIENCE_SECONDS, lambda: self._fail(record, self._nobody()))
+
+    def _send_to(self, server: Server, record: FleetRecord) -> None:
+        if record.sent is None:
+            raise TypeError("a request that another stream started is attached, not sent")
+        link = self._link_to(server, record)
+        if link is None:
+            return
+        record.link, record.attaching, record.wants_server = link, False, False
+        record.instance_id = ""
+        record.turn += 1
+        link.core.put(record, record.sent)
+        if record.cancelled:
+            link.core.cancel(record)
+
+    def _wait(self, record: FleetRecord, seconds: float) -> None:
+        """Places a request after so many seconds."""
+        record.wants_server = False
+        record.turn += 1
+        self._later_for(record, seconds, lambda: self._place(record))
+
+    def _later_for(self, record: FleetRecord, seconds: float, act: Callable[[], None]) -> None:
+        """Does something for a request after so many seconds, if nothing has come of it by then."""
+        turn = record.turn
+
+        def act_if_due() -> list[Record]:
+            if record.turn == turn and self.records.get(record.request_id) is record:
+                act()
+            return self.take_changed()
+
+        self._later(seconds, act_if_due)
+
+    def _nobody(self) -> HeadraceError:
+        with self._guard:
+            return self._state.nobody()
+
+    def _refused(self, link: Link, refused: Record, error: HeadraceError) -> HeadraceError | None:
+        """A server refused a request; returns the error that ends it, or None: it goes on."""
+        record = assert_fleet(refused)
+        record.link = None
+        with self._guard:
+            self._state.over(link.server)
+        failure: HeadraceError | None = error
+        if record.attaching:
+            failure = self._not_attached(link, record, error)
+        elif record.cancelled and is_worth_a_retry(error):
+            failure = CallCancelledError("it was cancelled before a server had room")
+        elif isinstance(error, AlreadyExistsError) and record.losses:
+            self._attach_at(link.server, record)  # it had arrived after all
+            failure = None
+        elif isinstance(error, ResourceExhaustedError) and error.retry_after is not None:
+            failure = self._find_room(link.server, record, error, error.retry_after)
+        elif isinstance(error, UnavailableError) and record.losses < _MOST_LOSSES:
+            with self._guard:
+                note_failure(self._state, link.server, error)
+            self._send_again(record, link.server)
+            failure = None
+        if failure is not None:
+            self.records.pop(record.request_id, None)
+        return failure
+
+    def _find_room(
+        self, server: Server, record: FleetRecord, error: HeadraceError, seconds: float
+    ) -> HeadraceError | None:
+        """A server has no room for so long: another may have some."""
+        with self._guard:
+            self._state.full(server, seconds)
+            may = self._state.budget.failed()
+            other = self._state.choose(record.keys, avoid=(server,)) if may else None
+        if other is not None and other is not server:
+            self._place(record, server)
+            return None
+        if time.monotonic() + seconds > record.give_up_at:
+            return error
+        self._wait(record, seconds)
+        return None
+
+    def _move(self, link: Link, record: FleetRecord, error: HeadraceError) -> None:
+        """A request's stream was lost, and perhaps its server."""
+        begun = bool(record.fold.chunks) and not self._restarts
+        if record.sent is None or begun or record.losses >= _MOST_LOSSES:
+            self._reattach(link, record, error)
+            return
+        if record.cancelled:
+            self._fail(record, CallCancelledError("it was cancelled, and its server was lost"))
+            return
+        if self._options.get("lease"):  # it may run on there
+            self._orphans.setdefault(link.core.instance_id, set()).add(record.request_id)
+        record.fold.restart()
+        record.paid = 0
+        self._send_again(record, link.server)
+
+    def _send_again(self, record: FleetRecord, avoid: Server) -> None:
+        """Sends a request elsewhere, at once if the budget allows it."""
+        record.losses += 1
+        with self._guard:
+            may = self._state.budget.failed()
+            spread = self._state.jitter()
+        if may:
+            self._place(record, avoid)
+        else:
+            self._wait(record, _AGAIN_SECONDS * (0.5 + spread))
+
+    def _note_place(self, link: Link, record: FleetRecord) -> None:
+        """A server has told something of a request: it lives there."""
+        if record.instance_id != link.core.instance_id:
+            record.instance_id = link.core.instance_id
+            with self._guard:
+                self._state.note_owner(record.request_id, record.instance_id)
+
+    def _ended(self, link: Link, record: FleetRecord) -> None:
+        """A request has ended, unless its server failed before it had delivered anything."""
+        error = record.fold.error
+        with self._guard:
+            if record.link is link:
+                self._state.over(link.server)
+            if error is None:
+                self._state.budget.succeeded()
+            self._state.ended_alone(record.request_id)
+        record.link = None
+        is_lost = isinstance(error, UnavailableError) and record.sent is not None
+        delivered = bool(record.fold.chunks) and not self._restarts
+        if is_lost and not delivered and not record.cancelled and record.losses < _MOST_LOSSES:
+            record.fold.restart()
+            record.paid = 0
+            self._changed.pop(id(record), None)
+            self._send_again(record, link.server)
+            return
+        self.records.pop(record.request_id, None)
+
+    # ---- requests that live somewhere ------------------------------------------------------------
+
+    def _attach_at(self, server: Server, record: FleetRecord) -> None:
+        with self._guard:
+            self._state.begun(server)
+        link = self._link_to(server, record)
+        if link is None:
+            return
+        record.link, record.attaching = link, True
+        link.core.put_attached(record, record.instance_id)
+
+    def _reattach(self, link: Link, record: FleetRecord, error: HeadraceError) -> None:
+        """Attaches a request again where it lives, until its lease has passed."""
+        now = time.monotonic()
+        if not record.reattached:
+            record.lost_until = now + (link.core.lease or 0.0)
+        pause = min(_FIRST_REATTACH * 2**record.reattached, _LONGEST_REATTACH)
+        if not record.instance_id or now + pause > record.lost_until:
+            self._fail(record, copy_of(error))
+            return
+        record.reattached += 1
+
+        record.turn += 1
+        self._later_for(record, pause, lambda: self._attach_at(link.server, record))
+
+    def _not_attached(
+        self, link: Link, record: FleetRecord, error: HeadraceError
+    ) -> HeadraceError | None:
+        """A server refused to attach a request."""
+        if record.sent is None and not record.instance_id and isinstance(error, NotFoundError):
+            record.asked.add(link.server)
+            self._ask_next(record, error)
+            return None
+        if error.reason == WRONG_INSTANCE and link.server not in record.asked:
+            record.asked.add(link.server)
+            with self._guard:
+                link.server.instance_id = error.metadata.get("instance_id", "")
+                found = self._state.by_instance(record.instance_id)
+            if found and len(record.asked) == 1:  # followed once
+                self._attach_at(found[0], record)
+                return None
+        if record.sent is not None and isinstance(error, NotFoundError):
+            if not record.fold.chunks and record.losses < _MOST_LOSSES:
+                self._send_again(record, link.server)
+                return None
+            return UnavailableError("the server that had the request was lost, and it with it")
+        return error
+
+    def _ask_next(self, record: FleetRecord, error: HeadraceError) -> None:
+        """Attaches a request at the next server that may have it."""
+        with self._guard:
+            left = [one for one in self._state.reachable() if one not in record.asked]
+            is_settled = self._state.is_settled
+        if left:
+            self._attach_at(left[0], record)
+        elif is_settled or time.monotonic() > record.ask_until:
+            self._fail(record, error)
+        else:
+            record.turn += 1
+            again = partial(self._ask_next, record, error)
+            self._later_for(record, _FIRST_REATTACH, again)
+
+    def _not_found(self, record: FleetRecord) -> HeadraceError:
+        return NotFoundError(f"no server has request {record.request_id!r}")
+
+    # ---- housekeeping ----------------------------------------------------------------------------
+
+    def _link_to(self, server: Server, record: FleetRecord) -> Link | None:
+        """The stream to a server for a request that is begun there; None: the client is closed, and
+        the request has failed.
+        """
+        link = self.links.get(server)
+        if link is not None:
+            return link
+        core = SessionCore(**self._options)
+        link = Link(server, core)
+        core.on_refusal = partial(self._refused, link)
+        try:
+            self._open_link(link)
+        except UnavailableError as error:
+            with self._guard:
+                self._state.over(server)
+            self._fail(record, error)
+            return None
+        self.links[server] = link
+        for request_id in self._orphans.pop(server.instance_id, ()):
+            if request_id != record.request_id:
+                command = CancelCommand(request_id=request_id, instance_id=server.instance_id)
+                core.outbox.append(StreamResultRequest(cancel=command))
+        return link
+
+    def _fail(self, record: Record, error: HeadraceError) -> None:
+        record.fold.fail(error)
+        self.records.pop(record.request_id, None)
+        self._changed[id(record)] = record
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the session is closed and nothing of it is left."""
+        return self.closing and not self.records
+
+    def _close_links(self) -> None:
+        if self.is_done:
+            for link in self.links.values():
+                link.core.closing = True
+
+    def _register(self, record: Record) -> None:
+        if record.request_id in self.records:
+            raise duplicate(record.request_id)
+        self.records[record.request_id] = record
+
+    def _check_open(self) -> None:
+        if self.closing:
+            raise UnavailableError("the session is being closed; it takes no more requests")

@@ -1,0 +1,136 @@
+"""A client's servers, for threads: the only one, or several that it chooses among."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, Unpack
+
+from headrace._attempts import Attempts
+from headrace._calls import open_call
+from headrace._channel import ChannelSettings
+from headrace._fold import Fold
+from headrace._link import A, Link, Method, Q
+from headrace._placement import prefix_keys
+from headrace._session import SessionOptions
+from headrace._streams import OneStream
+from headrace._targets import Address
+from headrace.fleet import Fleet
+from headrace.fleet_session import ManyStreams
+from headrace.fleet_streams import FleetEvents
+from headrace.session import Session
+from headrace.streams import CallEvents, EventSource
+from headrace.v1.generation_pb2 import GenerationSpec
+from headrace.v1.generation_service_pb2 import (
+    CancelRequest,
+    CancelResponse,
+    GenerateStreamRequest,
+    GetResultRequest,
+    GetResultResponse,
+)
+
+
+class Servers(Protocol):
+    """What a client needs of its server or servers."""
+
+    def call(self, pick: Callable[[Link], Method[Q, A]], request: Q, timeout: float | None) -> A:
+        """A unary call that any server may answer."""
+
+    def start(
+        self,
+        pick: Callable[[Link], Method[Q, A]],
+        request: Q,
+        timeout: float | None,
+        spec: GenerationSpec,
+    ) -> A:
+        """A unary call that starts a request."""
+
+    def get_result(self, request: GetResultRequest, timeout: float | None) -> GetResultResponse:
+        """Reads a request's results, at the server that has it."""
+
+    def cancel(self, request: CancelRequest, timeout: float | None) -> CancelResponse:
+        """Ends requests, at the servers that have them."""
+
+    def stream(self, request: GenerateStreamRequest, fold: Fold) -> EventSource:
+        """Opens a stream for one request."""
+
+    def session(self, **options: Unpack[SessionOptions]) -> Session:
+        """Opens a session."""
+
+    def batch_session(self, room_timeout: float | None = 0) -> Session:
+        """Opens a session for a batch, of which only ends count."""
+
+    def close(self) -> None:
+        """Closes all connections; calls that still run are cancelled."""
+
+
+class OneServer:
+    """The only server of a client."""
+
+    def __init__(self, settings: ChannelSettings) -> None:
+        self._settings = settings
+        self.link = Link(settings, Address(settings.target))
+
+    def call(self, pick: Callable[[Link], Method[Q, A]], request: Q, timeout: float | None) -> A:
+        """A unary call."""
+        return self.link.call(pick(self.link), request, timeout)
+
+    def start(
+        self,
+        pick: Callable[[Link], Method[Q, A]],
+        request: Q,
+        timeout: float | None,
+        spec: GenerationSpec,
+    ) -> A:
+        """A unary call that starts a request."""
+        return self.link.call(pick(self.link), request, timeout, spec.request_id)
+
+    def get_result(self, request: GetResultRequest, timeout: float | None) -> GetResultResponse:
+        """Reads a request's results."""
+        method = self.link.generation.GetResult
+        return self.link.call(method, request, timeout, request.request_id)
+
+    def cancel(self, request: CancelRequest, timeout: float | None) -> CancelResponse:
+        """Ends requests."""
+        return self.link.call(self.link.generation.Cancel, request, timeout)
+
+    def stream(self, request: GenerateStreamRequest, fold: Fold) -> EventSource:
+        """Opens a stream for one request."""
+        return CallEvents(
+            open_call(self.link.generation.GenerateStream, request, self._settings.metadata)
+        )
+
+    def session(self, **options: Unpack[SessionOptions]) -> Session:
+        """Opens a session."""
+        link, metadata = self.link, self._settings.metadata
+        return Session(OneStream(link.generation, metadata, link.target, **options))
+
+    def batch_session(self, room_timeout: float | None = 0) -> Session:
+        """Opens a session for a batch."""
+        return self.session(room_timeout=room_timeout)
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self.link.channel.close()
+
+
+class ManyServers(Fleet):
+    """The servers of a client that has several."""
+
+    def stream(self, request: GenerateStreamRequest, fold: Fold) -> EventSource:
+        """Opens a stream for one request."""
+        attempts = Attempts(self.state, prefix_keys(request.spec), retries=self.settings.retries)
+        metadata = self.settings.metadata
+        return FleetEvents(
+            self,
+            attempts,
+            lambda server: open_call(server.link.generation.GenerateStream, request, metadata),
+            fold,
+        )
+
+    def session(self, **options: Unpack[SessionOptions]) -> Session:
+        """Opens a session over all servers."""
+        return Session(ManyStreams(self, **options))
+
+    def batch_session(self, room_timeout: float | None = 0) -> Session:
+        """Opens a session for a batch."""
+        return Session(ManyStreams(self, restarts=True, room_timeout=room_timeout))

@@ -1,0 +1,385 @@
+"""The servers of a client that has several, for asyncio: who is there, and unary calls to them.
+
+Two tasks of its own: one looks names up (in a thread), one asks servers that are not ready for
+their health. They begin with the first use, in the event loop that runs then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from grpc_health.v1 import health_pb2
+
+from headrace._async_link import A, AsyncLink, Method, Q
+from headrace._attempts import Attempts, OwnerTries
+from headrace._calls import GENERATION_SERVICE
+from headrace._channel import ChannelSettings
+from headrace._fleet import (
+    CHECK_SECONDS,
+    PATIENCE_SECONDS,
+    RESOLVE_AGAIN_SECONDS,
+    RESOLVE_SECONDS,
+    FleetState,
+    Server,
+)
+from headrace._placement import prefix_keys
+from headrace._targets import Address, Name, Place, resolve
+from headrace.errors import HeadraceError, NotFoundError, UnavailableError
+from headrace.v1 import model_service_pb2
+from headrace.v1.generation_pb2 import GenerationSpec
+from headrace.v1.generation_service_pb2 import (
+    CANCEL_STATUS_NOT_FOUND,
+    AddRequestRequest,
+    CancelRequest,
+    CancelResponse,
+    CancelResult,
+    GetResultRequest,
+    GetResultResponse,
+)
+
+_log = logging.getLogger("headrace")
+
+
+class AsyncFleet:
+    """The servers of one client; see `headrace._async_servers.AsyncServers`."""
+
+    def __init__(self, settings: ChannelSettings) -> None:
+        self.settings = settings
+        self.state = FleetState()
+        self._listeners: list[Callable[[], None]] = []
+        self._closed = False
+        self._changed = asyncio.Event()  # replaced by a new one whenever it is set
+        self._kicked = asyncio.Event()  # look names up now
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def begin(self) -> None:
+        """Begins to look for servers, if it has not.
+
+        Raises:
+            UnavailableError: the client is closed.
+        """
+        if self._closed:
+            raise UnavailableError("the client is closed")
+        if self._tasks:
+            return
+        places = self.settings.places
+        self._add([place for place in places if isinstance(place, Address)])
+        self._tasks.append(asyncio.create_task(self._check()))
+        if any(isinstance(place, Name) for place in places):
+            self._tasks.append(asyncio.create_task(self._resolve(places)))
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    async def call(
+        self, pick: Callable[[AsyncLink], Method[Q, A]], request: Q, seconds: float | None
+    ) -> A:
+        """A unary call that any server may answer."""
+        attempts = Attempts(self.state, None, retries=self.settings.retries)
+        return await self._call(attempts, pick, request, seconds)
+
+    async def start(
+        self,
+        pick: Callable[[AsyncLink], Method[Q, A]],
+        request: Q,
+        seconds: float | None,
+        spec: GenerationSpec,
+    ) -> A:
+        """A unary call that starts a request; the instance that has it is remembered."""
+        attempts = Attempts(
+            self.state,
+            prefix_keys(spec),
+            retries=self.settings.retries,
+            sticks=isinstance(request, AddRequestRequest),
+        )
+        answer: Any = await self._call(attempts, pick, request, seconds, spec.request_id)
+        self.state.note_owner(spec.request_id, answer.instance_id)
+        if isinstance(request, AddRequestRequest):
+            for server in self.state.by_instance(answer.instance_id)[:1]:
+                self.state.runs_alone(spec.request_id, server)
+        return answer  # type: ignore[no-any-return]
+
+    async def get_result(
+        self, request: GetResultRequest, seconds: float | None
+    ) -> GetResultResponse:
+        """Reads a request's results, at the server that has it."""
+        if not self.state.owner(request.request_id):
+            await self._settle()
+        tries = OwnerTries(self.state, request.request_id, retries=self.settings.retries)
+        while True:
+            server = tries.next()
+            request.instance_id = tries.owner
+            try:
+                method = server.link.generation.GetResult
+                answer: GetResultResponse = await server.link.call(
+                    method, request, seconds, request.request_id
+                )
+            except HeadraceError as error:
+                await self._pause_after(tries, server, error)
+                continue
+            self.state.note_owner(request.request_id, answer.instance_id)
+            if answer.done:
+                self.state.ended_alone(request.request_id)
+            return answer
+
+    async def cancel(self, request: CancelRequest, seconds: float | None) -> CancelResponse:
+        """Ends requests, at the servers that have them; those that no answer has named, anywhere.
+
+        Raises:
+            HeadraceError: a server refuses the caller, or none can be reached.
+        """
+        by_owner: defaultdict[str, list[str]] = defaultdict(list)
+        for request_id in request.request_ids:
+            owner = self.state.owner(request_id)
+            known = self.state.by_instance(owner)
+            by_owner[owner if known else ""].append(request_id)
+        if "" in by_owner:
+            await self._settle()
+        anywhere = self.state.reachable()
+        found: dict[str, CancelResult] = {}
+        for owner, ids in by_owner.items():
+            servers = self.state.by_instance(owner)[:1] if owner else anywhere
+            if not servers:
+                raise self.state.nobody()
+            await self._cancel_at(servers, owner, ids, seconds, found)
+        missing = CANCEL_STATUS_NOT_FOUND
+        return CancelResponse(
+            results=[
+                found.get(one, CancelResult(request_id=one, status=missing))
+                for one in request.request_ids
+            ]
+        )
+
+    async def _cancel_at(
+        self,
+        servers: list[Server],
+        owner: str,
+        ids: list[str],
+        seconds: float | None,
+        found: dict[str, CancelResult],
+    ) -> None:
+        """Cancels at each of these servers what was not found at the ones before."""
+        problem: HeadraceError | None = None
+        answered = False
+        for server in servers:
+            left = [one for one in ids if one not in found]
+            if not left:
+                return
+            request = CancelRequest(request_ids=left, instance_id=owner)
+            try:
+                answer: CancelResponse = await server.link.call(
+                    server.link.generation.Cancel, request, seconds
+                )
+            except NotFoundError:  # another process is at that address now
+                answered = True
+                continue
+            except UnavailableError as error:
+                problem = problem or error
+                continue
+            answered = True
+            for result in answer.results:
+                if result.status != CANCEL_STATUS_NOT_FOUND:
+                    found[result.request_id] = result
+        if problem is not None and not answered:
+            raise problem
+
+    async def place(self, attempts: Attempts) -> Server:
+        """The server for the next try; waits until there is one. The request counts as begun there.
+
+        Raises:
+            UnavailableError: there was none for too long, or the client is closed.
+        """
+        self.begin()
+        while True:
+            if self._closed:
+                raise UnavailableError("the client is closed")
+            found = attempts.next()
+            if isinstance(found, Server):
+                self.state.begun(found)
+                return found
+            await self._wait(found)
+
+    async def failed(self, attempts: Attempts, server: Server, error: HeadraceError) -> None:
+        """Notes a failed try, and waits as long as the next one must.
+
+        Raises:
+            HeadraceError: there is none; the error itself.
+        """
+        await self._pause_after(attempts, server, error)
+
+    def owned(self, request_id: str, server: Server, instance_id: str) -> None:
+        """A server has begun to answer a request, and named its instance."""
+        server.instance_id = instance_id
+        self.state.note_owner(request_id, instance_id)
+        self.state.budget.succeeded()
+
+    def over(self, server: Server) -> None:
+        """A request that `place` placed has ended there."""
+        self.state.over(server)
+
+    async def close(self) -> None:
+        """Closes all connections; calls that still run are cancelled."""
+        self._closed = True
+        servers = list(self.state.servers.values())
+        self._notify()
+        self._kicked.set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for server in servers:
+            await server.link.channel.close()
+
+    async def _settle(self) -> None:
+        """Waits until all servers have been asked whether they are ready."""
+        self.begin()
+        end = self.state.clock() + PATIENCE_SECONDS
+        while not self.state.is_settled and (left := end - self.state.clock()) > 0:
+            await self._wait(left)
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def _notify(self) -> None:
+        """The state has changed."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _wait(self, seconds: float | None) -> None:
+        """Waits for a change, at most so many seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+
+    async def _call(
+        self,
+        attempts: Attempts,
+        pick: Callable[[AsyncLink], Method[Q, A]],
+        request: Q,
+        seconds: float | None,
+        request_id: str = "",
+    ) -> A:
+        while True:
+            server = await self.place(attempts)
+            try:
+                answer: A = await server.link.call(pick(server.link), request, seconds, request_id)
+            except HeadraceError as error:
+                self.over(server)
+                await self._pause_after(attempts, server, error)
+            except BaseException:
+                self.over(server)
+                raise
+            else:
+                self.state.over(server)
+                attempts.succeeded()
+                return answer
+
+    async def _pause_after(
+        self, tries: Attempts | OwnerTries, server: Server, error: HeadraceError
+    ) -> None:
+        if self._closed:
+            raise error
+        pause = tries.failed(server, error)
+        self.look()
+        end = self.state.clock() + pause
+        while (left := end - self.state.clock()) > 0 and not self._is_closed():
+            await self._wait(left)
+
+    # ---- who is there ----------------------------------------------------------------------------
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Has this called when a server has become ready."""
+        self._listeners.append(listener)
+
+    def forget(self, listener: Callable[[], None]) -> None:
+        """Ends what `listen` began."""
+        self._listeners.remove(listener)
+
+    def look(self) -> None:
+        """A server was lost or is not ready: look names up and ask servers soon."""
+        self._kicked.set()
+        self._notify()
+
+    def _add(self, addresses: list[Address]) -> None:
+        """These are the addresses now."""
+        for server in self.state.listed(addresses):
+            server.link = AsyncLink(self.settings, server.address)
+        gone = self.state.left()
+        self._notify()
+        for server in gone:
+            self._closing.add(task := asyncio.create_task(server.link.channel.close()))
+            task.add_done_callback(self._closing.discard)
+
+    async def _resolve(self, places: tuple[Place, ...]) -> None:
+        """Looks the names up, every few seconds and after failures. What cannot be looked up keeps
+        the addresses that it had.
+        """
+        known: dict[Name, list[Address]] = {}
+        while not self._closed:
+            addresses: list[Address] = []
+            for place in places:
+                if isinstance(place, Name):
+                    try:
+                        known[place] = await asyncio.to_thread(resolve, place)
+                    except OSError as error:
+                        self.state.unresolved = f"{place.host} cannot be looked up: {error}"
+                    addresses += known.get(place, [])
+                else:
+                    addresses.append(place)
+            self._add(addresses)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RESOLVE_SECONDS):
+                    await self._kicked.wait()
+            self._kicked.clear()
+            await asyncio.sleep(RESOLVE_AGAIN_SECONDS)  # failures that come together are one reason
+
+    async def _check(self) -> None:
+        """Asks servers that are not ready whether they are."""
+        while True:
+            while not self.state.due_for_check():
+                await self._wait(self.state.next_check())
+            due = self.state.due_for_check()
+            for server in due:
+                server.wait_for_check(self.state.clock())
+            if any(await asyncio.gather(*(self._ask(server) for server in due))):
+                for listener in list(self._listeners):
+                    listener()
+
+    async def _ask(self, server: Server) -> bool:
+        """Asks a server for its health; whether it is ready."""
+        link: AsyncLink = server.link
+        request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
+        try:
+            answer = await link.call(link.health.Check, request, CHECK_SECONDS)
+            if answer.status != health_pb2.HealthCheckResponse.SERVING:
+                raise UnavailableError(f"the server at {link.target} is not ready")
+            instance_id, capacity = await self._identify(link)
+        except HeadraceError as error:
+            self.state.not_joined(server, error)
+            self._notify()
+            return False
+        self.state.joined(server, instance_id, capacity)
+        self._notify()
+        return True
+
+    async def _identify(self, link: AsyncLink) -> tuple[str, int]:
+        """A ready server's instance and how many requests it runs; a caller that may not ask for
+        its model gets neither.
+
+        Raises:
+            UnavailableError: it is not ready after all.
+        """
+        try:
+            request = model_service_pb2.GetModelRequest()
+            answer = await link.call(link.models.GetModel, request, CHECK_SECONDS)
+        except UnavailableError:
+            raise
+        except HeadraceError as error:
+            _log.debug("%s does not tell its instance: %s", link.target, error)
+            return "", 1
+        card = answer.model
+        return card.instance_id, card.limits.max_running_requests

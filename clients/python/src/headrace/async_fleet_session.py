@@ -1,0 +1,112 @@
+"""The streams of a session over several servers, under asyncio; see
+`headrace.async_session.AsyncStreams`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Unpack
+
+from headrace._async_streams import AsyncWire, wake
+from headrace._fleet_record import Link
+from headrace._fleet_session import FleetCore
+from headrace._session import Record, SessionOptions
+from headrace.async_fleet import AsyncFleet
+from headrace.async_session import CLOSE_SECONDS
+from headrace.errors import HeadraceError, UnavailableError
+from headrace.v1.generation_service_pb2 import StreamResultResponse
+
+
+class AsyncManyStreams:
+    """One stream for each server that has requests of the session, opened when it gets its first.
+
+    Args:
+        fleet: the servers.
+        restarts: whether nothing counts as delivered before a request's end.
+        options: the session's.
+    """
+
+    def __init__(
+        self, fleet: AsyncFleet, *, restarts: bool = False, **options: Unpack[SessionOptions]
+    ) -> None:
+        self.core = FleetCore(
+            fleet.state,
+            contextlib.nullcontext(),  # one thread
+            self._open,
+            self._do_later,
+            restarts=restarts,
+            **options,
+        )
+        self.is_open = False
+        self._fleet = fleet
+        self._ended = asyncio.Event()
+        self._timers: set[asyncio.TimerHandle] = set()
+
+    def start(self) -> None:
+        """Listens for servers."""
+        self.is_open = True
+        self._fleet.begin()
+        self._fleet.listen(self._server_changed)
+
+    def flush(self) -> None:
+        """Sends what the core wants sent."""
+        for link in list(self.core.links.values()):
+            link.wire.flush()
+        if self.core.is_done:
+            self._ended.set()
+
+    async def finish(self, seconds: float | None) -> None:
+        """Waits until all requests have ended, at most so many seconds, then closes all streams."""
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), seconds)
+        finally:
+            wires = [link.wire for link in self.core.links.values()]
+            wake(self.core.end(UnavailableError("the session was closed")))
+            self.flush()
+            self._fleet.forget(self._server_changed)
+            for timer in self._timers:
+                timer.cancel()
+            self._timers.clear()
+            end = time.monotonic() + CLOSE_SECONDS
+            for wire in wires:
+                await wire.finish(max(end - time.monotonic(), 0.0))
+
+    def _open(self, link: Link) -> None:
+        server = link.server
+        link.wire = AsyncWire(
+            server.link.generation,
+            self._fleet.settings.metadata,
+            server.link.target,
+            link.core,
+            partial(self._received, link),
+            partial(self._lost, link),
+        )
+
+    def _received(self, link: Link, response: StreamResultResponse) -> bool:
+        self._done(self.core.receive(link, response))
+        return not link.core.ended
+
+    def _lost(self, link: Link, error: HeadraceError | None) -> None:
+        self._done(self.core.lost(link, error))
+        link.wire.flush()
+        self._fleet.look()
+
+    def _server_changed(self) -> None:
+        self._done(self.core.server_changed())
+
+    def _do_later(self, seconds: float, act: Callable[[], list[Record]]) -> None:
+        def run() -> None:
+            self._timers.discard(timer)
+            self._done(act())
+
+        timer = asyncio.get_running_loop().call_later(seconds, run)
+        self._timers.add(timer)
+
+    def _done(self, changed: list[Record]) -> None:
+        self.flush()
+        wake(changed)

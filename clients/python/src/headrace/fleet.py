@@ -1,0 +1,389 @@
+"""The servers of a client that has several, for threads: who is there, and unary calls to them.
+
+Two threads of its own: one looks names up, one asks servers that are not ready for their health.
+Every call takes the lock only to choose a server and to note its outcome.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from headrace._attempts import Attempts, OwnerTries
+from headrace._calls import GENERATION_SERVICE
+from headrace._channel import ChannelSettings
+from headrace._fleet import (
+    CHECK_SECONDS,
+    PATIENCE_SECONDS,
+    RESOLVE_AGAIN_SECONDS,
+    RESOLVE_SECONDS,
+    FleetState,
+    Server,
+)
+from headrace._link import A, Link, Method, Q
+from headrace._placement import prefix_keys
+from headrace._targets import Address, Name, Place, resolve
+from headrace.errors import HeadraceError, NotFoundError, UnavailableError, error_from_rpc
+from headrace.v1 import model_service_pb2
+from headrace.v1.generation_pb2 import GenerationSpec
+from headrace.v1.generation_service_pb2 import (
+    CANCEL_STATUS_NOT_FOUND,
+    AddRequestRequest,
+    CancelRequest,
+    CancelResponse,
+    CancelResult,
+    GetResultRequest,
+    GetResultResponse,
+)
+
+_log = logging.getLogger("headrace")
+
+
+class Fleet:
+    """The servers of one client; see `headrace._servers.Servers`. Thread-safe."""
+
+    def __init__(self, settings: ChannelSettings) -> None:
+        self.settings = settings
+        self.state = FleetState()
+        self.changed = threading.Condition()
+        """Its lock guards the state; notified when a server may have become usable."""
+        self._listeners: list[Callable[[], None]] = []
+        self._closed = False
+        self._kicked = threading.Event()  # look names up now
+        names = [place for place in settings.places if isinstance(place, Name)]
+        self._add([place for place in settings.places if isinstance(place, Address)])
+        threading.Thread(target=self._check, name="headrace-health", daemon=True).start()
+        if names:
+            threading.Thread(
+                target=self._resolve, args=[settings.places], name="headrace-names", daemon=True
+            ).start()
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    def call(self, pick: Callable[[Link], Method[Q, A]], request: Q, timeout: float | None) -> A:
+        """A unary call that any server may answer."""
+        attempts = Attempts(self.state, None, retries=self.settings.retries)
+        return self._call(attempts, pick, request, timeout)
+
+    def start(
+        self,
+        pick: Callable[[Link], Method[Q, A]],
+        request: Q,
+        timeout: float | None,
+        spec: GenerationSpec,
+    ) -> A:
+        """A unary call that starts a request; the instance that has it is remembered."""
+        attempts = Attempts(
+            self.state,
+            prefix_keys(spec),
+            retries=self.settings.retries,
+            sticks=isinstance(request, AddRequestRequest),
+        )
+        answer: Any = self._call(attempts, pick, request, timeout, spec.request_id)
+        with self.changed:
+            self.state.note_owner(spec.request_id, answer.instance_id)
+            if isinstance(request, AddRequestRequest):
+                for server in self.state.by_instance(answer.instance_id)[:1]:
+                    self.state.runs_alone(spec.request_id, server)
+        return answer  # type: ignore[no-any-return]
+
+    def get_result(self, request: GetResultRequest, timeout: float | None) -> GetResultResponse:
+        """Reads a request's results, at the server that has it."""
+        with self.changed:
+            if not self.state.owner(request.request_id):
+                self._settle()
+            tries = OwnerTries(self.state, request.request_id, retries=self.settings.retries)
+        while True:
+            with self.changed:
+                server = tries.next()
+            request.instance_id = tries.owner
+            try:
+                method = server.link.generation.GetResult
+                answer: GetResultResponse = server.link.call(
+                    method, request, timeout, request.request_id
+                )
+            except HeadraceError as error:
+                self._pause_after(tries, server, error)
+                continue
+            with self.changed:
+                self.state.note_owner(request.request_id, answer.instance_id)
+                if answer.done:
+                    self.state.ended_alone(request.request_id)
+            return answer
+
+    def cancel(self, request: CancelRequest, timeout: float | None) -> CancelResponse:
+        """Ends requests, at the servers that have them; those that no answer has named, anywhere.
+
+        Raises:
+            HeadraceError: a server refuses the caller, or none can be reached.
+        """
+        by_owner: defaultdict[str, list[str]] = defaultdict(list)
+        with self.changed:
+            for request_id in request.request_ids:
+                owner = self.state.owner(request_id)
+                known = self.state.by_instance(owner)
+                by_owner[owner if known else ""].append(request_id)
+            if "" in by_owner:
+                self._settle()
+            anywhere = self.state.reachable()
+        found: dict[str, CancelResult] = {}
+        for owner, ids in by_owner.items():
+            with self.changed:
+                servers = self.state.by_instance(owner)[:1] if owner else anywhere
+                if not servers:
+                    raise self.state.nobody()
+            self._cancel_at(servers, owner, ids, timeout, found)
+        missing = CANCEL_STATUS_NOT_FOUND
+        return CancelResponse(
+            results=[
+                found.get(one, CancelResult(request_id=one, status=missing))
+                for one in request.request_ids
+            ]
+        )
+
+    def _cancel_at(
+        self,
+        servers: list[Server],
+        owner: str,
+        ids: list[str],
+        timeout: float | None,
+        found: dict[str, CancelResult],
+    ) -> None:
+        """Cancels at each of these servers what was not found at the ones before."""
+        problem: HeadraceError | None = None
+        answered = False
+        for server in servers:
+            left = [one for one in ids if one not in found]
+            if not left:
+                return
+            request = CancelRequest(request_ids=left, instance_id=owner)
+            try:
+                answer: CancelResponse = server.link.call(
+                    server.link.generation.Cancel, request, timeout
+                )
+            except NotFoundError:  # another process is at that address now
+                answered = True
+                continue
+            except UnavailableError as error:
+                problem = problem or error
+                continue
+            answered = True
+            for result in answer.results:
+                if result.status != CANCEL_STATUS_NOT_FOUND:
+                    found[result.request_id] = result
+        if problem is not None and not answered:
+            raise problem
+
+    def place(self, attempts: Attempts) -> Server:
+        """The server for the next try; waits until there is one. The request counts as begun there.
+
+        Raises:
+            UnavailableError: there was none for too long, or the client is closed.
+        """
+        with self.changed:
+            while True:
+                if self._closed:
+                    raise UnavailableError("the client is closed")
+                found = attempts.next()
+                if isinstance(found, Server):
+                    self.state.begun(found)
+                    return found
+                self.changed.wait(found)
+
+    def failed(self, attempts: Attempts, server: Server, error: HeadraceError) -> None:
+        """Notes a failed try, and waits as long as the next one must.
+
+        Raises:
+            HeadraceError: there is none; the error itself.
+        """
+        self._pause_after(attempts, server, error)
+
+    def owned(self, request_id: str, server: Server, instance_id: str) -> None:
+        """A server has begun to answer a request, and named its instance."""
+        with self.changed:
+            server.instance_id = instance_id
+            self.state.note_owner(request_id, instance_id)
+            self.state.budget.succeeded()
+
+    def over(self, server: Server) -> None:
+        """A request that `place` placed has ended there."""
+        with self.changed:
+            self.state.over(server)
+
+    def close(self) -> None:
+        """Closes all connections; calls that still run are cancelled."""
+        with self.changed:
+            self._closed = True
+            servers = list(self.state.servers.values())
+            self.changed.notify_all()
+        self._kicked.set()
+        for server in servers:
+            server.link.channel.close()
+
+    def _settle(self) -> None:
+        """Waits until all servers have been asked whether they are ready; the lock is held."""
+        self.changed.wait_for(lambda: self._closed or self.state.is_settled, PATIENCE_SECONDS)
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def _call(
+        self,
+        attempts: Attempts,
+        pick: Callable[[Link], Method[Q, A]],
+        request: Q,
+        timeout: float | None,
+        request_id: str = "",
+    ) -> A:
+        while True:
+            server = self.place(attempts)
+            try:
+                answer: A = server.link.call(pick(server.link), request, timeout, request_id)
+            except HeadraceError as error:
+                self.over(server)
+                self._pause_after(attempts, server, error)
+            except BaseException:
+                self.over(server)
+                raise
+            else:
+                with self.changed:
+                    self.state.over(server)
+                    attempts.succeeded()
+                return answer
+
+    def _pause_after(
+        self, tries: Attempts | OwnerTries, server: Server, error: HeadraceError
+    ) -> None:
+        with self.changed:
+            if self._closed:
+                raise error
+            pause = tries.failed(server, error)
+            self.look()
+            end = self.state.clock() + pause
+            while (left := end - self.state.clock()) > 0 and not self._is_closed():
+                self.changed.wait(left)
+
+    # ---- who is there ----------------------------------------------------------------------------
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Has this called, in a thread of the fleet's, when a server has become ready."""
+        self._listeners.append(listener)
+
+    def forget(self, listener: Callable[[], None]) -> None:
+        """Ends what `listen` began."""
+        self._listeners.remove(listener)
+
+    def look(self) -> None:
+        """A server was lost or is not ready: look names up and ask servers soon."""
+        self._kicked.set()
+        with self.changed:
+            self.changed.notify_all()
+
+    def _add(self, addresses: list[Address]) -> None:
+        """These are the addresses now."""
+        with self.changed:
+            for server in self.state.listed(addresses):
+                server.link = Link(self.settings, server.address)
+            gone = self.state.left()
+            self.changed.notify_all()
+        for server in gone:
+            server.link.channel.close()
+
+    def _resolve(self, places: tuple[Place, ...]) -> None:
+        """Looks the names up, every few seconds and after failures. What cannot be looked up keeps
+        the addresses that it had.
+        """
+        known: dict[Name, list[Address]] = {}
+        while not self._closed:
+            addresses: list[Address] = []
+            for place in places:
+                if isinstance(place, Name):
+                    try:
+                        known[place] = resolve(place)
+                    except OSError as error:
+                        with self.changed:
+                            self.state.unresolved = f"{place.host} cannot be looked up: {error}"
+                    addresses += known.get(place, [])
+                else:
+                    addresses.append(place)
+            self._add(addresses)
+            self._kicked.wait(RESOLVE_SECONDS)
+            self._kicked.clear()
+            with self.changed:  # failures that come together are one reason
+                self.changed.wait_for(lambda: self._closed, RESOLVE_AGAIN_SECONDS)
+
+    def _check(self) -> None:
+        """Asks servers that are not ready whether they are."""
+        while True:
+            with self.changed:
+                while not self._closed and not self.state.due_for_check():
+                    self.changed.wait(self.state.next_check())
+                if self._closed:
+                    return
+                due = self.state.due_for_check()
+                for server in due:
+                    server.wait_for_check(self.state.clock())
+            finishes = [self._ask(server) for server in due]  # all at the same time
+            found = [finish() for finish in finishes]
+            if any(found):
+                for listener in list(self._listeners):
+                    listener()
+
+    def _ask(self, server: Server) -> Callable[[], bool]:
+        """Begins to ask a server for its health; what is returned finishes it, and tells whether it
+        is ready.
+        """
+        link: Link = server.link
+        request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
+        try:
+            call = link.health.Check.future(
+                request, timeout=CHECK_SECONDS, metadata=self.settings.metadata
+            )
+        except ValueError:  # the channel was closed
+            return lambda: False
+
+        def finish() -> bool:
+            try:
+                if call.result().status != health_pb2.HealthCheckResponse.SERVING:
+                    raise UnavailableError(f"the server at {link.target} is not ready")
+                instance_id, capacity = self._identify(link)
+            except grpc.FutureCancelledError:  # the client is being closed
+                return False
+            except grpc.RpcError as failure:
+                error = error_from_rpc(failure, target=link.target)
+            except HeadraceError as problem:
+                error = problem
+            else:
+                with self.changed:
+                    self.state.joined(server, instance_id, capacity)
+                    self.changed.notify_all()
+                return True
+            with self.changed:
+                self.state.not_joined(server, error)
+                self.changed.notify_all()
+            return False
+
+        return finish
+
+    def _identify(self, link: Link) -> tuple[str, int]:
+        """A ready server's instance and how many requests it runs; a caller that may not ask for
+        its model gets neither.
+
+        Raises:
+            UnavailableError: it is not ready after all.
+        """
+        try:
+            request = model_service_pb2.GetModelRequest()
+            card = link.call(link.models.GetModel, request, CHECK_SECONDS).model
+        except UnavailableError:
+            raise
+        except HeadraceError as error:
+            _log.debug("%s does not tell its instance: %s", link.target, error)
+            return "", 1
+        return card.instance_id, card.limits.max_running_requests

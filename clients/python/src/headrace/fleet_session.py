@@ -1,0 +1,101 @@
+"""The streams of a session over several servers, from threads; see `headrace.session.Streams`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Unpack
+
+from headrace._fleet_record import Link
+from headrace._fleet_session import FleetCore
+from headrace._session import Record, SessionOptions
+from headrace._streams import Later, Wire, wake
+from headrace.errors import HeadraceError, UnavailableError
+from headrace.fleet import Fleet
+from headrace.session import CLOSE_SECONDS
+from headrace.v1.generation_service_pb2 import StreamResultResponse
+
+
+class ManyStreams:
+    """One stream for each server that has requests of the session, opened when it gets its first.
+
+    Args:
+        fleet: the servers.
+        restarts: whether nothing counts as delivered before a request's end.
+        options: the session's.
+    """
+
+    def __init__(
+        self, fleet: Fleet, *, restarts: bool = False, **options: Unpack[SessionOptions]
+    ) -> None:
+        self.lock = threading.Lock()
+        self.core = FleetCore(
+            fleet.state, fleet.changed, self._open, self._do_later, restarts=restarts, **options
+        )
+        self._fleet = fleet
+        self._later = Later()
+        self._ended = threading.Condition(self.lock)
+        fleet.listen(self._server_changed)
+
+    def flush(self) -> None:
+        """Sends what the core wants sent."""
+        for link in list(self.core.links.values()):
+            link.wire.flush()
+        if self.core.is_done:
+            self._ended.notify_all()
+
+    def finish(self, timeout: float | None) -> None:
+        """Waits until all requests have ended, at most so many seconds, then closes all streams."""
+        with self.lock:
+            try:
+                self._ended.wait_for(lambda: self.core.is_done, timeout)
+            finally:
+                wires = [link.wire for link in self.core.links.values()]
+                wake(self.core.end(UnavailableError("the session was closed")))
+                self.flush()
+                self._fleet.forget(self._server_changed)
+                self._later.close()
+        end = time.monotonic() + CLOSE_SECONDS
+        for wire in wires:
+            wire.finish(max(end - time.monotonic(), 0.0))
+
+    def _open(self, link: Link) -> None:
+        """Opens the stream to a server; the lock is held."""
+        server = link.server
+        link.wire = Wire(
+            server.link.generation,
+            self._fleet.settings.metadata,
+            server.link.target,
+            link.core,
+            partial(self._received, link),
+            partial(self._lost, link),
+        )
+        link.wire.start()
+
+    def _received(self, link: Link, response: StreamResultResponse) -> bool:
+        with self.lock:
+            self._done(self.core.receive(link, response))
+            return not link.core.ended
+
+    def _lost(self, link: Link, error: HeadraceError | None) -> None:
+        with self.lock:
+            self._done(self.core.lost(link, error))
+            link.wire.flush()  # lets gRPC's sending thread go
+        self._fleet.look()
+
+    def _server_changed(self) -> None:
+        with self.lock:
+            self._done(self.core.server_changed())
+
+    def _do_later(self, seconds: float, act: Callable[[], list[Record]]) -> None:
+        def run() -> None:
+            with self.lock:
+                self._done(act())
+
+        self._later.add(seconds, run)
+
+    def _done(self, changed: list[Record]) -> None:
+        self.flush()
+        wake(changed)

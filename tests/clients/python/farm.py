@@ -1,0 +1,159 @@
+"""Several servers around engines whose tokens are known beforehand, in a thread beside the test's:
+real gRPC over loopback, each server behind a proxy that can break its connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
+
+from service.config import ServiceConfig
+from service.server import HeadraceServer
+from tests.service.fake_engine import FakeEngine, byte_tokenizer, model_info
+from tests.service.fault_proxy import FaultProxy, fault_proxy
+
+WAIT_S = 30.0
+"""No single wait takes longer: what does is stuck."""
+
+_T = TypeVar("_T")
+
+
+class Member:
+    """One server of a farm.
+
+    Attributes:
+        target: where clients reach it.
+        engine: what generates its tokens; use it by `Farm.run` alone where it must not run itself.
+    """
+
+    def __init__(self, farm: Farm, engine: FakeEngine) -> None:
+        self._farm = farm
+        self._ends = AsyncExitStack()
+        self._proxy: FaultProxy | None = None
+        self._is_gone = False
+        self.engine = engine
+        self.target = ""
+
+    async def _start(self, address: str, behind_proxy: bool, options: dict[str, Any]) -> None:
+        config = ServiceConfig(**{"listen": (address,), "drain_timeout_s": WAIT_S, **options})
+        self.server = HeadraceServer(
+            config, self.engine, tokenizer_loader=lambda _info: byte_tokenizer(), jitter=lambda: 0.0
+        )
+        await self.server.start()
+        self._ends.push_async_callback(self.server.stop)
+        if self.engine.load_gate is None:
+            await self.server.ready()
+        self.target = self.server.addresses[0]
+        if behind_proxy:
+            self._proxy = await self._ends.enter_async_context(fault_proxy(self.target))
+            self.target = self._proxy.target
+
+    @property
+    def instance_id(self) -> str:
+        """Its process, as it tells clients."""
+        return self.server.state.instance_id
+
+    @property
+    def names(self) -> list[str]:
+        """The ids of the requests that its engine got, in order; as clients name them."""
+        own = [str(one.request_id) for one in self.engine.submitted]  # identity/name#number
+        return [name.partition("/")[2].rpartition("#")[0] for name in own]
+
+    @property
+    def count(self) -> int:
+        """How many requests its engine got."""
+        return len(self.engine.submitted)
+
+    def step(self, times: int = 1) -> None:
+        """Has the engine make some steps."""
+        self._farm.call(lambda: [self.engine.step() for _ in range(times)])
+
+    def go_on(self) -> None:
+        """Has an engine that was made to stand still run by itself from now on."""
+
+        async def run() -> None:
+            self.engine.auto = True
+            self.engine.loop = asyncio.create_task(self.engine._run_loop())
+            self.engine._work.set()
+
+        self._farm.run(run())
+
+    def drain(self) -> None:
+        """Begin a drain."""
+        self._farm.call(lambda: self.server.begin_drain() and None)
+
+    def cut(self) -> None:
+        """Break all connections; new ones are taken."""
+        assert self._proxy is not None
+        self._farm.call(self._proxy.cut)
+
+    def kill(self) -> None:
+        """The process dies: nothing listens, all connections break, all requests are lost."""
+        if not self._is_gone:
+            self._is_gone = True
+            self._farm.run(self._ends.aclose())
+
+
+class Farm:
+    """The servers, and their thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.members: list[Member] = []
+
+    def start(
+        self,
+        *,
+        auto: bool = True,
+        address: str = "127.0.0.1:0",
+        behind_proxy: bool = True,
+        engine: FakeEngine | None = None,
+        info: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Member:
+        """One more server; `auto`: whether its engine runs by itself; `options`: of its service."""
+
+        async def begin() -> Member:
+            member = Member(self, engine or FakeEngine(auto=auto, info=model_info(**(info or {}))))
+            await member._start(address, behind_proxy, options)
+            return member
+
+        member = self.run(begin())
+        self.members.append(member)
+        return member
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Does something in the servers' thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
+
+    def call(self, act: Callable[[], Any]) -> Any:
+        """Calls something there."""
+
+        async def work() -> Any:
+            found = act()
+            return await found if isinstance(found, Awaitable) else found
+
+        return self.run(work())
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        """Waits until something is true of the servers."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(WAIT_S):
+                while not condition():  # noqa: ASYNC110 - what is waited for has no event
+                    await asyncio.sleep(0.001)
+
+        self.run(wait())
+
+    def close(self) -> None:
+        """Ends all servers and the thread."""
+        for member in self.members:
+            member.kill()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WAIT_S)
+        self._loop.close()
