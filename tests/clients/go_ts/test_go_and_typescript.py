@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -27,14 +22,18 @@ from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as service_pb
 from headrace.v1 import generation_service_pb2_grpc as service_grpc
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-GO = REPOSITORY / "clients" / "go"
-TYPESCRIPT = REPOSITORY / "clients" / "typescript"
+from tests.clients.go_ts.programs import (
+    RUN_SECONDS,
+    Addresses,
+    Run,
+    go_command,
+    run_program,
+    running_server,
+    typescript_command,
+)
 
 PROMPTS = ["Once upon a time", "The old mill's wheel", "né 😀 \u2028 <&>"]
 MAX_TOKENS = 24
-RUN_SECONDS = 60  # a program that takes longer hangs
-
 # Builds may start from empty caches.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -44,31 +43,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def go_program(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    if shutil.which("go") is None:
-        pytest.skip("go is not installed")
-    program = tmp_path_factory.mktemp("go") / "session"
-    build = ["go", "build", "-o", str(program), "./cmd/session"]
-    _build(build, GO, CGO_ENABLED="0")
-    return [str(program)]
+    return go_command("session", tmp_path_factory.mktemp("go"))
 
 
 @pytest.fixture(scope="module")
 def typescript_program() -> list[str]:
-    if shutil.which("node") is None or shutil.which("npm") is None:
-        pytest.skip("node is not installed (or npm)")
-    lock = TYPESCRIPT / "package-lock.json"
-    installed = TYPESCRIPT / "node_modules" / ".package-lock.json"  # npm writes it last
-    if not installed.exists() or installed.stat().st_mtime < lock.stat().st_mtime:
-        _build(["npm", "ci", "--no-audit", "--no-fund"], TYPESCRIPT)
-    _build(["npm", "run", "build"], TYPESCRIPT)
-    return ["node", str(TYPESCRIPT / "dist" / "session.js")]
-
-
-def _build(command: Sequence[str], folder: Path, **environment: str) -> None:
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}{done.stderr}"
+    return typescript_command("session")
 
 
 @pytest.fixture(params=["go", "typescript"])
@@ -79,35 +59,6 @@ def program(request: pytest.FixtureRequest) -> list[str]:
 
 
 # --- the server -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Addresses:
-    """Where one server listens."""
-
-    tcp: str
-    unix: str
-
-
-@contextmanager
-def running_server(module: str) -> Iterator[Addresses]:
-    """A server program of this folder, while the context lasts."""
-    # Not under tmp_path: the path of a Unix socket has at most 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
-        socket = Path(folder, "headrace.sock")
-        with subprocess.Popen(
-            [sys.executable, "-m", f"tests.clients.go_ts.{module}", str(socket)],
-            cwd=REPOSITORY,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as server:
-            assert server.stdout is not None
-            port = server.stdout.readline().strip()
-            assert port, f"{module} did not start"
-            yield Addresses(tcp=f"localhost:{port}", unix=f"unix:{socket}")
-            server.communicate()  # ends its input, and so the server
-        assert server.returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -199,39 +150,6 @@ def _usage(usage: pb.Usage) -> dict[str, int]:
 # --- running a program ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a program did."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def lines(self) -> list[dict[str, Any]]:
-        """The lines of --json. Split at newlines alone: the text may have other separators."""
-        return [json.loads(line) for line in self.out.split("\n") if line]
-
-    @property
-    def outputs(self) -> list[Output]:
-        """The lines of --json without the ids."""
-        return [
-            Output(line["text"], line["token_ids"], line["finish_reason"], line["usage"])
-            for line in self.lines
-        ]
-
-
-def run_program(program: Sequence[str], address: str, *arguments: str, lines: str = "") -> Run:
-    done = subprocess.run(
-        [*program, "--target", address, *arguments],
-        input=lines,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=RUN_SECONDS,
-    )
-    return Run(done.returncode, done.stdout, done.stderr)
-
-
 @contextmanager
 def started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     """A program that runs beside the test, its three streams open; killed if it is still there."""
@@ -256,6 +174,14 @@ def without_cache(outputs: Sequence[Output]) -> list[Output]:
     ]
 
 
+def outputs_of(run: Run) -> list[Output]:
+    """The lines of --json without the ids."""
+    return [
+        Output(line["text"], line["token_ids"], line["finish_reason"], line["usage"])
+        for line in run.lines
+    ]
+
+
 GREEDY = ["--temperature", "0", "--max-tokens", str(MAX_TOKENS)]
 
 
@@ -269,8 +195,8 @@ def test_outputs_are_those_of_pythons_stub(program: list[str], headrace_address:
 
     assert run.err == ""
     assert run.code == 0
-    assert without_cache(run.outputs) == without_cache(expected)
-    for output in run.outputs:
+    assert without_cache(outputs_of(run)) == without_cache(expected)
+    for output in outputs_of(run):
         assert output.usage is not None
         assert output.usage["completion_tokens"] == len(output.token_ids)
 
@@ -284,7 +210,7 @@ def test_prompts_come_from_the_lines_of_the_input(
     run = run_program(program, headrace_address, *GREEDY, "--json", lines="\n\n".join(prompts))
 
     assert (run.code, run.err) == (0, "")
-    assert without_cache(run.outputs) == without_cache(expected)
+    assert without_cache(outputs_of(run)) == without_cache(expected)
     assert len({line["request_id"] for line in run.lines}) == len(prompts)
 
 
@@ -376,7 +302,7 @@ def test_a_refused_request_leaves_the_others_alone(
 
     assert run.code == 1
     first, refused, second = run.lines
-    assert without_cache([run.outputs[0], run.outputs[2]]) == without_cache(expected)
+    assert without_cache([outputs_of(run)[0], outputs_of(run)[2]]) == without_cache(expected)
     assert "error" not in first
     assert "error" not in second
     assert refused["token_ids"] == []

@@ -1,0 +1,61 @@
+"""The Go and the TypeScript programs that call a tool, built and run against the real server around
+a fake engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.clients.go_ts.programs import (
+    Addresses,
+    go_command,
+    run_program,
+    running_server,
+    typescript_command,
+)
+
+# Builds may start from empty caches.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+QUESTION = "How high is the Danube in Ulm?"
+CALLS = 'read_gauge {"place": "Ulm"}: Ulm: 3 m\nread_gauge {"place": "Köln"}: Köln: 5 m\n'
+
+
+@pytest.fixture(scope="module", params=["go", "typescript"])
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    if request.param == "go":
+        return go_command("tools", tmp_path_factory.mktemp("go"))
+    return typescript_command("tools")
+
+
+@pytest.fixture(scope="module")
+def addresses() -> Iterator[Addresses]:
+    with running_server("tool_server") as running:
+        yield running
+
+
+@pytest.mark.parametrize("where", ["tcp", "unix"])
+def test_a_question_is_answered_with_a_tool(
+    program: list[str], addresses: Addresses, where: str
+) -> None:
+    run = run_program(program, getattr(addresses, where), QUESTION)
+
+    assert run.out == "I look.\nI heard Ulm: 3 m; Köln: 5 m; \n"
+    assert (run.code, run.err) == (0, CALLS)
+
+
+def test_a_reply_that_was_cut_calls_nothing(program: list[str], addresses: Addresses) -> None:
+    run = run_program(program, addresses.tcp, "cut short")
+
+    assert (run.code, run.out) == (1, "I look.\n")
+    assert "its calls may not be whole" in run.err
+    assert "read_gauge {" not in run.err
+
+
+def test_a_choice_that_there_is_not(program: list[str], addresses: Addresses) -> None:
+    run = run_program(program, addresses.tcp, "--tool-choice", "often", QUESTION)
+
+    assert (run.code, run.out) == (1, "")
+    assert 'there is no tool choice "often"' in run.err
