@@ -94,6 +94,7 @@ FAMILIES: Mapping[str, Family] = {
     "kimi_k2": Family(
         title="Kimi K2 Thinking", parser="kimi_k2", ids="functions.{name}:{index}"
     ),
+    "lfm2": Family(title="LFM2.5", parser="lfm2"),
     "llama3_1": Family(
         refuses=frozenset({"two_calls"}),
         title="Llama 3.1", parser="llama3_json", calls=1, reasoning="no",

@@ -109,6 +109,12 @@ def test_a_reply(case: Case) -> None:
 WHOLE = WHOLE_ARGUMENTS | {"deepest": deep(MAX_DEPTH - 1)}
 BROKEN = BROKEN_ARGUMENTS | {"too deep": deep(MAX_DEPTH)}
 """The arguments themselves are one level."""
+PYTHON = {
+    "single quotes": '{"a": 1}',
+    "no such literal": '{"a": true}',
+    "trailing comma": '{"a": 1}',
+}
+"""What is no JSON, but is so in Python."""
 
 
 @pytest.mark.parametrize("arguments", WHOLE.values(), ids=WHOLE.keys())
@@ -116,8 +122,13 @@ def test_values_are_as_they_were_written(arguments: str) -> None:
     check(FORMAT, value("", arguments, arguments))
 
 
-@pytest.mark.parametrize("arguments", BROKEN.values(), ids=BROKEN.keys())
-def test_what_is_no_json_comes_as_text(arguments: str) -> None:
+@pytest.mark.parametrize("name", PYTHON)
+def test_what_python_writes_becomes_json(name: str) -> None:
+    check(FORMAT, value("", BROKEN[name], PYTHON[name]))
+
+
+@pytest.mark.parametrize("arguments", [text for name, text in BROKEN.items() if name not in PYTHON])
+def test_what_is_no_value_comes_as_text(arguments: str) -> None:
     raw = wrap(f"f(a={arguments})")
     whole = parse(FORMAT, [raw])
     [call] = whole.calls

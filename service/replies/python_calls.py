@@ -1,0 +1,164 @@
+"""Calls as in Python: `name(key="value", other=[1, 2])`, of which the arguments are made here.
+
+Text between double quotes, numbers and words are handed on as they come if they are JSON. What
+Python writes in another way becomes JSON: `True`, `False`, `None`, text between single quotes, and
+lists, tuples and dictionaries of these. They are held until they end, so one of more than MAX_HELD
+characters is no value. Anything else, such as an expression, is no value either: the call ends as
+incomplete, and the rest is text.
+
+Models write quotes within single quotes without escaping them. A single quote ends a text only
+where something follows that can stand behind a value.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator
+
+from service.replies.calls import begin, json_value
+from service.replies.json_scanner import MAX_DEPTH, is_json
+from service.replies.pieces import PieceWriter
+from service.replies.reader import MalformedError, Reader, Steps
+from service.replies.typed_values import MAX_PARAMETERS
+
+_NO_NAME = "(),=<>[]{}'\"\n"
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_ESCAPE = re.compile(r"\\([\\'\"nrt])")
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
+_CLOSING = {"[": "]", "(": ")", "{": "}"}
+_BEHIND_VALUES = ",)]}:"
+
+
+def python_call(reader: Reader, out: PieceWriter) -> Steps:
+    """Read a call that comes next.
+
+    Raises:
+        MalformedError: it is none, or not a complete one. Text that was read but not passed on is
+            held.
+    """
+    name = yield from reader.name(_NO_NAME)
+    yield from reader.expect("(")
+    yield from reader.blanks()
+    key = None
+    if (yield from reader.peek()) != ")":
+        key = yield from _key(reader)
+    begin(reader, out, name)
+    out.arguments("{", "")
+    try:
+        if key is not None:
+            yield from _arguments(reader, out, key)
+        yield from reader.expect(")")
+    except MalformedError:
+        out.end(complete=False)
+        raise
+    out.arguments("}", reader.take())
+    out.end(complete=True)
+
+
+def _arguments(reader: Reader, out: PieceWriter, key: str) -> Steps:
+    """Read values and names, after the first name and up to the closing bracket."""
+    keys: set[str] = set()
+    while True:
+        if key in keys or len(keys) >= MAX_PARAMETERS:
+            raise MalformedError
+        before = ("," if keys else "") + _string(key) + ":"
+        keys.add(key)
+        yield from reader.blanks()
+        out.arguments(before, reader.take())
+        yield from _argument(reader, out)
+        if not (yield from _next(reader, ")")):
+            return
+        key = yield from _key(reader)
+
+
+def _next(reader: Reader, closing: str) -> Generator[None, None, bool]:
+    """Read the comma after a value; False if the closing bracket comes instead, or behind it. It is
+    not read.
+    """
+    yield from reader.blanks()
+    if (yield from reader.peek()) == closing:
+        return False
+    yield from reader.expect(",")
+    yield from reader.blanks()
+    return (yield from reader.peek()) != closing
+
+
+def _key(reader: Reader) -> Generator[None, None, str]:
+    key = yield from reader.name(_NO_NAME)
+    yield from reader.expect("=")
+    return key
+
+
+def _argument(reader: Reader, out: PieceWriter) -> Steps:
+    """Read a value, and hand it on."""
+    if (yield from reader.peek()) in "TFN'[({":
+        value = yield from _value(reader, 1)
+        raw = reader.take()
+        out.arguments(raw if is_json(raw, around=1) else value, raw)
+    elif not (yield from json_value(reader, out, around=1)):
+        raise MalformedError
+
+
+def _value(reader: Reader, depth: int) -> Generator[None, None, str]:
+    """Read a value within so many containers, which is held; returns its JSON text."""
+    for word, value in _WORDS.items():
+        if (yield from reader.literal(word)):
+            return value
+    first = yield from reader.peek()
+    if first == "'":
+        return _string((yield from _quoted(reader)))
+    if not first or first not in _CLOSING:
+        return (yield from reader.value())
+    if depth >= MAX_DEPTH:
+        raise MalformedError
+    reader.pos += 1
+    closing, items = _CLOSING[first], list[str]()
+    yield from reader.blanks()
+    ahead = yield from reader.peek()
+    more = ahead != closing
+    while more:
+        key = ""
+        if first == "{":
+            key = yield from _member(reader)
+        items.append(key + (yield from _value(reader, depth + 1)))
+        more = yield from _next(reader, closing)
+    yield from reader.expect(closing)
+    listed = ", ".join(items)
+    return f"{{{listed}}}" if first == "{" else f"[{listed}]"
+
+
+def _member(reader: Reader) -> Generator[None, None, str]:
+    """Read a dictionary's key, up to its value."""
+    if (yield from reader.peek()) == "'":
+        key = _string((yield from _quoted(reader)))
+    else:
+        key = _string((yield from reader.string()))
+    yield from reader.blanks()
+    yield from reader.expect(":")
+    yield from reader.blanks()
+    return key + ": "
+
+
+def _quoted(reader: Reader) -> Generator[None, None, str]:
+    """Read text between single quotes."""
+    yield from reader.expect("'")
+    found: list[str] = []
+    escapes = False
+    while True:
+        character = yield from reader.peek()
+        if not character:
+            raise MalformedError
+        reader.pos += 1
+        if (
+            character == "'"
+            and not escapes
+            and (yield from reader.behind_blanks()) in _BEHIND_VALUES
+        ):
+            return _ESCAPE.sub(lambda m: _ESCAPED.get(m[1], m[1]), "".join(found))
+        escapes = character == "\\" and not escapes
+        found.append(character)
+
+
+def _string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
