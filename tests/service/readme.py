@@ -1,4 +1,4 @@
-"""The examples of README.md, as they stand there."""
+"""The examples of README.md and of other documents, as they stand there."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 
 
-def code_blocks(language: str) -> list[str]:
+def code_blocks(language: str, document: Path = README) -> list[str]:
     """The code blocks of a language."""
-    text = README.read_text(encoding="utf-8")
+    text = document.read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.S | re.M)
 
 
-def shell_commands(start: str) -> list[str]:
+def shell_commands(start: str, document: Path = README) -> list[str]:
     """The shell commands that begin with `start`, with their continued lines and here-documents."""
     found: list[str] = []
-    for block in code_blocks("sh"):
+    for block in code_blocks("sh", document):
         lines = iter(block.splitlines())
         for line in lines:
             command = line
             while command.endswith("\\"):
                 command += "\n" + next(lines)
-            if (here := re.search(r"<<'(\w+)'$", command)) is not None:
+            if (here := re.search(r"<<'(\w+)'(?: \|.*)?$", command)) is not None:
                 for line in lines:
                     command += "\n" + line
                     if line == here[1]:

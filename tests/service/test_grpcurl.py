@@ -13,11 +13,14 @@ from unittest.mock import ANY
 
 import pytest
 
+from tests.clients.go_ts.tool_server import ask_then_tell
 from tests.service.certificates import make_certificate, needs_openssl
+from tests.service.fake_engine import VOCAB_SIZE, FakeEngine, model_info
 from tests.service.helpers import serving
 from tests.service.readme import shell_commands
 from tests.service.real_server import ROOT, WAIT_S, RealServer, real_server
 from tests.service.test_auth import entry, replace
+from tests.service.test_typed_replies import tokenizer
 
 GRPCURL = shutil.which("grpcurl")
 pytestmark = pytest.mark.skipif(GRPCURL is None, reason="needs grpcurl on the PATH")
@@ -172,6 +175,36 @@ def test_the_readmes_lines(demo: RealServer, line: str) -> None:
     if "/StreamResult" in line:
         ended = {event["request_number"] for event in events(done.stdout) if "finished" in event}
         assert ended == {1, 2}
+
+
+async def test_the_lines_about_tools() -> None:
+    """Those of docs/chat.md."""
+    lines = shell_commands("grpcurl ", ROOT / "docs" / "chat.md")
+    engine = FakeEngine(script=ask_then_tell, info=model_info(vocab_size=VOCAB_SIZE + 16))
+    said = []
+    async with serving(engine, tokenizer=tokenizer()) as h:
+        for line in lines:
+            assert DEFAULT in line
+            if "jq" in line and shutil.which("jq") is None:
+                continue
+            done = await asyncio.to_thread(
+                subprocess.run,
+                ["bash", "-c", line.replace(DEFAULT, h.server.addresses[0])],
+                capture_output=True,
+                text=True,
+                timeout=WAIT_S,
+            )
+            assert (done.returncode, done.stderr) == (0, "")
+            said.append(done.stdout)
+    [forced], [answered] = messages(said[0]), messages(said[1])
+    [choice] = forced["choices"]
+    assert choice["finished"]["reason"] == "FINISH_REASON_TOOL_CALLS"
+    assert [call["name"] for call in choice["tool_calls"]] == ["read_gauge"] * 2
+    assert json.loads(choice["tool_calls"][0]["arguments_json"]) == {"place": "Ulm"}
+    assert answered["choices"][0]["text"].startswith("What is this?")  # one call, not two
+    assert "tool\n3 m\n" in answered["choices"][0]["text"]
+    assert len(lines) == 3
+    assert said[2:] in ([], ['{"place": "Ulm"}{"place": "Köln"}'])
 
 
 def test_the_lines_of_the_welcome(demo: RealServer) -> None:
