@@ -167,4 +167,4 @@ def _sequence(before: str, node: _Node) -> _Node:
 
 def _quoted(text: str) -> str:
     """A text as a regular expression within slashes."""
-    return "".join(c if c.isalnum() or c == "_" else f"\\{c}" for c in text)
+    return "".join(f"\\{c}" if c in r"\.+*?()|[]{}^$/&-~#" else c for c in text)
