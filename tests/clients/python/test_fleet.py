@@ -5,6 +5,7 @@ come and go.
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -309,3 +310,98 @@ def _ids(member: Member) -> list[str]:
 
 def _close_gate(member: Member) -> None:
     member.engine.submit_gate = asyncio.Event()
+
+
+def test_addresses_of_a_name_come_and_go(farm: Farm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.fleet.RESOLVE_SECONDS", 0.02)
+    monkeypatch.setattr("headrace.fleet.RESOLVE_AGAIN_SECONDS", 0.0)
+    port = _free_port()
+    one, other = (farm.start(address=f"127.0.0.{i}:{port}", behind_proxy=False) for i in (1, 2))
+    answers = ["127.0.0.1"]
+
+    def look_up(host: str, port: int, **_: object) -> list[object]:
+        assert host == "headrace.test"
+        if not answers:
+            raise socket.gaierror("no such name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in answers]
+
+    monkeypatch.setattr("headrace._targets.socket.getaddrinfo", look_up)
+    with headrace.Client(f"dns:///headrace.test:{port}") as client:
+        wait_for(client, 1)
+        for _ in range(4):
+            client.generate("hi", max_tokens=1)
+        answers.append("127.0.0.2")
+        wait_for(client, 2)
+        with client.session() as session:
+            handles = [session.submit("hi", max_tokens=1) for _ in range(8)]
+            for handle in handles:
+                handle.result(WAIT_S)
+        assert other.count >= 2
+        kept = client.add_request("hi", max_tokens=2).request_id
+        while kept not in _ids(one):
+            kept = client.add_request("hi", max_tokens=2).request_id
+        answers.remove("127.0.0.1")
+        wait_for(client, 1)
+        before = one.count
+        for _ in range(4):
+            client.generate("hi", max_tokens=1)
+        assert one.count == before
+        assert len(client.get_result(kept).token_ids) == 2  # what it has is still found there
+        answers.clear()  # a resolver that fails takes nothing away
+        for _ in range(4):
+            client.generate("hi", max_tokens=1)
+
+
+def test_a_server_is_replaced_at_its_address(farm: Farm) -> None:
+    address = f"127.0.0.1:{_free_port()}"
+    one = farm.start(address=address, behind_proxy=False)
+    other = farm.start()
+    with client_of(one, other) as client, client.session() as session:
+        lost = client.add_request("hi", max_tokens=2).request_id
+        while lost not in _ids(one):
+            lost = client.add_request("hi", max_tokens=2).request_id
+        one.kill()
+        handles = [session.submit("hi", max_tokens=1) for _ in range(8)]
+        for handle in handles:  # those that went there go elsewhere
+            handle.result(WAIT_S)
+        wait_for(client, 1)
+        again = farm.start(address=address, behind_proxy=False)
+        wait_for(client, 2)
+        with pytest.raises(headrace.UnavailableError, match="is gone"):
+            client.get_result(lost)  # the process that had it is
+        handles = [session.submit("hi", max_tokens=1) for _ in range(8)]
+        for handle in handles:
+            handle.result(WAIT_S)
+    assert again.count >= 2
+
+
+def test_cancel_finds_requests_wherever_they_are(farm: Farm) -> None:
+    members = [farm.start(auto=False) for _ in range(2)]
+    with client_of(*members) as client, client.session() as session:
+        handles = [session.submit(f"{i}", max_tokens=9) for i in range(4)]
+        farm.until(lambda: [member.count for member in members] == [2, 2])
+        for handle in handles:
+            handle.accepted(WAIT_S)
+        handles[0].cancel()
+        found = client.cancel([handle.request_id for handle in handles[1:]])
+        assert set(found.values()) == {CancelStatus.CANCELLED}
+        for member in members:
+            member.go_on()
+        reasons = {handle.result(WAIT_S).finish_reason for handle in handles}
+        assert reasons == {FinishReason.CANCELLED}
+
+
+def test_credits_hold_wherever_a_request_is(farm: Farm) -> None:
+    members = [farm.start() for _ in range(2)]
+    with client_of(*members) as client, client.session(initial_credit=4) as session:
+        handles = [session.submit(f"{i}", max_tokens=20) for i in range(4)]
+        for handle in handles:
+            assert sum(len(chunk.token_ids) for chunk in handle) == 20
+        assert session.live == 0
+        assert session.lease is not None
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

@@ -141,12 +141,7 @@ class OwnerTries:
             return self._servers[0]
         if self._problem is not None:
             raise self._problem
-        if self.owner:
-            raise UnavailableError(
-                f"the server that has request {self._request_id!r} (instance {self.owner}) is gone",
-                request_id=self._request_id,
-            )
-        raise self._state.nobody()
+        raise self._gone() if self.owner else self._state.nobody()
 
     def failed(self, server: Server, error: HeadraceError) -> float:
         """Notes a failed try; returns after how many seconds to go on with `next`.
@@ -180,8 +175,14 @@ class OwnerTries:
         server.instance_id = error.metadata.get("instance_id", "")
         self._servers = [one for one in self._state.by_instance(self.owner) if one is not server]
         if self._followed or not self._servers:
-            raise error
+            raise self._gone() from error
         self._followed = True
+
+    def _gone(self) -> UnavailableError:
+        return UnavailableError(
+            f"the server that had request {self._request_id!r} (instance {self.owner}) is gone",
+            request_id=self._request_id,
+        )
 
 
 def is_worth_a_retry(error: HeadraceError) -> bool:
