@@ -145,6 +145,7 @@ class EngineCore:
                 for request in choices.values():
                     request.matcher = make_matcher()
                     form_budget.begin(request)
+                    form_budget.release(request)
             except Exception as error:
                 self._live.fail_alone(live, "the grammar could not be begun", error)
                 return
@@ -421,6 +422,7 @@ class EngineCore:
         if reason is None and not form_budget.charge(request, live.choices.values()):
             self._live.fail_form(live, form_budget.TOO_SLOW)
             return
+        form_budget.release(request)
         prompt_done, prompt_logprobs = self._report_prompt(live, request)
         request.token_ids[position] = token
         request.num_pending_tokens -= 1

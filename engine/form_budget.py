@@ -44,6 +44,14 @@ def begin(request: Request) -> None:
         request.form_cost_s = request.matcher.expected_s
 
 
+def release(request: Request) -> None:
+    """Take the matcher from a choice that needs it no longer, so that it costs nothing more."""
+    if request.matcher is not None and request.matcher.is_free:
+        request.matcher = None
+        request.sampling_steps = None  # they were those of a choice with a matcher
+        request.form_cost_s = 0.0
+
+
 def choose_resting(running: Iterable[Request]) -> frozenset[RequestKey]:
     """The running choices that the next step leaves out. If there are any, the step has other
     costly choices in it.

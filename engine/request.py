@@ -124,6 +124,11 @@ class TokenMatcher(Protocol):
         ...
 
     @property
+    def is_free(self) -> bool:
+        """Whether any output may follow, now and later, so that the matcher is no longer needed."""
+        ...
+
+    @property
     def expected_s(self) -> float:
         """The expected cost of a token before any was measured, in seconds of CPU time."""
         ...
@@ -153,7 +158,7 @@ class Request:
         spec: what was asked for.
         key: its name in the engine.
         choice: which of the request's n choices it is.
-        matcher: follows its grammar; None: it has no grammar.
+        matcher: follows its grammar; None: it has no grammar, or none that holds anything any more.
         arrival: monotonic seconds, set at admission.
         token_ids: the prompt, then the output, as C integers of four bytes; appended to by the
             core.

@@ -33,6 +33,12 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 """The longest schema, regular expression or grammar, in bytes of UTF-8; for a list of choices, all
 of them together.
 """
+MAX_MARK_BYTES = 256
+"""The longest mark around reasoning, in bytes of UTF-8."""
+MAX_MARK_BLANKS = 64
+"""The most blanks between reasoning and a form."""
+MAX_FORBIDDEN = 64
+"""The most special tokens that may be forbidden within reasoning."""
 MAX_STOP_TOKEN_IDS = 256
 """The most stop ids of one request, and the most end-of-sequence ids."""
 MAX_STOP_STRINGS = 16
@@ -288,6 +294,58 @@ class GrammarKind(enum.Enum):
     """One of several strings."""
     STRUCTURAL_TAG = "structural_tag"
     """Text with tags in it, whose contents have forms of their own, given as JSON text."""
+    FREE = "free"
+    """Any output. Only its reasoning has a bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningParams:
+    """How the model marks what it thinks before it answers, and how long that may be.
+
+    In marks, names of special tokens mean these tokens.
+
+    Attributes:
+        opening: the mark that the output may begin with; empty: the output begins with none.
+        closing: the mark that ends the reasoning.
+        then: what must follow the closing mark at once, before a form.
+        is_open: whether the prompt ends within the reasoning.
+        max_tokens: at most so many tokens of reasoning, those of its marks not counted; then the
+            closing mark is forced. 0: it is forced at once. None: no bound.
+        max_blanks: at most so many blanks may stand between the marks and the form.
+        forbidden: special tokens that may not stand within reasoning before a form.
+    """
+
+    opening: str
+    closing: str
+    then: str = ""
+    is_open: bool = False
+    max_tokens: int | None = None
+    max_blanks: int = 16
+    forbidden: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        field = "grammar.reasoning"
+        marks = (("opening", self.opening), ("closing", self.closing), ("then", self.then))
+        for name, mark in marks:
+            if not _is_encodable(mark) or len(mark.encode()) > MAX_MARK_BYTES:
+                raise InvalidRequestError(
+                    field, f"{name} must be text of at most {MAX_MARK_BYTES} bytes of UTF-8"
+                )
+        if not self.closing:
+            raise InvalidRequestError(field, "closing is empty; reasoning must end")
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise InvalidRequestError(
+                field, f"max_tokens is {self.max_tokens}; it must be 0 (ended at once) or more"
+            )
+        if not 0 <= self.max_blanks <= MAX_MARK_BLANKS:
+            raise InvalidRequestError(
+                field,
+                f"max_blanks is {self.max_blanks}; it must be between 0 and {MAX_MARK_BLANKS}",
+            )
+        if len(self.forbidden) > MAX_FORBIDDEN or not all(map(_is_encodable, self.forbidden)):
+            raise InvalidRequestError(
+                field, f"forbidden must be at most {MAX_FORBIDDEN} names of special tokens"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,16 +354,19 @@ class GrammarParams:
 
     Attributes:
         kind: how it is described.
-        text: the schema, expression, grammar or structural tag; empty for JSON_OBJECT and CHOICE.
+        text: the schema, expression, grammar or structural tag; empty for JSON_OBJECT, CHOICE and
+            FREE.
         choices: the strings of CHOICE, at least one; else empty.
         flexible_whitespace: whether the model chooses the white space of JSON; otherwise it is one
             line, with one space after each comma and colon.
+        reasoning: the reasoning that may come before the form; None: the output is the form.
     """
 
     kind: GrammarKind
     text: str = ""
     choices: tuple[str, ...] = ()
     flexible_whitespace: bool = False
+    reasoning: ReasoningParams | None = None
 
     def __post_init__(self) -> None:
         field = f"grammar.{self.kind.value}"
@@ -323,6 +384,9 @@ class GrammarParams:
                 raise InvalidRequestError(
                     field, "needs at least one string, and none that is empty"
                 )
+        elif self.kind is GrammarKind.FREE:
+            if self.reasoning is None or self.reasoning.max_tokens is None:
+                raise InvalidRequestError(field, "needs `reasoning` with a bound, max_tokens")
         elif self.kind is not GrammarKind.JSON_OBJECT and not self.text:
             raise InvalidRequestError(field, "is empty; describe the form, or leave it out")
 

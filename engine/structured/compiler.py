@@ -33,7 +33,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -47,9 +47,11 @@ from engine.errors import (
     UnsupportedFeatureError,
 )
 from engine.request import TokenMatcher
-from engine.sampling_params import GrammarParams
+from engine.sampling_params import GrammarKind, GrammarParams, ReasoningParams
 from engine.structured.matcher import CompiledGrammar, GrammarMatcher
 from engine.structured.messages import explain
+from engine.structured.reasoning import hold_reasoning
+from engine.structured.reasoning_marks import Marks, MarkTables
 from engine.structured.source import translate
 from engine.structured.trial import try_out
 from engine.structured.vocabulary import Vocabulary, read_vocabulary
@@ -78,10 +80,12 @@ _Value = TypeVar("_Value")
 
 
 class _Key(NamedTuple):
-    """A grammar, and what else must be equal to share it."""
+    """What is compiled, and what else must be equal to share it: a grammar without its reasoning,
+    or the marks around reasoning, which are the same for all.
+    """
 
     salt: bytes
-    params: GrammarParams
+    wanted: GrammarParams | Marks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,12 +96,15 @@ class _Root:
     token_s: float
 
 
+_Compiled = _Root | MarkTables
+
+
 @dataclass(slots=True, eq=False)
 class _Job:
     key: _Key
     caller: CallerKey
     group: CallerKey
-    waiters: list[Future[_Root]] = field(default_factory=list)
+    waiters: list[Future[_Compiled]] = field(default_factory=list)
 
 
 class GrammarCompiler:
@@ -134,7 +141,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None
-        self._cache: OrderedDict[_Key, _Root] = OrderedDict()
+        self._cache: OrderedDict[_Key, _Compiled] = OrderedDict()
         self._cached_bytes = 0
         self._jobs: dict[_Key, _Job] = {}
         self._queue: deque[_Job] = deque()
@@ -183,36 +190,77 @@ class GrammarCompiler:
             CompileQueueFullError (too many wait; try again). It may be cancelled.
         """
         result: Future[MatcherFactory] = Future()
-        key = _Key(salt, params)
-        compiling = self._root(key, caller, caller if group == NO_CALLER else group)
+        group = caller if group == NO_CALLER else group
+        reasoning = params.reasoning
+        forms: list[GrammarParams | Marks] = []
+        if params.kind is not GrammarKind.FREE:
+            forms.append(replace(params, reasoning=None))
+        if reasoning is not None:
+            forms.append(_marks_of(reasoning))
+        found: list[_Compiled] = []
 
-        def take(done: Future[_Root]) -> None:
+        def go_on() -> None:
+            """Compile the next one, or make the factory of all."""
+            if len(found) == len(forms):
+                try:
+                    factory = self._factory(params, salt, ending_token_ids, found)
+                except Exception as error:
+                    _fail(result, error)
+                else:
+                    _succeed(result, factory)
+                return
+            wanted = forms[len(found)]
+            own_salt = salt if isinstance(wanted, GrammarParams) else b""
+            compiling = self._find(_Key(own_salt, wanted), caller, group)
+            result.add_done_callback(lambda done: compiling.cancel() if done.cancelled() else None)
+            compiling.add_done_callback(take)
+
+        def take(done: Future[_Compiled]) -> None:
+            if done.cancelled():
+                return
             if (error := done.exception()) is not None:
                 _fail(result, error)
                 return
-            root = done.result()
-            grammar = CompiledGrammar(
-                root.matcher,
-                self._vocab_size,
-                ending_token_ids,
-                expected_s=root.token_s,
-                failed=partial(self._forget, key, root),
-            )
-            _succeed(result, grammar.make_matcher)
+            found.append(done.result())
+            go_on()
 
-        def leave(done: Future[MatcherFactory]) -> None:
-            if done.cancelled():
-                compiling.cancel()
-
-        result.add_done_callback(leave)
-        compiling.add_done_callback(lambda done: None if done.cancelled() else take(done))
+        go_on()
         return result
+
+    def _factory(
+        self,
+        params: GrammarParams,
+        salt: bytes,
+        ending_token_ids: frozenset[TokenId],
+        found: list[_Compiled],
+    ) -> MatcherFactory:
+        """What makes a request's matchers, from all that was compiled for it."""
+        make_form: Callable[[], GrammarMatcher] | None = None
+        for compiled in found:
+            if isinstance(compiled, _Root):
+                key = _Key(salt, replace(params, reasoning=None))
+                make_form = CompiledGrammar(
+                    compiled.matcher,
+                    self._vocab_size,
+                    ending_token_ids,
+                    expected_s=compiled.token_s,
+                    failed=partial(self._forget, key, compiled),
+                ).make_matcher
+        for compiled in found:
+            if isinstance(compiled, MarkTables) and params.reasoning is not None:
+                vocabulary = self._read_vocabulary()
+                return hold_reasoning(
+                    params.reasoning, compiled, vocabulary, ending_token_ids, make_form
+                ).make_matcher
+        if make_form is None:
+            raise ValueError("nothing was compiled")
+        return make_form
 
     # ---- cache and queue -----------------------------------------------------------------------
 
-    def _root(self, key: _Key, caller: CallerKey, group: CallerKey) -> Future[_Root]:
-        """Queue a grammar, with its time limit."""
-        waiter: Future[_Root] = Future()
+    def _find(self, key: _Key, caller: CallerKey, group: CallerKey) -> Future[_Compiled]:
+        """Queue what is to be compiled, with its time limit, unless it is in the cache."""
+        waiter: Future[_Compiled] = Future()
         displaced: _Job | None = None
         full: CompileQueueFullError | None = None
         with self._lock:
@@ -307,16 +355,16 @@ class GrammarCompiler:
         with self._lock:
             if self._cache.get(key) is root:
                 del self._cache[key]
-                self._cached_bytes -= _size(key.params)
+                self._cached_bytes -= _size(key.wanted)
 
-    def _overrun(self, job: _Job, waiter: Future[_Root]) -> None:
+    def _overrun(self, job: _Job, waiter: Future[_Compiled]) -> None:
         error: HeadraceError
         with self._lock:
             if job in self._queue:
                 error = self._full(self._time_limit_s)
             else:
                 error = InvalidRequestError(
-                    f"grammar.{job.key.params.kind.value}",
+                    _field(job.key.wanted),
                     f"takes longer than {self._time_limit_s:g} s to compile; make it smaller",
                 )
         _fail(waiter, error)
@@ -331,17 +379,17 @@ class GrammarCompiler:
                 if job is None:
                     return
                 self._running.append(job)
-            root: _Root | None = None
+            root: _Compiled | None = None
             error: BaseException | None = None
             try:
-                root = self._compile(job.key.params)
+                root = self._compile(job.key.wanted)
             except HeadraceError as refusal:
                 error = refusal
             except BaseException as failure:  # a panic in Rust is not an Exception
                 error_id = secrets.token_hex(6)
                 logger.error("error %s: a grammar failed to compile", error_id, exc_info=failure)
                 error = InvalidRequestError(
-                    f"grammar.{job.key.params.kind.value}",
+                    _field(job.key.wanted),
                     f"cannot be compiled (error {error_id})",
                 )
             with self._lock:
@@ -356,12 +404,17 @@ class GrammarCompiler:
                 elif error is not None:
                     _fail(waiter, error)
 
-    def _compile(self, params: GrammarParams) -> _Root:
+    def _compile(self, wanted: GrammarParams | Marks) -> _Compiled:
+        vocabulary = self._read_vocabulary()
+        if isinstance(wanted, Marks):
+            return MarkTables(wanted, vocabulary.spellings)
+        return self._compile_grammar(wanted, vocabulary)
+
+    def _compile_grammar(self, params: GrammarParams, vocabulary: Vocabulary) -> _Root:
         """Compile a grammar and take its first steps, which show whether it can be followed at
         all.
         """
-        vocabulary = self._read_vocabulary()
-        source = translate(params, vocabulary.tokenizer)
+        source = translate(params, vocabulary.names)
         root = LLMatcher(
             vocabulary.tokens, source.text, log_level=0, limits=_limits(source.has_lark)
         )
@@ -390,13 +443,13 @@ class GrammarCompiler:
                 self._vocabulary = read_vocabulary(self._tokenizer, self._vocab_size)
             return self._vocabulary
 
-    def _keep(self, key: _Key, root: _Root) -> None:
+    def _keep(self, key: _Key, root: _Compiled) -> None:
         """Put a grammar into the cache; the least recently used ones are dropped."""
         self._cache[key] = root
-        self._cached_bytes += _size(key.params)
+        self._cached_bytes += _size(key.wanted)
         while len(self._cache) > self._max_cached or self._cached_bytes > _MAX_CACHED_BYTES:
             oldest, _ = self._cache.popitem(last=False)
-            self._cached_bytes -= _size(oldest.params)
+            self._cached_bytes -= _size(oldest.wanted)
 
 
 def _limits(has_lark: bool) -> LLParserLimits:
@@ -412,8 +465,19 @@ def _limits(has_lark: bool) -> LLParserLimits:
     )
 
 
-def _size(params: GrammarParams) -> int:
-    return len(params.text) + sum(map(len, params.choices))
+def _marks_of(reasoning: ReasoningParams) -> Marks:
+    return Marks(reasoning.opening, reasoning.closing, reasoning.then, reasoning.max_blanks)
+
+
+def _field(wanted: GrammarParams | Marks) -> str:
+    """The engine's name of the field that asks for it."""
+    return "grammar.reasoning" if isinstance(wanted, Marks) else f"grammar.{wanted.kind.value}"
+
+
+def _size(wanted: GrammarParams | Marks) -> int:
+    if isinstance(wanted, Marks):
+        return 0
+    return len(wanted.text) + sum(map(len, wanted.choices))
 
 
 def _succeed(future: Future[_Value], value: _Value) -> None:

@@ -24,7 +24,8 @@ from engine.types import TokenId
 
 logger = logging.getLogger(__name__)
 
-_BITS = 32
+BITS = 32
+"""The bits of a mask's word."""
 _TOO_COMPLEX = (
     "became too complex to be followed after {num_tokens} tokens; make it smaller or less "
     "ambiguous: give each text one way to be read, repeat terminals of several characters rather "
@@ -105,8 +106,8 @@ class GrammarMatcher:
         self._clock = clock
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._endings = _words_of(ending_token_ids, vocab_size)
-        self._mask = np.zeros(_num_words(vocab_size + 1), np.int32)  # with the extra token
+        self._endings = words_of(ending_token_ids, vocab_size)
+        self._mask = np.zeros(num_words(vocab_size + 1), np.int32)  # with the extra token
         self._is_known = False  # whether _mask is that of the matcher's state
         self._is_complete = False
 
@@ -114,6 +115,11 @@ class GrammarMatcher:
     def is_complete(self) -> bool:
         """Whether the output is complete and nothing can follow it."""
         return self._is_complete
+
+    @property
+    def is_free(self) -> bool:
+        """Never: what a form holds is held to its end."""
+        return False
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
         """Write which tokens may come next; none if the grammar became too complex to follow, or
@@ -128,8 +134,8 @@ class GrammarMatcher:
             row[places] |= bits
         else:
             row[places] &= ~bits
-        if self._vocab_size % _BITS:
-            row[-1] &= (1 << self._vocab_size % _BITS) - 1
+        if self._vocab_size % BITS:
+            row[-1] &= (1 << self._vocab_size % BITS) - 1
 
     def accept(self, token: TokenId) -> bool:
         """Advance by a token. False: the grammar does not allow it, and the state is unchanged; or
@@ -157,14 +163,14 @@ class GrammarMatcher:
     def can_go_on(self) -> bool:
         """Whether any token of the vocabulary may come next."""
         self._compute()
-        last, behind = divmod(self._vocab_size, _BITS)
+        last, behind = divmod(self._vocab_size, BITS)
         return bool(self._mask[:last].any() or self._mask[last] & ((1 << behind) - 1))
 
     def _may_end(self) -> bool:
         return bool(self._matcher.is_accepting()) and not self._matcher.is_error()
 
     def _has(self, token: TokenId) -> bool:
-        place, bit = divmod(token, _BITS)
+        place, bit = divmod(token, BITS)
         return bool(self._mask[place] >> bit & 1)
 
     def _compute(self) -> None:
@@ -192,18 +198,19 @@ def _is_dead_end(matcher: LLMatcher) -> bool:
     return "NoExtension" in matcher.get_error()
 
 
-def _num_words(bits: int) -> int:
-    return -(-bits // _BITS)
+def num_words(bits: int) -> int:
+    """The words of a mask with this many bits."""
+    return -(-bits // BITS)
 
 
-def _words_of(
+def words_of(
     token_ids: frozenset[TokenId], vocab_size: int
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int32]]:
     """The mask's words that contain the bits of these ids, each once, and the bits in each."""
     words: dict[int, int] = {}
     for token in token_ids:
         if 0 <= token < vocab_size:
-            place, bit = divmod(token, _BITS)
+            place, bit = divmod(token, BITS)
             words[place] = words.get(place, 0) | 1 << bit
     bits = np.array(list(words.values()), np.uint32).view(np.int32)
     return np.array(list(words), np.intp), bits

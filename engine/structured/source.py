@@ -21,9 +21,9 @@ from llguidance import LLMatcher
 from engine.errors import InvalidRequestError
 from engine.sampling_params import GrammarKind, GrammarParams
 from engine.structured.schema import JSON_ESCAPES, prepare_schema
+from engine.structured.special_names import SpecialNames
 from engine.structured.structural_tag import read_structural_tag
 from engine.structured.tag_grammar import TagError
-from engine.text import Tokenizer
 
 MAX_REGEX_BYTES = 16 * 1024
 """The longest regular expression, in bytes."""
@@ -62,12 +62,12 @@ class Source(NamedTuple):
     has_lark: bool
 
 
-def translate(params: GrammarParams, tokenizer: Tokenizer) -> Source:
+def translate(params: GrammarParams, names: SpecialNames) -> Source:
     """Translate a grammar for llguidance.
 
     Args:
         params: the grammar.
-        tokenizer: the model's, for the special tokens of structural tags.
+        names: finds the model's special tokens in structural tags.
 
     Raises:
         InvalidRequestError: the schema or structural tag is not JSON or not valid, or the text is
@@ -91,9 +91,11 @@ def translate(params: GrammarParams, tokenizer: Tokenizer) -> Source:
             source = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, params.choices))
         case GrammarKind.STRUCTURAL_TAG:
             try:
-                source, larks = read_structural_tag(params.text, tokenizer, options, _ONE_LINE)
+                source, larks = read_structural_tag(params.text, names, options, _ONE_LINE)
             except TagError as error:
                 raise InvalidRequestError("grammar.structural_tag", str(error)) from error
+        case GrammarKind.FREE:
+            raise ValueError("there is no grammar for any output")
     grammars = [{"lark_grammar": source + _OPTIONS}]
     for index, lark in enumerate(larks):
         grammars.append({"name": f"lark_{index}", "lark_grammar": lark + _OPTIONS})

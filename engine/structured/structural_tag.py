@@ -12,14 +12,14 @@ else; the text around it may be written by any tokens.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from llguidance import LLMatcher
 
 from engine.structured.qwen_xml import xml_parameters
 from engine.structured.schema import SchemaChecks, SchemaError, read_json, schema_text
+from engine.structured.special_names import SpecialNames
 from engine.structured.tag_grammar import TagError, TagGrammar, excluding
 from engine.structured.tag_nodes import (
     EMPTY,
@@ -29,7 +29,6 @@ from engine.structured.tag_nodes import (
     Literal,
     Node,
     Open,
-    Part,
     Repeated,
     Sequence,
     Tag,
@@ -37,7 +36,6 @@ from engine.structured.tag_nodes import (
     is_open,
     without_prefix,
 )
-from engine.text import Tokenizer
 
 MAX_FORMATS = 512
 """The most formats of a structural tag, tags included, and the most strings in its lists."""
@@ -55,7 +53,7 @@ _Begun = tuple[str, Literal, Node]
 
 def read_structural_tag(
     text: str,
-    tokenizer: Tokenizer,
+    names: SpecialNames,
     options: dict[str, object],
     one_line: dict[str, object],
 ) -> tuple[str, list[str]]:
@@ -63,7 +61,7 @@ def read_structural_tag(
 
     Args:
         text: the JSON text, at most MAX_GRAMMAR_BYTES.
-        tokenizer: the model's, for its special tokens.
+        names: finds the model's special tokens in strings.
         options: llguidance's own options for JSON.
         one_line: the same for JSON that must stand on one line.
 
@@ -74,16 +72,16 @@ def read_structural_tag(
         value = read_json(text)
     except SchemaError as error:
         raise TagError(str(error)) from error
-    reader = _Reader(tokenizer, options, one_line)
+    reader = _Reader(names, options, one_line)
     grammar = TagGrammar()
     return grammar.source(reader.read(value)), grammar.larks
 
 
 class _Reader:
     def __init__(
-        self, tokenizer: Tokenizer, options: dict[str, object], one_line: dict[str, object]
+        self, names: SpecialNames, options: dict[str, object], one_line: dict[str, object]
     ) -> None:
-        self._special, self._ids = _special_names(tokenizer)
+        self._names = names
         self._options = options
         self._one_line = one_line
         self._checks = SchemaChecks()
@@ -286,13 +284,7 @@ class _Reader:
 
     def _literal(self, text: str) -> Literal:
         """A string, with its special tokens."""
-        if self._special is None:
-            return Literal((text,)) if text else EMPTY
-        parts: list[Part] = []
-        for index, part in enumerate(self._special.split(text)):
-            if part:
-                parts.append(self._ids[part] if index % 2 else part)
-        return Literal(tuple(parts))
+        return Literal(self._names.parts(text))
 
     def _count(self) -> None:
         self._num_formats += 1
@@ -321,20 +313,6 @@ def _by_trigger(tags: list[_Begun], triggers: list[Literal], place: str) -> tupl
 
 def _length(literal: Literal) -> int:
     return sum(len(part) if isinstance(part, str) else 1 for part in literal.parts)
-
-
-def _special_names(tokenizer: Tokenizer) -> tuple[re.Pattern[str] | None, Mapping[str, int]]:
-    """A pattern that finds special tokens' names, the longest ones first, and their ids."""
-    ids: dict[str, int] = {}
-    for token in sorted(tokenizer.special_token_ids):
-        if token < tokenizer.vocab_size:
-            name = tokenizer.token_bytes(token).decode("utf-8", "replace")
-            ids.setdefault(name, token)
-    ids.pop("", None)
-    if not ids:
-        return None, ids
-    listed = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
-    return re.compile(f"({listed})"), ids
 
 
 def _listed(value: _Object, name: str, place: str) -> list[Any]:

@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 
-Part = str | int
-"""A part of a literal: text, or the id of a special token."""
+from engine.structured.special_names import Part
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,6 +14,8 @@ from typing import NamedTuple, NoReturn
 from llguidance import LLTokenizer
 
 from engine.errors import UnsupportedFeatureError
+from engine.structured.special_names import SpecialNames
+from engine.structured.token_spellings import TokenSpellings
 from engine.text import Tokenizer
 
 _END_NAME = b"<|end of the output|>"
@@ -22,10 +24,17 @@ _NO_TEXT = 0xFF
 
 
 class Vocabulary(NamedTuple):
-    """A tokenizer, and what llguidance has made of it."""
+    """What is known of a model's tokens.
 
-    tokenizer: Tokenizer
+    Attributes:
+        tokens: llguidance's own form of them.
+        names: finds special tokens in texts.
+        spellings: what each token writes, to find marks in it.
+    """
+
     tokens: LLTokenizer
+    names: SpecialNames
+    spellings: TokenSpellings
 
 
 def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> Vocabulary:
@@ -49,8 +58,11 @@ def read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> Vocabulary:
             "is not there for this model: the text of its tokens depends on their neighbours "
             "(its tokenizer is neither byte-level nor with byte fallback)",
         )
-    tokens = LLTokenizer(_Tokens(tokenizer, vocab_size), n_vocab=vocab_size + 1)  # type: ignore[arg-type]
-    return Vocabulary(tokenizer, tokens)
+    read = _Tokens(tokenizer, vocab_size)
+    tokens = LLTokenizer(read, n_vocab=vocab_size + 1)  # type: ignore[arg-type]
+    names = SpecialNames(tokenizer, vocab_size)
+    special = read.special_token_ids[:-1]
+    return Vocabulary(tokens, names, TokenSpellings(read.tokens[:-1], special, names))
 
 
 class _Tokens:

@@ -678,6 +678,8 @@ def test_prompt_logprobs_are_whole_after_chunks_and_preemptions(
 class Countdown:
     """Allows even tokens, refuses some, and is complete after so many."""
 
+    is_free = False
+
     def __init__(self, left: int, refused: int | None = None) -> None:
         self.left = left
         self.refused = refused
@@ -751,6 +753,32 @@ def test_a_token_that_the_grammar_refuses_is_an_error_and_is_not_counted(overlap
     assert core.stats().generated_tokens == 2
     assert kv_cache.num_used_blocks == 0
     assert len(runner.released) == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_matcher_that_needs_to_hold_nothing_more_is_dropped(overlap: bool) -> None:
+    class Freed(Countdown):
+        @property
+        def is_free(self) -> bool:
+            return len(self.accepted) == 3
+
+    matchers: list[Freed] = []
+
+    def make() -> Freed:
+        matchers.append(Freed(99))
+        matchers[-1].expected_s = 1.0
+        return matchers[-1]
+
+    core, _, _ = make_core(overlap=overlap, late=overlap, num_blocks=64)
+    core.add(make_request("a", [1, 2, 3], 9, n=2), 100.0, make)
+    tokens, _ = collect(core)
+    for choice, matcher in enumerate(matchers):
+        held = even_tokens([1, 2, 3], 3, choice)
+        assert matcher.accepted == held
+        expected = [1, 2, 3, *held]
+        while len(expected) < 12:
+            expected.append(next_token(expected[-1], len(expected) - 1, choice))
+        assert tokens[choice] == expected[3:]
 
 
 def test_a_grammar_that_breaks_is_its_requests_alone() -> None:

@@ -24,6 +24,7 @@ POLICIES = ["fifo", "prefill_first", "priority"]
 class Costly:
     """Allows every token, at a scripted cost; tells each cost to whoever counts a step's."""
 
+    is_free = False
     is_complete = False
 
     def __init__(

@@ -37,9 +37,11 @@ from engine.sampling_params import (
     GrammarKind,
     GrammarParams,
     LogprobParams,
+    ReasoningParams,
     SamplingParams,
     StopParams,
 )
+from engine.text import Tokenizer
 from engine.types import RequestId, TokenId
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
@@ -172,6 +174,26 @@ async def _refusals_for(seconds: float, client: ProcessEngineClient) -> None:
 
     await asyncio.gather(*(ask(f"refused {number}") for number in range(4)))
     assert client.failure is None
+
+
+async def test_reasoning_before_a_form_crosses(
+    shared: tuple[ProcessEngineClient, Sink],
+) -> None:
+    client, sink = shared
+    reasoning = ReasoningParams(
+        "<think>", "</think>", then="x", is_open=True, max_tokens=2, forbidden=("<|user|>",)
+    )
+    form = GrammarParams(kind=GrammarKind.CHOICE, choices=("yes", "no"), reasoning=reasoning)
+    await client.submit(_request("thoughtful", 40, grammar=form))
+    await sink.until("thoughtful")
+    text = Tokenizer.load(Path(DEMO)).decode(sink.tokens("thoughtful"))
+    _, closing, rest = text.partition("</think>x")
+    assert closing
+    assert rest.strip() in ("yes", "no")
+    free = GrammarParams(kind=GrammarKind.FREE, reasoning=reasoning)
+    await client.submit(_request("free", 20, grammar=free))
+    await sink.until("free")
+    assert len(sink.tokens("free")) == 20
 
 
 async def test_a_pause_crosses_and_is_no_hang_and_the_tokens_stay_the_same(sink: Sink) -> None:

@@ -26,6 +26,7 @@ _KEYS = itertools.count(1)
 class SetMatcher:
     """A grammar whose next token is one of a set."""
 
+    is_free = False
     expected_s = spent_s = 0.0
     failure: str | None = None
 

@@ -1,0 +1,84 @@
+"""What each token of a vocabulary writes, as bytes in which marks can be found.
+
+A special token is spelled by bytes that no text contains, so that a mark which is a special token
+is found only where that token stands. A token with bytes that no text contains is a
+part of no mark.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from engine.structured.special_names import SpecialNames
+
+BLANKS = b" \t\r\n"
+_BEGIN = b"\xff"
+_DIGIT = 0xF8
+"""The first byte of a special token's spelling, and the first of the digits that follow. In UTF-8
+no byte is 0xF8 or more.
+"""
+_BASE = 7
+_NUM_DIGITS = 8
+_NO_TEXT = b"\xfe"
+"""The spelling of a token with bytes that no text contains: a digit, which begins no spelling."""
+
+
+class TokenSpellings:
+    """The spellings of a vocabulary's tokens.
+
+    Attributes:
+        by_id: each token's spelling; empty: it writes nothing.
+    """
+
+    def __init__(
+        self, texts: Sequence[bytes], special_ids: Iterable[int], names: SpecialNames
+    ) -> None:
+        """`texts`: each token's bytes; `special_ids`: of the tokens that are special."""
+        self._names = names
+        self.by_id = [text if not text or max(text) < _DIGIT else _NO_TEXT for text in texts]
+        for token in special_ids:
+            self.by_id[token] = _special(token)
+        order = sorted(range(len(self.by_id)), key=self.by_id.__getitem__)
+        self._ids = order
+        self._sorted = [self.by_id[token] for token in order]
+
+    def spell(self, text: str) -> bytes:
+        """The spelling of a text, in which names of special tokens are these tokens."""
+        return b"".join(
+            part.encode() if isinstance(part, str) else _special(part)
+            for part in self._names.parts(text)
+        )
+
+    def equal_to(self, spelling: bytes) -> list[int]:
+        """The tokens that are spelled so; not empty."""
+        return self._between(spelling, spelling + b"\x00")
+
+    def starting_with(self, spelling: bytes) -> list[int]:
+        """The tokens whose spelling begins so; not empty."""
+        return self._between(spelling, _successor(spelling))
+
+    def containing(self, spelling: bytes) -> list[int]:
+        """The tokens whose spelling contains this one."""
+        return [token for token, own in enumerate(self.by_id) if spelling in own]
+
+    def made_of(self, characters: bytes) -> list[int]:
+        """The tokens that are spelled with these bytes alone."""
+        return [t for t, own in enumerate(self.by_id) if own and not own.strip(characters)]
+
+    def _between(self, first: bytes, behind: bytes) -> list[int]:
+        return self._ids[bisect_left(self._sorted, first) : bisect_left(self._sorted, behind)]
+
+
+def _special(token: int) -> bytes:
+    digits = bytearray(_BEGIN)
+    for _ in range(_NUM_DIGITS):
+        token, digit = divmod(token, _BASE)
+        digits.append(_DIGIT + digit)
+    return bytes(digits)
+
+
+def _successor(spelling: bytes) -> bytes:
+    """The first spelling behind all that begin with this one."""
+    kept = spelling.rstrip(b"\xff")
+    return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\xff" * (len(spelling) + 1)
