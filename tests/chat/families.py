@@ -104,6 +104,9 @@ FAMILIES: Mapping[str, Family] = {
         refuses=frozenset({"call_without_tools", "developer", "parts"}),
         title="Mistral Nemo", parser="mistral", reasoning="no",
     ),
+    "nemotron": Family(
+        refuses=frozenset({"parts"}), title="Nemotron Nano 2", parser="nemotron", reasoning="no"
+    ),
     "olmo": Family(
         refuses=frozenset({"parts"}), title="OLMo 3", parser="olmo3", reasoning="no"
     ),

@@ -19,7 +19,7 @@ from tests.service.replies.cases import check_divided, parse
 
 TURN_ENDS = re.compile(
     r"(<\|im_end\|>|<\|eot_id\|>|<\|eom_id\|>|</s>|<｜end▁of▁sentence｜>|<\|call\|>|<\|end\|>"
-    r"|<\|END\|>|<\|end_of_text\|>|<\|END_OF_TURN_TOKEN\|>|\[e~\[\n)+\s*\Z"
+    r"|<\|END\|>|<\|end_of_text\|>|<\|END_OF_TURN_TOKEN\|>|\n<SPECIAL_12>\n\n|\[e~\[\n)+\s*\Z"
 )
 TOOLS = [GAUGE, BARE]
 USER = {"role": "user", "content": "How high is it?"}

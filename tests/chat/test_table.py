@@ -21,6 +21,7 @@ PARSERS = dict(re.findall(r"^\| `(\w+)` (.*) \|$", _ROWS, re.MULTILINE))
 def test_the_table_of_families_is_what_the_tests_know() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == written(page), "python -m tests.chat.table writes it"
+    assert f"[{len(FAMILIES)} model families]" in page
     assert len({family.title for family in FAMILIES.values()} - {""}) == len(FAMILIES)
 
 
