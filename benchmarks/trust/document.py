@@ -31,7 +31,8 @@ records that it makes (`make trust-report`). Do not edit it: its text is in
 
 Ctrl-C leaves a record from which the same command goes on. A part begins with a calm minute, in
 which a witness looks at a server that nobody else uses: what it waits for then is the machine's
-doing.
+doing. The part `bytes` counts what code its inputs reach if Atheris is there
+(`.venv/bin/pip install -c constraints.txt -e '.[fuzz]'`); else it goes by chance alone.
 """
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from benchmarks.trust.bytes.part import BYTES
 from benchmarks.trust.ends.part import ENDS
 from benchmarks.trust.parts import Part
 
-PARTS: dict[str, Part] = {one.name: one for one in (ENDS,)}
+PARTS: dict[str, Part] = {one.name: one for one in (ENDS, BYTES)}

@@ -4,13 +4,20 @@ stopped, and that docs/trust.md is what the records say.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.message import DecodeError
+from headrace.v1 import generation_pb2 as pb
 
 from benchmarks.trust.__main__ import RESULTS
+from benchmarks.trust.bytes.fuzz import Fuzzing
+from benchmarks.trust.bytes.mutating import mutate_message
+from benchmarks.trust.bytes.targets import TARGETS, Finding, Target
 from benchmarks.trust.campaign import Campaign, Plan
 from benchmarks.trust.document import PROMISES, render, update
 from benchmarks.trust.ends.crowd import Crowd, crowds
@@ -19,6 +26,7 @@ from benchmarks.trust.ends.play import CELLS, EVENTS, TABLE, Cell, allowed, play
 from benchmarks.trust.parts import Course, Part, Tried
 from benchmarks.trust.record import Record
 from benchmarks.trust.registry import PARTS
+from engine.text.stop_strings import StopMatcher
 from service.delivery.registry import Registry
 
 
@@ -186,3 +194,61 @@ async def test_a_round_by_chance(tmp_path: Path) -> None:
     await crowds(crowd, tmp_path)
     assert crowd.wrong == []
     assert sum(crowd.ends.values()) == 150
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_takes_its_seeds_and_what_becomes_of_them(name: str, tmp_path: Path) -> None:
+    target = TARGETS[name]
+    fuzzing = Fuzzing(target, tmp_path, 1, 0.3)
+    fuzzing.by_chance()
+    assert fuzzing.tried > len(target.seeds())
+    assert not (tmp_path / "findings.jsonl").exists()
+
+
+def test_a_finding_is_told_once_with_its_input(tmp_path: Path) -> None:
+    def test(data: bytes) -> None:
+        if b"!" in data:
+            raise ZeroDivisionError("planted")
+
+    target = Target(
+        name="planted",
+        what="a planted fault",
+        promises=(3,),
+        prepare=lambda: test,
+        mutate=lambda data, source, most: data + source.choice((b"!", b"?")),
+        seeds=lambda: [b"a"],
+    )
+    Fuzzing(target, tmp_path, 1, 0.1).by_chance()
+    [line] = (tmp_path / "findings.jsonl").read_text().splitlines()
+    found = json.loads(line)
+    assert found["what"].startswith("ZeroDivisionError at test_trust.py:")
+    assert b"!" in bytes.fromhex(found["input"])
+
+
+def test_a_message_is_changed_by_its_fields() -> None:
+    mutate, source = mutate_message(pb.GenerationSpec), random.Random(5)
+    data, set_fields = b"", set()
+    for _ in range(400):
+        data = mutate(data, source, 4096)
+        spec = pb.GenerationSpec()
+        with contextlib.suppress(DecodeError):
+            spec.ParseFromString(data)
+            set_fields |= {descriptor.name for descriptor, _ in spec.ListFields()}
+    assert set_fields == {one.name for one in pb.GenerationSpec.DESCRIPTOR.fields}
+
+
+def test_a_stop_string_that_is_not_found_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: what is complete with the last character of a piece is missed."""
+    test = TARGETS["stop-strings"].prepare()
+    push = StopMatcher.push
+
+    def late(self: StopMatcher, text: str, num_tokens: int) -> Any:
+        said, match = push(self, text[:-1], num_tokens)
+        return (said, match) if match is not None else (said + text[-1:], None)
+
+    monkeypatch.setattr(StopMatcher, "push", late)
+    with pytest.raises(Finding):
+        test(b"ab\xffxxab")

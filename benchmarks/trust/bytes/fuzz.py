@@ -1,0 +1,146 @@
+"""One target's process: `python -m benchmarks.trust.bytes.fuzz TARGET SECONDS SEED FOLDER`.
+
+Findings do not end it: each is written to FOLDER/findings.jsonl, once for each place in the code
+that raised it, and counts of what was tried to FOLDER/stats.json. What ends the process (a crash of
+native code, an input that never comes back) is told by its exit code and by FOLDER/last, the input
+that it was at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import random
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 4096
+SLOW_S = 1.0
+"""CPU time that no input of so few bytes may take; Atheris' counting makes code some times slower.
+"""
+STATS_S = 0.5
+POOL = 200
+INSTRUMENTED = (
+    "service.convert", "service.replies", "service.callers", "service.status_table",
+    "engine.text", "engine.structured", "engine.process", "engine.sampling_params",
+)  # fmt: skip
+
+
+class Fuzzing:
+    """Gives inputs to a target's test, and notes what comes of them."""
+
+    def __init__(self, target: Any, folder: Path, seed: int, seconds: float) -> None:
+        self.target = target
+        self.test = target.prepare()
+        self.source = random.Random(seed)
+        self._folder = folder
+        self._last = (folder / "last").open("wb", buffering=0)
+        self._places: set[str] = set()
+        self._ends = time.monotonic() + seconds
+        self._told = 0.0
+        self.tried = 0
+        self.slowest_s = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time has passed."""
+        return time.monotonic() > self._ends
+
+    def give(self, data: bytes) -> None:
+        """Try one input."""
+        self._last.seek(0)
+        self._last.truncate()
+        self._last.write(data)
+        began = time.process_time()
+        try:
+            self.test(data)
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            ours = [one for one in frames if "/benchmarks/" not in one.filename] or frames
+            where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
+            self._note(f"{type(error).__name__} at {where}: {error}"[:400], where, data)
+        took = time.process_time() - began
+        self.slowest_s = max(self.slowest_s, took)
+        if took > SLOW_S:
+            self._note(f"{took:.2f} s of CPU time", "slow", data)
+        self.tried += 1
+        if (now := time.monotonic()) - self._told > STATS_S:
+            self._told = now
+            self.tell()
+
+    def tell(self) -> None:
+        """Write the counts."""
+        told = {"tried": self.tried, "slowest_s": self.slowest_s}
+        (self._folder / "stats.json").write_text(json.dumps(told))
+
+    def _note(self, what: str, where: str, data: bytes) -> None:
+        if where in self._places:
+            return
+        self._places.add(where)
+        with (self._folder / "findings.jsonl").open("a") as file:
+            file.write(json.dumps({"what": what, "input": data.hex()}) + "\n")
+
+    def by_chance(self) -> None:
+        """Without counting what code is reached."""
+        pool = self.target.seeds()
+        for data in pool[:]:
+            self.give(data)
+        while not self.is_over:
+            data = self.target.mutate(self.source.choice(pool), self.source, MOST_BYTES)
+            self.give(data)
+            if self.source.random() < 0.05:
+                if len(pool) < POOL:
+                    pool.append(data)
+                else:
+                    pool[self.source.randrange(POOL)] = data
+        self.tell()
+        self._last.close()
+
+
+def main() -> None:
+    """Run it; under Atheris it ends with the process."""
+    name, seconds, seed, folder = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    try:
+        atheris: Any = importlib.import_module("atheris")
+    except ImportError:
+        atheris = None
+    counting = contextlib.nullcontext()
+    if atheris is not None:
+        counting = atheris.instrument_imports(include=list(INSTRUMENTED))
+    with counting:
+        targets = importlib.import_module("benchmarks.trust.bytes.targets").TARGETS
+    place = Path(folder)
+    fuzzing = Fuzzing(targets[name], place, seed, seconds)
+    if atheris is None:
+        fuzzing.by_chance()
+        return
+    corpus = place / "corpus"
+    corpus.mkdir()
+    for number, data in enumerate(fuzzing.target.seeds()):
+        (corpus / str(number)).write_bytes(data)
+
+    def mutate(data: bytes, most: int, seed: int) -> bytes:
+        source = random.Random(seed)
+        if source.random() < 0.1:
+            return bytes(atheris.Mutate(data, most))
+        return bytes(fuzzing.target.mutate(data, source, most))
+
+    options = [
+        f"-max_total_time={round(seconds)}",
+        f"-seed={seed}",
+        f"-max_len={MOST_BYTES}",
+        "-timeout=30",
+        "-rss_limit_mb=4096",
+        f"-artifact_prefix={place}/",
+        str(corpus),
+    ]
+    atheris.Setup([sys.argv[0], *options], fuzzing.give, custom_mutator=mutate)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
