@@ -11,11 +11,14 @@ from datetime import datetime
 from typing import Annotated, Any, Literal, NewType, NotRequired, Optional, TypedDict
 
 import headrace
+import jsonschema  # type: ignore[import-untyped]  # it ships none
 import pytest
 from headrace import FunctionTool, tool
 from headrace._chat import tools_to_proto
 from headrace._shapes import InexpressibleError, UnfitError, shape_of
 from headrace.tools import answer_text, read_object, tools_by_name
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.structured.schema import prepare_schema
 
@@ -154,6 +157,28 @@ def test_hints(
     for value in unfit:
         with pytest.raises(UnfitError):
             shape.read(value, "")
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.floats(-2, 2), st.sampled_from(["m", "a", "b"])
+)
+NAMES = st.sampled_from(["start", "end", "unit", "notes", "name", "river", "a"])
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3)
+)
+
+
+@pytest.mark.parametrize("hint", [hint for hint, *_ in HINTS], ids=[str(h[0]) for h in HINTS])
+@given(value=VALUES)
+@settings(max_examples=200)
+def test_what_is_read_is_what_the_schema_allows(hint: Any, value: Any) -> None:
+    shape = shape_of(hint)
+    try:
+        shape.read(value, "")
+        fits = True
+    except UnfitError as error:
+        fits = "it ends before it starts" in str(error)  # which no schema says
+    assert fits == jsonschema.Draft202012Validator(shape.schema).is_valid(value)
 
 
 @pytest.mark.parametrize(
