@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import typer
 
-from headrace._tool_loop import ToolAnswer, ToolRunEnd
+from headrace._tool_loop import ToolAnswer, ToolRunEnd, ToolTurn
 from headrace.cli import common
 from headrace.client import Client
 from headrace.errors import HeadraceError, UnavailableError
@@ -119,14 +119,14 @@ class Conversation:
             reply.stop()
             return _approve(call)
 
+        run = self._client.run_tools(
+            asked,
+            self._tools,
+            max_turns=self._max_turns,
+            approve=approve if self._asks else None,
+            **self._options,
+        )
         try:
-            run = self._client.run_tools(
-                asked,
-                self._tools,
-                max_turns=self._max_turns,
-                approve=approve if self._asks else None,
-                **self._options,
-            )
             with contextlib.closing(run.events()) as events:  # type: ignore[type-var]
                 for event in events:
                     reply.show(event)
@@ -172,7 +172,7 @@ class _Reply:
         self._line: Literal["", "text", "reasoning", "call"] = ""
         """What the line that is not ended yet has."""
 
-    def show(self, event: object) -> None:
+    def show(self, event: Chunk | ToolAnswer | ToolTurn) -> None:
         """Shows a piece of a reply, or what a tool answered."""
         if isinstance(event, Chunk):
             self._chunk(event)
@@ -182,7 +182,7 @@ class _Reply:
                 content = f"{content[:_SHOWN_CHARACTERS]}… ({len(content)} characters)"
             self._begin("")
             self._aside(f"{event.call.name}: {content}\n")
-        elif event.answers:  # type: ignore[attr-defined]  # a ToolTurn: another reply follows
+        elif event.answers:  # another reply follows
             self.text = self.reasoning = ""
 
     def end(self) -> None:
