@@ -169,15 +169,14 @@ class Terminal:
     def __init__(self, harness: Harness, *words: str | Path) -> None:
         self.shown = ""
         self._own, theirs = pty.openpty()
+        # A session's leader that opens a terminal has Ctrl-C from it. (Not in `preexec_fn`, which
+        # would run what gRPC has for forks, in this process's copy.)
+        opened = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', os.ttyname(theirs)]
+        target = ["--target", harness.server.addresses[0]]
         self.process = subprocess.Popen(
-            [*COMMAND, "--target", harness.server.addresses[0], *map(str, words)],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-            preexec_fn=_take_terminal,
+            [*opened, *COMMAND, *target, *map(str, words)], start_new_session=True
         )
-        os.close(theirs)
+        self._theirs = theirs  # open until the process has it open, and to its end
 
     async def __aenter__(self) -> Terminal:
         return self
@@ -185,6 +184,7 @@ class Terminal:
     async def __aexit__(self, *_: object) -> None:
         self.process.kill()
         await asyncio.to_thread(self.process.wait, WAIT_S)
+        os.close(self._theirs)  # which ends a read that still waits
         os.close(self._own)
 
     async def until(self, wanted: Callable[[str], bool]) -> str:
@@ -216,14 +216,6 @@ class Terminal:
 
     def _read(self) -> str:
         return os.read(self._own, 1 << 16).decode().replace("\r\n", "\n")
-
-
-def _take_terminal() -> None:
-    """Makes stdin the terminal that Ctrl-C comes from."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def plain(shown: str) -> str:
