@@ -34,7 +34,7 @@ def _row(name: str, family: Family) -> tuple[str, ...]:
     if refused:
         prompts += f", {refused} refused by both"
     if not family.parser:
-        return family.title, prompts, "none", "no", "no", "yes", "no"
+        return family.title, prompts, "none", "no", "no", "as text", "no"
     format = FORMATS[family.parser]
     form = format.call_form("\n".join(templates(name).sources))
     if form is None:
