@@ -37,8 +37,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from llguidance import LLMatcher, LLParserLimits
-
 from engine.drain_rate import DrainRate
 from engine.errors import (
     CompileQueueFullError,
@@ -48,12 +46,10 @@ from engine.errors import (
 )
 from engine.request import TokenMatcher
 from engine.sampling_params import GrammarKind, GrammarParams, ReasoningParams
+from engine.structured.compilation import CompiledRoot, compile_grammar
 from engine.structured.matcher import CompiledGrammar, GrammarMatcher
-from engine.structured.messages import explain
 from engine.structured.reasoning import hold_reasoning
 from engine.structured.reasoning_marks import Marks, MarkTables
-from engine.structured.source import translate
-from engine.structured.trial import try_out
 from engine.structured.vocabulary import Vocabulary, read_vocabulary
 from engine.text import Tokenizer
 from engine.types import NO_CALLER, CallerKey, TokenId
@@ -64,16 +60,13 @@ _STACK_BYTES = 256 << 20
 """Address space of a thread's stack; unused parts take no memory. Within the bounds on a grammar's
 size, no chain of definitions that was tried needs more than a quarter of it; 8 MB overflow.
 """
-_LEXER_FUEL = 200_000
-"""The cost limit for building the lexer: enough for a choice of thousands of strings."""
-_LARK_LEXER_FUEL = 50_000
-"""The same for Lark grammars, whose terminals can double in size with every line if each uses
-another twice. At this limit a compilation takes at most about a second and 250 MB.
-"""
 _MAX_CACHED_BYTES = 16 << 20
 """The limit on the text of all cached grammars; llguidance needs more memory for each, how much is
 unknown.
 """
+
+_TAG_WEIGHT = 8
+"""Structural tags count more: compiled, they were seen to need up to 600 bytes for one of text."""
 
 MatcherFactory = Callable[[], TokenMatcher]
 _Value = TypeVar("_Value")
@@ -88,15 +81,7 @@ class _Key(NamedTuple):
     wanted: GrammarParams | Marks
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Root:
-    """A compiled grammar at its start, and what a token of it costs (see `Trial.token_s`)."""
-
-    matcher: LLMatcher
-    token_s: float
-
-
-_Compiled = _Root | MarkTables
+_Compiled = CompiledRoot | MarkTables
 
 
 @dataclass(slots=True, eq=False)
@@ -237,7 +222,7 @@ class GrammarCompiler:
         """What makes a request's matchers, from all that was compiled for it."""
         make_form: Callable[[], GrammarMatcher] | None = None
         for compiled in found:
-            if isinstance(compiled, _Root):
+            if isinstance(compiled, CompiledRoot):
                 key = _Key(salt, replace(params, reasoning=None))
                 make_form = CompiledGrammar(
                     compiled.matcher,
@@ -348,7 +333,7 @@ class GrammarCompiler:
         self._last = job
         return job
 
-    def _forget(self, key: _Key, root: _Root) -> None:
+    def _forget(self, key: _Key, root: CompiledRoot) -> None:
         """Drop a grammar whose lexer has reached a limit, so that the next request starts with a
         new one.
         """
@@ -408,34 +393,7 @@ class GrammarCompiler:
         vocabulary = self._read_vocabulary()
         if isinstance(wanted, Marks):
             return MarkTables(wanted, vocabulary.spellings)
-        return self._compile_grammar(wanted, vocabulary)
-
-    def _compile_grammar(self, params: GrammarParams, vocabulary: Vocabulary) -> _Root:
-        """Compile a grammar and take its first steps, which show whether it can be followed at
-        all.
-        """
-        source = translate(params, vocabulary.names)
-        root = LLMatcher(
-            vocabulary.tokens, source.text, log_level=0, limits=_limits(source.has_lark)
-        )
-        field_name = f"grammar.{params.kind.value}"
-        if root.is_error():
-            raise InvalidRequestError(field_name, explain(params.kind, root.get_error()))
-        first = GrammarMatcher(root, self._vocab_size, frozenset())
-        if first.can_go_on():
-            trial = try_out(root, self._vocab_size)
-            if trial.error is not None:
-                raise InvalidRequestError(field_name, explain(params.kind, trial.error))
-            return _Root(root, trial.token_s)
-        if first.failure is not None:
-            raise InvalidRequestError(field_name, explain(params.kind, root.get_error()))
-        if root.is_accepting():
-            raise InvalidRequestError(
-                field_name, "matches the empty text alone, so that nothing could be generated"
-            )
-        raise InvalidRequestError(
-            field_name, "matches no text, or none that this model's tokens can write"
-        )
+        return compile_grammar(wanted, vocabulary, self._vocab_size)
 
     def _read_vocabulary(self) -> Vocabulary:
         with self._vocabulary_lock:
@@ -452,19 +410,6 @@ class GrammarCompiler:
             self._cached_bytes -= _size(oldest.wanted)
 
 
-def _limits(has_lark: bool) -> LLParserLimits:
-    return LLParserLimits(
-        initial_lexer_fuel=_LARK_LEXER_FUEL if has_lark else _LEXER_FUEL,
-        # Because the steps are taken on the engine's thread: some milliseconds each, with few
-        # exceptions. `engine.form_budget` limits their sum.
-        step_lexer_fuel=50_000,
-        step_max_items=5_000,
-        max_lexer_states=50_000,
-        max_grammar_size=200_000,
-        verbose_errors=False,
-    )
-
-
 def _marks_of(reasoning: ReasoningParams) -> Marks:
     return Marks(reasoning.opening, reasoning.closing, reasoning.then, reasoning.max_blanks)
 
@@ -475,9 +420,11 @@ def _field(wanted: GrammarParams | Marks) -> str:
 
 
 def _size(wanted: GrammarParams | Marks) -> int:
+    """What it counts against _MAX_CACHED_BYTES."""
     if isinstance(wanted, Marks):
         return 0
-    return len(wanted.text) + sum(map(len, wanted.choices))
+    weight = _TAG_WEIGHT if wanted.kind is GrammarKind.STRUCTURAL_TAG else 1
+    return weight * (len(wanted.text) + sum(map(len, wanted.choices)))
 
 
 def _succeed(future: Future[_Value], value: _Value) -> None:

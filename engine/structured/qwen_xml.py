@@ -50,7 +50,7 @@ _OF_OTHERS = _NOTES | {
 _BRANCHES = ("anyOf", "oneOf")
 _WORDS = {"null": ("null", "None"), "boolean": ("true", "false", "True", "False")}
 """For each type: what is read as one of its values, besides by its first character."""
-_FIRSTS = {"number": "-0-9", "integer": "-0-9", "object": "{", "array": "\\["}
+_FIRSTS = {"number": "\\-0-9", "integer": "\\-0-9", "object": "{", "array": "\\["}
 """For each type: with which characters its values begin."""
 _BLANKS = " \t\r\n"
 
@@ -275,7 +275,8 @@ class _Parameter:
         terminal = excluding(terminal, [_END])
         firsts = "".join(sorted({_FIRSTS[kind] for kind in self._types if kind in _FIRSTS}))
         if firsts:
-            terminal += f" & ~(/[ \\t\\r\\n]*[{firsts}]/ ANY)"
+            # Not as what it must not begin with: that takes 70 MB together with a length.
+            terminal += f" & /[ \\t\\r\\n]*([^ \\t\\r\\n{firsts}](?s:.*))?/"
         words = [word for kind in sorted(self._types) for word in _WORDS.get(kind, ())]
         if words:
             listed = " | ".join(map(json.dumps, words))

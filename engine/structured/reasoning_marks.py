@@ -109,9 +109,8 @@ class MarkTables:
 
     def _blanks(self) -> list[Bits]:
         spelled = self._spellings.by_id
-        tokens = self._spellings.made_of(BLANKS)
         return [
-            self._bits(token for token in tokens if len(spelled[token]) <= left)
+            self._bits(token for token in self._spellings.blanks if len(spelled[token]) <= left)
             for left in range(self.max_blanks + 1)
         ]
 

@@ -36,11 +36,19 @@ from engine.structured.tag_nodes import (
 MAX_RULES = 20_000
 """The most rules and terminals of a structural tag's grammar."""
 
+_MAX_CHARACTERS = 420
+
 _Nodes = tuple[Node, ...]
 
 
 class TagError(Exception):
-    """What a caller described cannot be held; the text tells why, with the place."""
+    """What a caller described cannot be held; the text tells why, with the place. The middle of a
+    long text is left out.
+    """
+
+    def __init__(self, text: str) -> None:
+        long = len(text) > _MAX_CHARACTERS
+        super().__init__(f"{text[:200]}…{text[-200:]}" if long else text)
 
 
 class _Exit(NamedTuple):
@@ -63,6 +71,7 @@ class TagGrammar:
         self._rules: dict[tuple[int, ...], str] = {}
         self._named: dict[tuple[str, str], str] = {}
         self._kept: list[_Nodes] = []  # so that no id is used twice
+        self._waiting: list[tuple[str, _Nodes]] = []  # rules that are named, but not written yet
 
     def source(self, node: Node) -> str:
         """The grammar's text, from the rule `start`.
@@ -71,6 +80,9 @@ class TagGrammar:
             TagError: it cannot be written so that it can be followed.
         """
         body = self._rule((node,))
+        while self._waiting:  # no recursion: a sequence may be long
+            name, nodes = self._waiting.pop()
+            self._add(f"{name}: {self._body(flattened(nodes))}")
         return "\n".join([f"start: {body}", *self._lines])
 
     # ---- names -----------------------------------------------------------------------------------
@@ -81,7 +93,7 @@ class TagGrammar:
         if key not in self._rules:
             self._kept.append(nodes)
             name = self._rules[key] = f"r_{len(self._rules)}"
-            self._add(f"{name}: {self._body(flattened(nodes))}")
+            self._waiting.append((name, nodes))
         return self._rules[key]
 
     def _name(self, kind: str, body: str) -> str:

@@ -29,6 +29,7 @@ class TokenSpellings:
 
     Attributes:
         by_id: each token's spelling; empty: it writes nothing.
+        blanks: the tokens that write blanks alone.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class TokenSpellings:
         order = sorted(range(len(self.by_id)), key=self.by_id.__getitem__)
         self._ids = order
         self._sorted = [self.by_id[token] for token in order]
+        blank = (t for t, own in enumerate(self.by_id) if own.isspace())
+        self.blanks = [token for token in blank if not self.by_id[token].strip(BLANKS)]
 
     def spell(self, text: str) -> bytes:
         """The spelling of a text, in which names of special tokens are these tokens."""
@@ -61,10 +64,6 @@ class TokenSpellings:
     def containing(self, spelling: bytes) -> list[int]:
         """The tokens whose spelling contains this one."""
         return [token for token, own in enumerate(self.by_id) if spelling in own]
-
-    def made_of(self, characters: bytes) -> list[int]:
-        """The tokens that are spelled with these bytes alone."""
-        return [t for t, own in enumerate(self.by_id) if own and not own.strip(characters)]
 
     def _between(self, first: bytes, behind: bytes) -> list[int]:
         return self._ids[bisect_left(self._sorted, first) : bisect_left(self._sorted, behind)]

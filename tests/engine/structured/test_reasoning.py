@@ -179,7 +179,7 @@ def test_a_form_is_compiled_once_with_any_reasoning(
 ) -> None:
     form = {"kind": GrammarKind.REGEX, "text": "compiled once"}
     compiler.compile(GrammarParams(**form), frozenset())  # type: ignore[arg-type]
-    monkeypatch.setattr(compiler, "_compile_grammar", None)
+    monkeypatch.setattr("engine.structured.compiler.compile_grammar", None)
     for most in (None, 1, 2):
         reasoning = ReasoningParams("<once>", "</once>", max_tokens=most)
         params = GrammarParams(**form, reasoning=reasoning)  # type: ignore[arg-type]

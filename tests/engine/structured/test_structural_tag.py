@@ -282,6 +282,23 @@ def test_choices_in_a_row_do_not_multiply(compiler: GrammarCompiler) -> None:
     assert matcher.can_go_on()
 
 
+def test_a_long_sequence_of_free_texts(takes: Taker) -> None:
+    form = row(*[part for i in range(250) for part in (ANY, const(f"<{i}>"))])
+    text = "".join(f"x<{i}>" for i in range(250))
+    assert takes(form, text)
+    assert not takes(form, text + "x")
+
+
+def test_the_message_about_a_long_place_is_short(compiler: GrammarCompiler) -> None:
+    form: Form = {"type": "foo"}
+    for _ in range(30):
+        form = row(form)
+    with pytest.raises(InvalidRequestError) as caught:
+        compiler.compile(params(form), frozenset())
+    assert len(caught.value.description) < 450
+    assert "it must be one of" in caught.value.description
+
+
 # ---- random formats, random outputs --------------------------------------------------------------
 
 WORDS = ["a", "ab", "b>", "<t>", "</t>", "<t=", "é", "<|user|>", "x<|system|>", "<|assistant|>!"]

@@ -1,0 +1,75 @@
+"""Compiles one grammar: from what the caller sent to a matcher at its start that was tried out.
+
+llguidance compiles without the interpreter's lock, and cannot be interrupted. The limits here, and
+the checks of `source`, keep it to seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llguidance import LLMatcher, LLParserLimits
+
+from engine.errors import InvalidRequestError
+from engine.sampling_params import GrammarParams
+from engine.structured.matcher import GrammarMatcher
+from engine.structured.messages import explain
+from engine.structured.source import translate
+from engine.structured.trial import try_out
+from engine.structured.vocabulary import Vocabulary
+
+_LEXER_FUEL = 200_000
+"""The cost limit for building the lexer: enough for a choice of thousands of strings."""
+_LARK_LEXER_FUEL = 20_000
+"""The same for Lark grammars, whose terminals can double in size with every line if each uses
+another twice. At this limit a compilation takes at most about a second and 250 MB.
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledRoot:
+    """A compiled grammar at its start, and what a token of it costs (see `Trial.token_s`)."""
+
+    matcher: LLMatcher
+    token_s: float
+
+
+def compile_grammar(params: GrammarParams, vocabulary: Vocabulary, vocab_size: int) -> CompiledRoot:
+    """Compile a grammar and take its first steps, which show whether it can be followed at all.
+
+    Raises:
+        InvalidRequestError: it is wrong, empty or too complex.
+    """
+    source = translate(params, vocabulary.names)
+    root = LLMatcher(vocabulary.tokens, source.text, log_level=0, limits=_limits(source.has_lark))
+    field_name = f"grammar.{params.kind.value}"
+    if root.is_error():
+        raise InvalidRequestError(field_name, explain(params.kind, root.get_error()))
+    first = GrammarMatcher(root, vocab_size, frozenset())
+    if first.can_go_on():
+        trial = try_out(root, vocab_size)
+        if trial.error is not None:
+            raise InvalidRequestError(field_name, explain(params.kind, trial.error))
+        return CompiledRoot(root, trial.token_s)
+    if first.failure is not None:
+        raise InvalidRequestError(field_name, explain(params.kind, root.get_error()))
+    if root.is_accepting():
+        raise InvalidRequestError(
+            field_name, "matches the empty text alone, so that nothing could be generated"
+        )
+    raise InvalidRequestError(
+        field_name, "matches no text, or none that this model's tokens can write"
+    )
+
+
+def _limits(has_lark: bool) -> LLParserLimits:
+    return LLParserLimits(
+        initial_lexer_fuel=_LARK_LEXER_FUEL if has_lark else _LEXER_FUEL,
+        # Because the steps are taken on the engine's thread: some milliseconds each, with few
+        # exceptions. `engine.form_budget` limits their sum.
+        step_lexer_fuel=50_000,
+        step_max_items=5_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
