@@ -122,6 +122,13 @@ def test_prompts_of_wrong_types() -> None:
             build_spec(bad)
 
 
+def test_options_that_no_prompt_is_made_of_are_not_tokenized() -> None:
+    with headrace.Client("127.0.0.1:1") as client:
+        for name in ("tool_choice", "temperature", "colour"):
+            with pytest.raises(TypeError, match=f"no such option of a conversation: {name}"):
+                client.tokenize([Message.user("hi")], **{name: "auto"})
+
+
 def test_messages_from_dictionaries() -> None:
     call: Any = {"id": "1", "name": "f", "arguments": {"x": 1}}
     messages: Any = [{"role": "assistant", "tool_calls": [call]}]

@@ -386,7 +386,14 @@ def _apply_tool_choice(spec: pb.GenerationSpec, given: Mapping[str, Any]) -> Non
 
 
 def set_chat_option(chat: pb.ChatInput, name: str, value: Any) -> None:
-    """Sets one of the options that apply only to a conversation."""
+    """Sets one of the options that make a conversation's prompt.
+
+    Raises:
+        TypeError: it is none of them.
+        InvalidArgumentError: the value does not fit.
+    """
+    if name not in _CHAT_OPTIONS:
+        raise TypeError(f"no such option of a conversation: {name}")
     if name == "tools":
         tools = tools_to_proto(value)
         del chat.tools[:]

@@ -179,7 +179,7 @@ def _tool(
         raise TypeError(f"{name} cannot be a tool: {error}") from None
     return FunctionTool(
         name,
-        documented if description is None else description,
+        (documented or None) if description is None else description,
         shape.schema,
         function=function,
         shape=shape,
