@@ -272,6 +272,7 @@ class EngineCore:
             num_steps_over_target=0 if pace is None else pace.num_over_target,
             callers=callers,
             other_callers=self.scheduler.callers.others(callers),
+            block_size=kv_cache.block_size,
         )
 
     def _must_wait(self) -> bool:

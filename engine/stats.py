@@ -58,6 +58,7 @@ class EngineStats:
             is no target.
         callers: callers by name, up to a fixed number; those that have requests come first.
         other_callers: all other callers together, present and past; None: there were none.
+        block_size: tokens per block.
     """
 
     running: int
@@ -84,3 +85,9 @@ class EngineStats:
     num_steps_over_target: int = 0
     callers: tuple[CallerStats, ...] = ()
     other_callers: CallerStats | None = None
+    block_size: int = 0
+
+    @property
+    def kv_usage(self) -> float:
+        """The part of the KV cache that requests hold, from 0 to 1."""
+        return self.blocks_used / max(self.blocks_total, 1)

@@ -18,6 +18,7 @@ from engine.config import ContinuousBatchingConfig, LoadConfig, RankPlace
 from engine.errors import ConfigError
 from service import flags, tokens
 from service.config import ProcessConfig, ServiceConfig
+from service.telemetry.config import TelemetryConfig
 
 if TYPE_CHECKING:
     from engine.client import EngineClient
@@ -71,6 +72,7 @@ def serve(given: flags.Given) -> None:
         model = process.model or default_model()
         config = _service_config(given, model)
         load = given.config(LoadConfig)
+        telemetry = TelemetryConfig.read()
         rank = _rank(load)
         batching = given.config(
             ContinuousBatchingConfig,
@@ -97,7 +99,7 @@ def serve(given: flags.Given) -> None:
         output.say(f"headrace-server {_version()}: starting")
         from service.process import run_to_the_end
 
-        run_to_the_end(config, client, output)
+        run_to_the_end(config, client, output, telemetry_config=telemetry)
 
 
 def _service_config(given: flags.Given, model: str) -> ServiceConfig:

@@ -18,13 +18,15 @@ from functools import partial
 from typing import Any
 
 import grpc
+from google.rpc import status_pb2
 
 from engine.errors import HeadraceError
 from service.auth import Authenticator, current_permit
 from service.call_errors import AnswerTooLargeError
 from service.reading import OPEN_TO_EVERYONE, Reading
+from service.refusals import Refusals
 from service.state import ServerState, current_front
-from service.status_table import abort, to_status
+from service.status_table import abort, code_of_number, status_code, to_status
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +72,40 @@ def wrap(
     return result
 
 
+class CallEnd:
+    """How a call ends.
+
+    Attributes:
+        code: what the handler ended it with; None: it has not ended it.
+    """
+
+    __slots__ = ("_began", "_context", "_deadline", "code")
+
+    def __init__(self, context: Any) -> None:
+        self.code: grpc.StatusCode | None = None
+        self._context = context
+        self._began = time.monotonic()
+        left = context.time_remaining()
+        self._deadline = None if left is None else self._began + left
+
+    def aborted(self) -> None:
+        """Note that the handler ended it through its context, or found that it had ended."""
+        code = self._context.code()
+        self.code = code if isinstance(code, grpc.StatusCode) else code_of_number(code)
+
+    def code_at_end(self) -> grpc.StatusCode:
+        """The code, once it has ended."""
+        if self.code is not None:
+            return self.code
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return grpc.StatusCode.DEADLINE_EXCEEDED
+        return grpc.StatusCode.CANCELLED
+
+    def seconds(self) -> float:
+        """How long it has taken."""
+        return time.monotonic() - self._began
+
+
 class Recovery(grpc.aio.ServerInterceptor):
     """Turns exceptions into statuses. It is outermost, so that it sees exceptions of the other
     interceptors too. It also turns an answer that is too large for a message into a status, which
@@ -82,34 +118,54 @@ class Recovery(grpc.aio.ServerInterceptor):
     the end of its call. So the server is stopped only when its calls have ended; then all ends are
     sent before the ping.
 
+    It counts refused calls, and tells `on_end` how each call ended.
+
     Attributes:
         open: a future for each call whose handler runs, or whose status is being sent; done when
             the call has ended.
+        on_end: called with the method, the code and the seconds of each call; None: nobody asks.
     """
 
-    def __init__(self, max_send_bytes: int) -> None:
+    def __init__(self, max_send_bytes: int, refusals: Refusals) -> None:
         self._max_send_bytes = max_send_bytes
+        self._refusals = refusals
         self.open: set[asyncio.Future[None]] = set()
+        self.on_end: Callable[[str, grpc.StatusCode, float], None] | None = None
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
         """Wrap one RPC's handler."""
-        return wrap(await continuation(handler_call_details), self._unary, self._stream)
+        method = str(handler_call_details.method).removeprefix("/")
+        return wrap(
+            await continuation(handler_call_details),
+            partial(self._unary, method),
+            partial(self._stream, method),
+        )
 
-    def begin(self, context: Any) -> None:
+    def begin(self, method: str, context: Any) -> CallEnd:
         """Track a new call; its context reports when its status was sent, or the call was cut
         off.
         """
         ended = asyncio.get_running_loop().create_future()
         self.open.add(ended)
+        call = CallEnd(context)
 
         def end(_context: Any) -> None:
             self.open.discard(ended)
             if not ended.done():  # else the loop is being closed
                 ended.set_result(None)
+            if self.on_end is not None:
+                self.on_end(method, call.code_at_end(), call.seconds())
 
         context.add_done_callback(end)
+        return call
+
+    def _refuse(self, method: str, call: CallEnd, error: Exception) -> status_pb2.Status:
+        status = to_status(error)
+        call.code = status_code(status)
+        self._refusals.add(method, error)
+        return status
 
     async def settle(self, timeout_s: float) -> None:
         """Wait until the calls that are open now have ended, at most `timeout_s` seconds. Later
@@ -118,35 +174,39 @@ class Recovery(grpc.aio.ServerInterceptor):
         if self.open:
             await asyncio.wait(self.open, timeout=timeout_s)
 
-    def _unary(self, behavior: Unary) -> Unary:
+    def _unary(self, method: str, behavior: Unary) -> Unary:
         async def call(request: Any, context: Any) -> Any:
-            self.begin(context)
+            ending = self.begin(method, context)
             try:
                 response = await behavior(request, context)
                 if (size := response.ByteSize()) > self._max_send_bytes:
                     raise AnswerTooLargeError(size, self._max_send_bytes)
+                ending.code = grpc.StatusCode.OK
                 return response
             except grpc.aio.BaseError:  # an abort; or the call has ended, or gRPC
+                ending.aborted()
                 raise
             except Exception as error:
-                status = to_status(error)
+                status = self._refuse(method, ending, error)
             # Not within `except`: the call would keep the error alive, with everything in its
             # frames.
             return await abort(context, status)
 
         return call
 
-    def _stream(self, behavior: Stream) -> Stream:
+    def _stream(self, method: str, behavior: Stream) -> Stream:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            self.begin(context)
+            ending = self.begin(method, context)
             try:
                 async for response in behavior(request, context):
                     yield response
             except grpc.aio.BaseError:  # an abort; or the call has ended, or gRPC
+                ending.aborted()
                 raise
             except Exception as error:
-                status = to_status(error)
+                status = self._refuse(method, ending, error)
             else:
+                ending.code = grpc.StatusCode.OK
                 return
             await abort(context, status)  # as above
 

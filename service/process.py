@@ -28,7 +28,8 @@ from service.listening import ListeningError
 from service.logs.output import Output
 from service.memory import bound_arenas
 from service.open_files import raise_limit
-from service.server import HeadraceServer, TokenizerLoader, load_tokenizer
+from service.server import NO_TELEMETRY, HeadraceServer, TokenizerLoader, load_tokenizer
+from service.telemetry.config import TelemetryConfig
 from service.welcome import welcome
 
 logger = logging.getLogger(__name__)
@@ -41,13 +42,15 @@ def run(
     client: EngineClient,
     output: Output,
     *,
+    telemetry_config: TelemetryConfig = NO_TELEMETRY,
     tokenizer_loader: TokenizerLoader = load_tokenizer,
 ) -> int:
     """Serve until a signal comes; returns the exit code."""
     try:
         raise_limit()
         bound_arenas()
-        return asyncio.run(_Process(config, client, output, tokenizer_loader).run())
+        process = _Process(config, client, output, telemetry_config, tokenizer_loader)
+        return asyncio.run(process.run())
     except Exception:
         logger.exception("the server has failed")
         return _FAILED
@@ -58,13 +61,21 @@ def run_to_the_end(
     client: EngineClient,
     output: Output,
     *,
+    telemetry_config: TelemetryConfig = NO_TELEMETRY,
     tokenizer_loader: TokenizerLoader = load_tokenizer,
 ) -> NoReturn:
     """Serve until a signal comes, then end the process with the exit code. Everything that must be
     closed has been closed by then; the interpreter's own clean-up is skipped, because it would take
     longer than the rest of a drain.
     """
-    end(run(config, client, output, tokenizer_loader=tokenizer_loader), output)
+    code = run(
+        config,
+        client,
+        output,
+        telemetry_config=telemetry_config,
+        tokenizer_loader=tokenizer_loader,
+    )
+    end(code, output)
 
 
 def end(code: int, output: Output) -> NoReturn:
@@ -79,13 +90,18 @@ class _Process:
         config: ServiceConfig,
         client: EngineClient,
         output: Output,
+        telemetry_config: TelemetryConfig,
         tokenizer_loader: TokenizerLoader,
     ) -> None:
         self._config = config
         self._output = output
         self._say = output.say
         self._server = HeadraceServer(
-            config, client, progress=self._progress, tokenizer_loader=tokenizer_loader
+            config,
+            client,
+            telemetry_config=telemetry_config,
+            progress=self._progress,
+            tokenizer_loader=tokenizer_loader,
         )
         self._began = time.monotonic()
         self._signalled = asyncio.Event()

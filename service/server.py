@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import secrets
 import time
@@ -45,9 +44,9 @@ from headrace.v1 import (
 )
 
 from engine.client import EngineClient, ModelInfo, ProgressSink
+from engine.errors import HeadraceError
 from engine.outputs import StepOutputs
 from engine.text import Tokenizer, TokenizerMissingError
-from service import telemetry
 from service.address import Address, parse_address
 from service.admission import AdmissionControl, Limits
 from service.auth import Authenticator
@@ -75,6 +74,9 @@ from service.servicers.generation_servicer import GenerationServicer
 from service.servicers.model_servicer import ModelServicer
 from service.state import Drain, FrontEnd, Phase, ServerState
 from service.supervision import RESTART_DELAY_S, Supervisor
+from service.telemetry import setup as telemetry
+from service.telemetry.config import TelemetryConfig
+from service.telemetry.metrics import Figures
 from service.text_pool import THREADS, TextPool
 from service.tls import Tls
 from service.transport import grpc_options, most_received
@@ -88,6 +90,7 @@ SERVICES = (
 )
 CONTROL = control_service_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+NO_TELEMETRY = TelemetryConfig()
 _CALLS_GRACE_S = 3.0
 _CONNECTIONS_GRACE_S = 2.0
 _CANCEL_GRACE_S = 5.0
@@ -177,6 +180,7 @@ class HeadraceServer:
         config: ServiceConfig,
         client: EngineClient,
         *,
+        telemetry_config: TelemetryConfig = NO_TELEMETRY,
         progress: ProgressSink | None = None,
         tokenizer_loader: TokenizerLoader = load_tokenizer,
         restart_delay_s: float = RESTART_DELAY_S,
@@ -188,6 +192,7 @@ class HeadraceServer:
         Args:
             config: the service's options.
             client: the engine, not started yet.
+            telemetry_config: where metrics and spans go.
             progress: called with lines of start-up progress; by default they are logged.
             tokenizer_loader: loads the model's tokenizer, in a thread.
             restart_delay_s: the delay before the first restart of a dead engine.
@@ -195,6 +200,7 @@ class HeadraceServer:
                 refused callers may try again.
         """
         self._config = config
+        self._telemetry_config = telemetry_config
         self._client = client
         self._progress = progress or logger.info
         self._format_of = format_option("none")
@@ -224,7 +230,7 @@ class HeadraceServer:
         self.servers: dict[bool, grpc.aio.Server] = {}
         self._health_server: grpc.Server | None = None
         self._authenticator = Authenticator(None)
-        self.recovery = Recovery(config.max_send_bytes)
+        self.recovery = Recovery(config.max_send_bytes, self.state.refusals)
         self._tls: Tls | None = None
         self.reading = Reading(
             config.message_timeout_s, config.max_receive_bytes, most_received(config)
@@ -269,19 +275,34 @@ class HeadraceServer:
         )
         self._tls = Tls(self._config)
         self._telemetry = telemetry.set_up(
-            os.environ,
-            live_bytes=lambda: self._admission.live_bytes,
-            unknown_fields=lambda: self.state.incoming.unknown,
+            self._telemetry_config,
+            Figures(
+                live_bytes=lambda: self._admission.live_bytes,
+                unknown_fields=lambda: self.state.incoming.unknown,
+                refusals=self.state.refusals.counts,
+                phase=lambda: self.state.phase.value,
+                restarts=lambda: self.supervisor.restarts,
+                sessions=lambda: self.sessions.taken,
+            ),
         )
+        if (metrics := self._telemetry.metrics) is not None:
+            self.recovery.on_end = metrics.call_ended
         if self._config.health_listen is not None:
             self._health_server = make_health_server(self.health)
-        self.bound, self.health_bound = bind(
-            self._config, self._tls, self._server_of, self._health_server, self.sockets
-        )
+        try:
+            self.bound, self.health_bound = bind(
+                self._config, self._tls, self._server_of, self._health_server, self.sockets
+            )
+        except HeadraceError:
+            await self._telemetry.shutdown()
+            raise
         if self._health_server is not None:
             self._health_server.start()
         for server in self.servers.values():
             await server.start()
+        if self._telemetry.page is not None:
+            self._telemetry.page.start()
+            self._progress(f"metrics at {self._telemetry.page.url}")
         self._loading = asyncio.create_task(self._load_first())
 
     def _server_of(self, address: Address) -> grpc.aio.Server:
@@ -329,14 +350,19 @@ class HeadraceServer:
 
     async def _load(self) -> None:
         """Start the engine, make the front end for its model, and become ready."""
-        if self._telemetry.metrics is not None:
-            self._telemetry.metrics.engine_starts()
+        metrics = self._telemetry.metrics
+        if metrics is not None:
+            metrics.engine_starts()
+        began = time.monotonic()
         info = await self._client.start(self._on_step, self._progress)
+        started = time.monotonic()
         tokenizer = await asyncio.get_running_loop().run_in_executor(
             self._threads, self._load_tokenizer, info
         )
         await self.control.engine_started()
         self.state.loaded(self._front_end(info, tokenizer))
+        if metrics is not None:
+            metrics.started(engine=started - began, front_end=time.monotonic() - started)
         if self.state.phase is Phase.READY:
             self.health.set_ready(True)
 

@@ -18,6 +18,7 @@ from service.convert.request import Converter
 from service.convert.response import Responder
 from service.delivery.registry import Registry
 from service.load import LoadWatch
+from service.refusals import Refusals
 from service.text_pool import TextPool
 
 
@@ -88,6 +89,7 @@ class ServerState:
     def __init__(self, instance_id: str) -> None:
         self.instance_id = instance_id
         self.incoming = IncomingCheck()
+        self.refusals = Refusals()
         self.phase = Phase.LOADING
         self.drain: Drain | None = None
         self._front: FrontEnd | None = None

@@ -299,6 +299,14 @@ def code_of(error: BaseException) -> grpc.StatusCode:
     return _Code.INTERNAL
 
 
+def reason_of(error: BaseException) -> str:
+    """ErrorInfo's reason for an exception, without logging it."""
+    for kind, describe in _TABLE:
+        if isinstance(error, kind):
+            return describe(error).reason
+    return "INTERNAL"
+
+
 def trailers(status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
     """The trailing metadata with a status, and with the retry delay where clients' retry policies
     look for it.
@@ -315,6 +323,11 @@ def trailers(status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
 def status_code(status: status_pb2.Status) -> grpc.StatusCode:
     """The gRPC code of a status."""
     return _CODES[status.code]
+
+
+def code_of_number(number: int | None) -> grpc.StatusCode | None:
+    """The gRPC code with a number; None: there is none, or it means that all went well so far."""
+    return _CODES.get(number) if number else None
 
 
 def _public(error: BaseException) -> _Public:
@@ -371,5 +384,13 @@ def _number(code: grpc.StatusCode) -> int:
     number: int = code.value[0]
     return number
 
+
+NOT_REFUSALS = (
+    RequestFailedError,
+    RequestMovedError,
+    ResultsNotReadError,
+    OutputNotReadError,
+)
+"""Errors of requests that had been accepted."""
 
 _CODES = {_number(code): code for code in grpc.StatusCode}

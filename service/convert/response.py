@@ -80,7 +80,7 @@ def _load(stats: EngineStats) -> generation_service_pb2.ServerLoad:
     return generation_service_pb2.ServerLoad(
         running=stats.running,
         waiting=stats.waiting,
-        kv_cache_usage=stats.blocks_used / max(stats.blocks_total, 1),
+        kv_cache_usage=stats.kv_usage,
     )
 
 

@@ -33,6 +33,7 @@ from service.state import NO_NEW_WORK, ServerState, current_front
 
 Command = generation_service_pb2.StreamResultRequest
 
+_METHOD = "headrace.v1.GenerationService/StreamResult"
 MAX_WAITING = 64
 """With this many unanswered commands of a session, no further one is read."""
 MAX_WAITING_BYTES = 4 << 20
@@ -153,6 +154,7 @@ class CommandReader:
                 )
 
     def _reject(self, command: Command, error: Exception) -> None:
+        self._state.refusals.add(_METHOD, error)
         self._stream.reply(Rejected(command.command_id, _request_id(command), error))
 
     def _open(self, command: Command) -> None:

@@ -15,7 +15,7 @@ from service.delivery.request import ServedRequest
 from service.delivery.session import ResultStream
 from service.delivery.submission import LivesBy
 from service.state import FrontEnd
-from service.telemetry import label_span
+from service.telemetry.setup import label_span
 
 
 @asynccontextmanager

@@ -20,7 +20,8 @@ from headrace.v1.model_service_pb2_grpc import ModelServiceStub
 
 from engine.text import Tokenizer
 from service.config import ServiceConfig
-from service.server import HeadraceServer
+from service.server import NO_TELEMETRY, HeadraceServer
+from service.telemetry.config import TelemetryConfig
 from tests.service.fake_engine import FakeEngine, byte_tokenizer
 
 DEADLINE_S = 30.0
@@ -155,6 +156,7 @@ async def serving(
     has_tokenizer: bool = True,
     ready: bool = True,
     clock: Callable[[], float] = time.monotonic,
+    telemetry: TelemetryConfig = NO_TELEMETRY,
     **options: Any,
 ) -> AsyncIterator[Harness]:
     """A server on a free loopback port (unless `listen` says otherwise), stopped at the end. Its
@@ -167,6 +169,7 @@ async def serving(
     server = HeadraceServer(
         config,
         engine,
+        telemetry_config=telemetry,
         tokenizer_loader=lambda _info: tokenizer,
         restart_delay_s=0.01,
         clock=clock,

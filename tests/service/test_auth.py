@@ -28,12 +28,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from typer.testing import CliRunner
 
 from engine.errors import ConfigError, HeadraceError
-from service import cli, telemetry
+from service import cli
 from service.auth import Authenticator, PermissionDeniedError, UnauthenticatedError
 from service.callers import SERVICES, parse_callers
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from service.state import Phase
+from service.telemetry import setup as telemetry
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import Harness, Refused, Session, check_course, refused, serving, spec
 from tests.service.helpers import until as until_true
@@ -207,7 +208,7 @@ async def test_spans_of_refused_calls(callers: Path, monkeypatch: pytest.MonkeyP
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     made = telemetry.Telemetry(telemetry.interceptors(provider))
-    monkeypatch.setattr(telemetry, "set_up", lambda _environ, **_figures: made)
+    monkeypatch.setattr(telemetry, "set_up", lambda *_: made)
     async with guarded(callers, FakeEngine(script=says("x"))) as h:
         await generate_with(h)
         await generate_with(h, *bearer("probe"))

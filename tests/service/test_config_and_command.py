@@ -209,7 +209,7 @@ def run_serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: s
         monkeypatch.setitem(sys.modules, module, stand_in)
     monkeypatch.setattr(
         "service.process.run_to_the_end",
-        lambda config, client, _output: started.extend((config, client)),
+        lambda config, client, _output, **_: started.extend((config, client)),
     )
     result = CliRunner().invoke(cli.app, ["serve", *arguments], env=environment)
     return result, started

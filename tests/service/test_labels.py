@@ -16,10 +16,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from engine.errors import InvalidRequestError
 from engine.outputs import RequestFailure
-from service import telemetry
 from service.call_errors import FieldError
 from service.convert.values import check_labels
 from service.convert.weight import message_footprint
+from service.telemetry import setup as telemetry
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import Harness, details, refused, serving, spec, until
 
@@ -118,7 +118,7 @@ async def test_spans_have_the_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     made = telemetry.Telemetry(telemetry.interceptors(provider))
-    monkeypatch.setattr(telemetry, "set_up", lambda _environ, **_figures: made)
+    monkeypatch.setattr(telemetry, "set_up", lambda *_: made)
     engine = FakeEngine(script=says("x"))
     async with serving(engine) as h:
         await h.generate(spec(labels=LABELS))

@@ -21,9 +21,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from engine.errors import ConfigError
-from service import telemetry
 from service.config import ServiceConfig
 from service.server import HeadraceServer
+from service.telemetry import setup as telemetry
 from tests.service.certificates import make_certificate, needs_openssl
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import DEADLINE_S, Harness, check_course, refused, serving, spec, until
@@ -236,26 +236,12 @@ async def test_unknown_methods_are_unimplemented() -> None:
         assert (await refused(call)).code is grpc.StatusCode.UNIMPLEMENTED
 
 
-@pytest.mark.parametrize(
-    ("environment", "wanted"),
-    [
-        ({}, False),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4317"}, True),
-        ({"OTEL_TRACES_EXPORTER": "console"}, True),
-        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}, False),
-        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_SDK_DISABLED": "TRUE"}, False),
-    ],
-)
-def test_when_there_is_tracing(environment: dict[str, str], wanted: bool) -> None:
-    assert telemetry.is_wanted(environment) is wanted
-
-
 async def test_spans_tell_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     made = telemetry.Telemetry(telemetry.interceptors(provider))
-    monkeypatch.setattr(telemetry, "set_up", lambda _environ, **_figures: made)
+    monkeypatch.setattr(telemetry, "set_up", lambda *_: made)
     engine = FakeEngine(script=says("x"))
     async with serving(engine) as h:
         await h.generate(spec())

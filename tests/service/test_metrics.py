@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, cast
 
-import grpc
 import pytest
 from opentelemetry.metrics import Meter
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
@@ -27,11 +24,21 @@ from engine.outputs import (
 )
 from engine.stats import CallerStats, EngineStats
 from engine.types import CallerKey, RequestId
-from service import metrics, telemetry
-from service.metrics import Metrics
+from service.telemetry import metrics
+from service.telemetry import setup as telemetry
+from service.telemetry.metrics import MAX_CALLERS, Figures, Metrics
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import serving, spec, until
 from tests.service.readme import ROOT
+
+FIGURES = Figures(
+    live_bytes=lambda: 12345,
+    unknown_fields=lambda: 3,
+    refusals=lambda: {},
+    phase=lambda: "ready",
+    restarts=lambda: 0,
+    sessions=lambda: 0,
+)
 
 
 class Book:
@@ -40,7 +47,7 @@ class Book:
     def __init__(self) -> None:
         self._reader = InMemoryMetricReader()
         self.provider = MeterProvider([self._reader], shutdown_on_exit=False)
-        self.metrics = Metrics(self.provider.get_meter("test"), lambda: 12345, lambda: 3)
+        self.metrics = Metrics(self.provider.get_meter("test"), FIGURES)
 
     def points(self, name: str) -> list[Any]:
         """The data points of a metric now."""
@@ -108,7 +115,7 @@ async def test_a_server_records_its_requests_and_the_engine_s_figures(
 ) -> None:
     book = Book()
     made = telemetry.Telemetry(metrics=book.metrics, meter_provider=book.provider)
-    monkeypatch.setattr(telemetry, "set_up", lambda _environ, **_figures: made)
+    monkeypatch.setattr(telemetry, "set_up", lambda *_: made)
     figures = EngineStats(
         running=1, waiting=2, blocks_total=3, blocks_used=4, steps=5, prompt_tokens=6,
         generated_tokens=7, requests_accepted=8, requests_finished=9, preemptions=10,
@@ -152,7 +159,7 @@ async def test_counters_go_on_and_gauges_say_nothing_when_the_engine_has_died(
 ) -> None:
     book = Book()
     made = telemetry.Telemetry(metrics=book.metrics, meter_provider=book.provider)
-    monkeypatch.setattr(telemetry, "set_up", lambda _environ, **_figures: made)
+    monkeypatch.setattr(telemetry, "set_up", lambda *_: made)
     monkeypatch.setattr(metrics, "POLL_S", 0.01)
     figures = EngineStats(
         running=7, waiting=0, blocks_total=9, blocks_used=3, steps=100, prompt_tokens=50,
@@ -224,55 +231,32 @@ async def test_callers_are_told_of_by_name_and_the_others_never_shrink() -> None
     book.provider.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("environment", "wanted"),
-    [
-        ({}, False),
-        ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://x:4317"}, True),
-        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://x:4317"}, False),
-        ({"OTEL_METRICS_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}, False),
-        ({"OTEL_METRICS_EXPORTER": "console"}, True),
-    ],
-)
-def test_when_there_are_metrics(environment: dict[str, str], wanted: bool) -> None:
-    assert telemetry.is_wanted(environment, "METRICS") is wanted
+async def test_ten_thousand_callers_make_few_series() -> None:
+    book = Book()
+    figures = EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+    total = 0
 
+    class Engine(FakeEngine):
+        async def stats(self) -> EngineStats:
+            return figures
 
-async def test_the_last_figures_reach_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests: list[metrics_service_pb2.ExportMetricsServiceRequest] = []
-
-    class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):
-        def Export(self, request: Any, context: Any) -> Any:
-            requests.append(request)
-            return metrics_service_pb2.ExportMetricsServiceResponse()
-
-    collector = grpc.server(ThreadPoolExecutor(1))
-    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(Collector(), collector)  # type: ignore[no-untyped-call]
-    port = collector.add_insecure_port("127.0.0.1:0")
-    collector.start()
-    environment = {
-        "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": f"http://127.0.0.1:{port}",
-        "OTEL_TRACES_EXPORTER": "none",
-    }
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    made = telemetry.set_up(environment, live_bytes=lambda: 12345, unknown_fields=lambda: 3)
-    assert made.metrics is not None
-    assert not made.interceptors
-    made.metrics.on_step(StepOutputs(1.0, (), StepRecord(0.25, 2, 40, 7)))
-    await made.shutdown()
-    collector.stop(None).wait()
-    [resource] = [part for request in requests for part in request.resource_metrics]
-    attributes = {one.key: one.value.string_value for one in resource.resource.attributes}
-    assert attributes["service.name"] == "headrace"
-    names = {metric.name for scope in resource.scope_metrics for metric in scope.metrics}
-    assert names == {
-        "headrace.messages.unknown_fields",
-        "headrace.requests.bytes",
-        "headrace.step.duration",
-        "headrace.step.requests",
-        "headrace.step.tokens",
-    }
+    for first in range(0, 10_000, 32):
+        names = range(first, first + 32)
+        rows = tuple(CallerStats(CallerKey(f"user-{i}"), 1.0, 1, 2, 3) for i in names)
+        others = CallerStats(service=total) if total else None  # those before are forgotten
+        figures = replace(figures, callers=rows, other_callers=others)
+        task = asyncio.create_task(book.metrics.poll(Engine()))
+        await asyncio.sleep(0)
+        task.cancel()
+        total += 3 * len(rows)
+        for name, wanted in (("running", 32), ("waiting", 64), ("service", total)):
+            points = book.points(f"headrace.callers.{name}")
+            assert len(points) <= 33
+            assert sum(point.value for point in points) == wanted
+    # A point that is not exported any more is still kept by the library, and by collectors.
+    kept = book.metrics._named
+    assert len(kept) == MAX_CALLERS
+    book.provider.shutdown()
 
 
 def test_the_documentation_lists_them_all() -> None:
@@ -284,7 +268,7 @@ def test_the_documentation_lists_them_all() -> None:
         def __getattr__(self, _create: str) -> Any:
             return lambda name, *_arguments, **_options: names.add(name)
 
-    Metrics(cast(Meter, Names()), int, int)
+    Metrics(cast(Meter, Names()), FIGURES)
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`[^|]*`) \| (?:histogram|gauge|counter) \|", text, re.M)
     listed = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]

@@ -24,7 +24,7 @@ from headrace.v1 import generation_service_pb2_grpc
 from headrace.v1.control_service_pb2_grpc import ControlServiceStub
 
 from benchmarks import drains
-from service import telemetry
+from service.telemetry import setup as telemetry
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import (
     DEADLINE_S,
@@ -220,7 +220,7 @@ async def test_the_loop_goes_on_while_the_last_spans_and_metrics_are_exported(
 ) -> None:
     spans, metrics = SilentCollector(), SilentCollector()
     made = telemetry.Telemetry(provider=spans, meter_provider=metrics)
-    monkeypatch.setattr(telemetry, "set_up", lambda _environ, **_figures: made)
+    monkeypatch.setattr(telemetry, "set_up", lambda *_: made)
     monkeypatch.setattr(telemetry, "LAST_EXPORT_S", 2 * DEADLINE_S)
     async with serving() as h:
         stopping = asyncio.ensure_future(h.server.stop())
@@ -238,7 +238,7 @@ async def test_a_collector_that_does_not_answer_is_not_waited_for(
 ) -> None:
     spans = SilentCollector()
     made = telemetry.Telemetry(provider=spans)
-    monkeypatch.setattr(telemetry, "set_up", lambda _environ, **_figures: made)
+    monkeypatch.setattr(telemetry, "set_up", lambda *_: made)
     monkeypatch.setattr(telemetry, "LAST_EXPORT_S", 0.05)
     async with serving() as h:
         await h.server.stop()

@@ -23,8 +23,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from benchmarks.trust.ends.stage import Stage
-from service import telemetry
 from service.logs.output import Output
+from service.telemetry import setup as telemetry
+from service.telemetry.config import OTLP, TelemetryConfig
 from tests.service.ends import NAME
 
 OWN_ERROR, DEATH, CUT = "its own error", "engine dies", "connection lost"
@@ -138,15 +139,16 @@ def _broken_exporters() -> Iterator[None]:
         provider.add_span_processor(BatchSpanProcessor(_BrokenSpans(), schedule_delay_millis=5))
         return provider
 
-    def metrics(_: object) -> MeterProvider:
+    def metrics(*_: object) -> MeterProvider:
         reader = PeriodicExportingMetricReader(_BrokenMetrics(), export_interval_millis=5)
         return MeterProvider([reader], shutdown_on_exit=False)
 
+    make, everything = telemetry.set_up, TelemetryConfig(traces=(OTLP,), metrics=(OTLP,))
     logger = logging.getLogger("opentelemetry")
     before, logger.disabled = logger.disabled, True
     try:
         with (
-            mock.patch.object(telemetry, "is_wanted", return_value=True),
+            mock.patch.object(telemetry, "set_up", lambda _, figures: make(everything, figures)),
             mock.patch.object(telemetry, "_tracer_provider", spans),
             mock.patch.object(telemetry, "_meter_provider", metrics),
         ):

@@ -1,7 +1,6 @@
-"""Tracing and metrics by OpenTelemetry, when its standard environment variables ask for them.
+"""Makes the providers of metrics and spans that the config asks for, and ends them.
 
-The SDK reads OTEL_EXPORTER_OTLP_ENDPOINT and the other variables itself; this module only decides
-whether there are traces and metrics at all. The metrics are in `service.metrics`. The library's
+The SDK reads OTEL_EXPORTER_OTLP_ENDPOINT and other variables itself. The library's
 interceptor makes the spans and propagates contexts; health checks are left out. It records
 cancelled, timed-out and failed RPCs as OK, so `SpanStatus` runs inside it and sets the true status.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,14 +19,20 @@ import grpc
 from opentelemetry import trace
 from opentelemetry.trace import Status, StatusCode
 
+from engine.stats import EngineStats
 from service.interceptors import Continuation, Handler, Stream, Unary, wrap
-from service.metrics import Metrics
 from service.status_table import code_of
+from service.telemetry.config import CONSOLE, GRPC, OTLP, PROMETHEUS, TelemetryConfig
+from service.telemetry.metrics import Figures, Metrics
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import MetricExporter, MetricReader
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+    from service.telemetry.page import Page
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +52,21 @@ class Telemetry:
         metrics: records measurements; None: metrics are off.
         provider, meter_provider: made here and to be shut down at the end; None: made elsewhere, or
             off.
+        page: Prometheus' page, bound and not started; None: there is none.
     """
 
     interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
     metrics: Metrics | None = None
     provider: Any = None
     meter_provider: Any = None
+    page: Page | None = None
 
     async def shutdown(self) -> None:
         """Export the rest, for at most LAST_EXPORT_S. The event loop is not blocked, so that a
         collector that does not answer cannot delay the handling of a second signal.
         """
+        if self.page is not None:
+            await asyncio.to_thread(self.page.close)
         providers = [one for one in (self.provider, self.meter_provider) if one is not None]
         ended = [asyncio.Event() for _ in providers]
         loop = asyncio.get_running_loop()
@@ -88,90 +97,102 @@ def _shut_down(provider: Any, loop: asyncio.AbstractEventLoop, ended: asyncio.Ev
             loop.call_soon_threadsafe(ended.set)
 
 
-def is_wanted(environ: Mapping[str, str], signal: str = "TRACES") -> bool:
-    """Whether the environment enables a signal: TRACES or METRICS."""
-    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        return False
-    exporter = environ.get(f"OTEL_{signal}_EXPORTER", "")
-    if exporter:
-        return exporter.lower() != "none"
-    return any(
-        environ.get(name)
-        for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
-    )
+def set_up(config: TelemetryConfig, figures: Figures) -> Telemetry:
+    """Set up what the config asks for. `figures`: see `Metrics`.
 
-
-def set_up(
-    environ: Mapping[str, str], *, live_bytes: Callable[[], int], unknown_fields: Callable[[], int]
-) -> Telemetry:
-    """Set up what the environment asks for. `live_bytes`, `unknown_fields`: see `Metrics`."""
-    provider = _tracer_provider(environ) if is_wanted(environ, "TRACES") else None
-    meter_provider = _meter_provider(environ) if is_wanted(environ, "METRICS") else None
+    Raises:
+        ConfigError: the page's address cannot be used.
+    """
+    provider = _tracer_provider(config) if config.traces else None
+    metrics = meter_provider = page = None
+    if config.metrics:
+        stats = _Later()
+        page = _page(config, stats) if PROMETHEUS in config.metrics else None
+        meter_provider = _meter_provider(config, page)
+        metrics = stats.metrics = Metrics(meter_provider.get_meter("headrace"), figures)
     return Telemetry(
         interceptors=interceptors(provider) if provider is not None else (),
-        metrics=(
-            Metrics(meter_provider.get_meter("headrace"), live_bytes, unknown_fields)
-            if meter_provider is not None
-            else None
-        ),
+        metrics=metrics,
         provider=provider,
         meter_provider=meter_provider,
+        page=page,
     )
 
 
-def _resource(environ: Mapping[str, str]) -> Resource:
+class _Later:
+    """The engine's statistics, from metrics that are made after what asks for them."""
+
+    metrics: Metrics | None = None
+
+    def __call__(self) -> tuple[str, EngineStats | None]:
+        return ("", None) if self.metrics is None else self.metrics.model_and_stats()
+
+
+def _page(config: TelemetryConfig, stats: _Later) -> Page:
+    # Not needed by those who do not scrape.
+    from service.telemetry.page import Page
+
+    return Page(config.prometheus_host, config.prometheus_port, stats)
+
+
+def _resource(config: TelemetryConfig) -> Resource:
     from opentelemetry.sdk.resources import Resource
 
     # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override this default.
-    resource = Resource({"service.name": "headrace"}).merge(Resource.create())
-    if not environ.get("OTEL_SERVICE_NAME") and "service.name" not in environ.get(
-        "OTEL_RESOURCE_ATTRIBUTES", ""
-    ):
+    resource = Resource.create()
+    if not config.has_own_name:
         resource = resource.merge(Resource({"service.name": "headrace"}))
     return resource
 
 
-def _tracer_provider(environ: Mapping[str, str]) -> TracerProvider:
+def _tracer_provider(config: TelemetryConfig) -> TracerProvider:
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import (
-        BatchSpanProcessor,
-        ConsoleSpanExporter,
-        SpanExporter,
-    )
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
 
-    exporter: SpanExporter
-    if environ.get("OTEL_TRACES_EXPORTER", "").lower() == "console":
-        exporter = ConsoleSpanExporter()
-    else:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-
-        exporter = OTLPSpanExporter()
-    provider = TracerProvider(resource=_resource(environ))
-    provider.add_span_processor(BatchSpanProcessor(exporter))
+    provider = TracerProvider(resource=_resource(config), shutdown_on_exit=False)
+    if OTLP in config.traces:
+        provider.add_span_processor(BatchSpanProcessor(_otlp_spans(config.traces_protocol)))
+    if CONSOLE in config.traces:
+        provider.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter()))
     return provider
 
 
-def _meter_provider(environ: Mapping[str, str]) -> MeterProvider:
+def _otlp_spans(protocol: str) -> SpanExporter:
+    if protocol == GRPC:
+        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as by_grpc
+
+        return by_grpc.OTLPSpanExporter()
+    from opentelemetry.exporter.otlp.proto.http import trace_exporter as by_http
+
+    exporter: SpanExporter = by_http.OTLPSpanExporter()
+    return exporter
+
+
+def _meter_provider(config: TelemetryConfig, page: Page | None) -> MeterProvider:
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import (
         ConsoleMetricExporter,
-        MetricExporter,
         PeriodicExportingMetricReader,
     )
 
-    exporter: MetricExporter
-    if environ.get("OTEL_METRICS_EXPORTER", "").lower() == "console":
-        exporter = ConsoleMetricExporter()
-    else:
-        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-
-        exporter = OTLPMetricExporter()
+    readers: list[MetricReader] = [] if page is None else [page.reader]
+    if OTLP in config.metrics:
+        readers.append(PeriodicExportingMetricReader(_otlp_metrics(config.metrics_protocol)))
+    if CONSOLE in config.metrics:
+        readers.append(PeriodicExportingMetricReader(ConsoleMetricExporter()))
     # Shut down by `Telemetry.shutdown`, in the server's order of shutdown.
-    return MeterProvider(
-        metric_readers=[PeriodicExportingMetricReader(exporter)],
-        resource=_resource(environ),
-        shutdown_on_exit=False,
-    )
+    return MeterProvider(readers, resource=_resource(config), shutdown_on_exit=False)
+
+
+def _otlp_metrics(protocol: str) -> MetricExporter:
+    if protocol == GRPC:
+        from opentelemetry.exporter.otlp.proto.grpc import metric_exporter as by_grpc
+
+        return by_grpc.OTLPMetricExporter()
+    from opentelemetry.exporter.otlp.proto.http import metric_exporter as by_http
+
+    exporter: MetricExporter = by_http.OTLPMetricExporter()
+    return exporter
 
 
 def interceptors(provider: trace.TracerProvider) -> tuple[grpc.aio.ServerInterceptor, ...]:

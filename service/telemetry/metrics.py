@@ -3,10 +3,15 @@ and the engine's statistics.
 
     engine ── StepOutputs ──▶ Metrics.on_step ──▶ histograms of steps and requests, token counters
     engine ◀── stats ──────── Metrics.poll ─────▶ gauges and counters, read when they are exported
+    front end ── Figures ───────────────────────▶ likewise
+    calls ── their ends ────▶ Metrics.call_ended ▶ a histogram
 
-Names that begin with `gen_ai.` come from OpenTelemetry's semantic conventions for generative AI;
-ours begin with `headrace.`. All times come from the engine's clock. docs/operations.md lists all
-metrics.
+Names that begin with `gen_ai.` and `rpc.` come from OpenTelemetry's semantic conventions for
+generative AI and for RPCs; ours begin with `headrace.`. The times of requests come from the
+engine's clock. docs/operations.md lists all metrics.
+
+Attributes are names of this code, the name of the served model, and names of callers: of these at
+most MAX_CALLERS of one process, because every series is kept, here and by who collects them.
 """
 
 from __future__ import annotations
@@ -17,28 +22,60 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+import grpc
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
 from engine.client import EngineClient
 from engine.errors import HeadraceError
 from engine.outputs import Finish, RequestOutput, StepOutputs
 from engine.stats import CallerStats, EngineStats
+from engine.types import CallerKey
+from service.refusals import Refusal
+from service.state import Phase
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 """How often the engine is asked for its statistics, in seconds."""
 
-_SECONDS: Final = tuple(0.01 * 2**power for power in range(14))
+MAX_CALLERS = 256
+"""How many callers of one process are named; the others are summed."""
+
+# The conventions' bounds, and smaller ones: a tiny model makes tokens in less than a millisecond.
+_SECONDS: Final = (0.001, 0.0025, 0.005, *(0.01 * 2**power for power in range(14)))
 _FIRST_TOKEN: Final = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
-_PER_TOKEN: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-_STEP: Final = tuple(0.0005 * 2**power for power in range(14))
+_PER_TOKEN: Final = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.025, 0.05, 0.075,
+    0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+_STEP: Final = tuple(0.00025 * 2**power for power in range(18))
+_CALL: Final = (
+    0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 40.0, 160.0,
+    640.0, 2560.0,
+)  # fmt: skip
+_SERVER_FAULTS: Final = frozenset(
+    {
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DATA_LOSS,
+    }
+)
+"""The codes that the conventions count as errors of a server."""
 _SIZES: Final = tuple(float(2**power) for power in range(15))
 
-_GAUGES: Final[tuple[tuple[str, str, str, Callable[[EngineStats], int]], ...]] = (
+_GAUGES: Final[tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...]] = (
+    (
+        "headrace.kv_cache.usage",
+        "1",
+        "The part of the KV cache that requests hold.",
+        lambda s: s.kv_usage,
+    ),
     ("headrace.requests.running", "{request}", "In the batch.", lambda s: s.running),
     ("headrace.requests.waiting", "{request}", "In the queue.", lambda s: s.waiting),
     (
@@ -141,6 +178,27 @@ _OTHERS: Final = {"headrace.callers": "other"}
 """The attribute for the callers that the engine sums up."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Where the front end's figures are read. All may be called from any thread.
+
+    Attributes:
+        live_bytes: how many bytes the requests hold now, as admission counts them.
+        unknown_fields: how many messages had fields that this server does not know.
+        refusals: how many refusals there were of each kind.
+        phase: the phase of the server.
+        restarts: how often the engine was started again.
+        sessions: how many sessions are open.
+    """
+
+    live_bytes: Callable[[], int]
+    unknown_fields: Callable[[], int]
+    refusals: Callable[[], Mapping[Refusal, int]]
+    phase: Callable[[], str]
+    restarts: Callable[[], int]
+    sessions: Callable[[], int]
+
+
 @dataclass(frozen=True, slots=True)
 class _Figures:
     """The engine's statistics for exporters.
@@ -148,7 +206,8 @@ class _Figures:
     Attributes:
         before: the sums of the counters of earlier engines, by the counter's name.
         service_before: the service that earlier engines gave to all callers.
-        stats: the last statistics of this engine; None: there are none yet.
+        stats: the last statistics of this engine; None: there are none yet. Callers beyond
+            MAX_CALLERS are among the others.
         is_there: whether it answered when it was last asked.
     """
 
@@ -189,17 +248,16 @@ class _Figures:
 class Metrics:
     """All instruments. Its methods run on the event loop; exporters read from a thread."""
 
-    def __init__(
-        self, meter: Meter, live_bytes: Callable[[], int], unknown_fields: Callable[[], int]
-    ) -> None:
+    def __init__(self, meter: Meter, figures: Figures) -> None:
         """Make the instruments.
 
         Args:
             meter: the exporting provider's meter.
-            live_bytes: returns how many bytes the requests hold now, as admission counts them.
-                Called from any thread.
+            figures: where the front end's figures are read.
         """
         self._figures = _Figures()  # replaced as a whole: exporters read it from their own thread
+        self._named: set[CallerKey] = set()
+        self._startup: Mapping[str, float] = {}
         self._attributes = {
             "gen_ai.operation.name": "text_completion",
             "gen_ai.provider.name": "headrace",
@@ -240,20 +298,12 @@ class Metrics:
         self._step_tokens = histogram(
             "headrace.step.tokens", "{token}", "Tokens computed in a step.", (0.0, *_SIZES)
         )
+        self._call = histogram(
+            "rpc.server.call.duration", "s", "From a call's arrival to its end.", _CALL
+        )
+        self._observe_front_end(meter, figures)
         for name, unit, text, read in _GAUGES:
             meter.create_observable_gauge(name, [self._gauge(read)], unit, text)
-        meter.create_observable_gauge(
-            "headrace.requests.bytes",
-            [lambda _options: (Observation(live_bytes()),)],
-            "By",
-            "About how many bytes live requests hold, in both processes.",
-        )
-        meter.create_observable_counter(
-            "headrace.messages.unknown_fields",
-            [lambda _options: (Observation(unknown_fields()),)],
-            "{message}",
-            "Messages of clients with fields that this server does not know, and ignored.",
-        )
         for name, unit, text, _ in _COUNTERS:
             meter.create_observable_counter(name, [self._counter(name)], unit, text)
         for name, text, read_caller in _CALLER_GAUGES:
@@ -265,6 +315,73 @@ class Metrics:
             [self._observe_service],
             "{token}",
             "Tokens computed, by caller: 1 for each of a prompt, 2 for each of an output.",
+        )
+
+    def _observe_front_end(self, meter: Meter, figures: Figures) -> None:
+        def one(read: Callable[[], int]) -> Callable[[CallbackOptions], Iterable[Observation]]:
+            return lambda _options: (Observation(read()),)
+
+        def refusals(_options: CallbackOptions) -> Iterable[Observation]:
+            return [
+                Observation(
+                    count,
+                    {
+                        "headrace.refusal.reason": refusal.reason,
+                        "rpc.method": refusal.method,
+                        "rpc.response.status_code": refusal.code,
+                    },
+                )
+                for refusal, count in figures.refusals().items()
+            ]
+
+        def phases(_options: CallbackOptions) -> Iterable[Observation]:
+            now = figures.phase()
+            return [
+                Observation(int(phase.value == now), {"headrace.server.phase": phase.value})
+                for phase in Phase
+            ]
+
+        def startup(_options: CallbackOptions) -> Iterable[Observation]:
+            return [
+                Observation(seconds, {"headrace.startup.phase": phase})
+                for phase, seconds in self._startup.items()
+            ]
+
+        meter.create_observable_gauge(
+            "headrace.requests.bytes",
+            [one(figures.live_bytes)],
+            "By",
+            "About how many bytes live requests hold, in both processes.",
+        )
+        meter.create_observable_counter(
+            "headrace.messages.unknown_fields",
+            [one(figures.unknown_fields)],
+            "{message}",
+            "Messages of clients with fields that this server does not know, and ignored.",
+        )
+        meter.create_observable_counter(
+            "headrace.refusals",
+            [refusals],
+            "{refusal}",
+            "Calls and commands of sessions that were refused, by reason.",
+        )
+        meter.create_observable_gauge(
+            "headrace.server.phase", [phases], "{server}", "1 for the phase of the server."
+        )
+        meter.create_observable_counter(
+            "headrace.engine.restarts",
+            [one(figures.restarts)],
+            "{restart}",
+            "How often the engine was started again, because it had stopped.",
+        )
+        meter.create_observable_gauge(
+            "headrace.sessions.open", [one(figures.sessions)], "{session}", "Open sessions."
+        )
+        meter.create_observable_gauge(
+            "headrace.startup.duration",
+            [startup],
+            "s",
+            "How long the last start took, by what was started.",
         )
 
     def engine_starts(self) -> None:
@@ -279,6 +396,31 @@ class Metrics:
     def loaded(self, model: str) -> None:
         """Note that the model is loaded, under this name."""
         self._attributes = {**self._attributes, "gen_ai.request.model": model}
+
+    def started(self, *, engine: float, front_end: float) -> None:
+        """Note how many seconds the last start of the engine took, and then that of the front end
+        for its model.
+        """
+        self._startup = {"engine": engine, "front_end": front_end}
+
+    def model_and_stats(self) -> tuple[str, EngineStats | None]:
+        """The model's name, and the engine's statistics; None: they are not known now."""
+        figures = self._figures
+        name = self._attributes.get("gen_ai.request.model", "")
+        return name, figures.stats if figures.is_there else None
+
+    def call_ended(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
+        """Record a call. `method`: one of this server's."""
+        if method.startswith("grpc.health."):
+            return
+        attributes = {
+            "rpc.system.name": "grpc",
+            "rpc.method": method,
+            "rpc.response.status_code": code.name,
+        }
+        if code in _SERVER_FAULTS:
+            attributes["error.type"] = code.name
+        self._call.record(seconds, attributes)
 
     def on_step(self, step: StepOutputs) -> None:
         """Record a step, and the requests that ended in it."""
@@ -315,15 +457,33 @@ class Metrics:
         """Ask for the engine's statistics every POLL_S, until cancelled."""
         while True:
             try:
-                stats = await client.stats()
+                stats = self._with_few_names(await client.stats())
                 self._figures = replace(self._figures, stats=stats, is_there=True)
             except HeadraceError as error:  # it is being stopped, or has died: reported elsewhere
                 self._figures = replace(self._figures, is_there=False)
                 logger.debug("no figures from the engine: %s", error)
             await asyncio.sleep(POLL_S)
 
+    def _with_few_names(self, stats: EngineStats) -> EngineStats:
+        """The statistics with at most MAX_CALLERS callers named since the start."""
+        for caller in stats.callers:
+            if len(self._named) < MAX_CALLERS:
+                self._named.add(caller.caller)
+        unnamed = [caller for caller in stats.callers if caller.caller not in self._named]
+        if not unnamed:
+            return stats
+        if stats.other_callers is not None:
+            unnamed.append(stats.other_callers)
+        others = CallerStats(
+            running=sum(caller.running for caller in unnamed),
+            waiting=sum(caller.waiting for caller in unnamed),
+            service=sum(caller.service for caller in unnamed),
+        )
+        named = tuple(caller for caller in stats.callers if caller.caller in self._named)
+        return replace(stats, callers=named, other_callers=others)
+
     def _gauge(
-        self, read: Callable[[EngineStats], int]
+        self, read: Callable[[EngineStats], float]
     ) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(_options: CallbackOptions) -> Iterable[Observation]:
             figures = self._figures

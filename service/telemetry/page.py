@@ -1,0 +1,210 @@
+"""Prometheus' page: the metrics, pulled by HTTP from an address of their own.
+
+    Prometheus ──GET /metrics──▶ a thread ──▶ the OpenTelemetry reader ──▶ text
+
+It is served by threads, so a busy event loop delays it only by some switches of the interpreter.
+It is for the operator's network: it has no TLS and knows no callers, and by default only this
+machine reaches it. What a stranger can make it hold is bounded all the same: connections are served
+PLACES at a time, each has PATIENCE_S seconds for every read and write, and one page is made at a
+time.
+
+The endpoint picker of the Gateway API Inference Extension has a small page of its own: it reads a
+few figures, twenty times a second, by names that are vLLM's unless it is told others. They are not
+valid names in OpenTelemetry, and Prometheus' own linter rejects them.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, cast
+
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.sdk.metrics.export import MetricReader
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+
+from engine.errors import ConfigError
+from engine.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+PATH = "/metrics"
+PICKER_PATH = "/metrics/picker"
+PLACES = 8
+"""How many connections are served at the same time; further ones are closed."""
+PATIENCE_S = 10.0
+
+_PICKER: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("vllm:num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
+    ("vllm:num_requests_running", "Requests in the batch.", lambda s: s.running),
+    (
+        "vllm:kv_cache_usage_perc",
+        "Part of the KV cache that requests hold; 1 is all of it.",
+        lambda s: s.kv_usage,
+    ),
+)
+
+
+class Page:
+    """The page and its server.
+
+    Attributes:
+        reader: the reader of the metrics' provider from which the page is made.
+    """
+
+    def __init__(self, host: str, port: int, stats: Callable[[], tuple[str, EngineStats | None]]):
+        """Bind the address; `start` serves.
+
+        Args:
+            host, port: where; port 0 takes a free one.
+            stats: returns the model's name and the engine's statistics; None: not known now.
+
+        Raises:
+            ConfigError: the address cannot be used.
+        """
+        registry = CollectorRegistry(auto_describe=False)
+        self.reader: MetricReader = PrometheusMetricReader(
+            scope_info_enabled=False, registry=registry
+        )
+        picker = CollectorRegistry(auto_describe=False)
+        picker.register(cast(Any, _PickerNames(stats)))
+        self._pages = {PATH: registry, PICKER_PATH: picker}
+        self._making = threading.Lock()
+        try:
+            family, address = _resolve(host, port)
+            self._server = _Server(family, address, self._made)
+        except OSError as error:
+            raise ConfigError(
+                "OTEL_EXPORTER_PROMETHEUS_PORT",
+                f"is {port}, at {host[:64]!r}, and cannot be listened on "
+                f"({error.strerror or error}); choose another address",
+            ) from None
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="metrics-page", daemon=True
+        )
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        host, port = self._server.server_address[:2]
+        shown = f"[{host!s}]" if ":" in str(host) else str(host)
+        return f"http://{shown}:{port}{PATH}"
+
+    def start(self) -> None:
+        """Serve."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop to listen."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+        self._server.server_close()
+
+    def _made(self, path: str, accepted: str) -> tuple[str, bytes] | None:
+        """A page, and its content type; None: there is none. `accepted`: the types that the reader
+        takes.
+        """
+        registry = self._pages.get(path)
+        if registry is None:
+            return None
+        encode, kind = choose_encoder(accepted)
+        with self._making:
+            return kind, encode(registry)
+
+
+class _PickerNames:
+    """The metrics of the endpoint picker."""
+
+    def __init__(self, stats: Callable[[], tuple[str, EngineStats | None]]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Their values now."""
+        model, stats = self._stats()
+        if stats is None:
+            return
+        for name, text, read in _PICKER:
+            family = GaugeMetricFamily(name, text, labels=["model_name"])
+            family.add_metric([model], read(stats))
+            yield family
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "The KV cache's shape.",
+            labels=["block_size", "num_gpu_blocks"],
+        )
+        family.add_metric([str(stats.block_size), str(stats.blocks_total)], 1.0)
+        yield family
+
+
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    # IPv4 first: "localhost" is both, and scrapers of a machine expect 127.0.0.1.
+    family, *_, address = min(found, key=lambda one: one[0] is not socket.AF_INET)
+    return family, (str(address[0]), int(address[1]))
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 16
+
+    def __init__(
+        self,
+        family: socket.AddressFamily,
+        address: tuple[str, int],
+        made: Callable[[str, str], tuple[str, bytes] | None],
+    ) -> None:
+        self.address_family = family
+        self.made = made
+        self._places = threading.BoundedSemaphore(PLACES)
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        # Not HTTPServer's, which asks for the machine's name, and may wait long for it.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a scrape failed: %s", sys.exception())
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = PATIENCE_S
+    server_version = "headrace"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        """Answer with a page."""
+        path = self.path.partition("?")[0]
+        made = cast(_Server, self.server).made(path, self.headers.get("Accept", ""))
+        if made is None:
+            self.send_error(404, f"the metrics are at {PATH}")
+            return
+        kind, page = made
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: anybody who reaches the address may cause it."""
