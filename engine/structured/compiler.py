@@ -220,6 +220,7 @@ class GrammarCompiler:
         found: list[_Compiled],
     ) -> MatcherFactory:
         """What makes a request's matchers, from all that was compiled for it."""
+        vocabulary = self._read_vocabulary()
         make_form: Callable[[], GrammarMatcher] | None = None
         for compiled in found:
             if isinstance(compiled, CompiledRoot):
@@ -228,12 +229,12 @@ class GrammarCompiler:
                     compiled.matcher,
                     self._vocab_size,
                     ending_token_ids,
+                    tuple(filter(vocabulary.spellings.is_special, ending_token_ids)),
                     expected_s=compiled.token_s,
                     failed=partial(self._forget, key, compiled),
                 ).make_matcher
         for compiled in found:
             if isinstance(compiled, MarkTables) and params.reasoning is not None:
-                vocabulary = self._read_vocabulary()
                 return hold_reasoning(
                     params.reasoning, compiled, vocabulary, ending_token_ids, make_form
                 ).make_matcher

@@ -41,6 +41,7 @@ class CompiledGrammar:
         root: a matcher at the grammar's start; never advanced.
         vocab_size: V, the width of the logits.
         ending_token_ids: the ids that end the request's output.
+        special_endings: those of them that are special tokens, which a form may name.
         expected_s: what a token of its output is expected to cost, in seconds of CPU time.
         failed: called when the grammar can no longer be followed.
     """
@@ -48,6 +49,7 @@ class CompiledGrammar:
     root: LLMatcher
     vocab_size: int
     ending_token_ids: frozenset[TokenId]
+    special_endings: tuple[TokenId, ...]
     expected_s: float
     failed: Callable[[], None]
 
@@ -57,6 +59,7 @@ class CompiledGrammar:
             self.root.deep_copy(),
             self.vocab_size,
             self.ending_token_ids,
+            special_endings=self.special_endings,
             expected_s=self.expected_s,
             failed=self.failed,
         )
@@ -66,8 +69,8 @@ class GrammarMatcher:
     """See `engine.request.TokenMatcher`.
 
     A mask allows every token with a text that fits, in any tokenization. It allows the request's
-    ending ids only if the output may end here, even if their text would fit elsewhere; so an output
-    that an ending id ends is always complete.
+    ending ids only if the output may end here, even if their text would fit elsewhere, or if the
+    form names the id and may end with it; so an output that an ending id ends is always complete.
     """
 
     __slots__ = (
@@ -79,6 +82,7 @@ class GrammarMatcher:
         "_mask",
         "_matcher",
         "_num_tokens",
+        "_special_endings",
         "_vocab_size",
         "expected_s",
         "failure",
@@ -91,18 +95,21 @@ class GrammarMatcher:
         vocab_size: int,
         ending_token_ids: frozenset[TokenId],
         *,
+        special_endings: tuple[TokenId, ...] = (),
         expected_s: float = 0.0,
         failed: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """Start at the state of `matcher`, which this object now owns. `expected_s`, `failed`: see
-        CompiledGrammar. `clock`: CPU seconds of the thread that uses this object.
+        """Start at the state of `matcher`, which this object now owns. `special_endings`,
+        `expected_s`, `failed`: see CompiledGrammar. `clock`: CPU seconds of the thread that uses
+        this object.
         """
         self.expected_s = expected_s
         self.spent_s = 0.0
         self.failure: str | None = None
         self._num_tokens = 0
         self._failed = failed
+        self._special_endings = special_endings
         self._clock = clock
         self._matcher = matcher
         self._vocab_size = vocab_size
@@ -134,6 +141,9 @@ class GrammarMatcher:
             row[places] |= bits
         else:
             row[places] &= ~bits
+            for token in self._special_endings:
+                if self._has(token) and self._may_end_with(token):
+                    row[token // BITS] |= np.uint32(1 << token % BITS).view(np.int32)
         if self._vocab_size % BITS:
             row[-1] &= (1 << self._vocab_size % BITS) - 1
 
@@ -168,6 +178,11 @@ class GrammarMatcher:
 
     def _may_end(self) -> bool:
         return bool(self._matcher.is_accepting()) and not self._matcher.is_error()
+
+    def _may_end_with(self, token: TokenId) -> bool:
+        """Whether the form, which names this ending id here, may end with it."""
+        probe = self._matcher.deep_copy()
+        return bool(probe.consume_token(token)) and bool(probe.is_accepting())
 
     def _has(self, token: TokenId) -> bool:
         place, bit = divmod(token, BITS)

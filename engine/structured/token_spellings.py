@@ -46,6 +46,10 @@ class TokenSpellings:
         blank = (t for t, own in enumerate(self.by_id) if own.isspace())
         self.blanks = [token for token in blank if not self.by_id[token].strip(BLANKS)]
 
+    def is_special(self, token: int) -> bool:
+        """Whether a token is special; False: there is none with this id."""
+        return 0 <= token < len(self.by_id) and self.by_id[token].startswith(_BEGIN)
+
     def spell(self, text: str) -> bytes:
         """The spelling of a text, in which names of special tokens are these tokens."""
         return b"".join(

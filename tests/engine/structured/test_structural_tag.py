@@ -282,6 +282,28 @@ def test_choices_in_a_row_do_not_multiply(compiler: GrammarCompiler) -> None:
     assert matcher.can_go_on()
 
 
+def test_a_form_may_end_with_an_ending_id_that_it_names(takes: Taker) -> None:
+    eos = TokenId(takes.bytewise("<|eos|>")[0])
+    for form in (
+        tag("<a>", "<|eos|>"),
+        tag("<a>", ["</a>", "<|eos|>"]),
+        triggered(["<a>"], tag("<a>", "<|eos|>"), at_least_one=True),
+        row(tag("<a>", "<|eos|>"), one_of(ANY, const("x"))),
+    ):
+        matcher = takes.compiler.compile(params(form), frozenset({eos}))()
+        for token in takes.bytewise('<a>{"a": 1'):
+            assert eos not in allowed(matcher, V)
+            assert matcher.accept(TokenId(token))
+        assert eos not in allowed(matcher, V)
+        assert matcher.accept(TokenId(takes.bytewise("}")[0]))
+        assert eos in allowed(matcher, V)
+    not_last = row(tag("<a>", "<|eos|>"), const("x"))
+    matcher = takes.compiler.compile(params(not_last), frozenset({eos}))()
+    for token in takes.bytewise('<a>{"a": 1}'):
+        assert matcher.accept(TokenId(token))
+    assert not allowed(matcher, V)
+
+
 def test_a_long_sequence_of_free_texts(takes: Taker) -> None:
     form = row(*[part for i in range(250) for part in (ANY, const(f"<{i}>"))])
     text = "".join(f"x<{i}>" for i in range(250))
