@@ -77,6 +77,13 @@ class NoTokenizerError(HeadraceError):
         )
 
 
+class MethodNotServedError(HeadraceError):
+    """A method of a protocol that this server serves in part. `why`: the reason, or what to use."""
+
+    def __init__(self, service: str, method: str, why: str) -> None:
+        super().__init__(f"{service}/{method} is not served here: {why}")
+
+
 class WrongInstanceError(HeadraceError):
     """A call names another server process as the one that has the request.
 
@@ -95,13 +102,18 @@ class WrongInstanceError(HeadraceError):
 
 
 class AnswerTooLargeError(HeadraceError):
-    """The answer of a unary RPC is larger than a message may be. Sizes in bytes."""
+    """An answer that cannot be divided is larger than a message may be. Sizes in bytes; `remedy`:
+    how to get it all the same.
+    """
 
-    def __init__(self, size: int, limit: int) -> None:
-        super().__init__(
-            f"the answer takes {size} bytes and a message at most {limit}: use GenerateStream, a "
-            "session, or AddRequest and GetResult, which send it in parts, or ask for less"
-        )
+    def __init__(
+        self,
+        size: int,
+        limit: int,
+        remedy: str = "use GenerateStream, a session, or AddRequest and GetResult, which send it "
+        "in parts, or ask for less",
+    ) -> None:
+        super().__init__(f"the answer takes {size} bytes and a message at most {limit}: {remedy}")
         self.size = size
         self.limit = limit
 

@@ -48,6 +48,7 @@ SERVICES = {
     "headrace.v1.GenerationService": "GenerationService",
     "headrace.v1.ModelService": "ModelService",
     "headrace.v1.ControlService": "ControlService",
+    "vllm.grpc.engine.VllmEngine": "VllmEngine",
     "grpc.reflection.v1.ServerReflection": "ServerReflection",
     "grpc.reflection.v1alpha.ServerReflection": "ServerReflection",
 }

@@ -78,6 +78,13 @@ class ServiceConfig:
         outside="NAME",
         group=MODEL,
     )
+    gateway: bool = option(
+        False,
+        "Serve also `vllm.grpc.engine.VllmEngine`, by which [a gateway](gateway.md) such as smg "
+        "calls engines, on all addresses.",
+        more="Needs the extra `gateway`: `pip install 'headrace-server[gateway]'`.",
+        group=NETWORK,
+    )
     insecure: bool = option(
         False,
         "Allow addresses that other machines can reach without TLS.",

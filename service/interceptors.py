@@ -42,7 +42,10 @@ _SERVED_WHILE_DRAINING = (
     "/headrace.v1.GenerationService/GetResult",
     "/headrace.v1.GenerationService/Cancel",
     "/headrace.v1.ModelService/",
+    "/vllm.grpc.engine.VllmEngine/Abort",
+    "/vllm.grpc.engine.VllmEngine/Get",
 )
+_CHECKED_PARTS = ("/headrace.", "/vllm.")
 
 
 def wrap(
@@ -243,7 +246,7 @@ class Entrance(grpc.aio.ServerInterceptor):
         is_open = method.startswith(OPEN_TO_EVERYONE)
         is_checked = not method.startswith(_ALWAYS_SERVED)
         new_work = not method.startswith(_SERVED_WHILE_DRAINING)
-        is_ours = method.startswith("/headrace.")
+        counts_parts = method.startswith(_CHECKED_PARTS)
         read = self._reading.read_open if is_open else self._reading.read
 
         def enter(context: Any) -> None:
@@ -262,7 +265,7 @@ class Entrance(grpc.aio.ServerInterceptor):
         async def received(context: Any) -> Any:
             enter(context)
             message = await read(context)
-            if is_ours:
+            if counts_parts:
                 self._state.incoming.check(message)
             return message
 

@@ -44,7 +44,7 @@ from headrace.v1 import (
 )
 
 from engine.client import EngineClient, ModelInfo, ProgressSink
-from engine.errors import HeadraceError
+from engine.errors import ConfigError, HeadraceError
 from engine.outputs import StepOutputs
 from engine.text import Tokenizer, TokenizerMissingError
 from service.address import Address, parse_address
@@ -89,6 +89,7 @@ SERVICES = (
     model_service_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
 )
 CONTROL = control_service_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
+GATEWAY = "vllm.grpc.engine.VllmEngine"
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 NO_TELEMETRY = TelemetryConfig()
 _CALLS_GRACE_S = 3.0
@@ -109,6 +110,25 @@ def load_tokenizer(info: ModelInfo) -> Tokenizer | None:
     except TokenizerMissingError as error:
         logger.warning("%s", error)
         return None
+
+
+def _add_gateway(server: grpc.aio.Server, control: Control) -> str:
+    """Serve the gateways' protocol too; returns the service's name.
+
+    Raises:
+        ConfigError: its stubs are not installed.
+    """
+    try:
+        from service.gateway.servicer import add_gateway
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "smg_grpc_proto":
+            raise
+        raise ConfigError(
+            "gateway",
+            "needs the package smg-grpc-proto, which is not installed: "
+            "pip install 'headrace-server[gateway]'",
+        ) from error
+    return add_gateway(server, control)
 
 
 def _limits(config: ServiceConfig) -> Limits:
@@ -219,7 +239,7 @@ class HeadraceServer:
         self.text_pool = TextPool(self._threads, clock)
         has_control = any(config.serves_control(parse_address(text)) for text in config.listen)
         self.health = HealthServicer(
-            SERVICES,
+            (*SERVICES, GATEWAY) if config.gateway else SERVICES,
             (CONTROL,) if has_control else (),
             watches=Places(_watches(config, "health Watches"), clock, jitter),
         )
@@ -333,6 +353,8 @@ class HeadraceServer:
                 ControlServicer(self.control, self.watches), server
             )
             names.insert(0, CONTROL)
+        if self._config.gateway:
+            names.append(_add_gateway(server, self.control))
         add_reflection(server, names)
         return server
 
