@@ -387,6 +387,8 @@ class GrammarParams:
         elif self.kind is GrammarKind.FREE:
             if self.reasoning is None or self.reasoning.max_tokens is None:
                 raise InvalidRequestError(field, "needs `reasoning` with a bound, max_tokens")
+            if size:
+                raise InvalidRequestError(field, "takes no text and no choices: it is any output")
         elif self.kind is not GrammarKind.JSON_OBJECT and not self.text:
             raise InvalidRequestError(field, "is empty; describe the form, or leave it out")
 

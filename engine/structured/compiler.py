@@ -179,7 +179,7 @@ class GrammarCompiler:
         reasoning = params.reasoning
         forms: list[GrammarParams | Marks] = []
         if params.kind is not GrammarKind.FREE:
-            forms.append(replace(params, reasoning=None))
+            forms.append(_form_of(params))
         if reasoning is not None:
             forms.append(_marks_of(reasoning))
         found: list[_Compiled] = []
@@ -224,7 +224,7 @@ class GrammarCompiler:
         make_form: Callable[[], GrammarMatcher] | None = None
         for compiled in found:
             if isinstance(compiled, CompiledRoot):
-                key = _Key(salt, replace(params, reasoning=None))
+                key = _Key(salt, _form_of(params))
                 make_form = CompiledGrammar(
                     compiled.matcher,
                     self._vocab_size,
@@ -409,6 +409,11 @@ class GrammarCompiler:
         while len(self._cache) > self._max_cached or self._cached_bytes > _MAX_CACHED_BYTES:
             oldest, _ = self._cache.popitem(last=False)
             self._cached_bytes -= _size(oldest.wanted)
+
+
+def _form_of(params: GrammarParams) -> GrammarParams:
+    """A grammar without its reasoning, as it is compiled and shared."""
+    return params if params.reasoning is None else replace(params, reasoning=None)
 
 
 def _marks_of(reasoning: ReasoningParams) -> Marks:

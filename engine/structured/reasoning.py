@@ -234,9 +234,11 @@ class ReasoningMatcher:
             return True
         in_form = self._form is not None and self._form.accept(token)
         place, behind = _follow(self._mark, self._place, written)
-        if place == len(self._mark) and self._held.tables.closing not in behind:
-            self._think(behind)
-            return True
+        if place == len(self._mark):
+            if self._held.tables.closing not in behind:
+                self._think(behind)
+                return True
+            place = None
         if not in_form:
             if place is None:
                 return False

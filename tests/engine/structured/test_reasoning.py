@@ -209,6 +209,17 @@ def test_any_output_needs_a_bound() -> None:
     for reasoning in (None, THINK):
         with pytest.raises(InvalidRequestError, match="needs `reasoning` with a bound"):
             GrammarParams(kind=GrammarKind.FREE, reasoning=reasoning)
+    bound = ReasoningParams("<think>", "</think>", max_tokens=1)
+    with pytest.raises(InvalidRequestError, match="takes no text"):
+        GrammarParams(kind=GrammarKind.FREE, text="x", reasoning=bound)
+
+
+def test_a_token_with_both_marks_in_it_does_not_fit(takes: Taker) -> None:
+    params = ReasoningParams("t", "h")
+    both = next(token for token in range(V - 100) if takes.tokenizer.token_bytes(token) == b"the")
+    matcher = begin(takes.compiler, params)
+    assert follow(matcher, [both]) == 0
+    assert allowed(matcher, V)
 
 
 # ---- against the slow reading --------------------------------------------------------------------
