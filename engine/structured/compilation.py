@@ -6,6 +6,7 @@ the checks of `source`, keep it to seconds.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLParserLimits
@@ -14,7 +15,7 @@ from engine.errors import InvalidRequestError
 from engine.sampling_params import GrammarParams
 from engine.structured.matcher import GrammarMatcher
 from engine.structured.messages import explain
-from engine.structured.source import translate
+from engine.structured.source import Source, translate
 from engine.structured.trial import try_out
 from engine.structured.vocabulary import Vocabulary
 
@@ -24,6 +25,8 @@ _LARK_LEXER_FUEL = 20_000
 """The same for Lark grammars, whose terminals can double in size with every line if each uses
 another twice. At this limit a compilation takes at most about a second and 250 MB.
 """
+_SEARCH_S = 1.0
+"""How long the part at fault is looked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +47,8 @@ def compile_grammar(params: GrammarParams, vocabulary: Vocabulary, vocab_size: i
     root = LLMatcher(vocabulary.tokens, source.text, log_level=0, limits=_limits(source.has_lark))
     field_name = f"grammar.{params.kind.value}"
     if root.is_error():
-        raise InvalidRequestError(field_name, explain(params.kind, root.get_error()))
+        place, error = _at_fault(source, vocabulary, root.get_error())
+        raise InvalidRequestError(field_name, place + explain(params.kind, error))
     first = GrammarMatcher(root, vocab_size, frozenset())
     if first.can_go_on():
         trial = try_out(root, vocab_size)
@@ -60,6 +64,22 @@ def compile_grammar(params: GrammarParams, vocabulary: Vocabulary, vocab_size: i
     raise InvalidRequestError(
         field_name, "matches no text, or none that this model's tokens can write"
     )
+
+
+def _at_fault(source: Source, vocabulary: Vocabulary, error: str) -> tuple[str, str]:
+    """Which part of a structural tag cannot be compiled, with a blank, and its error; no part: none
+    was found in time.
+    """
+    end = time.monotonic() + _SEARCH_S
+    for place, part in source.parts.items():
+        if time.monotonic() > end:
+            break
+        limits = _limits(source.has_lark)
+        grammar = LLMatcher.grammar_from_lark(part)
+        alone = LLMatcher(vocabulary.tokens, grammar, log_level=0, limits=limits)
+        if alone.is_error():
+            return f"{place} ", alone.get_error()
+    return "", error
 
 
 def _limits(has_lark: bool) -> LLParserLimits:

@@ -147,7 +147,7 @@ class _Parameter:
             choices.append(Value(f"({' | '.join(texts)}) {json.dumps(_CLOSE)}"))
         for schema in held.schemas:
             text = schema_text(self._with_definitions(schema), self._options)
-            choices.append(Sequence((Json(text), Literal((_CLOSE,)))))
+            choices.append(Sequence((Json(text, self._place), Literal((_CLOSE,)))))
         return choices[0] if len(choices) == 1 else Choice(tuple(choices))
 
     def _with_definitions(self, schema: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ tokenization, for which llguidance calls the tokenizer, in Python, in the middle
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
 from llguidance import LLMatcher
@@ -56,10 +57,13 @@ class Source(NamedTuple):
     Attributes:
         text: llguidance's JSON for its grammars.
         has_lark: whether a caller's own Lark grammar is in it.
+        parts: the parts of a structural tag that may be at fault, as grammars of their own, by
+            their places.
     """
 
     text: str
     has_lark: bool
+    parts: Mapping[str, str]
 
 
 def translate(params: GrammarParams, names: SpecialNames) -> Source:
@@ -74,6 +78,7 @@ def translate(params: GrammarParams, names: SpecialNames) -> Source:
             too large or too deep to be compiled safely.
     """
     larks: list[str] = []
+    parts: dict[str, str] = {}
     options = _FLEXIBLE if params.flexible_whitespace else _ONE_LINE
     match params.kind:
         case GrammarKind.JSON_SCHEMA:
@@ -91,16 +96,17 @@ def translate(params: GrammarParams, names: SpecialNames) -> Source:
             source = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, params.choices))
         case GrammarKind.STRUCTURAL_TAG:
             try:
-                source, larks = read_structural_tag(params.text, names, options, _ONE_LINE)
+                source, tag = read_structural_tag(params.text, names, options, _ONE_LINE)
             except TagError as error:
                 raise InvalidRequestError("grammar.structural_tag", str(error)) from error
+            larks, parts = tag.larks, tag.parts
         case GrammarKind.FREE:
             raise ValueError("there is no grammar for any output")
     grammars = [{"lark_grammar": source + _OPTIONS}]
     for index, lark in enumerate(larks):
         grammars.append({"name": f"lark_{index}", "lark_grammar": lark + _OPTIONS})
     has_lark = bool(larks) or params.kind is GrammarKind.LARK
-    return Source(json.dumps({"grammars": grammars}), has_lark)
+    return Source(json.dumps({"grammars": grammars}), has_lark, parts)
 
 
 def _checked_lark(text: str) -> str:

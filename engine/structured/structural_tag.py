@@ -56,8 +56,8 @@ def read_structural_tag(
     names: SpecialNames,
     options: dict[str, object],
     one_line: dict[str, object],
-) -> tuple[str, list[str]]:
-    """The grammar of a structural tag, and the callers' own Lark grammars that it refers to.
+) -> tuple[str, TagGrammar]:
+    """The grammar of a structural tag, and what else is known of it.
 
     Args:
         text: the JSON text, at most MAX_GRAMMAR_BYTES.
@@ -74,7 +74,7 @@ def read_structural_tag(
         raise TagError(str(error)) from error
     reader = _Reader(names, options, one_line)
     grammar = TagGrammar()
-    return grammar.source(reader.read(value)), grammar.larks
+    return grammar.source(reader.read(value)), grammar
 
 
 class _Reader:
@@ -160,7 +160,7 @@ class _Reader:
 
     def _json_schema(self, value: _Object, place: str, depth: int) -> Node:
         _check_members(value, place, {"json_schema"})
-        return Json(schema_text(self._schema(value, place), self._options))
+        return Json(schema_text(self._schema(value, place), self._options), f"{place}.json_schema")
 
     def _qwen_xml_parameter(self, value: _Object, place: str, depth: int) -> Node:
         _check_members(value, place, {"json_schema"})
@@ -184,7 +184,7 @@ class _Reader:
             _refuse(f"{place}.grammar", f"is too long; all have at most {MAX_LARK_BYTES} bytes")
         if "%json" in grammar:
             _refuse(f"{place}.grammar", "has %json, which is not taken; use a json_schema instead")
-        return Lark(grammar)
+        return Lark(grammar, f"{place}.grammar")
 
     def _any_text(self, value: _Object, place: str, depth: int) -> Node:
         _check_members(value, place, {"excludes"})

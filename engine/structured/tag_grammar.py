@@ -63,10 +63,13 @@ class TagGrammar:
 
     Attributes:
         larks: the callers' own grammars, which the rules refer to by their index: @lark_0.
+        parts: what was described by other means than this format's, each by its place, as a grammar
+            of its own: to find which one cannot be compiled.
     """
 
     def __init__(self) -> None:
         self.larks: list[str] = []
+        self.parts: dict[str, str] = {}
         self._lines: list[str] = ["ANY: /(?s:.*)/"]
         self._rules: dict[tuple[int, ...], str] = {}
         self._named: dict[tuple[str, str], str] = {}
@@ -144,8 +147,10 @@ class TagGrammar:
             case Value():
                 return self._name("lazy", self._name("T", node.terminal))
             case Json():
+                self.parts[node.place] = f"start: %json {node.schema}"
                 return self._name("j", f"%json {node.schema}")
             case Lark():
+                self.parts[node.place] = node.grammar
                 self.larks.append(node.grammar)
                 return f"@lark_{len(self.larks) - 1}"
             case Choice():
@@ -156,6 +161,8 @@ class TagGrammar:
                 return self._rule((node,))
 
     def _open(self, node: Open, behind: _Nodes) -> str:
+        if not node.needs_end:
+            self.parts[node.place] = f"start: {node.terminal}"
         exits, may_end = _exits(behind)
         if exits is None:
             if node.needs_end:

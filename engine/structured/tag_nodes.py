@@ -50,16 +50,18 @@ class Value:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Json:
-    """A JSON value of a schema, which is ready for llguidance."""
+    """A JSON value of a schema, which is ready for llguidance; `place`: where it was described."""
 
     schema: str
+    place: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lark:
-    """Text of a Lark grammar."""
+    """Text of a Lark grammar; `place`: where it was described."""
 
     grammar: str
+    place: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)

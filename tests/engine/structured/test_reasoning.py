@@ -215,8 +215,8 @@ def test_any_output_needs_a_bound() -> None:
 
 
 def test_a_token_with_both_marks_in_it_does_not_fit(takes: Taker) -> None:
-    params = ReasoningParams("t", "h")
-    both = next(token for token in range(V - 100) if takes.tokenizer.token_bytes(token) == b"the")
+    params = ReasoningParams(" t", "h")
+    both = next(token for token in range(V - 100) if takes.tokenizer.token_bytes(token) == b" the")
     matcher = begin(takes.compiler, params)
     assert follow(matcher, [both]) == 0
     assert allowed(matcher, V)

@@ -238,7 +238,23 @@ REFUSED: list[tuple[Form | str, str]] = [
     ({"type": "json_schema", "json_schema": {"x-guidance": {}}}, "format.json_schema has the key"),
     ({"type": "grammar", "grammar": "start: %json {}"}, "format.grammar has %json"),
     ({"type": "regex", "pattern": "a" * 17_000}, "format.pattern is too long"),
-    ({"type": "regex", "pattern": "(?=a)b"}, "has look-around"),
+    (row(const("x"), {"type": "regex", "pattern": "(?=a)b"}), "format.elements[1] has look-around"),
+    (
+        triggered(
+            ["<"],
+            tag("<a", ">", {"type": "json_schema", "json_schema": {"type": "integer"}}),
+            tag("<b", ">", {"type": "json_schema", "json_schema": {"not": {}}}),
+        ),
+        "format.tags[1].content.json_schema uses keywords that are not supported",
+    ),
+    (
+        row(const("x"), {"type": "grammar", "grammar": 'begin: "x"'}),
+        "format.elements[1].grammar has no rule called start",
+    ),
+    (
+        tag("<", ">", {**QWEN, "json_schema": {"properties": {"p": {"type": "array", "not": {}}}}}),
+        "format.content.json_schema.properties.p uses keywords that are not supported",
+    ),
     (row(*[{"type": "regex", "pattern": "a" * 9_000}] * 2), "format.elements[1].pattern is too"),
     (row(*[{"type": "grammar", "grammar": "start: A\n" * 4_000}] * 2), "[1].grammar is too long"),
     (row(*[const("x")] * 600), "has more than 512 formats"),
