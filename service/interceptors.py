@@ -1,8 +1,8 @@
 """The interceptors around every RPC of a known method (`service.unknown_methods` handles the
 others).
 
-    call ──▶ Recovery ──▶ telemetry's own ──▶ Entrance ──────────────────────▶ servicer
-             (errors)     (spans)             who calls, is it served, its message
+    call ──▶ Recovery ─────────────────▶ Entrance ──────────────────────────▶ servicer
+             errors; watchers (spans)    who calls, is it served, its message
 
 Servicers raise exceptions, and `Recovery` turns these into the RPC's status by
 `service.status_table`. CancelledError is never caught: it must reach gRPC.
@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from google.rpc import status_pb2
@@ -26,7 +26,7 @@ from service.call_errors import AnswerTooLargeError
 from service.reading import OPEN_TO_EVERYONE, Reading
 from service.refusals import Refusals
 from service.state import ServerState, current_front
-from service.status_table import abort, code_of_number, status_code, to_status
+from service.status_table import abort, code_of_number, reason_of, status_code, to_status
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,61 @@ _SERVED_WHILE_DRAINING = (
     "/vllm.grpc.engine.VllmEngine/Get",
 )
 _CHECKED_PARTS = ("/headrace.", "/vllm.")
+
+
+SERVER_FAULTS: Final = frozenset(
+    {
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DATA_LOSS,
+    }
+)
+"""The codes that OpenTelemetry's conventions count as errors of a server."""
+
+
+class CallEnd:
+    """How a call ends.
+
+    Attributes:
+        code: what the handler ended it with; None: it has not ended it.
+        reason: ErrorInfo's, if it was answered with an error; else empty.
+    """
+
+    __slots__ = ("_began", "_context", "_deadline", "code", "reason")
+
+    def __init__(self, context: Any) -> None:
+        self.code: grpc.StatusCode | None = None
+        self.reason = ""
+        self._context = context
+        self._began = time.monotonic()
+        left = context.time_remaining()
+        self._deadline = None if left is None else self._began + left
+
+    def aborted(self) -> None:
+        """Note that the handler ended it through its context, or found that it had ended."""
+        code = self._context.code()
+        self.code = code if isinstance(code, grpc.StatusCode) else code_of_number(code)
+
+    def code_at_end(self) -> grpc.StatusCode:
+        """The code, once it has ended."""
+        if self.code is not None:
+            return self.code
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return grpc.StatusCode.DEADLINE_EXCEEDED
+        return grpc.StatusCode.CANCELLED
+
+    def seconds(self) -> float:
+        """How long it has taken."""
+        return time.monotonic() - self._began
+
+
+Watcher = Callable[[str, Any], Callable[[CallEnd], None] | None]
+"""Called in a new call's task with its method and context; returns what is called at its end, if
+anything.
+"""
 
 
 def wrap(
@@ -75,40 +130,6 @@ def wrap(
     return result
 
 
-class CallEnd:
-    """How a call ends.
-
-    Attributes:
-        code: what the handler ended it with; None: it has not ended it.
-    """
-
-    __slots__ = ("_began", "_context", "_deadline", "code")
-
-    def __init__(self, context: Any) -> None:
-        self.code: grpc.StatusCode | None = None
-        self._context = context
-        self._began = time.monotonic()
-        left = context.time_remaining()
-        self._deadline = None if left is None else self._began + left
-
-    def aborted(self) -> None:
-        """Note that the handler ended it through its context, or found that it had ended."""
-        code = self._context.code()
-        self.code = code if isinstance(code, grpc.StatusCode) else code_of_number(code)
-
-    def code_at_end(self) -> grpc.StatusCode:
-        """The code, once it has ended."""
-        if self.code is not None:
-            return self.code
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            return grpc.StatusCode.DEADLINE_EXCEEDED
-        return grpc.StatusCode.CANCELLED
-
-    def seconds(self) -> float:
-        """How long it has taken."""
-        return time.monotonic() - self._began
-
-
 class Recovery(grpc.aio.ServerInterceptor):
     """Turns exceptions into statuses. It is outermost, so that it sees exceptions of the other
     interceptors too. It also turns an answer that is too large for a message into a status, which
@@ -121,19 +142,19 @@ class Recovery(grpc.aio.ServerInterceptor):
     the end of its call. So the server is stopped only when its calls have ended; then all ends are
     sent before the ping.
 
-    It counts refused calls, and tells `on_end` how each call ended.
+    It counts refused calls, and tells its watchers of each call.
 
     Attributes:
         open: a future for each call whose handler runs, or whose status is being sent; done when
             the call has ended.
-        on_end: called with the method, the code and the seconds of each call; None: nobody asks.
+        watchers: are told of each call.
     """
 
     def __init__(self, max_send_bytes: int, refusals: Refusals) -> None:
         self._max_send_bytes = max_send_bytes
         self._refusals = refusals
         self.open: set[asyncio.Future[None]] = set()
-        self.on_end: Callable[[str, grpc.StatusCode, float], None] | None = None
+        self.watchers: tuple[Watcher, ...] = ()
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -153,13 +174,15 @@ class Recovery(grpc.aio.ServerInterceptor):
         ended = asyncio.get_running_loop().create_future()
         self.open.add(ended)
         call = CallEnd(context)
+        ends = [watch(method, context) for watch in self.watchers]
 
         def end(_context: Any) -> None:
             self.open.discard(ended)
             if not ended.done():  # else the loop is being closed
                 ended.set_result(None)
-            if self.on_end is not None:
-                self.on_end(method, call.code_at_end(), call.seconds())
+            for tell in ends:
+                if tell is not None:
+                    tell(call)
 
         context.add_done_callback(end)
         return call
@@ -167,6 +190,7 @@ class Recovery(grpc.aio.ServerInterceptor):
     def _refuse(self, method: str, call: CallEnd, error: Exception) -> status_pb2.Status:
         status = to_status(error)
         call.code = status_code(status)
+        call.reason = reason_of(error)
         self._refusals.add(method, error)
         return status
 

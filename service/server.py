@@ -305,8 +305,7 @@ class HeadraceServer:
                 sessions=lambda: self.sessions.taken,
             ),
         )
-        if (metrics := self._telemetry.metrics) is not None:
-            self.recovery.on_end = metrics.call_ended
+        self.recovery.watchers = self._telemetry.watchers
         if self._config.health_listen is not None:
             self._health_server = make_health_server(self.health)
         try:
@@ -334,10 +333,9 @@ class HeadraceServer:
     def _make_server(self, has_control: bool) -> grpc.aio.Server:
         server = make_server(
             self._authenticator,
-            # Recovery is outermost; spans also cover calls that the entrance refuses.
+            # Recovery is outermost: it also sees what the entrance refuses.
             interceptors=(
                 self.recovery,
-                *self._telemetry.interceptors,
                 Entrance(self._authenticator, self.state, self.reading),
             ),
             options=grpc_options(self._config),
@@ -393,6 +391,8 @@ class HeadraceServer:
         self.registry.on_step(step)
         if self._telemetry.metrics is not None:
             self._telemetry.metrics.on_step(step)
+        if self._telemetry.spans is not None:
+            self._telemetry.spans.on_step(step)
 
     def _front_end(self, info: ModelInfo, tokenizer: Tokenizer | None) -> FrontEnd:
         config = self._config
@@ -413,6 +413,8 @@ class HeadraceServer:
         )
         reply = self._format_of(tokenizer)
         card = model_card(info, tokenizer, config, self.instance_id, reply)
+        if (spans := self._telemetry.spans) is not None:
+            spans.loaded(card.name, None if tokenizer is None else tokenizer.decode)
         return FrontEnd(
             info=info,
             card=card,
@@ -422,6 +424,7 @@ class HeadraceServer:
             registry=self.registry,
             loads=self.loads,
             text_pool=self.text_pool,
+            spans=spans,
             max_lease_s=config.max_lease_s,
             max_send_bytes=config.max_send_bytes,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import enum
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from headrace.v1 import model_service_pb2
 
@@ -20,6 +21,9 @@ from service.delivery.registry import Registry
 from service.load import LoadWatch
 from service.refusals import Refusals
 from service.text_pool import TextPool
+
+if TYPE_CHECKING:
+    from service.telemetry.spans import Spans
 
 
 class Phase(enum.Enum):
@@ -65,7 +69,9 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
-    """Everything that requests need, made when the model is loaded."""
+    """Everything that requests need, made when the model is loaded. `spans`: None: there are
+    none.
+    """
 
     info: ModelInfo
     card: model_service_pb2.ModelCard
@@ -75,6 +81,7 @@ class FrontEnd:
     registry: Registry
     loads: LoadWatch
     text_pool: TextPool
+    spans: Spans | None
     max_lease_s: float
     max_send_bytes: int
 

@@ -14,8 +14,8 @@ from service.convert.request import Draft
 from service.delivery.request import ServedRequest
 from service.delivery.session import ResultStream
 from service.delivery.submission import LivesBy
+from service.logs.context import current_request
 from service.state import FrontEnd
-from service.telemetry.setup import label_span
 
 
 @asynccontextmanager
@@ -50,8 +50,6 @@ async def called_request(
                         continue  # another call was quicker: see which
                     waiting.callback(found.left)
                     break
-                if draft.labels:
-                    label_span(request_id, draft.labels, is_session=False)
                 with ExitStack() as joining:
                     joining.enter_context(found.joined())
                     holding = joining.enter_context(registry.admission.holding(account))
@@ -90,8 +88,15 @@ async def start_request(
     """
     registry, account = front.registry, permit.account
     is_session = stream is not None and stream.is_session
-    if draft.labels:
-        label_span(draft.request_id, draft.labels, is_session=is_session)
+    current_request.set(draft.request_id)
+    span = None
+    if front.spans is not None:
+        span = front.spans.begin(
+            draft.request_id,
+            draft.labels,
+            identity=account.identity,
+            is_chat=draft.spec.HasField("chat"),
+        )
     unread = registry.undelivered_bytes
     try:
         with registry.arriving():
@@ -109,6 +114,8 @@ async def start_request(
                     lives_by=lives_by,
                 )
                 holding.admit(submission.footprint, submission.reserved_tokens, unread)
+                if span is not None:
+                    span.submitted(submission.request)
                 try:
                     return await registry.start(submission, holding, stream, command_id=command_id)
                 finally:
@@ -116,4 +123,10 @@ async def start_request(
                     if lives_by is LivesBy.ITSELF or is_session:
                         holding.drop(draft.footprint)
     except (FieldError, InvalidRequestError, UnsupportedFeatureError) as error:
+        if span is not None:
+            span.refused(error)
         raise field_error(error, f"{draft.field}.") from None
+    except BaseException as error:
+        if span is not None:
+            span.refused(error)
+        raise

@@ -42,6 +42,7 @@ _POSITIVE = (
     "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT",
     "OTEL_EXPORTER_OTLP_METRICS_TIMEOUT",
 )
+_PROPAGATORS = ("tracecontext", "baggage", "none")
 _FILES = ("OTEL_CONFIG_FILE", "OTEL_EXPERIMENTAL_CONFIG_FILE")
 _HOST = "OTEL_EXPORTER_PROMETHEUS_HOST"
 _PORT = "OTEL_EXPORTER_PROMETHEUS_PORT"
@@ -140,6 +141,13 @@ def _check_values(environ: Mapping[str, str]) -> None:
     for name in _POSITIVE:
         if (text := environ.get(name, "").strip()) and not 0 < _number(text) < float("inf"):
             raise ConfigError(name, f"is {text[:64]!r}; it must be a number above 0")
+    for one in environ.get("OTEL_PROPAGATORS", "").split(","):
+        if one.strip() not in ("", *_PROPAGATORS):
+            raise ConfigError(
+                "OTEL_PROPAGATORS",
+                f"names {one.strip()[:64]!r}, which is not offered; give some of "
+                f"{_or(*_PROPAGATORS)}",
+            )
     argument = environ.get("OTEL_TRACES_SAMPLER_ARG", "").strip()
     if argument and not 0 <= _number(argument) <= 1:
         raise ConfigError(

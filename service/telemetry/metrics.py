@@ -4,7 +4,7 @@ and the engine's statistics.
     engine ── StepOutputs ──▶ Metrics.on_step ──▶ histograms of steps and requests, token counters
     engine ◀── stats ──────── Metrics.poll ─────▶ gauges and counters, read when they are exported
     front end ── Figures ───────────────────────▶ likewise
-    calls ── their ends ────▶ Metrics.call_ended ▶ a histogram
+    calls ── their ends ────▶ Metrics.watch ─────▶ a histogram
 
 Names that begin with `gen_ai.` and `rpc.` come from OpenTelemetry's semantic conventions for
 generative AI and for RPCs; ours begin with `headrace.`. The times of requests come from the
@@ -20,9 +20,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
-import grpc
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
 from engine.client import EngineClient
@@ -30,6 +30,7 @@ from engine.errors import HeadraceError
 from engine.outputs import Finish, RequestOutput, StepOutputs
 from engine.stats import CallerStats, EngineStats
 from engine.types import CallerKey
+from service.interceptors import SERVER_FAULTS, CallEnd
 from service.refusals import Refusal
 from service.state import Phase
 
@@ -56,17 +57,6 @@ _CALL: Final = (
     0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 40.0, 160.0,
     640.0, 2560.0,
 )  # fmt: skip
-_SERVER_FAULTS: Final = frozenset(
-    {
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.UNIMPLEMENTED,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.DATA_LOSS,
-    }
-)
-"""The codes that the conventions count as errors of a server."""
 _SIZES: Final = tuple(float(2**power) for power in range(15))
 
 _GAUGES: Final[tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...]] = (
@@ -409,18 +399,20 @@ class Metrics:
         name = self._attributes.get("gen_ai.request.model", "")
         return name, figures.stats if figures.is_there else None
 
-    def call_ended(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
-        """Record a call. `method`: one of this server's."""
-        if method.startswith("grpc.health."):
-            return
+    def watch(self, method: str, _context: object) -> Callable[[CallEnd], None] | None:
+        """Watch a call; returns what records its end. `method`: one of this server's."""
+        return None if method.startswith("grpc.health.") else partial(self._call_ended, method)
+
+    def _call_ended(self, method: str, call: CallEnd) -> None:
+        code = call.code_at_end()
         attributes = {
             "rpc.system.name": "grpc",
             "rpc.method": method,
             "rpc.response.status_code": code.name,
         }
-        if code in _SERVER_FAULTS:
+        if code in SERVER_FAULTS:
             attributes["error.type"] = code.name
-        self._call.record(seconds, attributes)
+        self._call.record(call.seconds(), attributes)
 
     def on_step(self, step: StepOutputs) -> None:
         """Record a step, and the requests that ended in it."""

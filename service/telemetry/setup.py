@@ -1,8 +1,6 @@
 """Makes the providers of metrics and spans that the config asks for, and ends them.
 
-The SDK reads OTEL_EXPORTER_OTLP_ENDPOINT and other variables itself. The library's
-interceptor makes the spans and propagates contexts; health checks are left out. It records
-cancelled, timed-out and failed RPCs as OK, so `SpanStatus` runs inside it and sets the true status.
+The SDK reads OTEL_EXPORTER_OTLP_ENDPOINT and other variables itself.
 """
 
 from __future__ import annotations
@@ -10,20 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import grpc
-from opentelemetry import trace
-from opentelemetry.trace import Status, StatusCode
-
 from engine.stats import EngineStats
-from service.interceptors import Continuation, Handler, Stream, Unary, wrap
-from service.status_table import code_of
+from service.interceptors import Watcher
 from service.telemetry.config import CONSOLE, GRPC, OTLP, PROMETHEUS, TelemetryConfig
 from service.telemetry.metrics import Figures, Metrics
+from service.telemetry.spans import Spans
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
@@ -39,32 +32,36 @@ logger = logging.getLogger(__name__)
 LAST_EXPORT_S = 5.0
 """How long, in seconds, the server waits at its end for the last export."""
 
-_HEALTH = "/grpc.health."
-_CODE = "rpc.grpc.status_code"
-
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
     """What telemetry adds to the server.
 
     Attributes:
-        interceptors: make the spans.
+        spans: makes spans; None: there are none.
         metrics: records measurements; None: metrics are off.
         provider, meter_provider: made here and to be shut down at the end; None: made elsewhere, or
             off.
         page: Prometheus' page, bound and not started; None: there is none.
     """
 
-    interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
+    spans: Spans | None = None
     metrics: Metrics | None = None
     provider: Any = None
     meter_provider: Any = None
     page: Page | None = None
 
+    @property
+    def watchers(self) -> tuple[Watcher, ...]:
+        """What is told of each call. Spans come first: a log record of the others has its ids."""
+        return tuple(part.watch for part in (self.spans, self.metrics) if part is not None)
+
     async def shutdown(self) -> None:
         """Export the rest, for at most LAST_EXPORT_S. The event loop is not blocked, so that a
         collector that does not answer cannot delay the handling of a second signal.
         """
+        if self.spans is not None:
+            self.spans.close()
         if self.page is not None:
             await asyncio.to_thread(self.page.close)
         providers = [one for one in (self.provider, self.meter_provider) if one is not None]
@@ -111,7 +108,7 @@ def set_up(config: TelemetryConfig, figures: Figures) -> Telemetry:
         meter_provider = _meter_provider(config, page)
         metrics = stats.metrics = Metrics(meter_provider.get_meter("headrace"), figures)
     return Telemetry(
-        interceptors=interceptors(provider) if provider is not None else (),
+        spans=Spans(provider, content=config.content) if provider is not None else None,
         metrics=metrics,
         provider=provider,
         meter_provider=meter_provider,
@@ -193,78 +190,3 @@ def _otlp_metrics(protocol: str) -> MetricExporter:
 
     exporter: MetricExporter = by_http.OTLPMetricExporter()
     return exporter
-
-
-def interceptors(provider: trace.TracerProvider) -> tuple[grpc.aio.ServerInterceptor, ...]:
-    """The library's interceptor and ours inside it."""
-    from opentelemetry.instrumentation.grpc import aio_server_interceptor
-    from opentelemetry.instrumentation.grpc.filters import negate
-
-    library: Any = aio_server_interceptor  # without types
-
-    def is_health(details: Any) -> bool:
-        return str(details.method).startswith(_HEALTH)
-
-    return (
-        library(tracer_provider=provider, filter_=negate(is_health)),
-        SpanStatus(),
-    )
-
-
-def label_span(request_id: str, labels: Mapping[str, str], *, is_session: bool) -> None:
-    """Put a request's labels on the span of the RPC that brought it. A session's span is that of
-    many requests: there they are in an event of the span.
-    """
-    span = trace.get_current_span()
-    if not span.is_recording():
-        return
-    attributes = {f"headrace.label.{name}": value for name, value in labels.items()}
-    if is_session:
-        span.add_event("headrace.request", {"headrace.request.id": request_id, **attributes})
-    else:
-        span.set_attributes(attributes)
-
-
-class SpanStatus(grpc.aio.ServerInterceptor):
-    """Sets the span's status to the status of the RPC."""
-
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler:
-        """Wrap one RPC's handler."""
-        return wrap(await continuation(handler_call_details), self._unary, self._stream)
-
-    def _unary(self, behavior: Unary) -> Unary:
-        async def call(request: Any, context: Any) -> Any:
-            try:
-                return await behavior(request, context)
-            except BaseException as error:
-                _record(error, context)
-                raise
-
-        return call
-
-    def _stream(self, behavior: Stream) -> Stream:
-        async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            try:
-                async for response in behavior(request, context):
-                    yield response
-            except BaseException as error:
-                _record(error, context)
-                raise
-
-        return call
-
-
-def _record(error: BaseException, context: Any) -> None:
-    if isinstance(error, grpc.aio.AbortError):
-        return  # the library's context wrapper saw it
-    if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        left = context.time_remaining()
-        timed_out = left is not None and left <= 0
-        code = grpc.StatusCode.DEADLINE_EXCEEDED if timed_out else grpc.StatusCode.CANCELLED
-    else:
-        code = code_of(error)
-    span = trace.get_current_span()
-    span.set_attribute(_CODE, code.value[0])
-    span.set_status(Status(StatusCode.ERROR, code.name))

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
 from typer.testing import CliRunner
 
 from engine.errors import ConfigError, HeadraceError
@@ -35,6 +36,7 @@ from service.config import ServiceConfig
 from service.server import HeadraceServer
 from service.state import Phase
 from service.telemetry import setup as telemetry
+from service.telemetry.spans import Spans
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import Harness, Refused, Session, check_course, refused, serving, spec
 from tests.service.helpers import until as until_true
@@ -207,7 +209,7 @@ async def test_spans_of_refused_calls(callers: Path, monkeypatch: pytest.MonkeyP
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    made = telemetry.Telemetry(telemetry.interceptors(provider))
+    made = telemetry.Telemetry(Spans(provider))
     monkeypatch.setattr(telemetry, "set_up", lambda *_: made)
     async with guarded(callers, FakeEngine(script=says("x"))) as h:
         await generate_with(h)
@@ -216,10 +218,12 @@ async def test_spans_of_refused_calls(callers: Path, monkeypatch: pytest.MonkeyP
         message = rpc.GenerateStreamRequest(spec=spec())
         events = h.generation.GenerateStream(message, metadata=bearer("alice"))
         assert [_ async for _ in events]
-        await until_true(lambda: len(exporter.get_finished_spans()) == 4)
+        await until_true(lambda: len(exporter.get_finished_spans()) == 6)
     spans = exporter.get_finished_spans()
-    codes = [(span.attributes or {})["rpc.grpc.status_code"] for span in spans]
-    assert codes == [16, 7, 0, 0]
+    told = [span.attributes or {} for span in spans if span.kind is SpanKind.SERVER]
+    codes = [attributes["rpc.response.status_code"] for attributes in told]
+    assert codes == ["UNAUTHENTICATED", "PERMISSION_DENIED", "OK", "OK"]
+    assert [span.status.status_code for span in spans] == [StatusCode.UNSET] * 6
     said = "".join(span.to_json() for span in spans)
     assert not any(token in said for token in TOKENS.values())
 

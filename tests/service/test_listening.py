@@ -19,11 +19,13 @@ from headrace.v1 import generation_service_pb2 as rpc
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
 
 from engine.errors import ConfigError
 from service.config import ServiceConfig
 from service.server import HeadraceServer
 from service.telemetry import setup as telemetry
+from service.telemetry.spans import Spans
 from tests.service.certificates import make_certificate, needs_openssl
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import DEADLINE_S, Harness, check_course, refused, serving, spec, until
@@ -240,7 +242,7 @@ async def test_spans_tell_what_happened(monkeypatch: pytest.MonkeyPatch) -> None
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    made = telemetry.Telemetry(telemetry.interceptors(provider))
+    made = telemetry.Telemetry(Spans(provider))
     monkeypatch.setattr(telemetry, "set_up", lambda *_: made)
     engine = FakeEngine(script=says("x"))
     async with serving(engine) as h:
@@ -255,21 +257,24 @@ async def test_spans_tell_what_happened(monkeypatch: pytest.MonkeyPatch) -> None
         call.cancel()
         await refused(h.generation.Generate(rpc.GenerateRequest(spec=spec()), timeout=1.0))
         await health_pb2_grpc.HealthStub(h.channel).Check(health_pb2.HealthCheckRequest())
-        await until(lambda: len(exporter.get_finished_spans()) == 5)
+        await until(
+            lambda: [s.kind for s in exporter.get_finished_spans()].count(SpanKind.SERVER) == 5
+        )
     spans = [
         (
             span.name.rpartition("/")[2],
-            span.status.is_ok,
-            (span.attributes or {})["rpc.grpc.status_code"],
+            span.status.status_code.name,
+            (span.attributes or {})["rpc.response.status_code"],
         )
         for span in exporter.get_finished_spans()
+        if span.kind is SpanKind.SERVER
     ]
     expected = [
-        ("Generate", False, 12),
-        ("Generate", True, 0),
-        ("GenerateStream", False, 1),
-        ("GenerateStream", True, 0),
+        ("Generate", "ERROR", "UNIMPLEMENTED"),  # an error by the conventions
+        ("Generate", "UNSET", "OK"),
+        ("GenerateStream", "UNSET", "CANCELLED"),
+        ("GenerateStream", "UNSET", "OK"),
     ]
     # The server learns of the deadline from its own clock, or from the client that gives up.
-    over = [("Generate", False, code) for code in (1, 4)]
+    over = [("Generate", "UNSET", "CANCELLED"), ("Generate", "ERROR", "DEADLINE_EXCEEDED")]
     assert sorted(spans) in [sorted([*expected, one]) for one in over]

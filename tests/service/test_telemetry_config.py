@@ -70,6 +70,7 @@ def test_protocols(environment: dict[str, str], of_traces: str, of_metrics: str)
         ("OTEL_EXPORTER_OTLP_HEADERS", "secret", "name=value"),
         ("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "nothing", "cumulative, delta or"),
         ("OTEL_TRACES_SAMPLER", "sometimes", "traceidratio"),
+        ("OTEL_PROPAGATORS", "tracecontext,b3", "'b3', which is not offered"),
         ("OTEL_TRACES_SAMPLER_ARG", "2", "between 0 and 1"),
         ("OTEL_METRIC_EXPORT_INTERVAL", "1m", "a number above 0"),
         ("OTEL_BSP_MAX_QUEUE_SIZE", "0", "a number above 0"),
