@@ -9,19 +9,19 @@ import time
 import grpc
 from headrace.v1 import generation_service_pb2 as rpc
 
-from benchmarks.hostile.judging import allowed_s
+from benchmarks.hostile.judging import WORST_S
 from benchmarks.hostile.sending import GENERATION
-from benchmarks.hostile.server import ATTACKER
+from benchmarks.hostile.server import ATTACKER, Server
 from benchmarks.processes import ROOT
-from benchmarks.trust.calm import look, witnessed
+from benchmarks.trust.calm import witnessed
 from benchmarks.trust.parts import Course, Part, Tried
-from benchmarks.trust.planted.plants import PLANTS, SERVER, STALLING, Plant
+from benchmarks.trust.planted.plants import LOG, PLANTS, STALLING, WITNESS, Plant
 
 TESTS_S = 300.0
 FAILED = 1
 """pytest's exit code when tests were run and some failed."""
-CALM_S = 5.0
-STALLS = 5
+TIMES = 6
+AFTER_S = 0.6
 
 
 def run(course: Course) -> None:
@@ -33,8 +33,8 @@ def run(course: Course) -> None:
 
 def planted(plant: Plant) -> Tried:
     """Put one in; it is wrong if nothing is found."""
-    if plant.caught_by == (SERVER,):
-        by, wrong = _by_witness(plant)
+    if plant.caught_by in ((WITNESS,), (LOG,)):
+        by, wrong = _by_server(plant)
     else:
         by, wrong = _by_tests(plant)
     return Tried(
@@ -64,37 +64,51 @@ def _by_tests(plant: Plant) -> tuple[str, list[str]]:
     return f"`{told}`", []
 
 
-def _by_witness(plant: Plant) -> tuple[str, list[str]]:
-    """A planted server must be told from a right one, by what a witness and the log say."""
-    wrong = []
+def _by_server(plant: Plant) -> tuple[str, list[str]]:
+    """A planted server must be told from a right one."""
+    wrong, by = [], ""
+    look = _gap if plant.caught_by == (WITNESS,) else _secrets
     for program in (None, [sys.executable, "-m", "benchmarks.trust.planted.serve", plant.name]):
-        found = _seen(program)
-        if (program is None) == bool(found):
-            told = "; ".join(found) or "nothing"
-            wrong.append(f"a {'right' if program is None else 'planted'} server shows {told}")
-        by = found
-    return "; ".join(by), wrong
+        by = look(program)
+        if (program is None) == bool(by):
+            which = "right" if program is None else "planted"
+            wrong.append(f"a {which} server shows {by or 'nothing'}")
+    return by, wrong
 
 
-def _seen(program: list[str] | None) -> list[str]:
-    """What is wrong with a server, at which known and unknown callers are sent."""
+def _gap(program: list[str] | None) -> str:
+    """The witness' gaps beside an input, each time anew: a stall is in each of them, and what the
+    machine does is not.
+    """
     with witnessed(program=program) as (server, witness):
-        calm = look(witness, CALM_S)
-        witness.begin()
-        raw = rpc.GenerateRequest(spec={"text": {"text": STALLING}, "stop": {"max_tokens": 2}})
-        with grpc.insecure_channel(server.target) as channel:
-            call = channel.unary_unary(GENERATION + "Generate")
-            for _ in range(STALLS):
-                metadata = [("authorization", f"Bearer {server.token(ATTACKER)}")]
-                call(raw.SerializeToString(), metadata=metadata, timeout=30)
-                time.sleep(0.5)
-        seen, found = witness.report(), []
-        gap, most = seen.gaps.worst_s - seen.gaps.late_s, allowed_s(calm.gaps)
-        if gap > most:
-            found.append(f"the witness' worst gap was {gap:.2f} s, above {most:.2f}")
-        if secrets := server.told_secrets(0):
-            found.append(f"the log shows the token of {', '.join(secrets)}")
-        return found
+        gaps = []
+        for _ in range(TIMES):
+            witness.begin()
+            _send(server)
+            time.sleep(AFTER_S)
+            seen = witness.report().gaps
+            gaps.append(seen.worst_s - seen.late_s)
+    least = min(gaps)
+    if least <= WORST_S:
+        return ""
+    return f"the witness: gaps of at least {least:.2f} s, above {WORST_S}"
+
+
+def _secrets(program: list[str] | None) -> str:
+    """Whose tokens the log shows."""
+    with witnessed(program=program) as (server, _):
+        _send(server)
+        time.sleep(AFTER_S)
+        secrets = server.told_secrets(0)
+    return f"the log, which shows the token of {', '.join(secrets)}" if secrets else ""
+
+
+def _send(server: Server) -> None:
+    raw = rpc.GenerateRequest(spec={"text": {"text": STALLING}, "stop": {"max_tokens": 2}})
+    metadata = [("authorization", f"Bearer {server.token(ATTACKER)}")]
+    with grpc.insecure_channel(server.target) as channel:
+        call = channel.unary_unary(GENERATION + "Generate")
+        call(raw.SerializeToString(), metadata=metadata, timeout=30)
 
 
 PLANTED = Part(

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-TESTS, SERVER = "tests", "server"
+WITNESS, LOG = "witness", "log"
+"""What catches a fault in a server: who looks on from outside, or what the server says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Plant:
         promises: those that it breaks.
         what: one line.
         apply: puts it in.
-        caught_by: the tests that must fail, as pytest takes them; or SERVER: a server's witness.
+        caught_by: the tests that must fail, as pytest takes them; or WITNESS, or LOG.
         in_cut: whether CI's cut plants it.
     """
 
@@ -115,7 +116,7 @@ def a_gap_after_attach() -> None:
     EventLog.move_to = late  # type: ignore[method-assign]
 
 
-@plant(3, what=f"the event loop stands still for {STALL_S} s at one input", caught_by=SERVER)
+@plant(3, what=f"the event loop stands still for {STALL_S} s at one input", caught_by=WITNESS)
 def a_stall() -> None:
     from service.convert.request import Converter
 
