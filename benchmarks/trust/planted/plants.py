@@ -320,7 +320,7 @@ def a_revoked_token() -> None:
 @plant(
     11,
     what='a caller\'s token is logged, without the "Bearer" by which the log would hide it',
-    caught_by=SERVER,
+    caught_by=LOG,
 )
 def a_token_in_the_log() -> None:
     from service.auth import Authenticator
