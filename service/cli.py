@@ -89,7 +89,7 @@ def serve(given: flags.Given) -> None:
     # Imported here, so that --help is fast.
     from service.logs.output import Output
 
-    with Output(config.log_format, config.log_level) as output:
+    with Output(config.log_format, config.log_level, config.log_level_of) as output:
         # Imports take a while on a cold machine, so print something first.
         if rank:
             output.say(f"headrace-server {_version()}: rank {rank} follows rank 0")
@@ -150,6 +150,7 @@ def _engine_client(
         batching,
         load,
         log_level=config.log_level,
+        log_level_of=config.log_level_of,
         hang_timeout_s=DEFAULT_HANG_TIMEOUT_S if hang_timeout_s is None else hang_timeout_s,
     )
 

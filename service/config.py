@@ -416,6 +416,22 @@ class ServiceConfig:
         choices=LOG_LEVELS,
         group=PROCESS,
     )
+    log_level_of: tuple[str, ...] = option(
+        (),
+        "The log level of a module and those below it, as `MODULE=LEVEL`, such as "
+        "`engine.scheduler=debug`, in both processes.",
+        more="The flag may be given several times; in the variable, they are separated by blanks. "
+        "An operator's SetLogLevel leaves them as they are.",
+        group=PROCESS,
+    )
+    log_summary_s: float = option(
+        10.0,
+        "Seconds between [summary lines](#logs) in the log while there is work.",
+        low=1.0,
+        high=DAY_S,
+        zero="none",
+        group=PROCESS,
+    )
     log_format: str = option(
         "console",
         "The format of the log: `console`, or `json`, [one object a line](#logs).",
@@ -444,6 +460,14 @@ class ServiceConfig:
                     "served_alias",
                     f"is {alias[:MAX_ALIAS]!r}; a name must be 1 to {MAX_ALIAS} printable "
                     "characters without blanks",
+                )
+        for one in self.log_level_of:
+            name, _, level = one.partition("=")
+            if level not in LOG_LEVELS or not name.isascii() or not name.isprintable() or not name:
+                raise ConfigError(
+                    "log_level_of",
+                    f"is {one[:MAX_ALIAS]!r}; it must be a module and one of "
+                    f"{', '.join(LOG_LEVELS)}, such as engine.scheduler=debug",
                 )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError(

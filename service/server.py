@@ -73,6 +73,7 @@ from service.servicers.control_servicer import ControlServicer
 from service.servicers.generation_servicer import GenerationServicer
 from service.servicers.model_servicer import ModelServicer
 from service.state import Drain, FrontEnd, Phase, ServerState
+from service.summary import Summary
 from service.supervision import RESTART_DELAY_S, Supervisor
 from service.telemetry import setup as telemetry
 from service.telemetry.config import TelemetryConfig
@@ -269,6 +270,7 @@ class HeadraceServer:
             begin_drain=self.begin_drain,
         )
         self._polling: asyncio.Task[None] | None = None
+        self._summing_up: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
         self._drain_begun = asyncio.Event()
         self._unreachable = asyncio.Event()
@@ -363,6 +365,9 @@ class HeadraceServer:
             self.state.phase = Phase.FAILED
             raise
         if self.state.phase is Phase.READY:
+            if self._config.log_summary_s:
+                summary = Summary(self._client, self.state.refusals, self._config.log_summary_s)
+                self._summing_up = asyncio.create_task(summary.run())
             self._watching = asyncio.create_task(self.supervisor.run())
             if (metrics := self._telemetry.metrics) is not None:
                 metrics.loaded(self.state.front.card.name)
@@ -537,7 +542,7 @@ class HeadraceServer:
         if self._closed:
             return
         self._closed = True
-        for task in (self._watching, self._polling):
+        for task in (self._watching, self._polling, self._summing_up):
             if task is not None:
                 task.cancel()
         self.control.ending.set()
@@ -552,7 +557,7 @@ class HeadraceServer:
         await self.loads.close()
         await self._client.close()
         await self.registry.close()
-        for task in (self._loading, self._watching, self._polling):
+        for task in (self._loading, self._watching, self._polling, self._summing_up):
             if task is not None:
                 await asyncio.gather(task, return_exceptions=True)
         self.text_pool.close()

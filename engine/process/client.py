@@ -84,6 +84,7 @@ class ProcessEngineClient(EngineClient):
         load_config: LoadConfig | None = None,
         *,
         log_level: str = "info",
+        log_level_of: tuple[str, ...] = (),
         hang_timeout_s: float = DEFAULT_HANG_TIMEOUT_S,
     ) -> None:
         """Create the client; `start` starts the process.
@@ -92,6 +93,7 @@ class ProcessEngineClient(EngineClient):
             model: a directory, or a hub id.
             config, load_config: as in LocalEngineClient.
             log_level: the process's log level.
+            log_level_of: those of modules, see `engine.logs.levels`.
             hang_timeout_s: the process is ended if there are requests to compute and no step is
                 done for this long, or for 20 times the slowest recent step if that is longer; with
                 a model on a CPU, only if it uses no CPU time either. Without such requests, it is
@@ -110,6 +112,7 @@ class ProcessEngineClient(EngineClient):
             messages.options_of(config or ContinuousBatchingConfig()),
             messages.options_of(load_config or LoadConfig()),
             log_level,
+            log_level_of,
         )
         self._is_restartable = load_config is None or load_config.tensor_parallel == "none"
         self._hang_timeout_s = hang_timeout_s

@@ -38,6 +38,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     config: dict[str, Any]
     load_config: dict[str, Any]
     log_level: str
+    log_level_of: tuple[str, ...] = ()
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):

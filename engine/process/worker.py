@@ -26,6 +26,7 @@ from engine.config import LoadConfig
 from engine.errors import EngineUnavailableError, HeadraceError
 from engine.local_client import LocalEngineClient
 from engine.logs import hooks, records
+from engine.logs.levels import set_levels
 from engine.logs.queue import LogQueue
 from engine.outputs import StepOutputs
 from engine.process.messages import (
@@ -176,6 +177,7 @@ async def serve(connection: socket.socket) -> None:
     if not isinstance(start, Start):
         return
     logging.getLogger().setLevel(start.log_level.upper())
+    set_levels(start.log_level_of)
     try:
         config, load_config = batching_config(start.config), LoadConfig(**start.load_config)
     except HeadraceError as error:

@@ -266,6 +266,7 @@ class ServedRequest:
                 self.identity,
                 failure.error_id,
                 labels,
+                extra={"request_id": self.request_id},
             )
 
     def cancel(self) -> None:

@@ -12,10 +12,13 @@ import logging
 import re
 import time
 import traceback
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Protocol
 
 from engine.logs.records import MAX_MESSAGE, MAX_TRACEBACK, cut
+from service.logs.context import current_request, current_trace
 
 _TELL_VALUES = ("grpc", "asyncio")
 """Loggers whose records and exceptions may contain values of calls."""
@@ -25,6 +28,9 @@ _TOKEN = re.compile(r"(?i)\b(bearer)(?:\s|%20|\\x20)+(?!<token>)[^\s'\",]+")
 _STEERS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 _STEERS |= {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\t"}
 _STEERS |= {0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+MAX_ID = 128
+_SHOWN = (("request", "request_id"), ("trace", "trace_id"))
 
 LOG_FORMATS = ("console", "json")
 
@@ -46,7 +52,7 @@ class Form(Protocol):
 
 class Console:
     """`time LEVEL logger: message`, with the process before the logger if it is not the server's;
-    a traceback follows, indented.
+    then ` [request=… trace=…]` if the record belongs to one; a traceback follows, indented.
     """
 
     def said(self, text: str) -> str:
@@ -60,14 +66,16 @@ class Console:
         process = _process(record)
         lines = [
             f"{at},{milliseconds:03d} {record.levelname} {process + ' ' if process else ''}"
-            f"{record.name}: {_message(record, skipped).translate(_STEERS)}"
+            f"{record.name}: {(_message(record, skipped) + _belongs(record)).translate(_STEERS)}"
         ]
         lines += [f"    {line.translate(_STEERS)}" for line in _traceback(record).splitlines()]
         return "\n".join(lines)
 
 
 class Json:
-    """One object a line: time (UTC), level, process, logger, message, traceback if there is one."""
+    """One object a line: time (UTC), level, process, logger, message; if there are some, the ids of
+    the request, trace and span, and a traceback.
+    """
 
     def said(self, text: str) -> str:
         """Format text of the server itself."""
@@ -82,6 +90,7 @@ class Json:
             record.name,
             _message(record, skipped),
             _traceback(record),
+            _ids(record),
         )
 
 
@@ -90,7 +99,15 @@ def form(name: str) -> Form:
     return Json() if name == "json" else Console()
 
 
-def _object(at: float, level: str, process: str, logger: str, message: str, trace: str = "") -> str:
+def _object(
+    at: float,
+    level: str,
+    process: str,
+    logger: str,
+    message: str,
+    trace: str = "",
+    ids: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     moment = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
     fields = {
         "time": moment.replace("+00:00", "Z"),
@@ -99,9 +116,28 @@ def _object(at: float, level: str, process: str, logger: str, message: str, trac
         "logger": logger,
         "message": message,
     }
+    fields |= ids
     if trace:
         fields["traceback"] = trace
     return json.dumps(fields)  # in ASCII: no control characters, no line breaks
+
+
+def _ids(record: logging.LogRecord) -> dict[str, str]:
+    """The ids of what a record belongs to: its own `request_id`, if it was given one, else what its
+    task works for. Records of the engine's process belong to nothing here.
+    """
+    if _process(record):
+        return {}
+    trace, span = current_trace.get()
+    request = getattr(record, "request_id", "") or current_request.get()
+    ids = {"request_id": cut(request, MAX_ID), "trace_id": trace, "span_id": span}
+    return {name: value for name, value in ids.items() if value}
+
+
+def _belongs(record: logging.LogRecord) -> str:
+    ids = _ids(record)
+    parts = [f"{name}={ids[key]}" for name, key in _SHOWN if key in ids]
+    return f" [{' '.join(parts)}]" if parts else ""
 
 
 def _process(record: logging.LogRecord) -> str:

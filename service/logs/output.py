@@ -5,10 +5,12 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 
 from engine.logs import hooks, records
+from engine.logs.levels import set_levels
 from engine.logs.lines import LineReader, open_pipe
 from engine.logs.queue import LogQueue
 from service.logs.form import Form, form
@@ -25,15 +27,17 @@ class Output:
     sys.stderr and file descriptor 2. None of it raises or waits.
     """
 
-    def __init__(self, log_format: str, level: str) -> None:
+    def __init__(self, log_format: str, level: str, level_of: Sequence[str] = ()) -> None:
         """Prepare.
 
         Args:
             log_format: one of LOG_FORMATS.
             level: debug, info, warning or error.
+            level_of: levels of modules, see `engine.logs.levels`.
         """
         self._form = form(log_format)
         self._level = level.upper()
+        self._level_of = level_of
         # File descriptor 2 is replaced below; this one reaches stderr itself.
         self._stderr = os.dup(_STDERR)
         self._queue = LogQueue(
@@ -55,6 +59,8 @@ class Output:
         self._undo.callback(root.removeHandler, handler)
         root.addHandler(handler)
         root.setLevel(self._level)
+        for name, before in set_levels(self._level_of).items():
+            self._undo.callback(logging.getLogger(name).setLevel, before)
         self._capture()
         self._undo.push(hooks.install(_log_foreign))
         return self

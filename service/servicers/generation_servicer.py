@@ -3,8 +3,7 @@
 All RPCs start a request in the same way: its spec is drafted, then passed to `start_request`. They
 differ in where the results go: to a session, to the RPC's own stream, or to no stream (those of
 AddRequest are read later, and Generate waits for the end). AddRequest and Generate may be retried
-(`called_request`). Streaming methods are async generators that take batches and yield messages;
-they never use `context.write`, which the tracing interceptor breaks.
+(`called_request`). Streaming methods are async generators that take batches and yield messages.
 
 A stream tells delivery that it is over in two ways, whichever comes first: the generator's
 `finally`, and the RPC's done callback. The second is needed because a generator that is suspended

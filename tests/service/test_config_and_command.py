@@ -296,7 +296,7 @@ def test_the_engine_has_a_process_of_its_own_unless_told_otherwise(
     _, started = run_serve(monkeypatch, "--hang-timeout", "3")
     client = started[-1]
     assert type(client).__name__ == "ProcessEngineClient"
-    assert client.more == {"log_level": "info", "hang_timeout_s": 3.0}
+    assert client.more == {"log_level": "info", "log_level_of": (), "hang_timeout_s": 3.0}
     _, started = run_serve(monkeypatch)
     assert started[-1].more["hang_timeout_s"] == 10.0
     _, started = run_serve(monkeypatch, "--in-process")

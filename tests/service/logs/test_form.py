@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from contextvars import copy_context
 from typing import Any
 
 import pytest
 
 from engine.logs.records import MAX_MESSAGE, MAX_TRACEBACK
+from service.logs.context import current_request, current_trace
 from service.logs.form import Console, Json
 from service.logs.limits import BURST, Limits
 
@@ -64,6 +66,25 @@ def test_a_line_of_the_console_is_one_line() -> None:
     assert first.endswith("WARNING service.x: failed")
     assert all(line.startswith("    ") for line in rest)
     assert Console().said("Ready.\n\nTry\x1b it") == "Ready.\n\nTry\\x1b it"
+
+
+def test_records_tell_what_they_belong_to() -> None:
+    def tell() -> tuple[dict[str, str], str]:
+        current_request.set("r\n1")
+        current_trace.set(("t" * 32, "s" * 16))
+        return json.loads(Json().record(record("x"), 0)), Console().record(record("x"), 0)
+
+    found, line = copy_context().run(tell)
+    assert (found["request_id"], found["trace_id"], found["span_id"]) == (
+        "r\n1",
+        "t" * 32,
+        "s" * 16,
+    )
+    assert line.endswith(f"WARNING service.x: x [request=r\\n1 trace={'t' * 32}]")
+    made = record("x")
+    made.request_id = "own"
+    assert json.loads(Json().record(made, 0))["request_id"] == "own"
+    assert "trace_id" not in json.loads(Json().record(record("x"), 0))
 
 
 def test_lines_are_bounded() -> None:
