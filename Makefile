@@ -175,6 +175,10 @@ trust-cut: $(STAMP) $(NATIVE) ## The few minutes of it that CI runs.
 trust-report: $(STAMP) ## Write docs/trust.md from the records.
 	$(BIN)/python -m benchmarks.trust --report
 
+.PHONY: audit
+audit: $(STAMP) ## Ask PyPI what is known of the pinned packages (ARGS='grpcio protobuf': of these alone).
+	@$(BIN)/python scripts/audit.py $(ARGS)
+
 .PHONY: clean
 clean: ## Remove what was built; the virtual environments stay.
 	rm -rf build dist *.egg-info clients/python/build clients/python/src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
