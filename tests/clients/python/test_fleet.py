@@ -192,6 +192,40 @@ def test_begun_requests_are_attached_again_where_they_live(farm: Farm) -> None:
     assert one.count == other.count == 1
 
 
+def test_what_was_sent_elsewhere_and_comes_back_finds_its_work(farm: Farm) -> None:
+    one, other = farm.start(auto=False), farm.start(auto=False)
+    with client_of(one, other) as client, client.session(lease=60) as session:
+        handles = [session.submit(f"{i}", max_tokens=6) for i in range(4)]
+        farm.until(lambda: one.count == other.count == 2)
+        for handle in handles:
+            handle.accepted(WAIT_S)
+        one.cut()  # nothing was delivered: its requests go to the other
+        farm.until(lambda: other.count == 4)
+        wait_for(client, 2)
+        session.submit("opens a stream there again", max_tokens=1)
+        farm.until(lambda: one.count == 3)
+        other.kill()  # and come back
+        one.go_on()
+        results = [handle.result(WAIT_S) for handle in handles]
+        assert {result.finish_reason for result in results} == {FinishReason.LENGTH}
+    assert one.count == 5  # two of them were still there
+
+
+def test_what_was_sent_elsewhere_does_not_run_on_for_nobody(farm: Farm) -> None:
+    one, other = farm.start(auto=False), farm.start()
+    with client_of(one, other) as client, client.session(lease=60) as session:
+        handles = [session.submit(f"{i}", max_tokens=6) for i in range(4)]
+        farm.until(lambda: one.count == 2)
+        one.cut()
+        for handle in handles:
+            handle.result(WAIT_S)
+        wait_for(client, 2)
+        again = session.submit("opens a stream there again", max_tokens=1)
+        farm.until(lambda: len(one.engine.cancelled) == 2)
+        one.go_on()
+        again.result(WAIT_S)
+
+
 def test_a_replaced_server_does_not_have_what_was_begun(farm: Farm) -> None:
     one, other = farm.start(auto=False), farm.start()
     with client_of(one, other) as client, client.session(lease=2) as session:

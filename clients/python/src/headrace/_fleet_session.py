@@ -98,7 +98,7 @@ class FleetCore:
             "room_timeout": 0,  # here it is decided who is sent again
         }
         self._changed: dict[int, Record] = {}
-        self._orphans: dict[str, set[str]] = {}  # by instance: what runs there for nobody
+        self._orphans: dict[str, set[str]] = {}  # by instance: what was sent elsewhere since
 
     # ---- what the session's user does ------------------------------------------------------------
 
@@ -392,6 +392,10 @@ class FleetCore:
             self._send_again(record, link.server)
             return
         self.records.pop(record.request_id, None)
+        if record.losses:
+            self._orphans.get(link.core.instance_id, set()).discard(record.request_id)
+            for other in self.links.values():
+                self._end_orphans(other)
 
     # ---- requests that live somewhere ------------------------------------------------------------
 
@@ -478,11 +482,19 @@ class FleetCore:
             self._fail(record, error)
             return None
         self.links[server] = link
-        for request_id in self._orphans.pop(server.instance_id, ()):
-            if request_id != record.request_id:
-                command = CancelCommand(request_id=request_id, instance_id=server.instance_id)
-                core.outbox.append(StreamResultRequest(cancel=command))
+        self._end_orphans(link)
         return link
+
+    def _end_orphans(self, link: Link) -> None:
+        """Cancels what runs at a server for nobody: its request has ended elsewhere. What still
+        lives may come back to this server, and find its work there.
+        """
+        instance_id = link.server.instance_id
+        orphans = self._orphans.get(instance_id, set())
+        for request_id in [one for one in orphans if one not in self.records]:
+            orphans.discard(request_id)
+            command = CancelCommand(request_id=request_id, instance_id=instance_id)
+            link.core.outbox.append(StreamResultRequest(cancel=command))
 
     def _fail(self, record: Record, error: HeadraceError) -> None:
         record.fold.fail(error)
