@@ -55,7 +55,7 @@ def main() -> None:
                 for cached in (30, 22)
             ]
         elif what == "speeds":
-            record[what] = speeds(seconds=20, running=16)
+            record[what] = speeds(turns=3, seconds=8, running=8)
         else:
             record[what] = Campaign(seconds=given.minutes * 60, seed=given.seed).run()
         print(json.dumps({what: record[what]}, indent=1))

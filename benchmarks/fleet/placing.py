@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import random
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,22 +86,31 @@ def prefixes(*, requests: int, in_flight: int, cached: int, seed: int = 1) -> di
     return found
 
 
-def speeds(*, seconds: float, running: int) -> dict[str, Any]:
+def speeds(*, turns: int, seconds: float, running: int) -> dict[str, Any]:
     """Tokens a second of two servers with steps of 5 and 15 ms: each alone, both behind a client
-    that chooses, and both by round_robin of RPCs.
+    that chooses, and both by round_robin of RPCs; turn by turn, each for so many seconds.
     """
+    found = []
     with servers(count=2, step_ms=(5, 15), running=running, cached=1) as addresses:
         fast, slow = addresses
-        alone = [_batch_rate([one], seconds, running) for one in (fast, slow)]
-        chosen = _batch_rate([fast, slow], seconds, 2 * running)
-        turns = _round_robin_rate([fast, slow], seconds, 2 * running)
+        for _ in range(turns):
+            alone = [_batch_rate([one], seconds, running) for one in (fast, slow)]
+            chosen = _batch_rate([fast, slow], seconds, 2 * running)
+            by_turns = _round_robin_rate([fast, slow], seconds, 2 * running)
+            found.append(
+                {
+                    "alone": alone,
+                    "chosen": chosen,
+                    "round_robin": by_turns,
+                    "chosen_of_sum": chosen / sum(alone),
+                    "round_robin_of_sum": by_turns / sum(alone),
+                }
+            )
     return {
         "running": running,
-        "alone": alone,
-        "chosen": chosen,
-        "round_robin": turns,
-        "chosen_of_sum": chosen / sum(alone),
-        "round_robin_of_sum": turns / sum(alone),
+        "turns": found,
+        "chosen_of_sum": statistics.median(one["chosen_of_sum"] for one in found),
+        "round_robin_of_sum": statistics.median(one["round_robin_of_sum"] for one in found),
     }
 
 
