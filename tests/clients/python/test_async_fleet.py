@@ -108,3 +108,18 @@ async def test_begun_requests_are_attached_again(farm: Farm) -> None:
             await asyncio.to_thread(act)
         assert [len(one.token_ids) for one in await asyncio.gather(*handles)] == [6, 6]
     assert one.count == other.count == 1
+
+
+async def test_a_client_that_is_closed_leaves_nobody_waiting(farm: Farm) -> None:
+    members = [farm.start(auto=False) for _ in range(2)]
+    async with client_of(*members) as client:
+        session = client.session()
+        async with session:
+            handles = [session.submit(f"{i}", max_tokens=5) for i in range(4)]
+            await until(lambda: sum(member.count for member in members) == 4)
+            await client.close()
+            for handle in handles:
+                with pytest.raises(headrace.UnavailableError):
+                    await handle
+        with pytest.raises(headrace.UnavailableError, match="closed"):
+            await client.generate("hi")

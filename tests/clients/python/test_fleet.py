@@ -5,14 +5,18 @@ come and go.
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import headrace
 import pytest
 from headrace import CancelStatus, FinishReason
+from headrace.cli.app import app
+from typer.testing import CliRunner
 
 from tests.clients.python.farm import WAIT_S, Farm, Member
 
@@ -329,10 +333,39 @@ def test_two_addresses_of_one_server_are_one(farm: Farm) -> None:
         assert client.health() is headrace.HealthStatus.SERVING
 
 
+def test_a_client_that_is_closed_leaves_nobody_waiting(farm: Farm) -> None:
+    members = [farm.start(auto=False) for _ in range(2)]
+    with client_of(*members) as client:
+        session = client.session()
+        handles = [session.submit(f"{i}", max_tokens=5) for i in range(4)]
+        farm.until(lambda: sum(member.count for member in members) == 4)
+        client.close()
+        for handle in handles:
+            with pytest.raises(headrace.UnavailableError):
+                handle.result(WAIT_S)
+        session.close()
+        with pytest.raises(headrace.UnavailableError, match="closed"):
+            client.generate("hi")
+
+
+def test_the_command_spreads_a_batch(farm: Farm, tmp_path: Path) -> None:
+    members = [farm.start() for _ in range(2)]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"{i}"}) + "\n" for i in range(20)))
+    target = ",".join(member.target for member in members)
+    words = ["--target", target, "batch", str(source), str(output), "--max-tokens", "3"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert len(output.read_text().splitlines()) == 20
+    assert [member.count > 5 for member in members] == [True, True]
+    refused = CliRunner().invoke(app, ["--target", target, "control", "stats"])
+    assert "control is of one" in refused.output
+
+
 def test_control_is_of_one_server(farm: Farm) -> None:
     member = farm.start()
     both = headrace.Client([member.target, "127.0.0.1:1"])
-    with both, pytest.raises(ValueError, match="control is of one server"):
+    with both, pytest.raises(headrace.InvalidArgumentError, match="control is of one"):
         both.control  # noqa: B018
     with headrace.Client([member.target]) as client:
         assert client.control.statistics().instance_id == member.instance_id

@@ -31,7 +31,7 @@ from headrace.async_control import AsyncControl
 from headrace.async_session import AsyncSession
 from headrace.async_streams import AsyncPolledEvents, AsyncStream
 from headrace.async_tool_run import AsyncApprove, AsyncToolRun
-from headrace.errors import NotFoundError, UnavailableError
+from headrace.errors import NotFoundError, UnavailableError, invalid_argument
 from headrace.messages import Message, MessageDict, Prompt
 from headrace.model_card import ModelCard
 from headrace.options import GenerationOptions, TurnOptions, build_spec, choices_of
@@ -116,10 +116,13 @@ class AsyncClient:
         """For operators: view the server's statistics and requests, pause it, drain it.
 
         Raises:
-            ValueError: the client has several servers.
+            InvalidArgumentError: the client has several servers.
         """
         if self._control is None:
-            raise ValueError("control is of one server: make a client of that server's address")
+            raise invalid_argument(
+                "target",
+                "names several servers; control is of one, so make a client of its address",
+            )
         return self._control
 
     @property

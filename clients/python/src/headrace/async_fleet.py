@@ -241,7 +241,9 @@ class AsyncFleet:
         while not self.state.is_settled and (left := end - self.state.clock()) > 0:
             await self._wait(left)
 
-    def _is_closed(self) -> bool:
+    @property
+    def is_closed(self) -> bool:
+        """Whether the client was closed."""
         return self._closed
 
     def _notify(self) -> None:
@@ -286,7 +288,7 @@ class AsyncFleet:
         pause = tries.failed(server, error)
         self.look()
         end = self.state.clock() + pause
-        while (left := end - self.state.clock()) > 0 and not self._is_closed():
+        while (left := end - self.state.clock()) > 0 and not self.is_closed:
             await self._wait(left)
 
     # ---- who is there ----------------------------------------------------------------------------

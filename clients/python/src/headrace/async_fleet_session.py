@@ -77,6 +77,7 @@ class AsyncManyStreams:
                 await wire.finish(max(end - time.monotonic(), 0.0))
 
     def _open(self, link: Link) -> None:
+        self._fleet.begin()  # raises if the client is closed
         server = link.server
         link.wire = AsyncWire(
             server.link.generation,
@@ -93,6 +94,8 @@ class AsyncManyStreams:
 
     def _lost(self, link: Link, error: HeadraceError | None) -> None:
         self._done(self.core.lost(link, error))
+        if self._fleet.is_closed:
+            self._done(self.core.end(UnavailableError("the client was closed")))
         link.wire.flush()
         self._fleet.look()
 

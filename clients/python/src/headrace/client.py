@@ -27,7 +27,7 @@ from headrace._link import A, Link, Method, Q
 from headrace._servers import ManyServers, OneServer
 from headrace._tool_loop import OnError, ToolLoop
 from headrace.control import Control
-from headrace.errors import NotFoundError, UnavailableError
+from headrace.errors import NotFoundError, UnavailableError, invalid_argument
 from headrace.messages import Message, MessageDict, Prompt
 from headrace.model_card import ModelCard
 from headrace.options import GenerationOptions, TurnOptions, build_spec, choices_of
@@ -141,10 +141,13 @@ class Client:
         """For operators: view the server's statistics and requests, pause it, drain it.
 
         Raises:
-            ValueError: the client has several servers.
+            InvalidArgumentError: the client has several servers.
         """
         if self._control is None:
-            raise ValueError("control is of one server: make a client of that server's address")
+            raise invalid_argument(
+                "target",
+                "names several servers; control is of one, so make a client of its address",
+            )
         return self._control
 
     def close(self) -> None:

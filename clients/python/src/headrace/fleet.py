@@ -230,7 +230,9 @@ class Fleet:
         """Waits until all servers have been asked whether they are ready; the lock is held."""
         self.changed.wait_for(lambda: self._closed or self.state.is_settled, PATIENCE_SECONDS)
 
-    def _is_closed(self) -> bool:
+    @property
+    def is_closed(self) -> bool:
+        """Whether the client was closed."""
         return self._closed
 
     def _call(
@@ -266,7 +268,7 @@ class Fleet:
             pause = tries.failed(server, error)
             self.look()
             end = self.state.clock() + pause
-            while (left := end - self.state.clock()) > 0 and not self._is_closed():
+            while (left := end - self.state.clock()) > 0 and not self.is_closed:
                 self.changed.wait(left)
 
     # ---- who is there ----------------------------------------------------------------------------

@@ -82,6 +82,8 @@ class ManyStreams:
     def _lost(self, link: Link, error: HeadraceError | None) -> None:
         with self.lock:
             self._done(self.core.lost(link, error))
+            if self._fleet.is_closed:
+                self._done(self.core.end(UnavailableError("the client was closed")))
             link.wire.flush()  # lets gRPC's sending thread go
         self._fleet.look()
 
