@@ -170,6 +170,7 @@ def _front_end(stats: RegistryStats) -> pb.FrontEndStatistics:
 
 def _engine(stats: EngineStats) -> pb.EngineStatistics:
     values = dataclasses.asdict(stats)
+    del values["block_size"]  # for metrics alone
     last_step_s = values.pop("last_step_s")
     other = values.pop("other_callers")
     return pb.EngineStatistics(
