@@ -196,7 +196,7 @@ class LiveRequests:
     def fail_form(self, live: LiveRequest, description: str) -> None:
         """End one request because of its grammar. `description`: what is wrong, and what to do."""
         grammar = live.spec.grammar
-        field = "grammar" if grammar is None else f"grammar.{grammar.kind.value}"
+        field = "grammar" if grammar is None else grammar.field
         error_id = new_error_id()
         logger.info("error %s: %s: %s %s", error_id, live.spec.request_id, field, description)
         self.fail(live, RequestFailure(f"{field}: {description}", error_id, field=field))

@@ -360,6 +360,7 @@ class GrammarParams:
         flexible_whitespace: whether the model chooses the white space of JSON; otherwise it is one
             line, with one space after each comma and colon.
         reasoning: the reasoning that may come before the form; None: the output is the form.
+        field: what errors call it; empty: grammar.<kind>.
     """
 
     kind: GrammarKind
@@ -367,10 +368,12 @@ class GrammarParams:
     choices: tuple[str, ...] = ()
     flexible_whitespace: bool = False
     reasoning: ReasoningParams | None = None
+    field: str = ""
 
     def __post_init__(self) -> None:
-        field = f"grammar.{self.kind.value}"
-        size = 0
+        if not self.field:
+            object.__setattr__(self, "field", f"grammar.{self.kind.value}")
+        field, size = self.field, 0
         for part in (self.text, *self.choices):
             if not _is_encodable(part):
                 raise InvalidRequestError(field, "is not text that UTF-8 can hold")

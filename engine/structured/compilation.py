@@ -43,12 +43,15 @@ def compile_grammar(params: GrammarParams, vocabulary: Vocabulary, vocab_size: i
     Raises:
         InvalidRequestError: it is wrong, empty or too complex.
     """
-    source = translate(params, vocabulary.names)
+    field_name = params.field
+    try:
+        source = translate(params, vocabulary.names)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(field_name, error.description) from error
     root = LLMatcher(vocabulary.tokens, source.text, log_level=0, limits=_limits(source.has_lark))
-    field_name = f"grammar.{params.kind.value}"
     if root.is_error():
-        place, error = _at_fault(source, vocabulary, root.get_error())
-        raise InvalidRequestError(field_name, place + explain(params.kind, error))
+        place, reason = _at_fault(source, vocabulary, root.get_error())
+        raise InvalidRequestError(field_name, place + explain(params.kind, reason))
     first = GrammarMatcher(root, vocab_size, frozenset())
     if first.can_go_on():
         trial = try_out(root, vocab_size)

@@ -422,7 +422,7 @@ def _marks_of(reasoning: ReasoningParams) -> Marks:
 
 def _field(wanted: GrammarParams | Marks) -> str:
     """The engine's name of the field that asks for it."""
-    return "grammar.reasoning" if isinstance(wanted, Marks) else f"grammar.{wanted.kind.value}"
+    return "grammar.reasoning" if isinstance(wanted, Marks) else wanted.field
 
 
 def _size(wanted: GrammarParams | Marks) -> int:

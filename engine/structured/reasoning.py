@@ -190,7 +190,7 @@ class ReasoningMatcher:
             case _At.REASONING if self._is_exhausted():
                 row.fill(0)
                 _set(row, tables.go_on_closing[self._state])
-                (_set if held.make_form is None else _clear)(row, held.endings)
+                _clear(row, held.endings)
             case _At.REASONING:
                 row[:] = held.thoughts
                 if held.make_form is not None:

@@ -46,6 +46,9 @@ MAX_REGEX_BYTES = 16 * 1024
 MAX_LARK_BYTES = 64 * 1024
 """The most bytes of all Lark grammars of a structural tag."""
 
+MAX_SHOWN = 80
+"""So much of how a tag begins is in messages about it."""
+
 _Object = dict[str, Any]
 _Begun = tuple[str, Literal, Node]
 """A tag: its place, how it begins, and what comes behind that."""
@@ -89,6 +92,7 @@ class _Reader:
         self._regex_bytes = 0
         self._lark_bytes = 0
         self._kinds: dict[str, Callable[[_Object, str, int], Node]] = {
+            "structural_tag": self._structural_tag,
             "const_string": self._const_string,
             "json_schema": self._json_schema,
             "qwen_xml_parameter": self._qwen_xml_parameter,
@@ -109,7 +113,7 @@ class _Reader:
         if value.get("type") != "structural_tag":
             _refuse("type", f"is {_shown(value.get('type'))}; it must be structural_tag")
         if "structures" in value or "triggers" in value:
-            node = self._older(value)
+            node = self._older(value, "")
         else:
             _check_members(value, "", {"format"})
             node = self._format(value.get("format"), "format", 1)
@@ -119,12 +123,12 @@ class _Reader:
             raise TagError(f"{error} (all schemas together)") from error
         return node
 
-    def _older(self, value: _Object) -> Node:
-        """The older shape, which means triggered_tags."""
-        _check_members(value, "", {"structures", "triggers"})
+    def _older(self, value: _Object, where: str) -> Node:
+        """The older shape, which means triggered_tags. `where`: what its places begin with."""
+        _check_members(value, where, {"structures", "triggers"})
         tags: list[_Begun] = []
-        for index, item in enumerate(_listed(value, "structures", "")):
-            place = f"structures[{index}]"
+        for index, item in enumerate(_listed(value, "structures", where)):
+            place = _at(where, f"structures[{index}]")
             self._count()
             if not isinstance(item, dict):
                 _refuse(place, "is not an object")
@@ -133,9 +137,9 @@ class _Reader:
             begin = self._literal(_string(item, "begin", place))
             end = self._literal(_string(item, "end", place))
             tags.append((place, begin, Sequence((content, end))))
-        triggers = self._triggers(value, "")
+        triggers = self._triggers(value, where)
         return Triggered(
-            Open("ANY", "the text", True), _by_trigger(tags, triggers, ""), False, False
+            Open("ANY", "the text", True), _by_trigger(tags, triggers, where), False, False
         )
 
     # ---- one format ------------------------------------------------------------------------------
@@ -153,6 +157,13 @@ class _Reader:
                 f"{place}.type", f"is {_shown(kind)}; it must be one of {', '.join(self._kinds)}"
             )
         return read(value, place, depth)
+
+    def _structural_tag(self, value: _Object, place: str, depth: int) -> Node:
+        """A whole structural tag as a part of another."""
+        if "structures" in value or "triggers" in value:
+            return self._older(value, place)
+        _check_members(value, place, {"format"})
+        return self._format(value.get("format"), f"{place}.format", depth + 1)
 
     def _const_string(self, value: _Object, place: str, depth: int) -> Node:
         _check_members(value, place, {"value"})
@@ -247,7 +258,10 @@ class _Reader:
         if value.get("type", "tag") != "tag":
             _refuse(f"{place}.type", f"is {_shown(value['type'])}; it must be tag")
         begin = self._literal(_string(value, "begin", place))
-        content = self._format(value.get("content"), f"{place}.content", depth + 1)
+        try:
+            content = self._format(value.get("content"), f"{place}.content", depth + 1)
+        except TagError as error:
+            raise error.within(_string(value, "begin", place)[:MAX_SHOWN]) from error
         ends = value.get("end")
         if not isinstance(ends, list):
             return begin, Sequence((content, self._literal(_string(value, "end", place))))

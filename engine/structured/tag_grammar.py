@@ -46,9 +46,18 @@ class TagError(Exception):
     long text is left out.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, is_within: bool = False) -> None:
+        """`is_within`: whether the text has the beginning of its tag."""
         long = len(text) > _MAX_CHARACTERS
         super().__init__(f"{text[:200]}…{text[-200:]}" if long else text)
+        self._is_within = is_within
+
+    def within(self, begin: str) -> TagError:
+        """The same error with the beginning of its tag, the innermost one."""
+        if self._is_within:
+            return self
+        shown = json.dumps(begin, ensure_ascii=False)
+        return TagError(f"{self} (in the tag that begins with {shown})", is_within=True)
 
 
 class _Exit(NamedTuple):

@@ -25,6 +25,7 @@ CONTRACT_FIELDS: Mapping[str, str] = {
     "logprob_token_ids": "output.logprob_token_ids",
     "prompt_logprobs": "output.prompt_logprobs",
     "grammar": "structured_output",
+    "grammar.tool_choice": "chat.tool_choice",
     "grammar.free": "stop.max_reasoning_tokens",
     "grammar.reasoning": "stop.max_reasoning_tokens",
     "n": "n",

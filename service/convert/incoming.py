@@ -41,6 +41,11 @@ _WHY_MISSING = {
         "scheduling.priority out"
     ),
     "structured_output": "the model has no tokenizer; leave structured_output out",
+    "structural_tag": "the model has no tokenizer; leave structured_output out",
+    "tool_choice": "it does not know how the model writes tool calls (its option reply_parser); "
+    "leave chat.tool_choice out",
+    "reasoning_budget": "it knows no marks of the model's reasoning; leave "
+    "stop.max_reasoning_tokens out",
 }
 """Why some configurations of this server lack a capability, and what to do."""
 

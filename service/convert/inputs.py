@@ -14,8 +14,8 @@ because a list takes ten times as much.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from headrace.v1 import generation_pb2
 
@@ -56,6 +56,21 @@ _ROLES = {
 }
 _Reader = Callable[[str, str], JsonObject]
 """Parses an object from JSON text; the second argument is the text's field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """An input as the model gets it.
+
+    Attributes:
+        ids: its token ids.
+        types: the types of its tools' parameters.
+        form: the form of the reply that its tools make; empty: none.
+    """
+
+    ids: Sequence[int]
+    types: ToolTypes = field(default_factory=dict)
+    form: str = ""
 
 
 class InputEncoder:
@@ -118,17 +133,23 @@ class InputEncoder:
         )
 
     async def encode_chat(
-        self, account: Account, chat: generation_pb2.ChatInput, *, fits: bool = False
-    ) -> tuple[Sequence[int], ToolTypes]:
-        """The token ids of a conversation, formatted by the tokenizer's template, and the types of
-        its tools' parameters. For the arguments see `encode_text`.
+        self,
+        account: Account,
+        chat: generation_pb2.ChatInput,
+        *,
+        fits: bool = False,
+        hold: Callable[[Sequence[Mapping[str, object]]], str] = lambda _: "",
+    ) -> Rendered:
+        """The token ids of a conversation, formatted by the tokenizer's template, and what is known
+        of its tools. `hold`: makes the form of the reply of the tools, as the template sees them.
+        For the other arguments see `encode_text`.
 
         Raises:
             FieldError: a message, tool or argument is wrong, or the text is too long.
             ChatTemplateUnavailableError: the model has no template.
         """
 
-        def render() -> tuple[str, int, Sequence[int] | None, ToolTypes]:
+        def render() -> tuple[str, int, Rendered]:
             read = JsonReader().object
             tools = [_tool(tool, index, read) for index, tool in enumerate(chat.tools)]
             text = self.tokenizer.apply_chat_template(
@@ -143,18 +164,20 @@ class InputEncoder:
                 ),
             )
             size = self._check_length("chat.messages", text, fits=fits)
-            ids = encode(text, size) if size <= SHORT_BYTES else None
-            return text, size, ids, tool_types(tools)
+            ids = encode(text, size) if size <= SHORT_BYTES else ()
+            return text, size, Rendered(ids, tool_types(tools), hold(tools))
 
         def encode(text: str, size: int) -> Sequence[int]:
             return self._encode("chat.messages", text, size, add_special_tokens=False)
 
         # A template is a program: it never runs on the event loop.
-        text, size, ids, types = await self._pool.run(account, chat.ByteSize(), render)
-        if ids is None:
-            # A short conversation may make a long text, which is queued with long ones.
-            ids = await self._pool.run(account, size, lambda: encode(text, size))
-        return ids, types
+        text, size, rendered = await self._pool.run(account, chat.ByteSize(), render)
+        if size <= SHORT_BYTES:
+            return rendered
+        # A short conversation may make a long text, which is queued with long ones.
+        return replace(
+            rendered, ids=await self._pool.run(account, size, lambda: encode(text, size))
+        )
 
     async def decode(self, account: Account, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of token ids, the number of which was checked."""

@@ -24,7 +24,7 @@ SCHEMA_REVISION = 8
 """Grows with every change to the contract."""
 MINIMUM_CLIENT_REVISION = 7
 """The oldest revision of clients that this server supports."""
-FORMS = ("json_schema", "json_object", "regex", "grammar", "choice")
+FORMS = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")
 """The kinds of structured output, by their names in StructuredOutput."""
 
 
@@ -99,9 +99,11 @@ def _capabilities(
     return model_service_pb2.Capabilities(
         names=sorted(
             {
-                *(("structured_output",) if text else ()),
+                *(("structured_output", "structural_tag") if text else ()),
                 *(("chat", "tools", "content_parts") if chat else ()),
                 *(("typed_replies",) if chat and reply is not None else ()),
+                *(("tool_choice",) if chat and reply and reply.call_form else ()),
+                *(("reasoning_budget",) if chat and reply and reply.reasons else ()),
                 *(("priorities",) if info.heeds_priorities else ()),
             }
         ),

@@ -30,16 +30,17 @@ from engine.token_ids import NO_IDS, TokenIds
 from engine.types import CallerKey, RequestId
 from service.accounts import Account
 from service.call_errors import FieldError, ModelNotFoundError, NoTokenizerError
-from service.convert.inputs import InputEncoder, Truncation
-from service.convert.replies import PROMPT_TAIL, comes_apart, reply_texts
-from service.convert.sampling import check_min_tokens, grammar_params, sampling_params
+from service.convert.forms import ReplyPlan, reply_plan
+from service.convert.inputs import InputEncoder, Rendered, Truncation
+from service.convert.replies import PROMPT_TAIL, reply_texts
+from service.convert.sampling import check_min_tokens, sampling_params
 from service.convert.unsupported import refuse_unsupported
 from service.convert.values import check_enum, check_ids, check_labels, seconds
 from service.convert.weight import input_field, message_footprint
 from service.delivery.events import DeliveryOptions, prompt_size
 from service.delivery.submission import NO_LABELS, LivesBy, Submission
 from service.footprint import Footprint
-from service.replies import ModelFormat, ToolTypes
+from service.replies import ModelFormat
 
 MAX_SALT_BYTES = 128
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
@@ -205,10 +206,10 @@ class Converter:
         spec, replies = draft.spec, []
         output, field = spec.output, input_field(spec)
         request = self._without_prompt(spec, account, weight, max_priority, engine_id)
+        plan = reply_plan(spec, self._reply)
         options = _delivery(output, request.logprobs, lives_by is LivesBy.CALLS)
         stop_strings = _stop_strings(spec)
-        reply = self._reply if comes_apart(spec) else None
-        prompt, tools = await self._prompt(account, spec, field)
+        prompt, rendered = await self._prompt(account, spec, field, plan)
         if options.describe_prompt:
             self._check_prompt_size(options, len(prompt))
         room, stop = self._info.max_context_tokens - len(prompt), request.stop
@@ -216,7 +217,12 @@ class Converter:
             stop = replace(stop, max_tokens=room)
         skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
         echo = await self._text.decode(account, prompt, skip) if output.echo else ""
-        request = replace(request, prompt=prompt, stop=stop)
+        tail = ""
+        if plan.model is not None:
+            ending = prompt[-PROMPT_TAIL:]
+            tail = self._text.tokenizer.decode(ending, skip_special_tokens=False)
+        grammar = plan.grammar(tail, rendered.form)
+        request = replace(request, prompt=prompt, stop=stop, grammar=grammar)
         texts: list[TextStream | None] = [None] * request.n
         if self._encoder is not None and not output.omit_text:
             stops = StopStrings(stop_strings) if stop_strings else ()
@@ -228,13 +234,15 @@ class Converter:
                     min_tokens=stop.min_tokens,
                     skip_special_tokens=skip,
                     prompt_tail=prompt[-PROMPT_TAIL:],
-                    shown={} if reply is None else reply.shown,
+                    shown=plan.shown,
                     initial_text=echo,
                 )
                 for _ in texts
             ]
-        if reply is not None:
-            replies = reply_texts(reply, self._text.tokenizer, draft.request_id, request, tools)
+        if plan.parser is not None:
+            replies = reply_texts(
+                plan.parser, tail, draft.request_id, rendered.types, n=request.n, calls=plan.calls
+            )
         output_tokens = min(stop.max_tokens, room)
         return Submission(
             account=account,
@@ -254,6 +262,7 @@ class Converter:
             replies=replies,
             stop_strings=stop_strings,
             include_stop=spec.stop.include_stop,
+            max_reasoning_tokens=plan.max_reasoning_tokens,
             lives_by=lives_by,
             digest=draft.digest,
             labels=draft.labels,
@@ -283,11 +292,6 @@ class Converter:
             cache_salt=cache_salt(account.identity, spec.cache.salt),
             bypass_prefix_cache=spec.cache.bypass_prefix_cache,
             sampling=sampling_params(spec.sampling, self._info),
-            grammar=(
-                grammar_params(spec.structured_output)
-                if spec.HasField("structured_output")
-                else None
-            ),
             logprobs=self._logprobs(output),
             prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
             stop=self._stop(spec.stop),
@@ -300,12 +304,11 @@ class Converter:
         return request
 
     async def _prompt(
-        self, account: Account, spec: generation_pb2.GenerationSpec, field: str
-    ) -> tuple[TokenIds, ToolTypes]:
+        self, account: Account, spec: generation_pb2.GenerationSpec, field: str, plan: ReplyPlan
+    ) -> tuple[TokenIds, Rendered]:
         """The token ids of the input, truncated as the spec asks, and checked for length; and the
-        types of its tools' parameters. `field`: the input's field.
+        whole input. `field`: the input's field.
         """
-        tools: ToolTypes = {}
         truncation = Truncation.of(spec)
         whole = truncation.most is None
         # A prompt that fills the context can still be processed if max_tokens is 0.
@@ -320,17 +323,19 @@ class Converter:
                 if not 1 <= length <= limit:
                     raise _wrong_length(field, length, limit, alone)
                 size = self._info.vocab_size
-                return check_ids(ids, field, size, most=len(ids), kept=kept), tools
+                return check_ids(ids, field, size, most=len(ids), kept=kept), Rendered(())
             case "text":
-                encoded = await self._text.encode_text(account, spec.text, fits=whole)
+                input = Rendered(await self._text.encode_text(account, spec.text, fits=whole))
             case "chat":
-                encoded, tools = await self._text.encode_chat(account, spec.chat, fits=whole)
+                input = await self._text.encode_chat(
+                    account, spec.chat, fits=whole, hold=plan.tool_form
+                )
             case _:
                 raise FieldError("input", "is missing; set one of text, tokens and chat")
-        encoded = encoded[truncation.kept(len(encoded))]
+        encoded = input.ids[truncation.kept(len(input.ids))]
         if not 1 <= len(encoded) <= limit:
             raise _wrong_length(field, len(encoded), limit, alone)
-        return TokenIds.of(encoded), tools
+        return TokenIds.of(encoded), input
 
     def _choices(self, spec: generation_pb2.GenerationSpec) -> int:
         n = spec.n if spec.HasField("n") else 1

@@ -14,7 +14,7 @@ from headrace.v1 import generation_pb2, generation_service_pb2
 
 from engine.outputs import Finish, FinishReason, TokenLogprobs
 from engine.outputs import Usage as EngineUsage
-from engine.sampling_params import SCALARS, SamplingParams, StopParams
+from engine.sampling_params import SCALARS, SamplingParams
 from engine.stats import EngineStats
 from engine.text import Tokenizer
 from service.convert.values import to_duration
@@ -53,17 +53,17 @@ def sampling_message(
     return message
 
 
-def _stop_message(
-    params: StopParams, stop_strings: Iterable[str], include_stop: bool
-) -> generation_pb2.StopOptions:
+def _stop_message(event: events.Accepted) -> generation_pb2.StopOptions:
+    params = event.stop
     return generation_pb2.StopOptions(
         max_tokens=min(params.max_tokens, 2**32 - 1),
         min_tokens=params.min_tokens,
-        stop_strings=stop_strings,
+        stop_strings=event.stop_strings,
         stop_token_ids=params.stop_token_ids,
         eos_token_ids=params.eos_token_ids,
         ignore_eos=params.ignore_eos,
-        include_stop=include_stop,
+        include_stop=event.include_stop,
+        max_reasoning_tokens=event.max_reasoning_tokens,
     )
 
 
@@ -187,7 +187,7 @@ class Responder:
         return generation_pb2.Accepted(
             request_id=event.request_id,
             sampling=sampling_message(event.sampling),
-            stop=_stop_message(event.stop, event.stop_strings, event.include_stop),
+            stop=_stop_message(event),
             prompt_tokens=event.prompt_tokens,
             queue_position=event.queue_position,
             command_id=event.command_id,

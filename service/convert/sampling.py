@@ -32,6 +32,7 @@ _TEXT_FORMATS = {
     "json_schema": GrammarKind.JSON_SCHEMA,
     "regex": GrammarKind.REGEX,
     "grammar": GrammarKind.LARK,
+    "structural_tag": GrammarKind.STRUCTURAL_TAG,
 }
 
 
@@ -122,12 +123,13 @@ def grammar_params(output: generation_pb2.StructuredOutput) -> GrammarParams:
         FieldError: none is set, or its text is empty or too long.
     """
     kind = output.WhichOneof("format")
-    if output.flexible_whitespace and kind not in ("json_schema", "json_object"):
+    if output.flexible_whitespace and kind not in ("json_schema", "json_object", "structural_tag"):
         raise FieldError(
-            "structured_output.flexible_whitespace", "is for json_schema and json_object alone"
+            "structured_output.flexible_whitespace",
+            "is for json_schema, json_object and structural_tag alone",
         )
     match kind:
-        case "json_schema" | "regex" | "grammar":
+        case "json_schema" | "regex" | "grammar" | "structural_tag":
             return GrammarParams(
                 kind=_TEXT_FORMATS[kind],
                 text=getattr(output, kind),
@@ -148,5 +150,6 @@ def grammar_params(output: generation_pb2.StructuredOutput) -> GrammarParams:
         case _:
             raise FieldError(
                 "structured_output",
-                "has no format; set one of json_schema, json_object, regex, grammar and choice",
+                "has no format; set one of json_schema, json_object, regex, grammar, choice and "
+                "structural_tag",
             )

@@ -27,12 +27,6 @@ def refuse_unsupported(
     """
     if spec.adapter:
         raise UnsupportedFieldError("adapter", _NOT_YET)
-    if spec.structured_output.WhichOneof("format") == "structural_tag":
-        raise UnsupportedFieldError("structured_output.structural_tag", _NOT_YET)
-    if spec.chat.HasField("tool_choice"):
-        raise UnsupportedFieldError("chat.tool_choice", _NOT_YET)
-    if spec.stop.HasField("max_reasoning_tokens"):
-        raise UnsupportedFieldError("stop.max_reasoning_tokens", _NOT_YET)
     if spec.scheduling.priority != 0 and not heeds_priorities:
         raise UnsupportedFieldError(
             "scheduling.priority",

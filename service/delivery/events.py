@@ -88,15 +88,14 @@ def held_logprobs(candidates: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """The request was accepted. All parameters are the effective ones; accepted_at is in wall-clock
-    seconds, n is the number of choices.
-    """
+    """The request was accepted, with the effective parameters; accepted_at: wall-clock seconds."""
 
     request_id: str
     sampling: SamplingParams
     stop: StopParams
     stop_strings: tuple[str, ...]
     include_stop: bool
+    max_reasoning_tokens: int | None
     prompt_tokens: int
     queue_position: int
     command_id: int

@@ -261,6 +261,7 @@ class Registry:
             stop=asked.stop,
             stop_strings=submission.stop_strings,
             include_stop=submission.include_stop,
+            max_reasoning_tokens=submission.max_reasoning_tokens,
             prompt_tokens=len(asked.prompt),
             queue_position=admission.queue_position,
             command_id=command_id,

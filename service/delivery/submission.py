@@ -37,7 +37,7 @@ class Submission:
         options: how its results are delivered.
         texts: makes the text of each choice; None: no text is wanted.
         replies: takes the reply of each choice apart; empty: replies are text.
-        stop_strings, include_stop: as requested.
+        stop_strings, include_stop, max_reasoning_tokens: as requested.
         lives_by: what it needs in order not to be cancelled.
         labels: as the caller gave them.
         digest: the hash of its call's content; the same call again gets the same request. Empty: it
@@ -54,6 +54,7 @@ class Submission:
     replies: list[ReplyText]
     stop_strings: tuple[str, ...]
     include_stop: bool
+    max_reasoning_tokens: int | None
     lives_by: LivesBy
     labels: Mapping[str, str]
     digest: bytes

@@ -52,6 +52,8 @@ class CallForm:
         opening, closing: the texts around all calls of a reply.
         separator: the text between two calls; None: a reply has one call.
         arguments: what the arguments are: "json_schema" or "qwen_xml_parameter".
+        plain: marks within arguments that are written as text: a model that has one of them as a
+            special token cannot be held.
         name_in_json: whether the name stands in a JSON string.
         bare: whether calls have no mark, and are told by a brace at the reply's beginning.
         text: the text before an answer in words.
@@ -66,6 +68,7 @@ class CallForm:
     closing: str = ""
     separator: str | None = "\n"
     arguments: str = "json_schema"
+    plain: tuple[str, ...] = ()
     name_in_json: bool = True
     bare: bool = False
     text: str = ""
@@ -76,22 +79,31 @@ class CallForm:
         arguments = "{}" if self.arguments == "json_schema" else ""
         return self.opening + self._begin(name) + arguments + self.end + self.closing
 
-    def structural_tag(self, mode: ToolMode, tools: Sequence[HeldTool], *, parallel: bool) -> str:
+    def structural_tag(
+        self,
+        mode: ToolMode,
+        tools: Sequence[HeldTool],
+        *,
+        parallel: bool,
+        reasoning: str = "",
+    ) -> str:
         """The form of a reply.
 
         Args:
             mode: whether it calls tools.
             tools: those that it may call; at least one, unless the mode is NONE.
             parallel: whether it may have several calls.
+            reasoning: the mark that opens reasoning, which may not stand in words; empty: none.
         """
+        barred = [*self.marks, reasoning] if reasoning else list(self.marks)
         parallel = parallel and self.separator is not None
         match mode:
             case ToolMode.NONE:
-                form = self._words()
+                form = self._words(barred)
             case ToolMode.REQUIRED:
                 form = self._calls(tools, parallel=parallel)
             case ToolMode.AUTO:
-                form = self._words_or_calls(tools, parallel=parallel)
+                form = self._words_or_calls(tools, barred, parallel=parallel)
         return json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
 
     def _begin(self, name: str) -> str:
@@ -120,25 +132,27 @@ class CallForm:
             return calls
         return {"type": "tag", "begin": self.opening, "content": calls, "end": self.closing}
 
-    def _words(self) -> _Node:
-        """An answer in words."""
+    def _words(self, barred: list[str]) -> _Node:
+        """An answer in words, without these texts."""
         if self.bare:
-            words: _Node = {"type": "grammar", "grammar": self._no_brace()}
+            words: _Node = {"type": "grammar", "grammar": _no_brace(barred)}
         else:
-            words = {"type": "any_text", "excludes": list(self.marks)}
+            words = {"type": "any_text", "excludes": barred}
         return _sequence(self.text, words)
 
-    def _words_or_calls(self, tools: Sequence[HeldTool], *, parallel: bool) -> _Node:
+    def _words_or_calls(
+        self, tools: Sequence[HeldTool], barred: list[str], *, parallel: bool
+    ) -> _Node:
         if self.bare or self.text:
             calls = self._calls(tools, parallel=parallel)
-            ways = [self._words(), calls]
+            ways = [self._words(barred), calls]
             if self.preamble is not None:
                 begin, end = self.preamble
-                said: _Node = {"type": "any_text", "excludes": list(self.marks)}
+                said: _Node = {"type": "any_text", "excludes": barred}
                 before = {"type": "tag", "begin": begin, "content": said, "end": end}
                 ways.append({"type": "sequence", "elements": [before, calls]})
             return {"type": "or", "elements": ways}
-        first, *others = self.marks
+        first, *others = barred
         block = bool(self.opening)
         return {
             "type": "triggered_tags",
@@ -152,11 +166,12 @@ class CallForm:
             "excludes": others,
         }
 
-    def _no_brace(self) -> str:
-        """A grammar of text that does not begin with a brace, and has none of the marks."""
-        mark = "|".join(_quoted(mark) for mark in self.marks)
-        words = r"/[ \n\r\t]*([^{ \n\r\t](.|\n)*)?/"
-        return f"start: WORDS\nWORDS: {words} & ~/(.|\\n)*({mark})(.|\\n)*/"
+
+def _no_brace(barred: Sequence[str]) -> str:
+    """A grammar of text that does not begin with a brace, and has none of these texts."""
+    texts = "|".join(map(_quoted, barred))
+    words = r"/[ \n\r\t]*([^{ \n\r\t](.|\n)*)?/"
+    return f"start: WORDS\nWORDS: {words} & ~/(.|\\n)*({texts})(.|\\n)*/"
 
 
 def _sequence(before: str, node: _Node) -> _Node:

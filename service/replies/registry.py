@@ -56,7 +56,7 @@ class ModelFormat:
         special: the marks that are special tokens, in order. Only that token is such a mark: text
             that spells it is not.
         reasons: whether the model knows the marks of reasoning: its template or its vocabulary has
-            them.
+            one.
         call_form: how it writes calls; None: it has none.
     """
 
@@ -119,13 +119,20 @@ def _shown(format: Format | None, tokenizer: Tokenizer | None) -> ModelFormat | 
         return None
     template = tokenizer.chat_template_source
     shown = special_marks(format, tokenizer)
-    closing = format.reasoning.closing
+    special = tuple(sorted(format.marks.intersection(shown.values())))
+    form = format.call_form(template)
+    if form is not None and any(mark in special for mark in form.plain):
+        form = None
     return ModelFormat(
         format,
         shown,
-        special=tuple(sorted(format.marks.intersection(shown.values()))),
-        reasons=closing in template or tokenizer.token_id(closing) is not None,
-        call_form=format.call_form(template),
+        special,
+        reasons=any(
+            mark in template or tokenizer.token_id(mark) is not None
+            for mark in (format.reasoning.opening, format.reasoning.closing)
+            if mark
+        ),
+        call_form=form,
     )
 
 

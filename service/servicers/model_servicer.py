@@ -83,7 +83,6 @@ async def _encode(
         case "text":
             return await encoder.encode_text(account, request.text)
         case "chat":
-            ids, _ = await encoder.encode_chat(account, request.chat)
-            return ids
+            return (await encoder.encode_chat(account, request.chat)).ids
         case _:
             raise FieldError("input", "is missing; set one of text and chat")

@@ -510,6 +510,7 @@ ACCEPTED = Accepted(
     stop=StopParams(max_tokens=9),
     stop_strings=(),
     include_stop=False,
+    max_reasoning_tokens=None,
     prompt_tokens=2,
     queue_position=0,
     command_id=0,

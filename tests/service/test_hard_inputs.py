@@ -261,12 +261,6 @@ REFUSED = [
     ({"n": 0}, INVALID, "n", "between 1 and 16"),
     ({"n": UINT32}, INVALID, "n", "between 1 and 16"),
     ({"adapter": "lora"}, UNIMPLEMENTED, "adapter", ""),
-    (
-        {"structured_output": {"structural_tag": "{}"}},
-        UNIMPLEMENTED,
-        "structured_output.structural_tag",
-        "",
-    ),
     ({"structured_output": {}}, INVALID, "structured_output", "no format"),
     (
         {"structured_output": {"grammar": "x" * ((1 << 18) + 1)}},

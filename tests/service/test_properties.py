@@ -78,6 +78,7 @@ def make_log(stop: str, options: DeliveryOptions, *, n: int = 1) -> EventLog:
             stop=StopParams(max_tokens=100),
             stop_strings=(),
             include_stop=False,
+            max_reasoning_tokens=None,
             prompt_tokens=3,
             queue_position=0,
             command_id=0,

@@ -39,7 +39,6 @@ def with_tool(**tool: Any) -> dict[str, Any]:
 
 UNSUPPORTED = {
     "adapter": {"adapter": "lora"},
-    "structured_output.structural_tag": {"structured_output": {"structural_tag": "{}"}},
     "chat.messages[0].content_parts.parts[1].image": said_with({"text": "a"}, {"image": {}}),
     "chat.messages[0].content_parts.parts[0].audio": said_with({"audio": {"data": b"x"}}),
     "chat.messages[0].content_parts.parts[0].video": said_with({"video": {"uri": "x"}}),

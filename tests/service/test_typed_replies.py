@@ -182,12 +182,24 @@ async def test_the_raw_text_where_it_is_asked_for() -> None:
     async with serving(engine(REPLY), tokenizer=tokenizer()) as h:
         assert (await raw(h, chat(output={"raw_text": True}))).text == plain
         assert (await raw(h, chat(output={"raw_text": True, **everything}))).text == REPLY
-        assert (await raw(h, chat(structured_output={"regex": ".*"}))).text == plain
+        raw_form = chat(structured_output={"regex": ".*"}, output={"raw_text": True})
+        assert (await raw(h, raw_form)).text == plain
         text = pb.GenerationSpec(text={"text": "hi"}, stop={"max_tokens": 500})
         assert (await raw(h, text)).text == plain
         echoed = await raw(h, chat(output={"echo": True}))
         assert echoed.text == f"user\nhi\nassistant\n{plain}"
         assert (await raw(h, chat(output={"omit_text": True}))).text == ""
+
+
+async def test_of_a_structured_output_the_reasoning_alone_comes_apart() -> None:
+    async with serving(engine(REPLY), tokenizer=tokenizer()) as h:
+        result = await h.generate(chat(structured_output={"regex": "(.|\n)*"}))
+    [choice] = result.choices
+    assert (choice.reasoning, list(choice.tool_calls)) == ("I must look.", [])
+    assert choice.text == f"I look.\n{CALL}\n{CALL}".replace("<tool_call>", "").replace(
+        "</tool_call>", ""
+    )
+    assert choice.finished.reason == pb.FINISH_REASON_STOP
 
 
 @pytest.mark.parametrize("skip", [True, False])

@@ -86,6 +86,7 @@ def _form(template: str) -> CallForm:
         end=f"{_FUNCTION_END}\n{CLOSE}",
         marks=(OPEN, _FUNCTION),
         arguments="qwen_xml_parameter",
+        plain=(_PARAMETER, _PARAMETER_END),
         name_in_json=False,
     )
 

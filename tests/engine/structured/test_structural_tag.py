@@ -213,7 +213,7 @@ REFUSED: list[tuple[Form | str, str]] = [
     ('{"type": "x"}', "type is x; it must be structural_tag"),
     ('{"type": "structural_tag"}', "format is missing; it must be an object"),
     ('{"type": "structural_tag", "format": {"type": 1e400}}', 'format.type is "1e400"'),
-    (row(const("x"), {"type": "foo"}), "format.elements[1].type is foo; it must be one of const_"),
+    (row(const("x"), {"type": "foo"}), "format.elements[1].type is foo; it must be one of struct"),
     (row(const("x"), {"type": ["foo"]}), 'format.elements[1].type is ["foo"]'),
     ({**const("x"), "valeu": 1}, "format.valeu is not known; known here: value"),
     ({"type": "const_string"}, "format.value is missing; it must be a string"),
@@ -422,3 +422,26 @@ def test_outputs_of_random_formats_are_of_the_format(takes: Taker, form: Form, s
         text = wander(matcher, takes.tokenizer, seed + walk, hints)
         if text is not None:
             assert is_of(form, text), text
+
+
+def test_an_error_within_a_tag_shows_how_the_tag_begins(takes: Taker) -> None:
+    inner = tag("<look>", "</look>", {"type": "json_schema", "json_schema": 3})
+    with pytest.raises(InvalidRequestError) as caught:
+        takes.compiler.compile(params(tag("[", "]", inner)), frozenset())
+    assert caught.value.description.startswith("format.content.content.json_schema ")
+    assert caught.value.description.endswith('(in the tag that begins with "<look>")')
+
+
+def test_a_whole_structural_tag_may_be_a_part_of_another(takes: Taker) -> None:
+    older = {
+        "type": "structural_tag",
+        "structures": [{"begin": "<f>", "schema": {"type": "null"}, "end": "</f>"}],
+        "triggers": ["<f"],
+    }
+    newer = {"type": "structural_tag", "format": const("end")}
+    form = row(const("begin "), newer, const(" "), older)
+    assert takes(form, "begin end <f>null</f>")
+    assert not takes(form, "begin <f>null</f>")
+    broken = {"type": "structural_tag", "structures": older["structures"]}
+    with pytest.raises(InvalidRequestError, match=r"format.elements\[0\].triggers is missing"):
+        takes.compiler.compile(params(row(broken)), frozenset())

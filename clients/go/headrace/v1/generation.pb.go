@@ -1621,8 +1621,7 @@ type StopOptions struct {
 	IncludeStop bool `protobuf:"varint,7,opt,name=include_stop,json=includeStop,proto3" json:"include_stop,omitempty"`
 	// In the reply to a conversation: at most so many tokens of reasoning, those of its marks not counted; then the mark
 	// that ends it is forced. 0: reasoning that has begun is ended at once. Refused where the server does not know the
-	// marks of the model's reasoning, and where the reply does not come apart (OutputOptions.raw_text). Absent: reasoning
-	// ends as the model likes.
+	// marks of the model's reasoning. Absent: reasoning ends as the model likes.
 	MaxReasoningTokens *uint32 `protobuf:"varint,8,opt,name=max_reasoning_tokens,json=maxReasoningTokens,proto3,oneof" json:"max_reasoning_tokens,omitempty"`
 	unknownFields      protoimpl.UnknownFields
 	sizeCache          protoimpl.SizeCache
@@ -1879,7 +1878,7 @@ type StructuredOutput struct {
 	//	*StructuredOutput_Choice
 	//	*StructuredOutput_StructuralTag
 	Format isStructuredOutput_Format `protobuf_oneof:"format"`
-	// For json_schema and json_object: whether the model may write blanks and line ends as it likes, at most 32 between two
+	// For json_schema, json_object and the JSON of a structural_tag: whether the model may write blanks and line ends as it likes, at most 32 between two
 	// elements. Default: no; the JSON is one line, with one blank after each comma and colon between elements.
 	FlexibleWhitespace bool `protobuf:"varint,7,opt,name=flexible_whitespace,json=flexibleWhitespace,proto3" json:"flexible_whitespace,omitempty"`
 	unknownFields      protoimpl.UnknownFields
@@ -2015,7 +2014,8 @@ type StructuredOutput_Choice struct {
 
 type StructuredOutput_StructuralTag struct {
 	// Text made of parts: free text, constants, JSON, and tags whose form begins at a trigger; described by a JSON object
-	// {"type": "structural_tag", "format": …}, as vLLM and xgrammar have it. docs/chat.md lists the formats.
+	// {"type": "structural_tag", "format": …}, as vLLM and xgrammar have it. docs/structured-output.md lists
+	// the formats.
 	StructuralTag string `protobuf:"bytes,6,opt,name=structural_tag,json=structuralTag,proto3,oneof"`
 }
 

@@ -910,8 +910,7 @@ class StopOptions(_message.Message):
     max_reasoning_tokens: _builtins.int
     """In the reply to a conversation: at most so many tokens of reasoning, those of its marks not counted; then the mark
     that ends it is forced. 0: reasoning that has begun is ended at once. Refused where the server does not know the
-    marks of the model's reasoning, and where the reply does not come apart (OutputOptions.raw_text). Absent: reasoning
-    ends as the model likes.
+    marks of the model's reasoning. Absent: reasoning ends as the model likes.
     """
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -1077,10 +1076,11 @@ class StructuredOutput(_message.Message):
     """Text of this context-free grammar (Lark syntax)."""
     structural_tag: _builtins.str
     """Text made of parts: free text, constants, JSON, and tags whose form begins at a trigger; described by a JSON object
-    {"type": "structural_tag", "format": …}, as vLLM and xgrammar have it. docs/chat.md lists the formats.
+    {"type": "structural_tag", "format": …}, as vLLM and xgrammar have it. docs/structured-output.md lists
+    the formats.
     """
     flexible_whitespace: _builtins.bool
-    """For json_schema and json_object: whether the model may write blanks and line ends as it likes, at most 32 between two
+    """For json_schema, json_object and the JSON of a structural_tag: whether the model may write blanks and line ends as it likes, at most 32 between two
     elements. Default: no; the JSON is one line, with one blank after each comma and colon between elements.
     """
     @_builtins.property

@@ -816,8 +816,7 @@ export type StopOptions = Message<"headrace.v1.StopOptions"> & {
   /**
    * In the reply to a conversation: at most so many tokens of reasoning, those of its marks not counted; then the mark
    * that ends it is forced. 0: reasoning that has begun is ended at once. Refused where the server does not know the
-   * marks of the model's reasoning, and where the reply does not come apart (OutputOptions.raw_text). Absent: reasoning
-   * ends as the model likes.
+   * marks of the model's reasoning. Absent: reasoning ends as the model likes.
    *
    * @generated from field: optional uint32 max_reasoning_tokens = 8;
    */
@@ -991,7 +990,8 @@ export type StructuredOutput = Message<"headrace.v1.StructuredOutput"> & {
   } | {
     /**
      * Text made of parts: free text, constants, JSON, and tags whose form begins at a trigger; described by a JSON object
-     * {"type": "structural_tag", "format": …}, as vLLM and xgrammar have it. docs/chat.md lists the formats.
+     * {"type": "structural_tag", "format": …}, as vLLM and xgrammar have it. docs/structured-output.md lists
+     * the formats.
      *
      * @generated from field: string structural_tag = 6;
      */
@@ -1000,7 +1000,7 @@ export type StructuredOutput = Message<"headrace.v1.StructuredOutput"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * For json_schema and json_object: whether the model may write blanks and line ends as it likes, at most 32 between two
+   * For json_schema, json_object and the JSON of a structural_tag: whether the model may write blanks and line ends as it likes, at most 32 between two
    * elements. Default: no; the JSON is one line, with one blank after each comma and colon between elements.
    *
    * @generated from field: bool flexible_whitespace = 7;

@@ -1,0 +1,342 @@
+"""What a reply is held to: a structured output, a choice of tools, a bound for its reasoning.
+
+    spec ──▶ ReplyPlan ──▶ (the prompt is made; the tools' form with it) ──▶ GrammarParams
+
+A form holds for what comes after the reasoning, where the model reasons: how the prompt ends tells
+whether it has begun already. What cannot be held is refused here by name; schemas are checked by
+the engine when it compiles them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from headrace.v1 import generation_pb2
+
+from engine.sampling_params import MAX_GRAMMAR_BYTES, GrammarKind, GrammarParams, ReasoningParams
+from service.call_errors import FieldError, UnsupportedFieldError
+from service.convert.replies import comes_apart
+from service.convert.sampling import grammar_params
+from service.convert.values import check_enum
+from service.replies import Context, HeldTool, ModelFormat, ToolMode, fold
+
+MAX_HELD_TOOLS = 128
+"""The most tools of a request whose calls are held to their schemas."""
+_MAX_BLANKS = 16
+"""So many blanks may stand between reasoning and what follows it."""
+_MODES = {
+    generation_pb2.TOOL_CHOICE_MODE_UNSPECIFIED: ToolMode.AUTO,
+    generation_pb2.TOOL_CHOICE_MODE_AUTO: ToolMode.AUTO,
+    generation_pb2.TOOL_CHOICE_MODE_NONE: ToolMode.NONE,
+    generation_pb2.TOOL_CHOICE_MODE_REQUIRED: ToolMode.REQUIRED,
+}
+_CHOICE = "chat.tool_choice"
+_BOUND = "stop.max_reasoning_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPlan:
+    """A choice of tools.
+
+    Attributes:
+        mode: whether the reply calls tools.
+        names: those that it may call; empty: all.
+        parallel: whether it may have several calls.
+        is_held: whether arguments satisfy the tools' schemas; otherwise any object is one.
+    """
+
+    mode: ToolMode
+    names: frozenset[str] = frozenset()
+    parallel: bool = True
+    is_held: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyPlan:
+    """What a spec holds its reply to, before the prompt is made.
+
+    Attributes:
+        model: how the model writes replies to conversations; None: that is not known, or it is
+            none.
+        parser: takes the reply apart; None: it comes as the model writes it.
+        output: the structured output; None: none is asked for.
+        tools: the choice of tools; None: the reply is not held to one.
+        max_reasoning_tokens: the bound for reasoning; None: none.
+    """
+
+    model: ModelFormat | None
+    parser: ModelFormat | None
+    output: GrammarParams | None
+    tools: ToolPlan | None
+    max_reasoning_tokens: int | None
+
+    @property
+    def calls(self) -> bool:
+        """Whether what looks like a call is one."""
+        return self.output is None and (self.tools is None or self.tools.mode is not ToolMode.NONE)
+
+    @property
+    def shown(self) -> Mapping[int, str]:
+        """The special tokens that the parser of the reply must be shown."""
+        if self.parser is None:
+            return {}
+        if self.calls:
+            return self.parser.shown
+        marks = self.parser.format.reasoning
+        needed = (marks.opening, marks.closing, marks.then)
+        return {
+            id: text
+            for id, text in self.parser.shown.items()
+            if any(text in mark for mark in needed)
+        }
+
+    def tool_form(self, tools: Sequence[Mapping[str, object]]) -> str:
+        """The form of the reply with these tools, as templates see them; empty: there is none.
+        May take milliseconds.
+
+        Raises:
+            FieldError: a tool cannot be called, or none that was named is there.
+        """
+        if self.tools is None or self.model is None or self.model.call_form is None:
+            return ""
+        plan, form = self.tools, self.model.call_form
+        held = [] if plan.mode is ToolMode.NONE else _held_tools(plan, tools)
+        for tool in held:
+            reply = self.model.format.begin(Context({tool.name: {}}))
+            read = fold([*reply.push(form.written(tool.name)), *reply.finish()])
+            if [call.name for call in read.calls] != [tool.name]:
+                raise FieldError(
+                    _CHOICE,
+                    f"takes in the tool {_shown(tool.name)}, and a call of that name cannot be "
+                    "written in the model's format; use letters, digits and underscores",
+                )
+        opening = self.model.format.reasoning.opening if self.model.reasons else ""
+        text = form.structural_tag(plan.mode, held, parallel=plan.parallel, reasoning=opening)
+        if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
+            raise FieldError(
+                _CHOICE,
+                f"comes to a form of {size} bytes, with the schemas of {len(held)} tools; at most "
+                f"{MAX_GRAMMAR_BYTES} are compiled: name fewer tools (tool_names), or make their "
+                "schemas smaller",
+            )
+        return text
+
+    def grammar(self, prompt_tail: str, tool_form: str) -> GrammarParams | None:
+        """What the engine holds the reply to; None: nothing.
+
+        Args:
+            prompt_tail: the last part of the prompt's text.
+            tool_form: what `tool_form` returned; empty: no tools were given.
+        """
+        form = self.output
+        if tool_form:
+            form = GrammarParams(
+                kind=GrammarKind.STRUCTURAL_TAG, text=tool_form, field="grammar.tool_choice"
+            )
+        model = self.model
+        if model is None or not model.reasons:
+            return form
+        if self.output is not None and self.parser is None:
+            return form  # the whole output has it, so that there is no reasoning
+        if form is None and self.max_reasoning_tokens is None:
+            return None
+        reasoning = self._reasoning(model, prompt_tail)
+        if form is None:
+            return GrammarParams(kind=GrammarKind.FREE, reasoning=reasoning)
+        if self.output is not None and model.call_form is not None and model.call_form.text:
+            form = _after(model.call_form.text, form)
+        return replace(form, reasoning=reasoning)
+
+    def _reasoning(self, model: ModelFormat, prompt_tail: str) -> ReasoningParams:
+        marks = model.format.reasoning
+        is_open = model.format.opens_reasoning(prompt_tail)
+        may_begin = not is_open and not model.format.closes_reasoning(prompt_tail)
+        return ReasoningParams(
+            opening=marks.opening if may_begin else "",
+            closing=marks.closing,
+            then=marks.then,
+            is_open=is_open,
+            max_tokens=self.max_reasoning_tokens,
+            max_blanks=0 if marks.then else _MAX_BLANKS,
+            forbidden=tuple(mark for mark in model.special if mark != marks.closing),
+        )
+
+
+def reply_plan(spec: generation_pb2.GenerationSpec, model: ModelFormat | None) -> ReplyPlan:
+    """Read what a spec holds its reply to.
+
+    Args:
+        spec: the caller's.
+        model: how the model writes; None: that is not known.
+
+    Raises:
+        FieldError: fields contradict each other, or a form is wrong.
+        UnsupportedFieldError: the model's format is not known, or has no such thing.
+    """
+    output = None
+    if spec.HasField("structured_output"):
+        output = grammar_params(spec.structured_output)
+    bound = None
+    if spec.stop.HasField("max_reasoning_tokens"):
+        bound = spec.stop.max_reasoning_tokens
+        if not spec.HasField("chat"):
+            raise FieldError(_BOUND, "is for conversations (chat); leave it out")
+        if not _reasons(model):
+            raise UnsupportedFieldError(
+                _BOUND, "needs the marks of the model's reasoning, and it has none; leave it out"
+            )
+    tools = None
+    if spec.chat.HasField("tool_choice"):
+        tools = _tool_plan(spec, model)
+    elif bound is not None and output is None and model is not None:
+        tools = _bounded(spec, model)
+    if not spec.HasField("chat"):
+        model = None
+    # A structured output leaves no room for calls.
+    parser = model if comes_apart(spec) and (output is None or _reasons(model)) else None
+    return ReplyPlan(model, parser, output, tools, bound)
+
+
+def _reasons(model: ModelFormat | None) -> bool:
+    return model is not None and model.reasons
+
+
+def _tool_plan(spec: generation_pb2.GenerationSpec, model: ModelFormat | None) -> ToolPlan:
+    choice = spec.chat.tool_choice
+    check_enum(generation_pb2.ToolChoiceMode, choice.mode, f"{_CHOICE}.mode")
+    mode = _MODES[choice.mode]
+    if not spec.chat.tools:
+        raise FieldError(
+            _CHOICE, "is set, and chat.tools is empty; send the tools, or leave it out"
+        )
+    if spec.HasField("structured_output"):
+        raise FieldError(_CHOICE, "and structured_output exclude each other; leave one of them out")
+    form = None if model is None else model.call_form
+    if model is None or form is None:
+        raise UnsupportedFieldError(
+            _CHOICE,
+            "needs to know how the model writes calls, which this server does not (its option "
+            "reply_parser); leave it out",
+        )
+    if len(choice.tool_names) > MAX_HELD_TOOLS:
+        raise FieldError(
+            f"{_CHOICE}.tool_names",
+            f"has {len(choice.tool_names)} names; at most {MAX_HELD_TOOLS} are allowed",
+        )
+    if mode is ToolMode.NONE and choice.tool_names:
+        raise FieldError(f"{_CHOICE}.tool_names", "names tools, and the mode says none; clear it")
+    has_several = form.separator is not None
+    parallel = choice.parallel_calls if choice.HasField("parallel_calls") else has_several
+    if parallel and not has_several:
+        raise UnsupportedFieldError(
+            f"{_CHOICE}.parallel_calls",
+            f"is true, and a reply in the model's format ({model.format.name}) has one call at "
+            "most; leave it out",
+        )
+    return ToolPlan(mode, frozenset(choice.tool_names), parallel)
+
+
+def _bounded(spec: generation_pb2.GenerationSpec, model: ModelFormat) -> ToolPlan | None:
+    """What follows bounded reasoning in a format in which any message may be reasoning: one other
+    message.
+    """
+    if not model.format.reasoning.then:
+        return None
+    mode = ToolMode.AUTO if spec.chat.tools else ToolMode.NONE
+    return ToolPlan(mode, is_held=False)
+
+
+def _held_tools(plan: ToolPlan, tools: Sequence[Mapping[str, object]]) -> list[HeldTool]:
+    found: dict[str, HeldTool] = {}
+    for index, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+            raise FieldError(
+                f"chat.tools[{index}]", f"has no function with a name, which {_CHOICE} needs"
+            )
+        if plan.names and name not in plan.names:
+            continue
+        if name in found:
+            raise FieldError(
+                f"chat.tools[{index}]",
+                f"is a second {_shown(name)}; with {_CHOICE}, give each tool a name of its own",
+            )
+        schema = _schema(function.get("parameters"), index) if plan.is_held else _ANY
+        found[name] = HeldTool(name, schema)
+    for name in plan.names:
+        if name not in found:
+            raise FieldError(
+                f"{_CHOICE}.tool_names", f"has {_shown(name)}, which is none of chat.tools"
+            )
+    if len(found) > MAX_HELD_TOOLS:
+        raise FieldError(
+            _CHOICE,
+            f"holds {len(found)} tools; at most {MAX_HELD_TOOLS} can be held: name those that may "
+            "be called (tool_names)",
+        )
+    return list(found.values())
+
+
+_ANY: dict[str, object] = {"type": "object"}
+
+
+def _schema(parameters: object, index: int) -> dict[str, object]:
+    """The schema of a tool's arguments, which are always an object."""
+    if parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    if not isinstance(parameters, Mapping):
+        raise FieldError(f"chat.tools[{index}]", "has parameters that are no JSON Schema object")
+    kind = parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise FieldError(
+            f"chat.tools[{index}]",
+            'has parameters of another type than "object", which arguments always are',
+        )
+    return {**parameters, "type": "object"}
+
+
+def _shown(name: str) -> str:
+    return repr(name if len(name) <= 64 else f"{name[:61]}…")
+
+
+def _after(text: str, form: GrammarParams) -> GrammarParams:
+    """A form behind a text that belongs to the model's format."""
+    before = json.dumps({"type": "const_string", "value": text})
+    element = _element(form)
+    tag = f'{{"type": "sequence", "elements": [{before}, {element}]}}'
+    return replace(
+        form,
+        kind=GrammarKind.STRUCTURAL_TAG,
+        text=f'{{"type": "structural_tag", "format": {tag}}}',
+        choices=(),
+        field=f"grammar.{form.kind.value}",
+    )
+
+
+def _element(form: GrammarParams) -> str:
+    """A form as an element of a structural tag. JSON stays the text that it was, so that no number
+    changes.
+    """
+    match form.kind:
+        case GrammarKind.REGEX:
+            return json.dumps({"type": "regex", "pattern": form.text})
+        case GrammarKind.LARK:
+            return json.dumps({"type": "grammar", "grammar": form.text})
+        case GrammarKind.CHOICE:
+            words = " | ".join(map(json.dumps, form.choices))
+            return json.dumps({"type": "grammar", "grammar": f"start: WORD\nWORD: {words}"})
+        case GrammarKind.JSON_OBJECT:
+            return json.dumps({"type": "json_schema", "json_schema": _ANY})
+        case _:
+            try:
+                json.loads(form.text)
+            except (ValueError, RecursionError) as error:
+                raise FieldError(
+                    f"structured_output.{form.kind.value}", f"is not valid JSON: {error}"
+                ) from None
+            if form.kind is GrammarKind.STRUCTURAL_TAG:
+                return form.text
+            return f'{{"type": "json_schema", "json_schema": {form.text}}}'
