@@ -1,0 +1,496 @@
+"""Headrace behind smg, by OpenAI's client: `python -m benchmarks.gateway --output FILE`.
+
+It needs the extra `gateway`, `smg` and `openai` in this environment, and runs the demo model, in
+three parts:
+
+prompts     Conversations go through smg and a relay that records what it sends. Is the answer that
+            of our own API for the same token ids? Are the ids those of our own chat template?
+kill        Streamed chats, a third of them with a tool; in the middle one of two servers is killed.
+            Which fail, and when did they begin?
+throughput  The same chats through smg, and directly to the two servers in turn; in pairs, whose
+            order alternates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import grpc
+import headrace
+import openai
+from smg_grpc_proto.generated import vllm_engine_pb2
+
+from benchmarks.processes import ROOT
+from benchmarks.records import machine_record
+
+SERVICE = "/vllm.grpc.engine.VllmEngine/"
+READY_S = 120.0
+AT_ONCE = 16
+MAX_TOKENS = 48
+HEALTH_INTERVAL_S = 5
+"""How often smg asks a server for its health here; its own default is 30."""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a town.",
+        "parameters": {
+            "type": "object",
+            "properties": {"town": {"type": "string", "enum": ["Ulm", "Bonn"]}},
+            "required": ["town"],
+            "additionalProperties": False,
+        },
+    },
+}
+CHOICE = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def user(text: str, **more: Any) -> list[dict[str, Any]]:
+    """A conversation of one message."""
+    return [{"role": "user", "content": text, **more}]
+
+
+def conversations() -> dict[str, list[dict[str, Any]]]:
+    """What is asked, by a name that says what is special about it."""
+    said = {"role": "assistant", "content": "Once there was a fox."}
+    system = {"role": "system", "content": "You tell stories."}
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": '{"town": "Ulm"}'},
+            }
+        ],
+    }
+    return {
+        "one message": user("Tell me a story about a fox."),
+        "with a system message": [system, *user("Tell me a story about a fox.")],
+        "with a developer message": [
+            {"role": "developer", "content": "Be brief."},
+            *user("Tell me a story."),
+        ],
+        "several turns": [*user("Begin."), said, *user("Go on.")],
+        "blanks around": user("  Tell me a story. \n\n"),
+        "an empty message": user(""),
+        "umlauts and accents": user("Erzähl von Käthes Café à Zürich."),
+        "combined emoji": user("A story about 👩‍👩‍👧‍👦 and 🦊, please."),
+        "other scripts": user("讲一个关于狐狸的故事。 Расскажи сказку."),
+        "line ends": user("One\r\nTwo\rThree\u2028Four"),
+        "special tokens in the text": user("Write <|user|> and </s> and <|assistant|>."),
+        "braces": user("What is {{ messages }} in {% raw %} a template?"),
+        "content in parts": [{"role": "user", "content": [{"type": "text", "text": "A story."}]}],
+        "content in two parts": [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "A "}, {"type": "text", "text": "story."}],
+            }
+        ],
+        "a tool's result": [
+            *user("How is the weather?"),
+            call,
+            {"role": "tool", "tool_call_id": "call_1", "content": "Rain."},
+        ],
+        "a name": user("A story.", name="carol"),
+        "a thousand words": user("fox " * 1000),
+    }
+
+
+# Processes
+
+
+def free_port() -> int:
+    """A port that was free just now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def process(command: list[str], log: Path) -> Iterator[Popen[bytes]]:
+    """A process in a group of its own, ended at the end."""
+    with log.open("wb") as file:
+        running = Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+    try:
+        yield running
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+
+
+def serve(port: int, log: Path) -> contextlib.AbstractContextManager[Popen[bytes]]:
+    """A server of the demo model, with one thread."""
+    start = "from service.cli import main; main()"
+    options = ["--gateway", "--device", "cpu", "--threads", "1", "--listen", f"127.0.0.1:{port}"]
+    return process([sys.executable, "-c", start, "serve", *options], log)
+
+
+@contextlib.asynccontextmanager
+async def behind_smg(targets: list[str], log: Path, *more: str) -> AsyncIterator[Any]:
+    """An OpenAI client of smg before these targets, once it is ready."""
+    port = free_port()
+    command = [
+        *(str(Path(sys.executable).parent / "smg"), "launch", "--host", "127.0.0.1"),
+        *("--port", str(port), "--prometheus-port", str(free_port())),
+        # Its default, cache_aware, keeps prompts with a common beginning on one server.
+        *("--policy", "round_robin"),
+        *("--worker-urls", *(f"grpc://{target}" for target in targets), *more),
+    ]
+    with process(command, log):
+        url = f"http://127.0.0.1:{port}/v1"
+        async with openai.AsyncOpenAI(
+            base_url=url, api_key="none", max_retries=0, timeout=60
+        ) as client:
+            async with asyncio.timeout(READY_S):
+                while True:
+                    with contextlib.suppress(openai.APIError):
+                        await client.chat.completions.create(
+                            model="demo", messages=user("Hello."), max_tokens=1
+                        )
+                        break
+                    await asyncio.sleep(0.5)
+            yield client
+
+
+async def ready(target: str) -> None:
+    """Wait until a server takes requests."""
+    async with headrace.AsyncClient(target) as client, asyncio.timeout(READY_S):
+        while True:
+            with contextlib.suppress(headrace.HeadraceError):
+                await client.generate([1], max_tokens=1)
+                return
+            await asyncio.sleep(0.5)
+
+
+# Prompts
+
+
+@dataclass
+class Relay:
+    """Passes calls of the gateways' protocol on to a server, and records Generate.
+
+    Attributes:
+        seen: the request, the ids of its answer, and the keys of its metadata, in order.
+    """
+
+    target: str
+    seen: list[tuple[Any, list[int], list[str]]] = field(default_factory=list)
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Its address."""
+        async with grpc.aio.insecure_channel(self.target) as channel:
+            server = grpc.aio.server()
+            methods = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].methods
+            server.add_registered_method_handlers(
+                SERVICE.strip("/"),
+                {method.name: self._handler(channel, method.name) for method in methods},
+            )
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            try:
+                yield f"127.0.0.1:{port}"
+            finally:
+                await server.stop(0)
+
+    def _handler(self, channel: Any, method: str) -> Any:
+        call = channel.stream_stream(SERVICE + method)
+
+        async def forward(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            [raw] = [raw async for raw in requests]
+            ids: list[int] = []
+            if method == "Generate":
+                keys = [key for key, _ in context.invocation_metadata()]
+                request = vllm_engine_pb2.GenerateRequest.FromString(raw)
+                self.seen.append((request, ids, keys))
+
+            async def one() -> AsyncIterator[bytes]:
+                yield raw
+
+            try:
+                async for answer in call(one()):
+                    if method == "Generate":
+                        message = vllm_engine_pb2.GenerateResponse.FromString(answer)
+                        ids.extend(message.complete.output_ids)
+                    yield answer
+            except grpc.aio.AioRpcError as error:
+                await context.abort(error.code(), error.details() or "")
+
+        return grpc.stream_stream_rpc_method_handler(forward)
+
+
+async def prompts(target: str, logs: Path) -> dict[str, Any]:
+    """See the module."""
+    relay = Relay(target)
+    differ: dict[str, Any] = {}
+    refused: dict[str, str] = {}
+    equal = answered = 0
+    sampling: Any = None
+    async with (
+        relay.serving() as address,
+        behind_smg([address], logs / "smg-prompts.log") as gateway,
+        headrace.AsyncClient(target) as direct,
+    ):
+        for name, messages in conversations().items():
+            for tools in (False, True):
+                label = f"{name}, with a tool" if tools else name
+                more: dict[str, Any] = {"tools": [TOOL], "tool_choice": CHOICE} if tools else {}
+                relay.seen.clear()
+                try:
+                    await gateway.chat.completions.create(
+                        model="demo",
+                        messages=messages,
+                        max_tokens=MAX_TOKENS,
+                        temperature=0,
+                        **more,
+                    )
+                except openai.APIError as error:
+                    refused[label] = str(error)[:300]
+                    continue
+                [(request, ids, keys)] = relay.seen
+                sampling = request.sampling_params
+                sent = list(request.tokenized.input_ids)
+                form = {}
+                if sampling.WhichOneof("constraint"):
+                    form = {sampling.WhichOneof("constraint"): sampling.json_schema}
+                own = await direct.generate(
+                    sent,
+                    max_tokens=MAX_TOKENS,
+                    temperature=0,
+                    stop_token_ids=list(sampling.stop_token_ids),
+                    **form,
+                )
+                answered += 1
+                equal += list(own.token_ids) == ids
+                ours = await direct.tokenize(messages, **({"tools": [TOOL]} if tools else {}))
+                if list(ours.token_ids) != sent:
+                    texts = [
+                        await direct.detokenize(some, skip_special_tokens=False)
+                        for some in (sent, ours.token_ids)
+                    ]
+                    differ[label] = {"sent": texts[0][:200], "ours": texts[1][:200]}
+    return {
+        "answered": answered,
+        "answers_equal_to_ours_for_the_same_ids": equal,
+        "prompts_that_differ_from_ours": differ,
+        "refused": refused,
+        "metadata_keys": sorted(set(keys)),
+    }
+
+
+# Kill
+
+
+async def chat(gateway: Any, number: int) -> dict[str, Any]:
+    """One streamed chat; each third has a tool."""
+    more: dict[str, Any] = {"tools": [TOOL], "tool_choice": CHOICE} if number % 3 == 0 else {}
+    began, got, error = time.monotonic(), 0, None
+    try:
+        stream = await gateway.chat.completions.create(
+            model="demo",
+            messages=user(f"Tell me story number {number}."),
+            max_tokens=MAX_TOKENS,
+            stream=True,
+            **more,
+        )
+        finished = None
+        async for chunk in stream:
+            got += 1
+            finished = chunk.choices[0].finish_reason or finished
+        if finished is None:
+            error = "ended without a finish_reason" if got else "ended without a chunk"
+    except (openai.APIError, openai.OpenAIError) as failure:
+        error = f"{type(failure).__name__}: {failure}"[:200]
+    return {"began": began, "ended": time.monotonic(), "chunks": got, "error": error}
+
+
+async def crowd(gateway: Any, count: int, after: dict[int, Any]) -> list[dict[str, Any]]:
+    """So many chats, AT_ONCE at a time; `after`: what is done when so many have begun."""
+    numbers = iter(range(count))
+    found: list[dict[str, Any]] = []
+
+    async def work() -> None:
+        for number in numbers:
+            if number in after:
+                after[number]()
+            found.append(await chat(gateway, number))
+
+    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+    return found
+
+
+async def kill(targets: list[str], victim: Popen[bytes], count: int, logs: Path) -> dict[str, Any]:
+    """See the module."""
+    killed = 0.0
+
+    def strike() -> None:
+        nonlocal killed
+        os.killpg(victim.pid, signal.SIGKILL)
+        killed = time.monotonic()
+
+    interval = ("--health-check-interval-secs", str(HEALTH_INTERVAL_S))
+    async with behind_smg(targets, logs / "smg-kill.log", *interval) as gateway:
+        found = await crowd(gateway, count, {count // 2: strike})
+        later = max(0.0, killed + HEALTH_INTERVAL_S + 1 - time.monotonic())
+        await asyncio.sleep(later)
+        afterwards = await crowd(gateway, count // 4, {})
+    failed = [one for one in found if one["error"]]
+    running = [one for one in found if one["began"] < killed < one["ended"]]
+    return {
+        "chats": len(found),
+        "health_interval_s": HEALTH_INTERVAL_S,
+        "running_at_the_kill": len(running),
+        "failed": len(failed),
+        "failed_that_ran_at_the_kill": sum(one in running for one in failed),
+        "failed_that_began_later": [
+            {"seconds_after_the_kill": round(one["began"] - killed, 3), "error": one["error"]}
+            for one in failed
+            if one not in running
+        ],
+        "errors": sorted({one["error"] for one in failed}),
+        "begun_after_the_health_interval": len(afterwards),
+        "failed_of_those": [one["error"] for one in afterwards if one["error"]],
+    }
+
+
+# Throughput
+
+
+async def directly(clients: list[Any], count: int) -> None:
+    numbers = iter(range(count))
+
+    async def work() -> None:
+        for number in numbers:
+            client = clients[number % len(clients)]
+            stream = client.stream(
+                [{"role": "user", "content": f"Tell me story number {number}."}],
+                max_tokens=MAX_TOKENS,
+                temperature=0,
+                ignore_eos=True,
+            )
+            async with stream:
+                async for _ in stream:
+                    pass
+
+    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+
+
+async def through(gateway: Any, count: int) -> None:
+    numbers = iter(range(count))
+
+    async def work() -> None:
+        for number in numbers:
+            stream = await gateway.chat.completions.create(
+                model="demo",
+                messages=user(f"Tell me story number {number}."),
+                max_tokens=MAX_TOKENS,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            async for _ in stream:
+                pass
+
+    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+
+
+async def throughput(targets: list[str], count: int, pairs: int, logs: Path) -> dict[str, Any]:
+    """See the module."""
+    rates: dict[str, list[float]] = {"smg": [], "direct": []}
+    async with (
+        behind_smg(targets, logs / "smg-throughput.log") as gateway,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        clients = [
+            await stack.enter_async_context(headrace.AsyncClient(target)) for target in targets
+        ]
+        for number in range(pairs + 1):  # the first pair warms up
+            order = ["smg", "direct"] if number % 2 else ["direct", "smg"]
+            for way in order:
+                began = time.perf_counter()
+                if way == "smg":
+                    await through(gateway, count)
+                else:
+                    await directly(clients, count)
+                if number:
+                    rates[way].append(count * MAX_TOKENS / (time.perf_counter() - began))
+    ratios = [one / two for one, two in zip(rates["smg"], rates["direct"], strict=True)]
+    return {
+        "chats_in_each": count,
+        "at_once": AT_ONCE,
+        "tokens_each": MAX_TOKENS,
+        "tokens_per_s": {way: [round(rate, 1) for rate in found] for way, found in rates.items()},
+        "smg_over_direct": {
+            "median": round(statistics.median(ratios), 3),
+            "each": [round(ratio, 3) for ratio in ratios],
+        },
+    }
+
+
+async def measure(count: int, pairs: int, logs: Path) -> dict[str, Any]:
+    """All three parts."""
+    ports = [free_port(), free_port()]
+    targets = [f"127.0.0.1:{port}" for port in ports]
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(serve(port, logs / f"server-{port}.log")) for port in ports]
+        await asyncio.gather(*map(ready, targets))
+        return {
+            "prompts": await prompts(targets[0], logs),
+            "throughput": await throughput(targets, count // 2, pairs, logs),
+            "kill": await kill(targets, servers[1], count, logs),
+        }
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--count", type=int, default=200, help="chats in the part with a kill")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of throughput")
+    parser.add_argument("--minutes", type=float, default=8, help="most it may take")
+    parser.add_argument("--output", type=Path, help="write the record to this JSON file")
+    arguments = parser.parse_args()
+
+    async def bounded(logs: Path) -> dict[str, Any]:
+        async with asyncio.timeout(60 * arguments.minutes):
+            return await measure(arguments.count, arguments.pairs, logs)
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = asyncio.run(bounded(Path(folder)))
+    record = {
+        "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **found,
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in ("smg", "smg-grpc-proto", "openai", "grpcio")
+        },
+        "machine": machine_record(),
+        "load_average_at_the_end": os.getloadavg(),
+    }
+    print(json.dumps(record, indent=2))
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
