@@ -248,6 +248,10 @@ class FaultProxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._clients: set[asyncio.StreamWriter] = set()
 
+    def lead_to(self, upstream: str) -> None:
+        """Connect new clients to another server."""
+        self._upstream = parse_address(upstream)
+
     def cut(self, *, reset: bool = True) -> None:
         """End all connections."""
         for connection in list(self.connections):

@@ -33,6 +33,7 @@ class Member:
         self._farm = farm
         self._ends = AsyncExitStack()
         self._proxy: FaultProxy | None = None
+        self._proxies: dict[str, FaultProxy] = {}  # by where they listen
         self._is_gone = False
         self.engine = engine
         self.target = ""
@@ -50,6 +51,7 @@ class Member:
         if behind_proxy:
             self._proxy = await self._ends.enter_async_context(fault_proxy(self.target))
             self.target = self._proxy.target
+            self._proxies[self.target] = self._proxy
 
     @property
     def instance_id(self) -> str:
@@ -80,6 +82,22 @@ class Member:
             self.engine._work.set()
 
         self._farm.run(run())
+
+    def second_target(self) -> str:
+        """Another address at which clients reach it, behind a proxy of its own."""
+
+        async def begin() -> str:
+            proxy = await self._ends.enter_async_context(fault_proxy(self.server.addresses[0]))
+            self._proxies[proxy.target] = proxy
+            return proxy.target
+
+        return self._farm.run(begin())
+
+    def give_address_to(self, other: Member, target: str) -> None:
+        """Another server has this address of it from now on."""
+        proxy = self._proxies[target]
+        proxy.lead_to(other.server.addresses[0])
+        self._farm.call(proxy.cut)
 
     def drain(self) -> None:
         """Begin a drain."""

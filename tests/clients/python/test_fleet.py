@@ -442,6 +442,25 @@ def test_a_server_is_replaced_at_its_address(farm: Farm) -> None:
     assert again.count >= 2
 
 
+def test_an_address_that_has_another_process_is_followed_once(farm: Farm) -> None:
+    one, other = farm.start(), farm.start()
+    with headrace.Client([one.target, one.second_target()]) as client:
+        wait_for(client, 1)
+        ids = [client.add_request("hi", max_tokens=3).request_id for _ in range(2)]
+        fleet = client._servers
+        assert hasattr(fleet, "state")
+        with fleet.changed:  # both are known to be that process
+            assert fleet.changed.wait_for(
+                lambda: len(fleet.state.by_instance(one.instance_id)) == 2, WAIT_S
+            )
+            used = fleet.state.by_instance(one.instance_id)[0].address.target
+        one.give_address_to(other, used)
+        assert len(client.get_result(ids[0]).token_ids) == 3
+        with client.session() as session:
+            assert len(session.attach(ids[1]).result(WAIT_S).token_ids) == 3
+    assert other.count == 0
+
+
 def test_cancel_finds_requests_wherever_they_are(farm: Farm) -> None:
     members = [farm.start(auto=False) for _ in range(2)]
     with client_of(*members) as client, client.session() as session:
