@@ -60,6 +60,7 @@ class Server:
         threads: int | None = None,
         tls: bool = False,
         more: Sequence[str] = (),
+        program: Sequence[str] | None = None,
     ) -> None:
         """Start it; `wait` comes next.
 
@@ -69,6 +70,7 @@ class Server:
             threads: of the model; None: the server's own default.
             tls: whether it speaks TLS on a TCP address; it is then in plain text on a Unix socket.
             more: further options of the server.
+            program: what is run instead of `headrace-server`.
         """
         self.target = self.tls_target = self.health_target = ""
         self.cache_bytes = 0
@@ -91,7 +93,7 @@ class Server:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [
-                    str(Path(sys.executable).with_name("headrace-server")),
+                    *(program or [str(Path(sys.executable).with_name("headrace-server"))]),
                     "serve",
                     *("--model", str(model), "--dtype", "float32", *listen, *more),
                     *("--auth-file", str(callers)),

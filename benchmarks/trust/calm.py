@@ -5,7 +5,7 @@ measured beside an attack.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,10 +18,14 @@ from benchmarks.witness.report import Report
 
 
 @contextmanager
-def witnessed(*more: str, tls: bool = False) -> Iterator[tuple[Server, Witness]]:
-    """A ready server with these further options, and its witness."""
+def witnessed(
+    *more: str, tls: bool = False, program: Sequence[str] | None = None
+) -> Iterator[tuple[Server, Witness]]:
+    """A ready server with these further options, and its witness. `program`: what is run instead of
+    `headrace-server`.
+    """
     with TemporaryDirectory(prefix="headrace-") as name:
-        server = Server(DEMO, Path(name), tls=tls, more=more)
+        server = Server(DEMO, Path(name), tls=tls, more=more, program=program)
         try:
             server.wait()
             with Witness(

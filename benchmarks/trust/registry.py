@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from benchmarks.trust.bytes.part import BYTES
 from benchmarks.trust.ends.part import ENDS
+from benchmarks.trust.load.part import LOAD
 from benchmarks.trust.parts import Part
+from benchmarks.trust.planted.part import PLANTED
 
-PARTS: dict[str, Part] = {one.name: one for one in (ENDS, BYTES)}
+PARTS: dict[str, Part] = {one.name: one for one in (ENDS, BYTES, LOAD, PLANTED)}

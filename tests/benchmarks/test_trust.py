@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from headrace.v1 import generation_pb2 as pb
 
+from benchmarks.processes import ROOT
 from benchmarks.trust.__main__ import RESULTS
 from benchmarks.trust.bytes.fuzz import Fuzzing
 from benchmarks.trust.bytes.mutating import mutate_message
@@ -23,7 +26,11 @@ from benchmarks.trust.document import PROMISES, render, update
 from benchmarks.trust.ends.crowd import Crowd, crowds
 from benchmarks.trust.ends.faults import FAULTS
 from benchmarks.trust.ends.play import CELLS, EVENTS, TABLE, Cell, allowed, play
+from benchmarks.trust.load.flat import Sample, not_flat
+from benchmarks.trust.load.part import traced
 from benchmarks.trust.parts import Course, Part, Tried
+from benchmarks.trust.planted.part import planted
+from benchmarks.trust.planted.plants import LOG, PLANTS, WITNESS
 from benchmarks.trust.record import Record
 from benchmarks.trust.registry import PARTS
 from engine.text.stop_strings import StopMatcher
@@ -252,3 +259,50 @@ def test_a_stop_string_that_is_not_found_is_a_finding(monkeypatch: pytest.Monkey
     monkeypatch.setattr(StopMatcher, "push", late)
     with pytest.raises(Finding):
         test(b"ab\xffxxab")
+
+
+# ---- load ----------------------------------------------------------------------------------------
+
+
+def samples(*memory: int, threads: int = 5, files: int = 20) -> list[Sample]:
+    return [Sample(one << 20, threads, files) for one in memory]
+
+
+def test_what_grows_is_not_flat_and_a_warm_up_is() -> None:
+    assert not_flat("engine", samples(*range(100, 110), *[110] * 30)) == []
+    [wrong] = not_flat("engine", samples(*range(100, 140)))
+    assert wrong == "engine: memory grew by 21.0 MB, above 8.4"
+    again = samples(*[100] * 20) + samples(*[100] * 20, threads=9, files=40)
+    assert not_flat("x", again) == ["x: 4 more threads, above 2", "x: 20 more files, above 8"]
+    assert not_flat("x", samples(1)) == ["x: only 1 samples"]
+
+
+def test_a_kilobyte_that_stays_of_each_request_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert traced(50).wrong == ()
+    kept: list[bytes] = []
+    ended = Registry.has_ended
+
+    def leaky(self: Registry, request: Any) -> None:
+        kept.append(bytes(1000))
+        ended(self, request)
+
+    monkeypatch.setattr(Registry, "has_ended", leaky)
+    assert traced(50).wrong
+
+
+# ---- planted -------------------------------------------------------------------------------------
+
+
+def test_each_promise_has_a_fault_that_is_planted() -> None:
+    promised = {int(number) for number in re.findall(r"^\| (\d+) \|", PROMISES.read_text(), re.M)}
+    assert {number for plant in PLANTS.values() for number in plant.promises} == promised
+    for plant in PLANTS.values():
+        for place in plant.caught_by:
+            assert place in (WITNESS, LOG) or (ROOT / place.partition("::")[0]).is_file()
+
+
+def test_a_planted_fault_is_caught_and_none_is_not() -> None:
+    assert planted(PLANTS["a-grant-for-all"]).wrong == ()
+    harmless = replace(PLANTS["a-grant-for-all"], name="a-stall")
+    [wrong] = planted(harmless).wrong
+    assert wrong.startswith("not caught: pytest ended with 0")

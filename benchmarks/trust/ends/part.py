@@ -7,7 +7,9 @@ import gc
 import logging
 import threading
 import time
+import traceback
 from collections import Counter
+from pathlib import Path
 
 from benchmarks.trust.ends.crowd import Crowd, crowds
 from benchmarks.trust.ends.faults import FAULTS, Fault
@@ -81,7 +83,12 @@ async def _played(course: Course, fault: Fault, cell: Cell, is_first: bool) -> l
         async with asyncio.timeout(PATIENCE_S):
             wrong = await play(cell, fault, is_first=is_first, folder=course.folder)
     except Exception as error:
-        wrong = [f"{type(error).__name__}: {error}"]
+        places = [
+            f"{Path(one.filename).stem}:{one.lineno}"
+            for one in traceback.extract_tb(error.__traceback__)
+            if "/benchmarks/" in one.filename
+        ]
+        wrong = [f"{type(error).__name__}: {error} ({' '.join(places)})"]
     order = "fault first" if is_first else "fault last"
     return [f"{cell}, {order}: {one}" for one in wrong]
 

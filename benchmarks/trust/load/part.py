@@ -1,0 +1,101 @@
+"""The part: bytes of each request, and then twenty minutes of everything."""
+
+from __future__ import annotations
+
+import asyncio
+
+from benchmarks.hostile.server import ATTACKER
+from benchmarks.trust.calm import look, witnessed
+from benchmarks.trust.load.flat import Sample, Watch, growth, not_flat
+from benchmarks.trust.load.mixed import KINDS, Load
+from benchmarks.trust.load.traced import MOST_BYTES, bytes_per_request
+from benchmarks.trust.parts import Course, Part, Tried, some
+
+SECONDS, CUT_SECONDS = 1200.0, 10.0
+REQUESTS, CUT_REQUESTS = 2000, 200
+CALM_S, CUT_CALM_S = 60.0, 2.0
+EXPECTED = ("OK", "CANCELLED (bare)", "cancelled by its caller")
+"""How requests may end here: the rate is one that the server keeps up with."""
+
+
+def run(course: Course) -> None:
+    """Both."""
+    if course.is_wanted("traced"):
+        course.add(traced(course.either(REQUESTS, CUT_REQUESTS)))
+    if course.is_wanted("mixed"):
+        course.add(mixed(course))
+
+
+def traced(count: int) -> Tried:
+    """Bytes that stay of each request, by the allocator's own count."""
+    found = asyncio.run(bytes_per_request(count))
+    wrong = []
+    if found > MOST_BYTES:
+        wrong.append(f"{found:.0f} bytes stay of each, above {MOST_BYTES:.0f}")
+    return Tried(
+        name="traced",
+        what="requests by every RPC, some cancelled: what stays of each in the front end",
+        promises=(7,),
+        count=4 * count,
+        worst=f"{found:.0f} bytes of each request",
+        wrong=tuple(wrong),
+    )
+
+
+def mixed(course: Course) -> Tried:
+    """Open-loop load of all kinds, and what a witness and the processes' figures say."""
+    seconds = course.seconds or course.either(SECONDS, CUT_SECONDS)
+    with witnessed() as (server, witness):
+        calm = look(witness, course.either(CALM_S, CUT_CALM_S))
+        course.say(f"calm: worst gap {calm.gaps.worst_s:.3f} s")
+        pids = server.pids
+        watch = Watch(pids)
+        witness.begin()
+        load = Load(server.target, server.token(ATTACKER), course.source("mixed"))
+        try:
+            asyncio.run(load.run(seconds))
+        finally:
+            watch.close()
+        seen = witness.report()
+        wrong = [] if server.pids == pids else ["a process has ended"]
+        if secrets := server.told_secrets(0):
+            wrong.append(f"the log shows the token of {', '.join(secrets)}")
+    for name, samples in watch.samples.items():
+        if not course.is_cut:  # too short for memory to settle
+            wrong += not_flat(name, samples)
+    if seen.wrong_tokens or seen.lost_tokens or seen.not_serving:
+        wrong.append(
+            f"the witness: {seen.wrong_tokens} wrong and {seen.lost_tokens} lost tokens, "
+            f"{seen.not_serving} times not SERVING"
+        )
+    odd = {end: count for end, count in load.tally.items() if count and end not in EXPECTED}
+    wrong += [f"{count} {end}" for end, count in odd.items()]
+    wrong += [f"none of {kind}" for kind in KINDS if not load.kinds[kind] and not course.is_cut]
+    told = "; ".join(
+        "{}: {:+.1f} MB, {:+.0f} threads, {:+.0f} files".format(
+            name.replace("_", " "), *_shown(samples)
+        )
+        for name, samples in watch.samples.items()
+    )
+    return Tried(
+        name="mixed",
+        what=f"{seconds / 60:.1f} minutes of requests of {len(KINDS)} kinds, as they come",
+        promises=(1, 2, 3, 4, 5, 7, 11),
+        count=load.sent,
+        worst=f"{told}; gap {seen.gaps.worst_s * 1e3:.0f} ms",
+        wrong=some(wrong),
+    )
+
+
+def _shown(samples: list[Sample]) -> tuple[float, float, float]:
+    memory, threads, files = growth(samples)
+    return memory / 1e6, threads, files
+
+
+LOAD = Part(
+    name="load",
+    meaning="what stays the same while everything else goes on: memory, threads, files",
+    minutes=23,
+    run=run,
+    has_calm=False,
+)

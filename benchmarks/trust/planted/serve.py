@@ -1,0 +1,12 @@
+"""`python -m benchmarks.trust.planted.serve NAME serve …`: the server with a fault put in."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.trust.planted.plants import PLANTS
+from service.cli import main
+
+if __name__ == "__main__":
+    PLANTS[sys.argv.pop(1)].apply()
+    main()
