@@ -17,7 +17,7 @@ from headrace import FunctionTool, tool
 from headrace._chat import tools_to_proto
 from headrace._shapes import InexpressibleError, UnfitError, shape_of
 from headrace.tools import answer_text, read_object, tools_by_name
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.structured.schema import prepare_schema
@@ -170,7 +170,7 @@ VALUES = st.recursive(
 
 @pytest.mark.parametrize("hint", [hint for hint, *_ in HINTS], ids=[str(h[0]) for h in HINTS])
 @given(value=VALUES)
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 def test_what_is_read_is_what_the_schema_allows(hint: Any, value: Any) -> None:
     shape = shape_of(hint)
     try:
