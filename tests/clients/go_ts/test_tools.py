@@ -59,3 +59,11 @@ def test_a_choice_that_there_is_not(program: list[str], addresses: Addresses) ->
 
     assert (run.code, run.out) == (1, "")
     assert 'there is no tool choice "often"' in run.err
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_the_choice_is_sent(program: list[str], addresses: Addresses, choice: str) -> None:
+    run = run_program(program, addresses.tcp, "--tool-choice", choice, QUESTION)
+
+    assert run.out == "I look.\nI heard Ulm: 3 m; Köln: 5 m; \n"
+    assert (run.code, run.err) == (0, CALLS)
