@@ -227,7 +227,7 @@ def _templates() -> Test:
         encoder = encoders[(data[:1] or b"\0")[0] % len(encoders)]
         try:
             check.check(rpc.AddRequestRequest(spec={"chat": chat}))
-            ids, _ = asyncio.run(encoder.encode_chat(account, chat, fits=True))
+            ids = asyncio.run(encoder.encode_chat(account, chat, fits=True)).ids
         except HeadraceError as error:
             _check_refusal(error)
         else:
