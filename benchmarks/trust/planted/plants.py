@@ -413,3 +413,14 @@ def a_digest_in_an_error() -> None:
         )
 
     callers.ConfigError = telling  # type: ignore[misc,assignment]
+
+
+@plant(
+    16,
+    what="a client of several servers does not notice that one is gone",
+    caught_by="tests/clients/python/test_fleet.py::test_a_server_is_replaced_at_its_address",
+)
+def a_server_that_is_not_set_aside() -> None:
+    from headrace._fleet import FleetState
+
+    FleetState.set_aside = lambda self, server, problem: None  # type: ignore[method-assign]
