@@ -20,6 +20,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import socket
 import statistics
@@ -40,6 +41,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 from benchmarks.processes import ROOT
 from benchmarks.records import machine_record
 
+DEMO = ROOT / "models" / "demo"
 SERVICE = "/vllm.grpc.engine.VllmEngine/"
 READY_S = 120.0
 AT_ONCE = 16
@@ -139,10 +141,13 @@ def process(command: list[str], log: Path) -> Iterator[Popen[bytes]]:
         running.wait()
 
 
-def serve(port: int, log: Path) -> contextlib.AbstractContextManager[Popen[bytes]]:
+def serve(
+    port: int, log: Path, model: Path = DEMO
+) -> contextlib.AbstractContextManager[Popen[bytes]]:
     """A server of the demo model, with one thread."""
     start = "from service.cli import main; main()"
     options = ["--gateway", "--device", "cpu", "--threads", "1", "--listen", f"127.0.0.1:{port}"]
+    options += ["--model", str(model), "--served-name", "demo"]
     return process([sys.executable, "-c", start, "serve", *options], log)
 
 
@@ -283,7 +288,11 @@ async def prompts(target: str, logs: Path) -> dict[str, Any]:
                 )
                 answered += 1
                 equal += list(own.token_ids) == ids
-                ours = await direct.tokenize(messages, **({"tools": [TOOL]} if tools else {}))
+                try:
+                    ours = await direct.tokenize(messages, **({"tools": [TOOL]} if tools else {}))
+                except headrace.HeadraceError as error:
+                    differ[label] = {"ours": str(error)[:300]}
+                    continue
                 if list(ours.token_ids) != sent:
                     texts = [
                         await direct.detokenize(some, skip_special_tokens=False)
@@ -297,6 +306,31 @@ async def prompts(target: str, logs: Path) -> dict[str, Any]:
         "refused": refused,
         "metadata_keys": sorted(set(keys)),
     }
+
+
+def with_template(template: Path, folder: Path) -> Path:
+    """The demo model with another chat template, in a folder of its own."""
+    made = folder / template.stem
+    made.mkdir()
+    for path in DEMO.iterdir():
+        if path.is_file() and path.name != "tokenizer_config.json":
+            (made / path.name).symlink_to(path)
+    config = json.loads((DEMO / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (made / "tokenizer_config.json").write_text(json.dumps(config))
+    shutil.copy(template, made / "chat_template.jinja")
+    return made
+
+
+async def prompts_of(templates: list[Path], logs: Path) -> dict[str, Any]:
+    """The part `prompts`, with each of these chat templates."""
+    found = {}
+    for template in templates:
+        port = free_port()
+        with serve(port, logs / f"{template.stem}.log", with_template(template, logs)):
+            await ready(f"127.0.0.1:{port}")
+            found[template.stem] = await prompts(f"127.0.0.1:{port}", logs)
+    return found
 
 
 # Kill
@@ -467,12 +501,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=200, help="chats in the part with a kill")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of throughput")
+    parser.add_argument(
+        "--template", type=Path, action="append", default=[], help="prompts alone, with this one"
+    )
     parser.add_argument("--minutes", type=float, default=8, help="most it may take")
     parser.add_argument("--output", type=Path, help="write the record to this JSON file")
     arguments = parser.parse_args()
 
     async def bounded(logs: Path) -> dict[str, Any]:
         async with asyncio.timeout(60 * arguments.minutes):
+            if arguments.template:
+                return {"prompts": await prompts_of(arguments.template, logs)}
             return await measure(arguments.count, arguments.pairs, logs)
 
     with tempfile.TemporaryDirectory() as folder:
