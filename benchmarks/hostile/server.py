@@ -85,8 +85,8 @@ class Server:
             certificate, key = make_certificate(folder)
             listen += ["--listen", f"unix:{folder}/s"]
             listen += ["--tls-cert", str(certificate), "--tls-key", str(key)]
-        callers = folder / "callers.toml"
-        _write_secret(callers, "\n".join(map(self._entry, SERVICES)))
+        self._callers = folder / "callers.toml"
+        self.grant(tuple(SERVICES))
         for name in SERVICES:
             _write_secret(self.token_file(name), self._tokens[name])
         self._log = folder / "server.log"
@@ -96,7 +96,7 @@ class Server:
                     *(program or [str(Path(sys.executable).with_name("headrace-server"))]),
                     "serve",
                     *("--model", str(model), "--dtype", "float32", *listen, *more),
-                    *("--auth-file", str(callers)),
+                    *("--auth-file", str(self._callers)),
                 ],
                 cwd=ROOT,
                 env={k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")},
@@ -111,6 +111,26 @@ class Server:
             f'[[callers]]\nidentity = "{name}"\nservices = {SERVICES[name]}\n'
             f'token_sha256 = "{digest}"\n'
         )
+
+    def grant(self, names: Sequence[str]) -> None:
+        """Let these be all callers, from when the server reads its file again."""
+        # All at once: a server that reads half of it would say so.
+        new = self._callers.with_suffix(".new")
+        _write_secret(new, "\n".join(map(self._entry, names)))
+        new.replace(self._callers)
+
+    @property
+    def certificate(self) -> bytes:
+        """The certificate that it was given last."""
+        return (self._folder / "cert.pem").read_bytes()
+
+    def renew_certificate(self) -> bytes:
+        """Give it another certificate and key; the certificate."""
+        new = self._folder / "new"
+        new.mkdir(exist_ok=True)
+        for path in make_certificate(new):
+            path.replace(self._folder / path.name)
+        return self.certificate
 
     def token_file(self, name: str) -> Path:
         """Where a caller's token is."""

@@ -7,5 +7,6 @@ from benchmarks.trust.ends.part import ENDS
 from benchmarks.trust.load.part import LOAD
 from benchmarks.trust.parts import Part
 from benchmarks.trust.planted.part import PLANTED
+from benchmarks.trust.storms.part import STORMS
 
-PARTS: dict[str, Part] = {one.name: one for one in (ENDS, BYTES, LOAD, PLANTED)}
+PARTS: dict[str, Part] = {one.name: one for one in (ENDS, BYTES, STORMS, LOAD, PLANTED)}

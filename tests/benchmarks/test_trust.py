@@ -33,6 +33,8 @@ from benchmarks.trust.planted.part import planted
 from benchmarks.trust.planted.plants import LOG, PLANTS, WITNESS
 from benchmarks.trust.record import Record
 from benchmarks.trust.registry import PARTS
+from benchmarks.trust.storms.calls import Crowd as CallCrowd
+from benchmarks.trust.storms.calls import Refused
 from engine.text.stop_strings import StopMatcher
 from service.delivery.registry import Registry
 
@@ -306,3 +308,28 @@ def test_a_planted_fault_is_caught_and_none_is_not() -> None:
     harmless = replace(PLANTS["a-grant-for-all"], name="a-stall")
     [wrong] = planted(harmless).wrong
     assert wrong.startswith("not caught: pytest ended with 0")
+
+
+# ---- storms --------------------------------------------------------------------------------------
+
+
+class Place:
+    """Where a crowd is sent that is only judged here."""
+
+    target = "127.0.0.1:1"
+
+    def token(self, name: str) -> str:
+        return name
+
+
+def test_advice_is_judged_by_when_a_place_came_free() -> None:
+    crowd = CallCrowd(Place(), 4, 1)  # type: ignore[arg-type]
+    assert crowd.judge() == ("none was refused", [])
+    crowd.ends = [1.0, 2.0, 3.0]
+    crowd.refused = [Refused(0.0, 2.0, is_in=True), Refused(0.5, 3.0, is_in=True)]
+    assert crowd.judge()[1] == []
+    crowd.refused += [Refused(1.0, 5.0, is_in=False)]
+    assert crowd.judge()[1] == [
+        "67% got in at their first return, fewer than 90%",
+        "1 were told to wait too long, at worst 0.50 s too long",
+    ]

@@ -1,0 +1,150 @@
+"""Storms of calls: more than there is room for, on more connections than there are callers, and
+callers who do not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+from headrace.v1 import generation_service_pb2 as rpc
+
+from benchmarks.hostile.sending import GENERATION, OPTIONS, told
+from benchmarks.hostile.server import ATTACKER, Server
+from benchmarks.measures import quantile
+
+CALL_TOKENS = 4
+FIRST_RETURN = 0.9
+"""So many of the refused get in when they come again as advised."""
+TWICE, MORE_S = 2.0, 0.5
+"""Nobody is told to wait longer than twice the time after which its place came free, and this."""
+PATIENCE_S = 300.0
+
+
+@dataclass(slots=True)
+class Refused:
+    """One call that was refused: when, since the storm began, and what it was told; seconds."""
+
+    at: float
+    advice_s: float
+    is_in: bool = False
+
+
+class Crowd:
+    """So many calls at once on so many connections.
+
+    Attributes:
+        tally: how they ended at last.
+        refused: the calls that were refused at first, in the order of their refusals.
+        ends: when calls ended, since the storm began.
+    """
+
+    def __init__(self, server: Server, calls: int, connections: int) -> None:
+        self.tally: Counter[str] = Counter()
+        self.refused: list[Refused] = []
+        self.ends: list[float] = []
+        self._target = server.target
+        self._metadata = [("authorization", f"Bearer {server.token(ATTACKER)}")]
+        self._calls, self._connections = calls, connections
+        self._began = 0.0
+
+    async def run(self) -> None:
+        """All of it."""
+        channels = [
+            grpc.aio.insecure_channel(self._target, options=[*OPTIONS, ("headrace.number", number)])
+            for number in range(self._connections)
+        ]
+        await asyncio.gather(*(channel.channel_ready() for channel in channels))
+        self._began = time.monotonic()
+        await asyncio.gather(
+            *(self._call(channels[number % len(channels)]) for number in range(self._calls))
+        )
+        await asyncio.gather(*(channel.close() for channel in channels))
+
+    async def _call(self, channel: Any) -> None:
+        found = await self._try(channel)
+        if isinstance(found, Refused):
+            self.refused.append(found)
+            await asyncio.sleep(found.advice_s)
+            again = await self._try(channel)
+            found.is_in = again == "OK"
+            found = "refused again" if isinstance(again, Refused) else again
+        self.tally[found] += 1
+
+    async def _try(self, channel: Any) -> Refused | str:
+        raw = rpc.GenerateRequest(
+            spec={"text": {"text": "a"}, "stop": {"max_tokens": CALL_TOKENS, "ignore_eos": True}}
+        ).SerializeToString()
+        try:
+            await channel.unary_unary(GENERATION + "Generate")(
+                raw, metadata=self._metadata, timeout=PATIENCE_S
+            )
+        except grpc.aio.AioRpcError as error:
+            advice_s = _advice(error)
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or advice_s is None:
+                return told(error)
+            return Refused(time.monotonic() - self._began, advice_s)
+        self.ends.append(time.monotonic() - self._began)
+        return "OK"
+
+    def judge(self) -> tuple[str, list[str]]:
+        """What was seen of the refused, and what of it was not as promised."""
+        if not self.refused:
+            return "none was refused", []
+        wrong = []
+        share = sum(one.is_in for one in self.refused) / len(self.refused)
+        if share < FIRST_RETURN:
+            wrong.append(f"{share:.0%} got in at their first return, fewer than {FIRST_RETURN:.0%}")
+        ends = sorted(self.ends)
+        beyond = []
+        for number, one in enumerate(self.refused):
+            free = max(0.0, ends[min(number, len(ends) - 1)] - one.at)
+            if one.advice_s > TWICE * free + MORE_S:
+                beyond.append(one.advice_s - TWICE * free - MORE_S)
+        if beyond:
+            wrong.append(
+                f"{len(beyond)} were told to wait too long, at worst {max(beyond):.2f} s too long"
+            )
+        longest = quantile([one.advice_s for one in self.refused], 100)
+        return (
+            f"{len(self.refused):,} refused, {share:.1%} of them in at their first return, told to "
+            f"wait {longest:.1f} s at most"
+        ), wrong
+
+
+def _advice(error: grpc.aio.AioRpcError) -> float | None:
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            for detail in status_pb2.Status.FromString(value).details:
+                info = error_details_pb2.RetryInfo()
+                if detail.Unpack(info):
+                    return info.retry_delay.ToMilliseconds() / 1e3
+    return None
+
+
+async def non_readers(server: Server, count: int, seconds: float) -> int:
+    """So many streams that nobody reads, each on a connection of its own, for so long; how many
+    stayed open.
+    """
+    raw = rpc.GenerateStreamRequest(
+        spec={"text": {"text": "a"}, "stop": {"max_tokens": 1500, "ignore_eos": True}}
+    ).SerializeToString()
+    metadata = [("authorization", f"Bearer {server.token(ATTACKER)}")]
+    channels, calls = [], []
+    for number in range(count):
+        options = [*OPTIONS, ("headrace.number", number), ("grpc.http2.lookahead_bytes", 0)]
+        channel = grpc.aio.insecure_channel(server.target, options=options)
+        channels.append(channel)
+        stream: Any = channel.unary_stream(GENERATION + "GenerateStream")
+        calls.append(stream(raw, metadata=metadata))
+    await asyncio.sleep(seconds)
+    still = sum(not call.done() for call in calls)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*(channel.close() for channel in channels))
+    return still
