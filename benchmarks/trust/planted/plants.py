@@ -337,16 +337,13 @@ def a_token_in_the_log() -> None:
 
 @plant(
     12,
-    what="service is given in the order of arrival",
-    caught_by="tests/engine/scheduler/test_fair.py",
+    what="the weights of callers are ignored",
+    caught_by="tests/engine/scheduler/test_fair.py::test_weights_are_heeded",
 )
-def a_queue_by_arrival() -> None:
-    from engine.scheduler.fair import FairScheduler
+def a_weight_that_is_ignored() -> None:
+    from engine.scheduler.shares import Shares
 
-    def first(self: Any) -> Any:
-        return next(iter(self.waiting.values()), None)
-
-    FairScheduler.next_waiting = first  # type: ignore[method-assign]
+    Shares.weight = lambda self, share: 1.0  # type: ignore[method-assign]
 
 
 @plant(
