@@ -47,7 +47,7 @@ READY_S = 120.0
 AT_ONCE = 16
 MAX_TOKENS = 48
 HEALTH_INTERVAL_S = 5
-"""How often smg asks a server for its health here; its own default is 30."""
+"""How often smg asks a server for its health here; its own default is 60."""
 TOOL = {
     "type": "function",
     "function": {
