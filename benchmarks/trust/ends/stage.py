@@ -85,8 +85,12 @@ class Stage:
             return Outcome(error.code().name)
         return of_events(list(answer.events), "OK")
 
-    async def steps_begun(self, number: int) -> None:
-        """Wait until the gate has seen so many steps."""
+    async def _pass_one(self) -> None:
+        """Let the step at the gate pass, and wait for the next one. What is waited for is known
+        before: an engine in another process may have it there at once.
+        """
+        number = self.gate.begun + 1
+        self.gate.let(1)
         await until(lambda: self.gate.begun >= number)
 
     async def bring(self, state: str, *, deadline_s: float | None, event: str) -> bool:
@@ -95,11 +99,10 @@ class Stage:
         gate.shut()
         begun = gate.begun
         await self.add_other("neighbour")
-        await self.steps_begun(begun + 1)
+        await until(lambda: gate.begun > begun)
         if state == "queued":
             await self.add_other("blocker")
-            gate.let(1)
-            await self.steps_begun(begun + 2)
+            await self._pass_one()
         try:
             await self.caller.start(
                 deadline_s=deadline_s,
@@ -113,11 +116,9 @@ class Stage:
             return False
         if not self.engine.holds(NAME):
             return False
-        gate.let(1)
-        await self.steps_begun(gate.begun + 1)
+        await self._pass_one()
         for _ in range(STEPS_TO[state] - 1):
-            gate.let(1)
-            await self.steps_begun(gate.begun + 1)
+            await self._pass_one()
         return deadline_s is None or not self.caller.call.done()
 
 
