@@ -1878,8 +1878,9 @@ type StructuredOutput struct {
 	//	*StructuredOutput_Choice
 	//	*StructuredOutput_StructuralTag
 	Format isStructuredOutput_Format `protobuf_oneof:"format"`
-	// For json_schema, json_object and the JSON of a structural_tag: whether the model may write blanks and line ends as it likes, at most 32 between two
-	// elements. Default: no; the JSON is one line, with one blank after each comma and colon between elements.
+	// For json_schema, json_object and the JSON of a structural_tag: whether the model may write blanks and line ends as
+	// it likes, at most 32 between two elements. Default: no; the JSON is one line, with one blank after each comma and
+	// colon between elements.
 	FlexibleWhitespace bool `protobuf:"varint,7,opt,name=flexible_whitespace,json=flexibleWhitespace,proto3" json:"flexible_whitespace,omitempty"`
 	unknownFields      protoimpl.UnknownFields
 	sizeCache          protoimpl.SizeCache
@@ -2014,8 +2015,8 @@ type StructuredOutput_Choice struct {
 
 type StructuredOutput_StructuralTag struct {
 	// Text made of parts: free text, constants, JSON, and tags whose form begins at a trigger; described by a JSON object
-	// {"type": "structural_tag", "format": …}, as vLLM and xgrammar have it. docs/structured-output.md lists
-	// the formats.
+	// {"type": "structural_tag", "format": …}, as vLLM and xgrammar have it. docs/structured-output.md
+	// lists the formats.
 	StructuralTag string `protobuf:"bytes,6,opt,name=structural_tag,json=structuralTag,proto3,oneof"`
 }
 

@@ -1076,12 +1076,13 @@ class StructuredOutput(_message.Message):
     """Text of this context-free grammar (Lark syntax)."""
     structural_tag: _builtins.str
     """Text made of parts: free text, constants, JSON, and tags whose form begins at a trigger; described by a JSON object
-    {"type": "structural_tag", "format": …}, as vLLM and xgrammar have it. docs/structured-output.md lists
-    the formats.
+    {"type": "structural_tag", "format": …}, as vLLM and xgrammar have it. docs/structured-output.md
+    lists the formats.
     """
     flexible_whitespace: _builtins.bool
-    """For json_schema, json_object and the JSON of a structural_tag: whether the model may write blanks and line ends as it likes, at most 32 between two
-    elements. Default: no; the JSON is one line, with one blank after each comma and colon between elements.
+    """For json_schema, json_object and the JSON of a structural_tag: whether the model may write blanks and line ends as
+    it likes, at most 32 between two elements. Default: no; the JSON is one line, with one blank after each comma and
+    colon between elements.
     """
     @_builtins.property
     def json_object(self) -> Global___JsonObjectFormat:

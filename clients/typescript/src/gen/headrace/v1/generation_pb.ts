@@ -990,8 +990,8 @@ export type StructuredOutput = Message<"headrace.v1.StructuredOutput"> & {
   } | {
     /**
      * Text made of parts: free text, constants, JSON, and tags whose form begins at a trigger; described by a JSON object
-     * {"type": "structural_tag", "format": …}, as vLLM and xgrammar have it. docs/structured-output.md lists
-     * the formats.
+     * {"type": "structural_tag", "format": …}, as vLLM and xgrammar have it. docs/structured-output.md
+     * lists the formats.
      *
      * @generated from field: string structural_tag = 6;
      */
@@ -1000,8 +1000,9 @@ export type StructuredOutput = Message<"headrace.v1.StructuredOutput"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * For json_schema, json_object and the JSON of a structural_tag: whether the model may write blanks and line ends as it likes, at most 32 between two
-   * elements. Default: no; the JSON is one line, with one blank after each comma and colon between elements.
+   * For json_schema, json_object and the JSON of a structural_tag: whether the model may write blanks and line ends as
+   * it likes, at most 32 between two elements. Default: no; the JSON is one line, with one blank after each comma and
+   * colon between elements.
    *
    * @generated from field: bool flexible_whitespace = 7;
    */
