@@ -1,19 +1,23 @@
 """The interceptors around every RPC of a known method (`service.unknown_methods` handles the
 others).
 
-    call ──▶ Recovery ─────────────────▶ Entrance ──────────────────────────▶ servicer
-             errors; watchers (spans)    who calls, is it served, its message
+    call ──▶ Recovery ──▶ CallSpans ──▶ Entrance ──────────────────────────▶ servicer
+             errors       if traces     who calls, is it served, its message
+                          are on
 
 Servicers raise exceptions, and `Recovery` turns these into the RPC's status by
-`service.status_table`. CancelledError is never caught: it must reach gRPC.
+`service.status_table`. What stands between may keep an exception for it instead of letting it
+through (`CallEnd.kept`). CancelledError is never caught: it must reach gRPC.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final
 
@@ -26,7 +30,7 @@ from service.call_errors import AnswerTooLargeError
 from service.reading import OPEN_TO_EVERYONE, Reading
 from service.refusals import Refusals
 from service.state import ServerState, current_front
-from service.status_table import abort, code_of_number, reason_of, status_code, to_status
+from service.status_table import abort, code_of_number, status_code, to_status
 
 logger = logging.getLogger(__name__)
 
@@ -62,27 +66,36 @@ SERVER_FAULTS: Final = frozenset(
 
 
 class CallEnd:
-    """How a call ends.
+    """How a call ends. It does not hold the call: tasks that outlive the call hold this.
 
     Attributes:
         code: what the handler ended it with; None: it has not ended it.
-        reason: ErrorInfo's, if it was answered with an error; else empty.
+        kept: the handler's exception, if it was caught before `Recovery`, which treats it as if it
+            had been raised there.
     """
 
-    __slots__ = ("_began", "_context", "_deadline", "code", "reason")
+    __slots__ = ("_began", "_deadline", "code", "kept")
 
     def __init__(self, context: Any) -> None:
         self.code: grpc.StatusCode | None = None
-        self.reason = ""
-        self._context = context
+        self.kept: Exception | None = None
         self._began = time.monotonic()
         left = context.time_remaining()
         self._deadline = None if left is None else self._began + left
 
-    def aborted(self) -> None:
+    def aborted(self, context: Any) -> None:
         """Note that the handler ended it through its context, or found that it had ended."""
-        code = self._context.code()
+        code = context.code()
         self.code = code if isinstance(code, grpc.StatusCode) else code_of_number(code)
+
+    def raise_kept(self) -> None:
+        """Raise the kept exception, if there is one, and keep it no longer."""
+        error, self.kept = self.kept, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # it would keep itself alive by this frame
 
     def code_at_end(self) -> grpc.StatusCode:
         """The code, once it has ended."""
@@ -96,6 +109,9 @@ class CallEnd:
         """How long it has taken."""
         return time.monotonic() - self._began
 
+
+current_call: ContextVar[CallEnd] = ContextVar("call")
+"""The call of this task."""
 
 Watcher = Callable[[str, Any], Callable[[CallEnd], None] | None]
 """Called in a new call's task with its method and context; returns what is called at its end, if
@@ -132,8 +148,7 @@ def wrap(
 
 class Recovery(grpc.aio.ServerInterceptor):
     """Turns exceptions into statuses. It is outermost, so that it sees exceptions of the other
-    interceptors too. It also turns an answer that is too large for a message into a status, which
-    gRPC would refuse without a reason.
+    interceptors too.
 
     It also tracks the calls that have not ended, so that a drain can wait for them. When gRPC
     stops, it sends GOAWAY and a ping, and the ping's answer shows that the client has read
@@ -150,8 +165,7 @@ class Recovery(grpc.aio.ServerInterceptor):
         watchers: are told of each call.
     """
 
-    def __init__(self, max_send_bytes: int, refusals: Refusals) -> None:
-        self._max_send_bytes = max_send_bytes
+    def __init__(self, refusals: Refusals) -> None:
         self._refusals = refusals
         self.open: set[asyncio.Future[None]] = set()
         self.watchers: tuple[Watcher, ...] = ()
@@ -174,6 +188,7 @@ class Recovery(grpc.aio.ServerInterceptor):
         ended = asyncio.get_running_loop().create_future()
         self.open.add(ended)
         call = CallEnd(context)
+        current_call.set(call)
         ends = [watch(method, context) for watch in self.watchers]
 
         def end(_context: Any) -> None:
@@ -190,7 +205,6 @@ class Recovery(grpc.aio.ServerInterceptor):
     def _refuse(self, method: str, call: CallEnd, error: Exception) -> status_pb2.Status:
         status = to_status(error)
         call.code = status_code(status)
-        call.reason = reason_of(error)
         self._refusals.add(method, error)
         return status
 
@@ -206,12 +220,11 @@ class Recovery(grpc.aio.ServerInterceptor):
             ending = self.begin(method, context)
             try:
                 response = await behavior(request, context)
-                if (size := response.ByteSize()) > self._max_send_bytes:
-                    raise AnswerTooLargeError(size, self._max_send_bytes)
+                ending.raise_kept()
                 ending.code = grpc.StatusCode.OK
                 return response
             except grpc.aio.BaseError:  # an abort; or the call has ended, or gRPC
-                ending.aborted()
+                ending.aborted(context)
                 raise
             except Exception as error:
                 status = self._refuse(method, ending, error)
@@ -222,13 +235,17 @@ class Recovery(grpc.aio.ServerInterceptor):
         return call
 
     def _stream(self, method: str, behavior: Stream) -> Stream:
+        if inspect.iscoroutinefunction(behavior):  # it writes its responses to the context
+            writer: Any = self._unary(method, behavior)
+            return writer  # type: ignore[no-any-return]
+
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
             ending = self.begin(method, context)
             try:
                 async for response in behavior(request, context):
                     yield response
             except grpc.aio.BaseError:  # an abort; or the call has ended, or gRPC
-                ending.aborted()
+                ending.aborted(context)
                 raise
             except Exception as error:
                 status = self._refuse(method, ending, error)
@@ -245,16 +262,24 @@ class Entrance(grpc.aio.ServerInterceptor):
     (`service.auth`), checks that the method is served now (`service.state`), reads the message of a
     unary request (`service.reading`), and checks it (`service.convert.incoming`). In this order,
     refused calls are not read, so untrusted clients cannot make the server hold megabytes. It sets
-    `current_permit` and `current_front` for the servicer.
+    `current_permit` and `current_front` for the servicer. It also refuses a single answer that is
+    too large for a message, which gRPC would refuse without a reason.
 
     Health checks are open to everybody. Health and reflection are always served; ControlService
     checks the phase itself.
     """
 
-    def __init__(self, authenticator: Authenticator, state: ServerState, reading: Reading) -> None:
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        state: ServerState,
+        reading: Reading,
+        max_send_bytes: int,
+    ) -> None:
         self._authenticator = authenticator
         self._state = state
         self._reading = reading
+        self._max_send_bytes = max_send_bytes
         self._refusals = _RefusalLog()
 
     async def intercept_service(
@@ -294,7 +319,10 @@ class Entrance(grpc.aio.ServerInterceptor):
             return message
 
         async def unary_unary(_requests: Any, context: Any) -> Any:
-            return await source.unary_unary(await received(context), context)
+            response = await source.unary_unary(await received(context), context)
+            if (size := response.ByteSize()) > self._max_send_bytes:
+                raise AnswerTooLargeError(size, self._max_send_bytes)
+            return response
 
         async def unary_stream(_requests: Any, context: Any) -> AsyncIterator[Any]:
             async for response in source.unary_stream(await received(context), context):

@@ -251,7 +251,7 @@ class HeadraceServer:
         self.servers: dict[bool, grpc.aio.Server] = {}
         self._health_server: grpc.Server | None = None
         self._authenticator = Authenticator(None)
-        self.recovery = Recovery(config.max_send_bytes, self.state.refusals)
+        self.recovery = Recovery(self.state.refusals)
         self._tls: Tls | None = None
         self.reading = Reading(
             config.message_timeout_s, config.max_receive_bytes, most_received(config)
@@ -335,10 +335,13 @@ class HeadraceServer:
     def _make_server(self, has_control: bool) -> grpc.aio.Server:
         server = make_server(
             self._authenticator,
-            # Recovery is outermost: it also sees what the entrance refuses.
+            # Recovery is outermost; spans also cover calls that the entrance refuses.
             interceptors=(
                 self.recovery,
-                Entrance(self._authenticator, self.state, self.reading),
+                *self._telemetry.interceptors,
+                Entrance(
+                    self._authenticator, self.state, self.reading, self._config.max_send_bytes
+                ),
             ),
             options=grpc_options(self._config),
         )

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import grpc
+
 from engine.stats import EngineStats
 from service.interceptors import Watcher
 from service.telemetry.config import CONSOLE, GRPC, OTLP, PROMETHEUS, TelemetryConfig
@@ -53,8 +55,18 @@ class Telemetry:
 
     @property
     def watchers(self) -> tuple[Watcher, ...]:
-        """What is told of each call. Spans come first: a log record of the others has its ids."""
-        return tuple(part.watch for part in (self.spans, self.metrics) if part is not None)
+        """What is told of each call."""
+        return () if self.metrics is None else (self.metrics.watch,)
+
+    @property
+    def interceptors(self) -> tuple[grpc.aio.ServerInterceptor, ...]:
+        """What stands between `Recovery` and `Entrance`."""
+        if self.spans is None:
+            return ()
+        # Not needed by those who do not trace.
+        from service.telemetry.calls import CallSpans
+
+        return (CallSpans(self.spans),)
 
     async def shutdown(self) -> None:
         """Export the rest, for at most LAST_EXPORT_S. The event loop is not blocked, so that a

@@ -11,6 +11,8 @@ A request's span is made from the engine's own times when the request ends, so n
 it at a token. Its events are the phases: accepted, scheduled, first token, last token. What callers
 do wrong is no error of a server: only the codes that the conventions name mark a span as an error,
 and no span carries a traceback. Prompts and outputs are on spans only if the operator opts in.
+
+The spans of RPCs are begun and ended by `service.telemetry.calls`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
 
-from opentelemetry import context as otel_context
+import grpc
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, TracerProvider
@@ -32,13 +34,12 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from engine.outputs import Finish, FinishReason, RequestOutput, StepOutputs
 from engine.request import GenerationRequest
 from engine.types import RequestId, TokenId
-from service.interceptors import SERVER_FAULTS, CallEnd
+from service.interceptors import SERVER_FAULTS
 from service.logs.context import current_trace
 from service.status_table import code_of, reason_of
 
 MAX_CONTENT_TOKENS = 16_384
 """At most this many tokens of a prompt, and of each output, are on a span."""
-_NEVER: Final = "grpc.health."
 _W3C: Final = TraceContextTextMapPropagator()
 _Decode = Callable[[Sequence[int]], str]
 
@@ -59,6 +60,7 @@ class Spans:
 
     def __init__(self, provider: TracerProvider, *, content: bool = False) -> None:
         """`content`: whether prompts and outputs are on spans."""
+        self.provider = provider
         self._tracer = provider.get_tracer("headrace")
         self._content = content
         self._live: dict[RequestId, RequestSpan] = {}
@@ -72,39 +74,25 @@ class Spans:
 
     # RPCs
 
-    def watch(self, method: str, context: Any) -> Callable[[CallEnd], None] | None:
-        """Begin the span of an RPC; returns what ends it. Called in the RPC's own task, which the
-        span is current for.
-        """
-        if method.startswith(_NEVER):
-            return None
+    def enter(self, context: Any) -> None:
+        """Note the RPC of this task, whose span is the current one."""
         metadata = {
             str(key): value
             for key, value in context.invocation_metadata() or ()
             if isinstance(value, str)
         }
-        parent = propagate.extract(metadata, context=Context())
-        span = self._tracer.start_span(
-            method,
-            parent,
-            SpanKind.SERVER,
-            {"rpc.system.name": "grpc", "rpc.method": method},
-        )
-        # Never detached: they end with the task.
-        otel_context.attach(trace.set_span_in_context(span, parent))
-        _current.set(_Rpc(span, parent))
+        span = trace.get_current_span()
+        _current.set(_Rpc(span, propagate.extract(metadata, context=Context())))
         ids = span.get_span_context()
         current_trace.set((trace.format_trace_id(ids.trace_id), trace.format_span_id(ids.span_id)))
 
-        def end(call: CallEnd) -> None:
-            code = call.code_at_end()
-            span.set_attribute("rpc.response.status_code", code.name)
-            _set_refusal(span, call.reason)
-            if code in SERVER_FAULTS:
-                _set_error(span, code.name)
-            span.end()
-
-        return end
+    def leave(self, code: grpc.StatusCode, reason: str = "") -> None:
+        """Set on the span how the RPC of this task ends. `reason`: ErrorInfo's, or empty."""
+        span = trace.get_current_span()
+        span.set_attribute("rpc.grpc.status_code", code.value[0])
+        _set_refusal(span, reason)
+        if code in SERVER_FAULTS:
+            _set_error(span, code.name)
 
     # Requests
 
