@@ -199,9 +199,9 @@ def begun_calls(h: Harness) -> list[Any]:
     begun: list[Any] = []
     add = h.server.recovery.begin
 
-    def count(context: Any) -> None:
+    def count(method: str, context: Any) -> Any:
         begun.append(context)
-        add(context)
+        return add(method, context)
 
     h.server.recovery.begin = count  # type: ignore[method-assign]
     return begun
