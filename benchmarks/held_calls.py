@@ -38,7 +38,7 @@ from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
 from engine.threads import call_on_own_thread
 from engine.types import RequestId, TokenId
-from service.replies import FORMATS, HeldTool, ToolMode
+from service.replies import FORMATS, ToolMode, ToolSchema
 
 STREAMS = 64
 """In each half of the batch."""
@@ -94,7 +94,7 @@ class Bench:
         form = FORMATS["hermes"].call_form("")
         if form is None:
             raise RuntimeError("hermes has no calls")
-        tools = [HeldTool(f"tool_{number}", _SCHEMA) for number in range(8)]
+        tools = [ToolSchema(f"tool_{number}", _SCHEMA) for number in range(8)]
         text = form.structural_tag(ToolMode.REQUIRED, tools, parallel=True)
         self._params = GrammarParams(kind=GrammarKind.STRUCTURAL_TAG, text=text)
         begin = time.perf_counter()

@@ -229,12 +229,7 @@ class HeadraceServer:
         self.instance_id = f"hr-{secrets.token_hex(8)}"
         self.state = ServerState(self.instance_id)
         self._admission = AdmissionControl(_limits(config), clock, jitter)
-        self.registry = Registry(
-            client,
-            _retention(config),
-            self._admission,
-            _flow(config),
-        )
+        self.registry = Registry(client, _retention(config), self._admission, _flow(config))
         # One more thread, which loads tokenizers.
         self._threads = ThreadPoolExecutor(THREADS + 1, thread_name_prefix="headrace-text")
         self.text_pool = TextPool(self._threads, clock)

@@ -20,10 +20,10 @@ from service.call_errors import FieldError, UnsupportedFieldError
 from service.convert.replies import comes_apart
 from service.convert.sampling import grammar_params
 from service.convert.values import check_enum
-from service.replies import Context, HeldTool, ModelFormat, ToolMode, fold
+from service.replies import Context, ModelFormat, ToolMode, ToolSchema, fold
 
-MAX_HELD_TOOLS = 128
-"""The most tools of a request whose calls are held to their schemas."""
+MAX_STRICT_TOOLS = 128
+"""The most tools of a request whose calls have to satisfy their schemas."""
 _MAX_BLANKS = 16
 """So many blanks may stand between reasoning and what follows it."""
 _MODES = {
@@ -44,13 +44,15 @@ class ToolPlan:
         mode: whether the reply calls tools.
         names: those that it may call; empty: all.
         parallel: whether it may have several calls.
-        is_held: whether arguments satisfy the tools' schemas; otherwise any object is one.
+        is_strict: whether arguments satisfy the tools' schemas; otherwise any object will do.
+        field: the field that asks for it.
     """
 
     mode: ToolMode
     names: frozenset[str] = frozenset()
     parallel: bool = True
-    is_held: bool = True
+    is_strict: bool = True
+    field: str = _CHOICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,24 +104,24 @@ class ReplyPlan:
         if self.tools is None or self.model is None or self.model.call_form is None:
             return ""
         plan, form = self.tools, self.model.call_form
-        held = [] if plan.mode is ToolMode.NONE else _held_tools(plan, tools)
-        for tool in held:
+        chosen = [] if plan.mode is ToolMode.NONE else _tool_schemas(plan, tools)
+        for tool in chosen:
             reply = self.model.format.begin(Context({tool.name: {}}))
             read = fold([*reply.push(form.written(tool.name)), *reply.finish()])
             if [call.name for call in read.calls] != [tool.name]:
                 raise FieldError(
-                    _CHOICE,
+                    plan.field,
                     f"takes in the tool {_shown(tool.name)}, and a call of that name cannot be "
                     "written in the model's format; use letters, digits and underscores",
                 )
         opening = self.model.format.reasoning.opening if self.model.reasons else ""
-        text = form.structural_tag(plan.mode, held, parallel=plan.parallel, reasoning=opening)
+        text = form.structural_tag(plan.mode, chosen, parallel=plan.parallel, reasoning=opening)
         if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
             raise FieldError(
-                _CHOICE,
-                f"comes to a form of {size} bytes, with the schemas of {len(held)} tools; at most "
-                f"{MAX_GRAMMAR_BYTES} are compiled: name fewer tools (tool_names), or make their "
-                "schemas smaller",
+                plan.field,
+                f"comes to a form of {size} bytes, with the schemas of {len(chosen)} tools; at "
+                f"most {MAX_GRAMMAR_BYTES} are compiled: name fewer tools "
+                f"({_CHOICE}.tool_names), or make their schemas smaller",
             )
         return text
 
@@ -131,10 +133,9 @@ class ReplyPlan:
             tool_form: what `tool_form` returned; empty: no tools were given.
         """
         form = self.output
-        if tool_form:
-            form = GrammarParams(
-                kind=GrammarKind.STRUCTURAL_TAG, text=tool_form, field="grammar.tool_choice"
-            )
+        if tool_form and self.tools is not None:
+            asked = "grammar.tool_choice" if self.tools.is_strict else "grammar.free"
+            form = GrammarParams(kind=GrammarKind.STRUCTURAL_TAG, text=tool_form, field=asked)
         model = self.model
         if model is None or not model.reasons:
             return form
@@ -220,10 +221,10 @@ def _tool_plan(spec: generation_pb2.GenerationSpec, model: ModelFormat | None) -
             "needs to know how the model writes calls, which this server does not (its option "
             "reply_parser); leave it out",
         )
-    if len(choice.tool_names) > MAX_HELD_TOOLS:
+    if len(choice.tool_names) > MAX_STRICT_TOOLS:
         raise FieldError(
             f"{_CHOICE}.tool_names",
-            f"has {len(choice.tool_names)} names; at most {MAX_HELD_TOOLS} are allowed",
+            f"has {len(choice.tool_names)} names; at most {MAX_STRICT_TOOLS} are allowed",
         )
     if mode is ToolMode.NONE and choice.tool_names:
         raise FieldError(f"{_CHOICE}.tool_names", "names tools, and the mode says none; clear it")
@@ -245,37 +246,37 @@ def _bounded(spec: generation_pb2.GenerationSpec, model: ModelFormat) -> ToolPla
     if not model.format.reasoning.then:
         return None
     mode = ToolMode.AUTO if spec.chat.tools else ToolMode.NONE
-    return ToolPlan(mode, is_held=False)
+    return ToolPlan(mode, is_strict=False, field=_BOUND)
 
 
-def _held_tools(plan: ToolPlan, tools: Sequence[Mapping[str, object]]) -> list[HeldTool]:
-    found: dict[str, HeldTool] = {}
+def _tool_schemas(plan: ToolPlan, tools: Sequence[Mapping[str, object]]) -> list[ToolSchema]:
+    found: dict[str, ToolSchema] = {}
     for index, tool in enumerate(tools):
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
             raise FieldError(
-                f"chat.tools[{index}]", f"has no function with a name, which {_CHOICE} needs"
+                f"chat.tools[{index}]", f"has no function with a name, which {plan.field} needs"
             )
         if plan.names and name not in plan.names:
             continue
         if name in found:
             raise FieldError(
                 f"chat.tools[{index}]",
-                f"is a second {_shown(name)}; with {_CHOICE}, give each tool a name of its own",
+                f"is a second {_shown(name)}; with {plan.field}, give each tool a name of its own",
             )
-        schema = _schema(function.get("parameters"), index) if plan.is_held else _ANY
-        found[name] = HeldTool(name, schema)
+        schema = _schema(function.get("parameters"), index) if plan.is_strict else _ANY
+        found[name] = ToolSchema(name, schema)
     for name in plan.names:
         if name not in found:
             raise FieldError(
                 f"{_CHOICE}.tool_names", f"has {_shown(name)}, which is none of chat.tools"
             )
-    if len(found) > MAX_HELD_TOOLS:
+    if len(found) > MAX_STRICT_TOOLS:
         raise FieldError(
-            _CHOICE,
-            f"holds {len(found)} tools; at most {MAX_HELD_TOOLS} can be held: name those that may "
-            "be called (tool_names)",
+            plan.field,
+            f"holds {len(found)} tools; at most {MAX_STRICT_TOOLS} can be held: name those that "
+            f"may be called ({_CHOICE}.tool_names)",
         )
     return list(found.values())
 

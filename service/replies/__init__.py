@@ -22,7 +22,7 @@ and tells the parser where special tokens stand, because text that spells such a
 
 from __future__ import annotations
 
-from service.replies.call_form import CallForm, HeldTool, ToolMode
+from service.replies.call_form import CallForm, ToolMode, ToolSchema
 from service.replies.format import Context, Format, ReplyParser
 from service.replies.pieces import (
     Arguments,
@@ -47,7 +47,6 @@ __all__ = [
     "CallForm",
     "Context",
     "Format",
-    "HeldTool",
     "Mark",
     "ModelFormat",
     "Piece",
@@ -57,6 +56,7 @@ __all__ = [
     "Text",
     "ToolCall",
     "ToolMode",
+    "ToolSchema",
     "ToolTypes",
     "choose",
     "fold",

@@ -28,8 +28,8 @@ class ToolMode(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTool:
-    """A tool that may be called.
+class ToolSchema:
+    """A tool that may be called, and what its arguments have to be.
 
     Attributes:
         name: its name.
@@ -82,7 +82,7 @@ class CallForm:
     def structural_tag(
         self,
         mode: ToolMode,
-        tools: Sequence[HeldTool],
+        tools: Sequence[ToolSchema],
         *,
         parallel: bool,
         reasoning: str = "",
@@ -110,7 +110,7 @@ class CallForm:
         written = json.dumps(name, ensure_ascii=False)[1:-1] if self.name_in_json else name
         return self.before + written + self.after
 
-    def _tag(self, tool: HeldTool) -> _Node:
+    def _tag(self, tool: ToolSchema) -> _Node:
         content = {"type": self.arguments, "json_schema": tool.schema}
         return {
             "type": "tag",
@@ -119,7 +119,7 @@ class CallForm:
             "end": self.end,
         }
 
-    def _calls(self, tools: Sequence[HeldTool], *, parallel: bool) -> _Node:
+    def _calls(self, tools: Sequence[ToolSchema], *, parallel: bool) -> _Node:
         """One or several calls, and nothing else."""
         calls: _Node = {
             "type": "tags_with_separator",
@@ -141,7 +141,7 @@ class CallForm:
         return _sequence(self.text, words)
 
     def _words_or_calls(
-        self, tools: Sequence[HeldTool], barred: list[str], *, parallel: bool
+        self, tools: Sequence[ToolSchema], barred: list[str], *, parallel: bool
     ) -> _Node:
         if self.bare or self.text:
             calls = self._calls(tools, parallel=parallel)

@@ -110,10 +110,14 @@ async def test_a_form_holds_after_bounded_reasoning(
 
 async def bounded(client: AsyncClient, result: Result, bound: int) -> None:
     """Its reasoning has no more tokens than allowed: each is at least a byte, so that the marks'
-    own are at most as many as their bytes.
+    own are at most as many as the bytes of the longest marks. (How many exactly is asked of the
+    matcher, in tests/engine/structured.)
     """
-    marks = 64  # the bytes of both marks, and the blanks beside them
-    assert spent(result) <= bound + marks
+    longest = max(
+        len((marks.opening + marks.closing).encode())
+        for marks in (FORMATS[name].reasoning for name, _ in KINDS.values())
+    )
+    assert spent(result) <= bound + longest
     if not bound:
         assert not result.reasoning.strip()
 
@@ -262,6 +266,17 @@ async def test_what_cannot_be_held_is_refused_by_name(case: str) -> None:
     message = caught.value.details() or ""
     assert message.startswith(field), message
     assert words in message
+
+
+async def test_a_bound_that_holds_the_tools_too_is_named_as_what_asks_for_it() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}<|channel|>analysis<|message|>"
+    nameless = [{"definition_json": '{"function": {}}'}]
+    async with serving(FakeEngine(), tokenizer=byte_tokenizer(chat_template=template)) as h:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await h.generate(chat(tools=nameless, stop={"max_reasoning_tokens": 3}))
+    message = caught.value.details() or ""
+    assert message.startswith("spec.chat.tools[0]"), message
+    assert "which stop.max_reasoning_tokens needs" in message
 
 
 async def test_a_model_whose_format_is_not_known_has_no_choice_and_no_bound() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.replies import FORMATS, CallForm, Context, HeldTool, Reply, ToolMode, fold
+from service.replies import FORMATS, CallForm, Context, Reply, ToolMode, ToolSchema, fold
 
 TEMPLATES = {
     "mistral array": ("mistral", ""),
@@ -16,7 +16,7 @@ TEMPLATES = {
     "deepseek fenced": ("deepseek", "```json\n{{ arguments }}"),
     **{name: (name, "") for name in FORMATS if name not in ("mistral", "deepseek")},
 }
-TOOLS = [HeldTool("look", {"type": "object"}), HeldTool("schauen_水", {"type": "object"})]
+TOOLS = [ToolSchema("look", {"type": "object"}), ToolSchema("schauen_水", {"type": "object"})]
 TYPES: dict[str, dict[str, frozenset[str]]] = {tool.name: {} for tool in TOOLS}
 
 

@@ -15,7 +15,7 @@ from engine.sampling_params import GrammarKind, GrammarParams
 from engine.structured import GrammarCompiler
 from engine.text import Tokenizer
 from engine.types import TokenId
-from service.replies import FORMATS, CallForm, Context, HeldTool, ToolMode, tool_types
+from service.replies import FORMATS, CallForm, Context, ToolMode, ToolSchema, tool_types
 from tests.engine.structured.following import allowed
 from tests.service.replies.cases import parse
 
@@ -29,7 +29,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-TOOLS = [HeldTool("look", SCHEMA), HeldTool("now", NOTHING)]
+TOOLS = [ToolSchema("look", SCHEMA), ToolSchema("now", NOTHING)]
 TYPES = tool_types([{"name": tool.name, "parameters": tool.schema} for tool in TOOLS])
 
 

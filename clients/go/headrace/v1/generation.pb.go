@@ -829,7 +829,7 @@ func (x *ChatInput) GetToolChoice() *ToolChoice {
 // within a call.
 //
 // Where the model reasons, its reasoning comes first, and is free. Refused with a structured_output, and with tools whose
-// schemas cannot be held, by the tool and the reason.
+// schemas cannot be held, by the tool and the reason. At most 128 tools are held, with forms of 256 KiB together.
 type ToolChoice struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Whether the reply calls tools.

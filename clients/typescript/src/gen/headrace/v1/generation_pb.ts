@@ -329,7 +329,7 @@ export const ChatInputSchema: GenMessage<ChatInput> = /*@__PURE__*/
  * within a call.
  *
  * Where the model reasons, its reasoning comes first, and is free. Refused with a structured_output, and with tools whose
- * schemas cannot be held, by the tool and the reason.
+ * schemas cannot be held, by the tool and the reason. At most 128 tools are held, with forms of 256 KiB together.
  *
  * @generated from message headrace.v1.ToolChoice
  */
