@@ -153,10 +153,6 @@ bench-front-end: $(STAMP) ## Measure what the front end costs: CPU time of its p
 bench-wire-size: $(STAMP) $(NATIVE) ## Count what a session takes on the wire: bytes of its answers for each token (ARGS='--output FILE').
 	$(BIN)/python -m benchmarks.wire_size $(ARGS)
 
-.PHONY: hostile
-hostile: $(STAMP) $(NATIVE) ## Try hostile inputs beside a witness, and write records: an hour (ARGS='--model demo --calm-seconds 20').
-	$(BIN)/python -m benchmarks.hostile $(ARGS)
-
 # ---- trust -----------------------------------------------------------------------------------------------------------
 
 SEED ?= 1

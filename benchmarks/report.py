@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import tables as gpu_tables
-from benchmarks.hostile import tables as hostile_tables
 from benchmarks.measures import figure
 
 _BLOCK = re.compile(
@@ -70,8 +69,6 @@ FORMAT = 1
 """Of records; another one when a reader of the old would misread the new."""
 KIND_GPU = "gpu"
 """A record of `python -m benchmarks gpu`; of `run` there is no kind."""
-KIND_HOSTILE = "hostile"
-"""A record of `python -m benchmarks.hostile`."""
 KIND_TRUST = "trust"
 """A record of `python -m benchmarks.trust`, whose document is written by `benchmarks.trust`."""
 
@@ -80,8 +77,6 @@ def render(record: dict[str, Any], name: str) -> str:
     """The text of one record: what and where, a table for each case, the systems, the checks."""
     if record.get("kind") == KIND_GPU:
         return gpu_tables.render(record, name)
-    if record.get("kind") == KIND_HOSTILE:
-        return hostile_tables.render(record, name)
     plot = name.removesuffix(".json") + ".svg"
     parts = [_heading(record, name), f"![Output tokens per second](../{plot})"]
     parts += [_case(record, case) for case in record["cases"]]

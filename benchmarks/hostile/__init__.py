@@ -1,11 +1,9 @@
-"""Inputs that nobody should send, each beside a witness: what a neighbour feels of them.
+"""Inputs that nobody should send: what they are, how they are sent, and how it is judged what a
+neighbour feels of them. The campaign's part `hostile` (`benchmarks.trust.hostile`) tries them.
 
-    campaign (python -m benchmarks.hostile)
-      ├── server     headrace-server serve, at its defaults, with a file of callers
-      ├── witness    benchmarks.witness: a caller who behaves
-      └── attacker   one process for each input, of another caller's identity or of none
-
-Of each server the witness sees a calm minute first; then one input after the other is tried for
-some seconds. What the witness saw meanwhile is held against the criterion (`judging`) and written
-to a record, one file for each model.
+    inputs      what is sent, as data where it is one message, in groups of a server each
+    sending     how: plain gRPC with messages as bytes; `http2` for what no library sends
+    attacker    the process that sends
+    server      what is attacked
+    judging     what a neighbour may feel of it
 """

@@ -1,4 +1,5 @@
-"""An attacker's process: told which input, it says that it is ready, sends, and tells the answers.
+"""An attacker's process: told which input, it says that it is ready, sends, and tells the answers;
+then the next one may come.
 
 It speaks the lines of `benchmarks.adapters.loop` over its pipes, and gives way to all others: the
 machine that it takes time from would be another one.
@@ -21,7 +22,7 @@ NICENESS = 10
 
 
 def main() -> None:
-    """Serve one campaign."""
+    """Serve the inputs of one server."""
     os.nice(NICENESS)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -46,6 +47,7 @@ async def attack(load: dict[str, Any], seconds: float) -> dict[str, Any]:
         token=load["token"],
         operator=load["operator"],
         tls_target=load["tls_target"],
+        seed=load["seed"],
     ) as found:
         try:
             async with asyncio.timeout(seconds):

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from benchmarks.hostile.inputs import Input
 from benchmarks.witness.report import Report, Waits
 
-CALM_S = 0.05
-"""A calm minute whose worst wait is not longer is calm."""
 WORST_S = 0.25
-"""The longest wait beside a hostile input, where the calm minute was calm."""
+"""The longest wait beside a hostile input, where the calm time was calm."""
 MORE_S = 0.2
-"""How much longer than the calm minute's worst it may be elsewhere."""
+"""How much longer than the calm time's worst it may be elsewhere."""
 GROWTH_BYTES = 256_000_000
 """Of either process, beyond the KV cache's announced size."""
 STRANGERS_BYTES = 64_000_000
@@ -29,17 +27,14 @@ class Run:
     """One try of an input.
 
     Attributes:
-        calm, seen: what the witness saw in the calm minute, and beside the input.
+        calm, seen: what the witness saw in the calm time, and beside the input.
         first: the memory of the server's processes before anything was tried on it, bytes by name.
         highest: the most that they took beside earlier inputs on that server: those are to blame
             for it, not this one.
         cache_bytes: the KV cache's announced size.
         answers: what the attacker was told, and how often.
         connections: how many it opened.
-        seconds: how long it sent.
-        log_bytes: how much the server said meanwhile.
-        log: the end of that.
-        secrets: the callers whose tokens stand in that.
+        secrets: the callers whose tokens stand in what the server said meanwhile.
         died: what ended meanwhile: "the server", "the engine", or nothing.
         recovered_s: how long after it the server was as before; None: it was not in time.
     """
@@ -51,9 +46,6 @@ class Run:
     cache_bytes: int
     answers: Mapping[str, int]
     connections: int
-    seconds: float
-    log_bytes: int
-    log: str
     secrets: tuple[str, ...]
     died: str
     recovered_s: float | None
@@ -65,11 +57,10 @@ class Run:
 
 
 def allowed_s(calm: Waits) -> float:
-    """The longest wait, given the calm minute's. What the witness itself was late then does not
+    """The longest wait, given the calm time's. What the witness itself was late then does not
     excuse the server.
     """
-    calmest = calm.worst_s - calm.late_s
-    return WORST_S if calmest <= CALM_S else calmest + MORE_S
+    return max(WORST_S, calm.worst_s - calm.late_s + MORE_S)
 
 
 def waits_too_long(run: Run) -> list[tuple[str, Waits, float]]:

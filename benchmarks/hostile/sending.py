@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -43,6 +45,7 @@ NO_ANSWER = "no answer"
 """In a tally: calls that were still open when the time was over."""
 KEPT_KINDS = 40
 """Of answers in a tally; the others count as one."""
+_INDEX = re.compile(r"\[\d+\]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,19 +77,28 @@ class Sender:
         token: the attacker's own; empty: a stranger.
         operator: a token that ControlService is granted to.
         card: the server's limits.
+        source: of what is drawn.
         tally: how often what was answered.
         connections: how many were opened.
         channel: a connection that all calls use that name no other.
     """
 
     def __init__(
-        self, target: str, card: Card, *, token: str = "", operator: str = "", tls_target: str = ""
+        self,
+        target: str,
+        card: Card,
+        *,
+        token: str = "",
+        operator: str = "",
+        tls_target: str = "",
+        seed: str = "",
     ) -> None:
         self.target = target
         self.tls_target = tls_target
         self.token = token
         self.operator = operator
         self.card = card
+        self.source = random.Random(seed)
         self.tally: Counter[str] = Counter()
         self.connections = 0
         self.channel = self.connect()
@@ -261,17 +273,25 @@ async def sender(target: str, card: Card, **more: str) -> AsyncIterator[Sender]:
 
 
 def told(error: grpc.aio.AioRpcError) -> str:
-    """What an error said: its code and reason; whether it lacks what a refused caller needs."""
-    name: str = error.code().name
-    reason, retry = "", False
+    """What an error said: code, reason and field; whether a refused caller is told no time."""
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
-            for detail in status_pb2.Status.FromString(value).details:
-                info = error_details_pb2.ErrorInfo()
-                if detail.Unpack(info):
-                    reason = info.reason
-                retry = retry or detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR)
+            return status_told(error.code().name, status_pb2.Status.FromString(value))
+    return f"{error.code().name} (bare)"
+
+
+def status_told(code: str, status: status_pb2.Status) -> str:
+    """The same of a status that came in a message."""
+    reason, field, retry = "", "", False
+    for detail in status.details:
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info):
+            reason = info.reason
+            field = _INDEX.sub("[]", info.metadata.get("field", ""))
+        retry = retry or detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR)
     if not reason:
-        return f"{name} (bare)"
-    late = name in ("RESOURCE_EXHAUSTED", "UNAVAILABLE") and not retry
-    return f"{name} {reason}" + (" (no retry time)" if late else "")
+        return f"{code} (bare)"
+    late = code in ("RESOURCE_EXHAUSTED", "UNAVAILABLE") and not retry
+    return (
+        f"{code} {reason}" + (f" {field}" if field else "") + (" (no retry time)" if late else "")
+    )

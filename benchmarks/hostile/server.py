@@ -57,7 +57,6 @@ class Server:
         model: Path,
         folder: Path,
         *,
-        threads: int | None = None,
         tls: bool = False,
         more: Sequence[str] = (),
         program: Sequence[str] | None = None,
@@ -67,7 +66,6 @@ class Server:
         Args:
             model: its directory.
             folder: for its log, its callers, tokens and socket.
-            threads: of the model; None: the server's own default.
             tls: whether it speaks TLS on a TCP address; it is then in plain text on a Unix socket.
             more: further options of the server.
             program: what is run instead of `headrace-server`.
@@ -79,8 +77,6 @@ class Server:
         self._tls = tls
         self._tokens = {name: secrets.token_urlsafe(24) for name in SERVICES}
         listen = ["--listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0"]
-        if threads is not None:
-            more = [*more, "--threads", str(threads)]
         if tls:
             certificate, key = make_certificate(folder)
             listen += ["--listen", f"unix:{folder}/s"]

@@ -19,13 +19,23 @@ from benchmarks.witness.report import Report
 
 @contextmanager
 def witnessed(
-    *more: str, tls: bool = False, program: Sequence[str] | None = None
+    *more: str,
+    model: Path = DEMO,
+    tls: bool = False,
+    program: Sequence[str] | None = None,
+    tokens: int = 500,
 ) -> Iterator[tuple[Server, Witness]]:
-    """A ready server with these further options, and its witness. `program`: what is run instead of
-    `headrace-server`.
+    """A ready server with these further options, and its witness.
+
+    Args:
+        more: options of the server.
+        model: its directory.
+        tls: whether it speaks TLS on a TCP address.
+        program: what is run instead of `headrace-server`.
+        tokens: of each request of the witness.
     """
     with TemporaryDirectory(prefix="headrace-") as name:
-        server = Server(DEMO, Path(name), tls=tls, more=more, program=program)
+        server = Server(model, Path(name), tls=tls, more=more, program=program)
         try:
             server.wait()
             with Witness(
@@ -33,6 +43,7 @@ def witnessed(
                 server.pids,
                 health_target=server.health_target,
                 token_file=server.token_file(WITNESS),
+                tokens=tokens,
             ) as witness:
                 yield server, witness
         finally:

@@ -1,16 +1,15 @@
-"""Hostile inputs: that they say what they mean, how runs are judged, and what the records show."""
+"""Hostile inputs: that they say what they mean, how runs are judged, and how they are tried."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -20,15 +19,14 @@ from headrace.v1 import model_service_pb2 as model
 from benchmarks.hostile import encoding as wire
 from benchmarks.hostile import http2, judging
 from benchmarks.hostile.attacker import attack
-from benchmarks.hostile.campaign import AFTER_S, OVERHEAD_S, START_S, Plan
 from benchmarks.hostile.inputs import GROUPS, INPUTS, Input
 from benchmarks.hostile.inputs.requests import answered
 from benchmarks.hostile.inputs.strangers import CHECK
 from benchmarks.hostile.long_model import write_tokenizer
-from benchmarks.hostile.record import Record
 from benchmarks.hostile.sending import GENERATION, HEALTH, MODEL, Card, Sender
-from benchmarks.processes import ROOT
-from benchmarks.report import render
+from benchmarks.trust.hostile import part
+from benchmarks.trust.hostile.part import Attacks
+from benchmarks.trust.parts import Course, Tried
 from benchmarks.witness.report import Memory, Report, Waits
 from tests.service.helpers import DEADLINE_S, serving, until
 from tests.service.test_hostile import METHODS
@@ -178,6 +176,7 @@ async def test_an_attack_tells_what_was_answered(name: str) -> None:
             "token": "t",
             "operator": "o",
             "card": dataclasses.asdict(CARD),
+            "seed": "1/one",
         }
         async with asyncio.timeout(DEADLINE_S):
             done = await attack(load, 0.3)
@@ -235,9 +234,6 @@ def run(calm: Report | None = None, beside: Report | None = None, **more: Any) -
         "cache_bytes": 500_000_000,
         "answers": {"OK": 3},
         "connections": 2,
-        "seconds": 4.0,
-        "log_bytes": 0,
-        "log": "",
         "secrets": (),
         "died": "",
         "recovered_s": 0.3,
@@ -265,8 +261,9 @@ def grown(front_end: int, engine: int) -> Report:
         (ONE, run(beside=seen(gaps=waits(0.25))), None),
         (ONE, run(beside=seen(gaps=waits(0.26))), "gap between tokens 0.260 s, above 0.250"),
         (ONE, run(beside=seen(health=waits(0.3))), "health's answer 0.300 s, above 0.250"),
-        # A calm minute that was not calm allows more.
+        # A calm time that was not calm allows more.
         (ONE, run(calm=seen(gaps=waits(0.06)), beside=seen(gaps=waits(0.26))), None),
+        (ONE, run(calm=seen(gaps=waits(0.04)), beside=seen(gaps=waits(0.26))), "above 0.250"),
         (ONE, run(calm=seen(gaps=waits(0.1)), beside=seen(gaps=waits(0.31))), "above 0.300"),
         (ONE, run(calm=seen(gaps=waits(2.1, 2.0)), beside=seen(gaps=waits(0.31))), "above 0.300"),
         (ONE, run(beside=seen(tokenize=waits(9.0), first_tokens=waits(9.0))), None),
@@ -301,53 +298,6 @@ def test_a_late_witness_says_nothing() -> None:
     assert judging.why_discarded(run(beside=seen(gaps=waits(0.4, late=0.02)))) is None
 
 
-def test_the_record_keeps_what_is_said(tmp_path: Path) -> None:
-    path, group = tmp_path / "r.json", GROUPS[0]
-    record = Record(path, "demo", keep=True)
-    assert record.names == set()
-    record.discard(group, ONE, run(beside=seen(health=waits(0.4, late=0.2))), "it was late")
-    assert record.add(group, ONE, run(), 2) == []
-    told = INPUTS["unread-logprobs"]
-    assert record.add(group, told, run(beside=seen(gaps=waits(9.0))), 1)
-    again = Record(path, "demo", keep=True)
-    assert again.names == {"chat-tools", "unread-logprobs"}
-    assert again.add(group, STRANGER, run(beside=seen(gaps=waits(9.0))), 1)
-    read = json.loads(path.read_text())
-    assert {name: one["verdict"] for name, one in read["inputs"].items()} == {
-        "chat-tools": "held",
-        "unread-logprobs": "told",
-        "half-bodies": "failed",
-    }
-    assert [one["why"] for one in read["discarded"]] == ["it was late"]
-    assert read["inputs"]["chat-tools"]["tries"] == 2
-    with pytest.raises(ValueError, match="no record of hostile inputs on the model long"):
-        Record(path, "long", keep=True)
-    assert Record(path, "long", keep=False).names == set()
-
-    table = render(read, "r.json")
-    assert "**Model demo**: 1 of 2 inputs held, 1 are not judged." in table
-    assert (
-        "| chat-tools | chats of as many tools as fit | 3 OK | 20 (20) | 10 (10) | +20, +0 | held |"
-        in table
-    )
-    assert "- **half-bodies**: gap between tokens 9.000 s, above 0.250." in table
-    assert "chat-tools (1)" in table
-
-
-def test_a_plan_knows_its_time() -> None:
-    names = frozenset({"chat-tools", "chat-messages", "calls-at-once"})
-    plan = Plan(model_name="demo", model=Path(), names=names, seconds=4.0, calm_seconds=20.0)
-    assert [len(inputs) for _, inputs in plan.groups()] == [2, 1]
-    around = AFTER_S + OVERHEAD_S
-    assert plan.estimate_s == pytest.approx(2 * 4 + 20 + 3 * around + 2 * (START_S + 20))
-    assert plan.estimate_s < plan.bound_s < 1.5 * plan.estimate_s + 121
-    assert dataclasses.replace(plan, minutes=2.0).bound_s == 120
-    everything = Plan(
-        model_name="demo", model=Path(), names=frozenset(INPUTS), seconds=4.0, calm_seconds=20.0
-    )
-    assert everything.estimate_s < 20 * 60
-
-
 def test_the_long_models_tokenizer(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
@@ -359,34 +309,108 @@ def test_the_long_models_tokenizer(tmp_path: Path) -> None:
     assert len(encoded.ids) < 12
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.hostile", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
+# ---- the part ------------------------------------------------------------------------------------
+
+
+class Scripted(Attacks):
+    """Tries nothing, and is told what came of it."""
+
+    runs: ClassVar[list[judging.Run]] = []
+    servers = 0
+
+    def _once(self, one: Input, place: Any, calm: Report) -> judging.Run:
+        return self.runs.pop(0)
+
+
+@contextmanager
+def no_server(**_: Any) -> Iterator[tuple[Any, Any]]:
+    Scripted.servers += 1
+    server = SimpleNamespace(log_bytes=lambda: 0, log=lambda since: "what the server said")
+    yield server, SimpleNamespace(begin=lambda: None, report=lambda: seen())
+
+
+@contextmanager
+def no_attacker(folder: Path) -> Iterator[None]:
+    yield None
+
+
+def tried(
+    runs: list[judging.Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **more: Any
+) -> list[Tried]:
+    """What the part records of so many runs."""
+    monkeypatch.setattr(part, "witnessed", no_server)
+    monkeypatch.setattr(part, "_attacker", no_attacker)
+    monkeypatch.setattr(part, "look", lambda witness, seconds: seen())
+    monkeypatch.setattr(part, "Attacks", Scripted)
+    monkeypatch.setattr(part, "MODELS", {"demo": Path})
+    Scripted.runs, Scripted.servers = runs, 0
+    rows: list[Tried] = []
+    values: dict[str, Any] = {"seed": 1, "is_cut": True, "folder": tmp_path, "known": (), **more}
+    part.run(Course(record=rows.append, say=lambda text: None, **values))
+    return rows
+
+
+def test_each_input_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = tried([run(beside=grown(20_000_000, 0))] * 9, monkeypatch, tmp_path)
+    assert [one.name for one in rows] == [f"demo/{name}" for name in part.CUT]
+    assert not any(one.wrong or one.not_judged for one in rows)
+    assert rows[0].worst == (
+        "gap 20 ms (calm 20), health 10 ms (calm 10); front end +20 MB, engine +0 MB; 3 OK"
     )
+    assert Scripted.servers == 1
 
 
-def test_the_command_lists_and_refuses() -> None:
-    listed = command("--list").stdout
-    assert all(name in listed for name in INPUTS)
-    wrong = command("--input", "nothing")
-    assert wrong.returncode == 2
-    assert "invalid choice" in wrong.stderr
+def test_what_is_known_or_not_wanted_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert tried([], monkeypatch, tmp_path, known=[f"demo/{name}" for name in part.CUT]) == []
+    assert Scripted.servers == 0
+    [row] = tried([run()], monkeypatch, tmp_path, is_cut=False, only="demo/chat-tools")
+    assert row.name == "demo/chat-tools"
 
 
-def test_the_command_on_a_real_server(tmp_path: Path) -> None:
-    arguments = [
-        *("--model", "demo", "--input", "metadata", "--seconds", "0.5", "--calm-seconds", "0.5"),
-        *("--minutes", "5", "--tokens", "16", "--threads", "1", "--output", str(tmp_path)),
-    ]
-    done = command(*arguments)
-    assert done.returncode in (0, 1), done  # on a busy machine its wait may be too long
-    assert "1 inputs on 1 servers" in done.stdout
-    read = json.loads((tmp_path / "hostile-demo.json").read_text())
-    assert read["inputs"]["metadata"]["seen"]["wrong_tokens"] == 0
-    assert sum(read["inputs"]["metadata"]["answers"].values()) > 0
-    again = command("--resume", *arguments)
-    assert "nothing is left to try" in again.stdout
+def test_a_run_that_says_nothing_is_repeated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    late = run(beside=seen(health=waits(0.4, late=0.2)))
+    only = "demo/chat-tools"
+    [row] = tried([late, run()], monkeypatch, tmp_path, only=only)
+    assert (row.wrong, row.not_judged) == ((), "")
+    [row] = tried([late] * part.TRIES, monkeypatch, tmp_path, only=only)
+    assert row.not_judged.startswith("the witness itself was 0.200 s late")
+
+
+def test_a_server_that_is_lost_is_exchanged_and_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    late = seen(health=waits(0.4, late=0.2))
+    lost = run(died="the engine", recovered_s=None, beside=late)
+    rows = tried([run(), lost, *[run()] * 8], monkeypatch, tmp_path)
+    assert [bool(one.wrong) for one in rows] == [False, True, *[False] * (len(part.CUT) - 2)]
+    assert "the engine ended" in rows[1].wrong
+    assert not rows[1].not_judged
+    assert Scripted.servers == 2
+
+
+def test_every_input_is_planned_on_each_of_its_models() -> None:
+    course = Course(
+        seed=1, is_cut=False, folder=Path(), known=(), record=lambda row: None,
+        say=lambda text: None,
+    )  # fmt: skip
+    for name in part.MODELS:
+        planned = [one.name for _, inputs in part._plan(course, name) for one in inputs]
+        assert planned == [one.name for one in INPUTS.values() if name in one.models]
+    assert set(part.CUT) <= set(INPUTS)
+
+
+def test_an_input_on_a_real_server(tmp_path: Path) -> None:
+    rows: list[Tried] = []
+    course = Course(
+        seed=1, is_cut=True, folder=tmp_path, known=(), record=rows.append,
+        say=lambda text: None, only="demo/banned-ids", seconds=0.5,
+    )  # fmt: skip
+    part.run(course)
+    [row] = rows
+    assert row.count > 0
+    assert "INVALID_FIELD spec.sampling.banned_token_ids" in row.worst
+    assert not [one for one in row.wrong if "above" not in one]  # a wait, on a busy machine

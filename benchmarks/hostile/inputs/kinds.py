@@ -21,7 +21,6 @@ class Input:
             is over.
         models: those that it is tried on.
         stranger: whether it has no token: then its memory has a bound of its own.
-        informational: why nothing depends on what the witness saw; empty: it is judged.
         judge: looks at the answers too; what is wrong with them, or None.
         seconds: its time, where it needs another than the campaign's.
     """
@@ -31,7 +30,6 @@ class Input:
     send: Callable[[Sender], Awaitable[None]]
     models: tuple[str, ...] = BOTH
     stranger: bool = False
-    informational: str = ""
     judge: Callable[[Mapping[str, int]], str | None] | None = None
     seconds: float | None = None
 

@@ -5,7 +5,6 @@ refuses them. Each is sent just below what the server receives, and far above.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable
 
 from benchmarks.hostile import encoding as wire
@@ -280,7 +279,6 @@ async def gzip_bombs(s: Sender) -> None:
 
 async def malformed(s: Sender) -> None:
     """Random bytes for every method."""
-    source = random.Random(12)
     methods = [
         *(GENERATION + name for name in ("Generate", "GenerateStream", "AddRequest", "Cancel")),
         *(MODEL + name for name in ("GetModel", "Tokenize", "Detokenize")),
@@ -290,8 +288,8 @@ async def malformed(s: Sender) -> None:
     ]
 
     async def one(_: int) -> None:
-        raw = source.randbytes(source.choice([1, 20, 300, 100_000]))
-        await s.call(source.choice(methods), raw)
+        raw = s.source.randbytes(s.source.choice([1, 20, 300, 100_000]))
+        await s.call(s.source.choice(methods), raw)
         await asyncio.sleep(0)
 
     await s.again(16, one)

@@ -12,7 +12,6 @@ from benchmarks.hostile.sending import GENERATION, NO_ANSWER, Sender
 GENERATE = GENERATION + "Generate"
 STREAM = GENERATION + "GenerateStream"
 ADD = GENERATION + "AddRequest"
-FAIR = "what one caller's admitted requests take from the others is fairness among callers"
 
 
 def answered(answers: Mapping[str, int]) -> str | None:
@@ -222,43 +221,36 @@ REQUESTS = Group(
             name="unread-logprobs",
             meaning="300 requests whose results nobody reads, with the most log-probabilities",
             send=unread_logprobs,
-            informational=FAIR,
         ),
         Input(
             name="logit-bias",
             meaning="the most biases, with the most choices, 32 at once",
             send=logit_bias,
-            informational=FAIR,
         ),
         Input(
             name="prompt-logprobs",
             meaning="prompts of 1,500 tokens, scored with the most candidates and choices",
             send=prompt_logprobs,
-            informational=FAIR,
         ),
         Input(
             name="stop-strings",
             meaning="the most and longest stop strings, with the most choices, 16 at once",
             send=stop_strings,
-            informational=FAIR,
         ),
         Input(
             name="detailed-answers",
             meaning="one answer with all details of the most choices, four at once",
             send=detailed_answers,
-            informational=FAIR,
         ),
         Input(
             name="echo-longest",
             meaning="prompts of 2,000 tokens that come back with the most choices",
             send=echo_longest,
-            informational=FAIR,
         ),
         Input(
             name="high-priority",
             meaning="300 requests of the highest priority",
             send=high_priority,
-            informational=FAIR,
         ),
         Input(
             name="short-requests",
@@ -284,8 +276,7 @@ REQUESTS = Group(
             name="long-prompt",
             meaning="one prompt as long as the context",
             send=long_prompt,
-            informational="the prefill of an admitted prompt is measured here, not bounded",
-            seconds=60.0,
+            seconds=90.0,
         ),
     ),
 )
