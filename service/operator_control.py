@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +22,8 @@ from engine.client import EngineClient, EngineVerbs
 from engine.errors import HeadraceError
 from engine.stats import EngineStats
 from service.delivery.registry import Registry, RegistryStats
+from service.figures import Figures
+from service.refusals import Refusal
 from service.state import Drain, Phase, ServerState
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class Snapshot:
         model: its name; empty while it loads.
         engine: its statistics; None: it did not answer.
         engine_restarts: how often it was restarted.
+        sessions, live_bytes, unknown_fields, refusals, startup: see Figures.
     """
 
     instance_id: str
@@ -64,6 +67,11 @@ class Snapshot:
     engine_restarts: int
     front_end: RegistryStats
     engine: EngineStats | None
+    sessions: int
+    live_bytes: int
+    unknown_fields: int
+    refusals: Mapping[Refusal, int]
+    startup: Mapping[str, float]
 
 
 class Control:
@@ -82,7 +90,7 @@ class Control:
         registry: Registry,
         *,
         log_level: str,
-        count_restarts: Callable[[], int],
+        figures: Figures,
         begin_drain: Callable[[float | None, str], object],
     ) -> None:
         """Wire it.
@@ -90,14 +98,14 @@ class Control:
         Args:
             client, state, registry: the objects to observe and control.
             log_level: the one with which the server was started.
-            count_restarts: returns how often the engine was restarted.
+            figures: where the other figures are read.
             begin_drain: starts a drain, with a timeout in seconds or None (the configured one), and
                 a reason.
         """
         self._client = client
         self._state = state
         self.registry = registry
-        self._count_restarts = count_restarts
+        self._figures = figures
         self._begin_drain = begin_drain
         self._began = time.monotonic()
         self._pause: Pause | None = None
@@ -111,7 +119,7 @@ class Control:
     async def snapshot(self) -> Snapshot:
         """The figures now."""
         engine = await self._engine_stats()
-        state = self._state
+        state, figures = self._state, self._figures
         return Snapshot(
             instance_id=state.instance_id,
             model=state.model_name,
@@ -122,9 +130,14 @@ class Control:
             pause=self._pause,
             drain=state.drain,
             log_level=self.log_level,
-            engine_restarts=self._count_restarts(),
+            engine_restarts=figures.restarts(),
             front_end=self.registry.stats(),
             engine=engine,
+            sessions=figures.sessions(),
+            live_bytes=figures.live_bytes(),
+            unknown_fields=figures.unknown_fields(),
+            refusals=figures.refusals(),
+            startup=figures.startup(),
         )
 
     async def _engine_stats(self) -> EngineStats | None:

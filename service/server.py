@@ -59,6 +59,7 @@ from service.convert.response import Responder
 from service.delivery.flow import FlowOptions
 from service.delivery.kept import Retention
 from service.delivery.registry import Registry
+from service.figures import Figures
 from service.health import HealthServicer
 from service.health_listener import make_health_server
 from service.interceptors import Entrance, Recovery
@@ -77,7 +78,6 @@ from service.summary import Summary
 from service.supervision import RESTART_DELAY_S, Supervisor
 from service.telemetry import setup as telemetry
 from service.telemetry.config import TelemetryConfig
-from service.telemetry.metrics import Figures
 from service.text_pool import THREADS, TextPool
 from service.tls import Tls
 from service.transport import grpc_options, most_received
@@ -256,12 +256,14 @@ class HeadraceServer:
         self.supervisor = Supervisor(
             client, self.state, self.health, self._load, first_delay_s=restart_delay_s
         )
+        self._startup: dict[str, float] = {}
+        self._figures = self._make_figures()
         self.control = Control(
             client,
             self.state,
             self.registry,
             log_level=config.log_level,
-            count_restarts=lambda: self.supervisor.restarts,
+            figures=self._figures,
             begin_drain=self.begin_drain,
         )
         self._polling: asyncio.Task[None] | None = None
@@ -273,6 +275,17 @@ class HeadraceServer:
         self.bound: tuple[Address, ...] = ()
         self.health_bound: Address | None = None
         self.sockets = UnixSockets()
+
+    def _make_figures(self) -> Figures:
+        return Figures(
+            live_bytes=lambda: self._admission.live_bytes,
+            unknown_fields=lambda: self.state.incoming.unknown,
+            refusals=self.state.refusals.counts,
+            phase=lambda: self.state.phase.value,
+            restarts=lambda: self.supervisor.restarts,
+            sessions=lambda: self.sessions.taken,
+            startup=lambda: self._startup,
+        )
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -291,17 +304,7 @@ class HeadraceServer:
             self._config.auth_file, client_certificates=self._config.tls_client_ca is not None
         )
         self._tls = Tls(self._config)
-        self._telemetry = telemetry.set_up(
-            self._telemetry_config,
-            Figures(
-                live_bytes=lambda: self._admission.live_bytes,
-                unknown_fields=lambda: self.state.incoming.unknown,
-                refusals=self.state.refusals.counts,
-                phase=lambda: self.state.phase.value,
-                restarts=lambda: self.supervisor.restarts,
-                sessions=lambda: self.sessions.taken,
-            ),
-        )
+        self._telemetry = telemetry.set_up(self._telemetry_config, self._figures)
         self.recovery.watchers = self._telemetry.watchers
         if self._config.health_listen is not None:
             self._health_server = make_health_server(self.health)
@@ -384,8 +387,7 @@ class HeadraceServer:
         )
         await self.control.engine_started()
         self.state.loaded(self._front_end(info, tokenizer))
-        if metrics is not None:
-            metrics.started(engine=started - began, front_end=time.monotonic() - started)
+        self._startup = {"engine": started - began, "front_end": time.monotonic() - started}
         if self.state.phase is Phase.READY:
             self.health.set_ready(True)
 

@@ -15,7 +15,6 @@ from service.config import DAY_S, LOG_LEVELS
 from service.convert.model import server_version
 from service.convert.response import cancel_result
 from service.convert.values import interval_seconds, seconds, to_duration
-from service.delivery.registry import RegistryStats
 from service.delivery.request import ServedRequest
 from service.operator_control import Pause, Snapshot
 from service.state import Drain, Phase
@@ -145,7 +144,11 @@ def statistics_message(snapshot: Snapshot, before: Snapshot | None = None) -> pb
         phase=_PHASES[snapshot.phase],
         log_level=level_number(snapshot.log_level),
         engine_restarts=snapshot.engine_restarts,
-        front_end=_front_end(snapshot.front_end),
+        front_end=_front_end(snapshot),
+        startup_phases=[
+            pb.StartupPhase(name=name, duration=to_duration(seconds_))
+            for name, seconds_ in snapshot.startup.items()
+        ],
     )
     if snapshot.pause is not None:
         message.pause.CopyFrom(pause_message(snapshot.pause))
@@ -158,13 +161,26 @@ def statistics_message(snapshot: Snapshot, before: Snapshot | None = None) -> pb
     return message
 
 
-def _front_end(stats: RegistryStats) -> pb.FrontEndStatistics:
+def _front_end(snapshot: Snapshot) -> pb.FrontEndStatistics:
+    stats = snapshot.front_end
     return pb.FrontEndStatistics(
         live_requests=stats.live,
         open_streams=stats.streams,
         streamed_requests=stats.attached,
         kept_results=stats.kept,
         kept_result_bytes=stats.kept_bytes,
+        open_sessions=snapshot.sessions,
+        live_request_bytes=snapshot.live_bytes,
+        unknown_field_messages=snapshot.unknown_fields,
+        refusals=[
+            pb.RefusalStatistics(
+                method=refusal.method,
+                reason=refusal.reason,
+                status_code=refusal.code,
+                count=count,
+            )
+            for refusal, count in sorted(snapshot.refusals.items())
+        ],
     )
 
 

@@ -30,8 +30,8 @@ from engine.errors import HeadraceError
 from engine.outputs import Finish, RequestOutput, StepOutputs
 from engine.stats import CallerStats, EngineStats
 from engine.types import CallerKey
+from service.figures import Figures
 from service.interceptors import SERVER_FAULTS, CallEnd
-from service.refusals import Refusal
 from service.state import Phase
 
 logger = logging.getLogger(__name__)
@@ -168,27 +168,6 @@ _OTHERS: Final = {"headrace.callers": "other"}
 """The attribute for the callers that the engine sums up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """Where the front end's figures are read. All may be called from any thread.
-
-    Attributes:
-        live_bytes: how many bytes the requests hold now, as admission counts them.
-        unknown_fields: how many messages had fields that this server does not know.
-        refusals: how many refusals there were of each kind.
-        phase: the phase of the server.
-        restarts: how often the engine was started again.
-        sessions: how many sessions are open.
-    """
-
-    live_bytes: Callable[[], int]
-    unknown_fields: Callable[[], int]
-    refusals: Callable[[], Mapping[Refusal, int]]
-    phase: Callable[[], str]
-    restarts: Callable[[], int]
-    sessions: Callable[[], int]
-
-
 @dataclass(frozen=True, slots=True)
 class _Figures:
     """The engine's statistics for exporters.
@@ -247,7 +226,6 @@ class Metrics:
         """
         self._figures = _Figures()  # replaced as a whole: exporters read it from their own thread
         self._named: set[CallerKey] = set()
-        self._startup: Mapping[str, float] = {}
         self._attributes = {
             "gen_ai.operation.name": "text_completion",
             "gen_ai.provider.name": "headrace",
@@ -334,7 +312,7 @@ class Metrics:
         def startup(_options: CallbackOptions) -> Iterable[Observation]:
             return [
                 Observation(seconds, {"headrace.startup.phase": phase})
-                for phase, seconds in self._startup.items()
+                for phase, seconds in figures.startup().items()
             ]
 
         meter.create_observable_gauge(
@@ -386,12 +364,6 @@ class Metrics:
     def loaded(self, model: str) -> None:
         """Note that the model is loaded, under this name."""
         self._attributes = {**self._attributes, "gen_ai.request.model": model}
-
-    def started(self, *, engine: float, front_end: float) -> None:
-        """Note how many seconds the last start of the engine took, and then that of the front end
-        for its model.
-        """
-        self._startup = {"engine": engine, "front_end": front_end}
 
     def model_and_stats(self) -> tuple[str, EngineStats | None]:
         """The model's name, and the engine's statistics; None: they are not known now."""

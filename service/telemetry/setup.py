@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from engine.stats import EngineStats
+from service.figures import Figures
 from service.interceptors import Watcher
 from service.telemetry.config import CONSOLE, GRPC, OTLP, PROMETHEUS, TelemetryConfig
-from service.telemetry.metrics import Figures, Metrics
+from service.telemetry.metrics import Metrics
 from service.telemetry.spans import Spans
 
 if TYPE_CHECKING:

@@ -24,9 +24,10 @@ from engine.outputs import (
 )
 from engine.stats import CallerStats, EngineStats
 from engine.types import CallerKey, RequestId
+from service.figures import Figures
 from service.telemetry import metrics
 from service.telemetry import setup as telemetry
-from service.telemetry.metrics import MAX_CALLERS, Figures, Metrics
+from service.telemetry.metrics import MAX_CALLERS, Metrics
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import serving, spec, until
 from tests.service.readme import ROOT
@@ -38,6 +39,7 @@ FIGURES = Figures(
     phase=lambda: "ready",
     restarts=lambda: 0,
     sessions=lambda: 0,
+    startup=lambda: {},
 )
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pty
+import re
 import subprocess
 import sys
 import threading
@@ -251,9 +252,9 @@ def test_the_picture_shows_all_there_is() -> None:
     )
     found.rates.generated_tokens = 12.5
     said = shown()
-    assert "######............      | 6 of 24 blocks" in said
+    assert "######............      | 25%: 6 of 24 blocks, 12 keep a prefix" in said
     assert "0 of 10 blocks" in said
-    assert "25% of 8 prompt tokens found" in said
+    assert "25%: 2 of 8 prompt tokens found" in said
     assert "12.5 tokens generated" in said
     assert "blocks=6/24 callers=0" in line(found)
     assert "of the service" not in said
@@ -264,12 +265,19 @@ def test_the_picture_shows_all_there_is() -> None:
     found.engine.callers.add(caller="[b]\x1b[2J", weight=2.5, running=99, service=50)
     found.engine.other_callers.waiting, found.engine.other_callers.service = 40, 10
     said = shown()
-    assert "'[b]\\x1b[2J': 99 running, 0 waiting, 25% of the service, weight 2.5" in said
-    assert "c13: 0 running, 13 waiting, 5% of the service" in said
+    assert "'[b]\\x1b[2J': 99 running, 0 waiting, 25% of the service (50), weight 2.5" in said
+    assert "c13: 0 running, 13 waiting, 5% of the service (10)" in said
     assert "c2:" not in said
-    assert "all others: 0 running, 43 waiting, 20% of the service" in said
-    assert "1.5% of 200 steps with decodes" in said
-    assert "callers=14 over-target=1.5%" in line(found)
+    assert "all others: 0 running, 43 waiting, 20% of the service (40)" in said
+    assert "1.5%: 3 of 200 steps with decodes" in said
+    assert "callers=14 over-target=1.5% held=0 kv=25.0% prefix-hits=25.0%" in line(found)
+    assert "refused       0\n" in re.sub(" +\n", "\n", said)
+    for number in range(8):
+        for method in ("a", "b"):
+            found.front_end.refusals.add(method=method, reason=f"[R]{number}", count=number + 1)
+    said = shown()
+    assert "16 [R]7, 14 [R]6, 12 [R]5, 10 [R]4, 8 [R]3, 6 [R]2, 6 for other reasons" in said
+    assert line(found).split(" generated/s")[0].endswith("refused=72")
 
 
 @pytest.mark.usefixtures("root_level")

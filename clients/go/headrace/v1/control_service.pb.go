@@ -446,7 +446,9 @@ type Statistics struct {
 	Engine *EngineStatistics `protobuf:"bytes,12,opt,name=engine,proto3" json:"engine,omitempty"`
 	// How fast the engine's counters grew since the last message of this WatchStatistics. Absent in its first message, in
 	// GetStatistics, and if either message has no engine statistics or the engine was started again in between.
-	Rates         *EngineRates `protobuf:"bytes,13,opt,name=rates,proto3" json:"rates,omitempty"`
+	Rates *EngineRates `protobuf:"bytes,13,opt,name=rates,proto3" json:"rates,omitempty"`
+	// How long the last start took, phase by phase, in their order. Empty until the model is loaded.
+	StartupPhases []*StartupPhase `protobuf:"bytes,14,rep,name=startup_phases,json=startupPhases,proto3" json:"startup_phases,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -572,6 +574,68 @@ func (x *Statistics) GetRates() *EngineRates {
 	return nil
 }
 
+func (x *Statistics) GetStartupPhases() []*StartupPhase {
+	if x != nil {
+		return x.StartupPhases
+	}
+	return nil
+}
+
+// A phase of a server's start.
+type StartupPhase struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its name, as in the metric headrace.startup.duration.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// How long it took.
+	Duration      *durationpb.Duration `protobuf:"bytes,2,opt,name=duration,proto3" json:"duration,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StartupPhase) Reset() {
+	*x = StartupPhase{}
+	mi := &file_headrace_v1_control_service_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StartupPhase) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StartupPhase) ProtoMessage() {}
+
+func (x *StartupPhase) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_control_service_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StartupPhase.ProtoReflect.Descriptor instead.
+func (*StartupPhase) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *StartupPhase) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *StartupPhase) GetDuration() *durationpb.Duration {
+	if x != nil {
+		return x.Duration
+	}
+	return nil
+}
+
 // A pause of the engine.
 type PauseState struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -585,7 +649,7 @@ type PauseState struct {
 
 func (x *PauseState) Reset() {
 	*x = PauseState{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[5]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -597,7 +661,7 @@ func (x *PauseState) String() string {
 func (*PauseState) ProtoMessage() {}
 
 func (x *PauseState) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[5]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -610,7 +674,7 @@ func (x *PauseState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseState.ProtoReflect.Descriptor instead.
 func (*PauseState) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{5}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *PauseState) GetReason() string {
@@ -642,7 +706,7 @@ type DrainState struct {
 
 func (x *DrainState) Reset() {
 	*x = DrainState{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[6]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -654,7 +718,7 @@ func (x *DrainState) String() string {
 func (*DrainState) ProtoMessage() {}
 
 func (x *DrainState) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[6]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -667,7 +731,7 @@ func (x *DrainState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainState.ProtoReflect.Descriptor instead.
 func (*DrainState) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{6}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *DrainState) GetReason() string {
@@ -704,13 +768,21 @@ type FrontEndStatistics struct {
 	KeptResults uint64 `protobuf:"varint,4,opt,name=kept_results,json=keptResults,proto3" json:"kept_results,omitempty"`
 	// The approximate size of those results, in bytes.
 	KeptResultBytes uint64 `protobuf:"varint,5,opt,name=kept_result_bytes,json=keptResultBytes,proto3" json:"kept_result_bytes,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Sessions (StreamResult) that are open now.
+	OpenSessions uint64 `protobuf:"varint,6,opt,name=open_sessions,json=openSessions,proto3" json:"open_sessions,omitempty"`
+	// About how many bytes live requests hold now, in the server's processes together; --max-live-bytes is the limit.
+	LiveRequestBytes uint64 `protobuf:"varint,7,opt,name=live_request_bytes,json=liveRequestBytes,proto3" json:"live_request_bytes,omitempty"`
+	// Counter: messages with fields that this server does not know, and ignored.
+	UnknownFieldMessages uint64 `protobuf:"varint,8,opt,name=unknown_field_messages,json=unknownFieldMessages,proto3" json:"unknown_field_messages,omitempty"`
+	// Counters since the server started: calls, and commands of sessions, that were refused, by what was refused and why.
+	Refusals      []*RefusalStatistics `protobuf:"bytes,9,rep,name=refusals,proto3" json:"refusals,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *FrontEndStatistics) Reset() {
 	*x = FrontEndStatistics{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[7]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -722,7 +794,7 @@ func (x *FrontEndStatistics) String() string {
 func (*FrontEndStatistics) ProtoMessage() {}
 
 func (x *FrontEndStatistics) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[7]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -735,7 +807,7 @@ func (x *FrontEndStatistics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FrontEndStatistics.ProtoReflect.Descriptor instead.
 func (*FrontEndStatistics) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{7}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *FrontEndStatistics) GetLiveRequests() uint64 {
@@ -769,6 +841,107 @@ func (x *FrontEndStatistics) GetKeptResults() uint64 {
 func (x *FrontEndStatistics) GetKeptResultBytes() uint64 {
 	if x != nil {
 		return x.KeptResultBytes
+	}
+	return 0
+}
+
+func (x *FrontEndStatistics) GetOpenSessions() uint64 {
+	if x != nil {
+		return x.OpenSessions
+	}
+	return 0
+}
+
+func (x *FrontEndStatistics) GetLiveRequestBytes() uint64 {
+	if x != nil {
+		return x.LiveRequestBytes
+	}
+	return 0
+}
+
+func (x *FrontEndStatistics) GetUnknownFieldMessages() uint64 {
+	if x != nil {
+		return x.UnknownFieldMessages
+	}
+	return 0
+}
+
+func (x *FrontEndStatistics) GetRefusals() []*RefusalStatistics {
+	if x != nil {
+		return x.Refusals
+	}
+	return nil
+}
+
+// How often something was refused for one reason.
+type RefusalStatistics struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The RPC, such as headrace.v1.GenerationService/Generate.
+	Method string `protobuf:"bytes,1,opt,name=method,proto3" json:"method,omitempty"`
+	// ErrorInfo.reason.
+	Reason string `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
+	// The name of the gRPC code, such as RESOURCE_EXHAUSTED.
+	StatusCode string `protobuf:"bytes,3,opt,name=status_code,json=statusCode,proto3" json:"status_code,omitempty"`
+	// How often.
+	Count         uint64 `protobuf:"varint,4,opt,name=count,proto3" json:"count,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RefusalStatistics) Reset() {
+	*x = RefusalStatistics{}
+	mi := &file_headrace_v1_control_service_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RefusalStatistics) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RefusalStatistics) ProtoMessage() {}
+
+func (x *RefusalStatistics) ProtoReflect() protoreflect.Message {
+	mi := &file_headrace_v1_control_service_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RefusalStatistics.ProtoReflect.Descriptor instead.
+func (*RefusalStatistics) Descriptor() ([]byte, []int) {
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *RefusalStatistics) GetMethod() string {
+	if x != nil {
+		return x.Method
+	}
+	return ""
+}
+
+func (x *RefusalStatistics) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *RefusalStatistics) GetStatusCode() string {
+	if x != nil {
+		return x.StatusCode
+	}
+	return ""
+}
+
+func (x *RefusalStatistics) GetCount() uint64 {
+	if x != nil {
+		return x.Count
 	}
 	return 0
 }
@@ -830,7 +1003,7 @@ type EngineStatistics struct {
 
 func (x *EngineStatistics) Reset() {
 	*x = EngineStatistics{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[8]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -842,7 +1015,7 @@ func (x *EngineStatistics) String() string {
 func (*EngineStatistics) ProtoMessage() {}
 
 func (x *EngineStatistics) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[8]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -855,7 +1028,7 @@ func (x *EngineStatistics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineStatistics.ProtoReflect.Descriptor instead.
 func (*EngineStatistics) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{8}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *EngineStatistics) GetRunning() uint64 {
@@ -1047,7 +1220,7 @@ type CallerStatistics struct {
 
 func (x *CallerStatistics) Reset() {
 	*x = CallerStatistics{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[9]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1059,7 +1232,7 @@ func (x *CallerStatistics) String() string {
 func (*CallerStatistics) ProtoMessage() {}
 
 func (x *CallerStatistics) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[9]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1072,7 +1245,7 @@ func (x *CallerStatistics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallerStatistics.ProtoReflect.Descriptor instead.
 func (*CallerStatistics) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{9}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *CallerStatistics) GetCaller() string {
@@ -1133,7 +1306,7 @@ type EngineRates struct {
 
 func (x *EngineRates) Reset() {
 	*x = EngineRates{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[10]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1145,7 +1318,7 @@ func (x *EngineRates) String() string {
 func (*EngineRates) ProtoMessage() {}
 
 func (x *EngineRates) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[10]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1158,7 +1331,7 @@ func (x *EngineRates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineRates.ProtoReflect.Descriptor instead.
 func (*EngineRates) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{10}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *EngineRates) GetWindow() *durationpb.Duration {
@@ -1228,7 +1401,7 @@ type ListRequestsRequest struct {
 
 func (x *ListRequestsRequest) Reset() {
 	*x = ListRequestsRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[11]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1240,7 +1413,7 @@ func (x *ListRequestsRequest) String() string {
 func (*ListRequestsRequest) ProtoMessage() {}
 
 func (x *ListRequestsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[11]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1253,7 +1426,7 @@ func (x *ListRequestsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequestsRequest.ProtoReflect.Descriptor instead.
 func (*ListRequestsRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{11}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ListRequestsRequest) GetIdentity() string {
@@ -1299,7 +1472,7 @@ type ListRequestsResponse struct {
 
 func (x *ListRequestsResponse) Reset() {
 	*x = ListRequestsResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[12]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1311,7 +1484,7 @@ func (x *ListRequestsResponse) String() string {
 func (*ListRequestsResponse) ProtoMessage() {}
 
 func (x *ListRequestsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[12]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1324,7 +1497,7 @@ func (x *ListRequestsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequestsResponse.ProtoReflect.Descriptor instead.
 func (*ListRequestsResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{12}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ListRequestsResponse) GetRequests() []*LiveRequest {
@@ -1379,7 +1552,7 @@ type LiveRequest struct {
 
 func (x *LiveRequest) Reset() {
 	*x = LiveRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[13]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1391,7 +1564,7 @@ func (x *LiveRequest) String() string {
 func (*LiveRequest) ProtoMessage() {}
 
 func (x *LiveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[13]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1404,7 +1577,7 @@ func (x *LiveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LiveRequest.ProtoReflect.Descriptor instead.
 func (*LiveRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{13}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *LiveRequest) GetIdentity() string {
@@ -1497,7 +1670,7 @@ type RequestName struct {
 
 func (x *RequestName) Reset() {
 	*x = RequestName{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[14]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1509,7 +1682,7 @@ func (x *RequestName) String() string {
 func (*RequestName) ProtoMessage() {}
 
 func (x *RequestName) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[14]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1522,7 +1695,7 @@ func (x *RequestName) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RequestName.ProtoReflect.Descriptor instead.
 func (*RequestName) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{14}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *RequestName) GetIdentity() string {
@@ -1553,7 +1726,7 @@ type CancelRequestsRequest struct {
 
 func (x *CancelRequestsRequest) Reset() {
 	*x = CancelRequestsRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[15]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1565,7 +1738,7 @@ func (x *CancelRequestsRequest) String() string {
 func (*CancelRequestsRequest) ProtoMessage() {}
 
 func (x *CancelRequestsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[15]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1578,7 +1751,7 @@ func (x *CancelRequestsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRequestsRequest.ProtoReflect.Descriptor instead.
 func (*CancelRequestsRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{15}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *CancelRequestsRequest) GetRequests() []*RequestName {
@@ -1606,7 +1779,7 @@ type CancelRequestsResponse struct {
 
 func (x *CancelRequestsResponse) Reset() {
 	*x = CancelRequestsResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[16]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1618,7 +1791,7 @@ func (x *CancelRequestsResponse) String() string {
 func (*CancelRequestsResponse) ProtoMessage() {}
 
 func (x *CancelRequestsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[16]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1631,7 +1804,7 @@ func (x *CancelRequestsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRequestsResponse.ProtoReflect.Descriptor instead.
 func (*CancelRequestsResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{16}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *CancelRequestsResponse) GetResults() []*RequestCancellation {
@@ -1656,7 +1829,7 @@ type RequestCancellation struct {
 
 func (x *RequestCancellation) Reset() {
 	*x = RequestCancellation{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[17]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1668,7 +1841,7 @@ func (x *RequestCancellation) String() string {
 func (*RequestCancellation) ProtoMessage() {}
 
 func (x *RequestCancellation) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[17]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1681,7 +1854,7 @@ func (x *RequestCancellation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RequestCancellation.ProtoReflect.Descriptor instead.
 func (*RequestCancellation) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{17}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *RequestCancellation) GetIdentity() string {
@@ -1719,7 +1892,7 @@ type PauseRequest struct {
 
 func (x *PauseRequest) Reset() {
 	*x = PauseRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[18]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1731,7 +1904,7 @@ func (x *PauseRequest) String() string {
 func (*PauseRequest) ProtoMessage() {}
 
 func (x *PauseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[18]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1744,7 +1917,7 @@ func (x *PauseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseRequest.ProtoReflect.Descriptor instead.
 func (*PauseRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{18}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *PauseRequest) GetReason() string {
@@ -1774,7 +1947,7 @@ type PauseResponse struct {
 
 func (x *PauseResponse) Reset() {
 	*x = PauseResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[19]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1786,7 +1959,7 @@ func (x *PauseResponse) String() string {
 func (*PauseResponse) ProtoMessage() {}
 
 func (x *PauseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[19]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1799,7 +1972,7 @@ func (x *PauseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseResponse.ProtoReflect.Descriptor instead.
 func (*PauseResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{19}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *PauseResponse) GetPause() *PauseState {
@@ -1828,7 +2001,7 @@ type ResumeRequest struct {
 
 func (x *ResumeRequest) Reset() {
 	*x = ResumeRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[20]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1840,7 +2013,7 @@ func (x *ResumeRequest) String() string {
 func (*ResumeRequest) ProtoMessage() {}
 
 func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[20]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1853,7 +2026,7 @@ func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeRequest.ProtoReflect.Descriptor instead.
 func (*ResumeRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{20}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ResumeRequest) GetRequiredCapabilities() []string {
@@ -1874,7 +2047,7 @@ type ResumeResponse struct {
 
 func (x *ResumeResponse) Reset() {
 	*x = ResumeResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[21]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1886,7 +2059,7 @@ func (x *ResumeResponse) String() string {
 func (*ResumeResponse) ProtoMessage() {}
 
 func (x *ResumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[21]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1899,7 +2072,7 @@ func (x *ResumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeResponse.ProtoReflect.Descriptor instead.
 func (*ResumeResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{21}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ResumeResponse) GetWasPaused() bool {
@@ -1926,7 +2099,7 @@ type DrainRequest struct {
 
 func (x *DrainRequest) Reset() {
 	*x = DrainRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[22]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1938,7 +2111,7 @@ func (x *DrainRequest) String() string {
 func (*DrainRequest) ProtoMessage() {}
 
 func (x *DrainRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[22]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1951,7 +2124,7 @@ func (x *DrainRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainRequest.ProtoReflect.Descriptor instead.
 func (*DrainRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{22}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *DrainRequest) GetTimeout() *durationpb.Duration {
@@ -1990,7 +2163,7 @@ type DrainResponse struct {
 
 func (x *DrainResponse) Reset() {
 	*x = DrainResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[23]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2002,7 +2175,7 @@ func (x *DrainResponse) String() string {
 func (*DrainResponse) ProtoMessage() {}
 
 func (x *DrainResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[23]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2015,7 +2188,7 @@ func (x *DrainResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainResponse.ProtoReflect.Descriptor instead.
 func (*DrainResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{23}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *DrainResponse) GetDrain() *DrainState {
@@ -2051,7 +2224,7 @@ type ResetPrefixCacheRequest struct {
 
 func (x *ResetPrefixCacheRequest) Reset() {
 	*x = ResetPrefixCacheRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[24]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2063,7 +2236,7 @@ func (x *ResetPrefixCacheRequest) String() string {
 func (*ResetPrefixCacheRequest) ProtoMessage() {}
 
 func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[24]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2076,7 +2249,7 @@ func (x *ResetPrefixCacheRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheRequest.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{24}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ResetPrefixCacheRequest) GetRequiredCapabilities() []string {
@@ -2095,7 +2268,7 @@ type ResetPrefixCacheResponse struct {
 
 func (x *ResetPrefixCacheResponse) Reset() {
 	*x = ResetPrefixCacheResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[25]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2107,7 +2280,7 @@ func (x *ResetPrefixCacheResponse) String() string {
 func (*ResetPrefixCacheResponse) ProtoMessage() {}
 
 func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[25]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2120,7 +2293,7 @@ func (x *ResetPrefixCacheResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetPrefixCacheResponse.ProtoReflect.Descriptor instead.
 func (*ResetPrefixCacheResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{25}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{27}
 }
 
 // The request of SetLogLevel.
@@ -2137,7 +2310,7 @@ type SetLogLevelRequest struct {
 
 func (x *SetLogLevelRequest) Reset() {
 	*x = SetLogLevelRequest{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[26]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2149,7 +2322,7 @@ func (x *SetLogLevelRequest) String() string {
 func (*SetLogLevelRequest) ProtoMessage() {}
 
 func (x *SetLogLevelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[26]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2162,7 +2335,7 @@ func (x *SetLogLevelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetLogLevelRequest.ProtoReflect.Descriptor instead.
 func (*SetLogLevelRequest) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{26}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *SetLogLevelRequest) GetLevel() LogLevel {
@@ -2190,7 +2363,7 @@ type SetLogLevelResponse struct {
 
 func (x *SetLogLevelResponse) Reset() {
 	*x = SetLogLevelResponse{}
-	mi := &file_headrace_v1_control_service_proto_msgTypes[27]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2202,7 +2375,7 @@ func (x *SetLogLevelResponse) String() string {
 func (*SetLogLevelResponse) ProtoMessage() {}
 
 func (x *SetLogLevelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_headrace_v1_control_service_proto_msgTypes[27]
+	mi := &file_headrace_v1_control_service_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2215,7 +2388,7 @@ func (x *SetLogLevelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetLogLevelResponse.ProtoReflect.Descriptor instead.
 func (*SetLogLevelResponse) Descriptor() ([]byte, []int) {
-	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{27}
+	return file_headrace_v1_control_service_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *SetLogLevelResponse) GetPreviousLevel() LogLevel {
@@ -2242,7 +2415,7 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\x17WatchStatisticsResponse\x127\n" +
 	"\n" +
 	"statistics\x18\x01 \x01(\v2\x17.headrace.v1.StatisticsR\n" +
-	"statistics\"\xfb\x04\n" +
+	"statistics\"\xbd\x05\n" +
 	"\n" +
 	"Statistics\x12\x1f\n" +
 	"\vinstance_id\x18\x01 \x01(\tR\n" +
@@ -2260,7 +2433,11 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	" \x01(\x04R\x0eengineRestarts\x12<\n" +
 	"\tfront_end\x18\v \x01(\v2\x1f.headrace.v1.FrontEndStatisticsR\bfrontEnd\x125\n" +
 	"\x06engine\x18\f \x01(\v2\x1d.headrace.v1.EngineStatisticsR\x06engine\x12.\n" +
-	"\x05rates\x18\r \x01(\v2\x18.headrace.v1.EngineRatesR\x05rates\"_\n" +
+	"\x05rates\x18\r \x01(\v2\x18.headrace.v1.EngineRatesR\x05rates\x12@\n" +
+	"\x0estartup_phases\x18\x0e \x03(\v2\x19.headrace.v1.StartupPhaseR\rstartupPhases\"Y\n" +
+	"\fStartupPhase\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x125\n" +
+	"\bduration\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\bduration\"_\n" +
 	"\n" +
 	"PauseState\x12\x16\n" +
 	"\x06reason\x18\x01 \x01(\tR\x06reason\x129\n" +
@@ -2271,13 +2448,23 @@ const file_headrace_v1_control_service_proto_rawDesc = "" +
 	"\x06reason\x18\x01 \x01(\tR\x06reason\x129\n" +
 	"\n" +
 	"start_time\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\tstartTime\x123\n" +
-	"\atimeout\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\atimeout\"\xd8\x01\n" +
+	"\atimeout\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\atimeout\"\x9d\x03\n" +
 	"\x12FrontEndStatistics\x12#\n" +
 	"\rlive_requests\x18\x01 \x01(\x04R\fliveRequests\x12!\n" +
 	"\fopen_streams\x18\x02 \x01(\x04R\vopenStreams\x12+\n" +
 	"\x11streamed_requests\x18\x03 \x01(\x04R\x10streamedRequests\x12!\n" +
 	"\fkept_results\x18\x04 \x01(\x04R\vkeptResults\x12*\n" +
-	"\x11kept_result_bytes\x18\x05 \x01(\x04R\x0fkeptResultBytes\"\xb1\a\n" +
+	"\x11kept_result_bytes\x18\x05 \x01(\x04R\x0fkeptResultBytes\x12#\n" +
+	"\ropen_sessions\x18\x06 \x01(\x04R\fopenSessions\x12,\n" +
+	"\x12live_request_bytes\x18\a \x01(\x04R\x10liveRequestBytes\x124\n" +
+	"\x16unknown_field_messages\x18\b \x01(\x04R\x14unknownFieldMessages\x12:\n" +
+	"\brefusals\x18\t \x03(\v2\x1e.headrace.v1.RefusalStatisticsR\brefusals\"z\n" +
+	"\x11RefusalStatistics\x12\x16\n" +
+	"\x06method\x18\x01 \x01(\tR\x06method\x12\x16\n" +
+	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x1f\n" +
+	"\vstatus_code\x18\x03 \x01(\tR\n" +
+	"statusCode\x12\x14\n" +
+	"\x05count\x18\x04 \x01(\x04R\x05count\"\xb1\a\n" +
 	"\x10EngineStatistics\x12\x18\n" +
 	"\arunning\x18\x01 \x01(\x04R\arunning\x12\x18\n" +
 	"\awaiting\x18\x02 \x01(\x04R\awaiting\x12!\n" +
@@ -2433,7 +2620,7 @@ func file_headrace_v1_control_service_proto_rawDescGZIP() []byte {
 }
 
 var file_headrace_v1_control_service_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_headrace_v1_control_service_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
+var file_headrace_v1_control_service_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
 var file_headrace_v1_control_service_proto_goTypes = []any{
 	(ServerPhase)(0),                 // 0: headrace.v1.ServerPhase
 	(LogLevel)(0),                    // 1: headrace.v1.LogLevel
@@ -2443,90 +2630,95 @@ var file_headrace_v1_control_service_proto_goTypes = []any{
 	(*WatchStatisticsRequest)(nil),   // 5: headrace.v1.WatchStatisticsRequest
 	(*WatchStatisticsResponse)(nil),  // 6: headrace.v1.WatchStatisticsResponse
 	(*Statistics)(nil),               // 7: headrace.v1.Statistics
-	(*PauseState)(nil),               // 8: headrace.v1.PauseState
-	(*DrainState)(nil),               // 9: headrace.v1.DrainState
-	(*FrontEndStatistics)(nil),       // 10: headrace.v1.FrontEndStatistics
-	(*EngineStatistics)(nil),         // 11: headrace.v1.EngineStatistics
-	(*CallerStatistics)(nil),         // 12: headrace.v1.CallerStatistics
-	(*EngineRates)(nil),              // 13: headrace.v1.EngineRates
-	(*ListRequestsRequest)(nil),      // 14: headrace.v1.ListRequestsRequest
-	(*ListRequestsResponse)(nil),     // 15: headrace.v1.ListRequestsResponse
-	(*LiveRequest)(nil),              // 16: headrace.v1.LiveRequest
-	(*RequestName)(nil),              // 17: headrace.v1.RequestName
-	(*CancelRequestsRequest)(nil),    // 18: headrace.v1.CancelRequestsRequest
-	(*CancelRequestsResponse)(nil),   // 19: headrace.v1.CancelRequestsResponse
-	(*RequestCancellation)(nil),      // 20: headrace.v1.RequestCancellation
-	(*PauseRequest)(nil),             // 21: headrace.v1.PauseRequest
-	(*PauseResponse)(nil),            // 22: headrace.v1.PauseResponse
-	(*ResumeRequest)(nil),            // 23: headrace.v1.ResumeRequest
-	(*ResumeResponse)(nil),           // 24: headrace.v1.ResumeResponse
-	(*DrainRequest)(nil),             // 25: headrace.v1.DrainRequest
-	(*DrainResponse)(nil),            // 26: headrace.v1.DrainResponse
-	(*ResetPrefixCacheRequest)(nil),  // 27: headrace.v1.ResetPrefixCacheRequest
-	(*ResetPrefixCacheResponse)(nil), // 28: headrace.v1.ResetPrefixCacheResponse
-	(*SetLogLevelRequest)(nil),       // 29: headrace.v1.SetLogLevelRequest
-	(*SetLogLevelResponse)(nil),      // 30: headrace.v1.SetLogLevelResponse
-	(*durationpb.Duration)(nil),      // 31: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),    // 32: google.protobuf.Timestamp
-	(*Label)(nil),                    // 33: headrace.v1.Label
-	(CancelStatus)(0),                // 34: headrace.v1.CancelStatus
+	(*StartupPhase)(nil),             // 8: headrace.v1.StartupPhase
+	(*PauseState)(nil),               // 9: headrace.v1.PauseState
+	(*DrainState)(nil),               // 10: headrace.v1.DrainState
+	(*FrontEndStatistics)(nil),       // 11: headrace.v1.FrontEndStatistics
+	(*RefusalStatistics)(nil),        // 12: headrace.v1.RefusalStatistics
+	(*EngineStatistics)(nil),         // 13: headrace.v1.EngineStatistics
+	(*CallerStatistics)(nil),         // 14: headrace.v1.CallerStatistics
+	(*EngineRates)(nil),              // 15: headrace.v1.EngineRates
+	(*ListRequestsRequest)(nil),      // 16: headrace.v1.ListRequestsRequest
+	(*ListRequestsResponse)(nil),     // 17: headrace.v1.ListRequestsResponse
+	(*LiveRequest)(nil),              // 18: headrace.v1.LiveRequest
+	(*RequestName)(nil),              // 19: headrace.v1.RequestName
+	(*CancelRequestsRequest)(nil),    // 20: headrace.v1.CancelRequestsRequest
+	(*CancelRequestsResponse)(nil),   // 21: headrace.v1.CancelRequestsResponse
+	(*RequestCancellation)(nil),      // 22: headrace.v1.RequestCancellation
+	(*PauseRequest)(nil),             // 23: headrace.v1.PauseRequest
+	(*PauseResponse)(nil),            // 24: headrace.v1.PauseResponse
+	(*ResumeRequest)(nil),            // 25: headrace.v1.ResumeRequest
+	(*ResumeResponse)(nil),           // 26: headrace.v1.ResumeResponse
+	(*DrainRequest)(nil),             // 27: headrace.v1.DrainRequest
+	(*DrainResponse)(nil),            // 28: headrace.v1.DrainResponse
+	(*ResetPrefixCacheRequest)(nil),  // 29: headrace.v1.ResetPrefixCacheRequest
+	(*ResetPrefixCacheResponse)(nil), // 30: headrace.v1.ResetPrefixCacheResponse
+	(*SetLogLevelRequest)(nil),       // 31: headrace.v1.SetLogLevelRequest
+	(*SetLogLevelResponse)(nil),      // 32: headrace.v1.SetLogLevelResponse
+	(*durationpb.Duration)(nil),      // 33: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),    // 34: google.protobuf.Timestamp
+	(*Label)(nil),                    // 35: headrace.v1.Label
+	(CancelStatus)(0),                // 36: headrace.v1.CancelStatus
 }
 var file_headrace_v1_control_service_proto_depIdxs = []int32{
 	7,  // 0: headrace.v1.GetStatisticsResponse.statistics:type_name -> headrace.v1.Statistics
-	31, // 1: headrace.v1.WatchStatisticsRequest.interval:type_name -> google.protobuf.Duration
+	33, // 1: headrace.v1.WatchStatisticsRequest.interval:type_name -> google.protobuf.Duration
 	7,  // 2: headrace.v1.WatchStatisticsResponse.statistics:type_name -> headrace.v1.Statistics
-	32, // 3: headrace.v1.Statistics.sample_time:type_name -> google.protobuf.Timestamp
-	31, // 4: headrace.v1.Statistics.uptime_duration:type_name -> google.protobuf.Duration
+	34, // 3: headrace.v1.Statistics.sample_time:type_name -> google.protobuf.Timestamp
+	33, // 4: headrace.v1.Statistics.uptime_duration:type_name -> google.protobuf.Duration
 	0,  // 5: headrace.v1.Statistics.phase:type_name -> headrace.v1.ServerPhase
-	8,  // 6: headrace.v1.Statistics.pause:type_name -> headrace.v1.PauseState
-	9,  // 7: headrace.v1.Statistics.drain:type_name -> headrace.v1.DrainState
+	9,  // 6: headrace.v1.Statistics.pause:type_name -> headrace.v1.PauseState
+	10, // 7: headrace.v1.Statistics.drain:type_name -> headrace.v1.DrainState
 	1,  // 8: headrace.v1.Statistics.log_level:type_name -> headrace.v1.LogLevel
-	10, // 9: headrace.v1.Statistics.front_end:type_name -> headrace.v1.FrontEndStatistics
-	11, // 10: headrace.v1.Statistics.engine:type_name -> headrace.v1.EngineStatistics
-	13, // 11: headrace.v1.Statistics.rates:type_name -> headrace.v1.EngineRates
-	32, // 12: headrace.v1.PauseState.start_time:type_name -> google.protobuf.Timestamp
-	32, // 13: headrace.v1.DrainState.start_time:type_name -> google.protobuf.Timestamp
-	31, // 14: headrace.v1.DrainState.timeout:type_name -> google.protobuf.Duration
-	31, // 15: headrace.v1.EngineStatistics.last_step_duration:type_name -> google.protobuf.Duration
-	12, // 16: headrace.v1.EngineStatistics.callers:type_name -> headrace.v1.CallerStatistics
-	12, // 17: headrace.v1.EngineStatistics.other_callers:type_name -> headrace.v1.CallerStatistics
-	31, // 18: headrace.v1.EngineRates.window:type_name -> google.protobuf.Duration
-	16, // 19: headrace.v1.ListRequestsResponse.requests:type_name -> headrace.v1.LiveRequest
-	2,  // 20: headrace.v1.LiveRequest.state:type_name -> headrace.v1.RequestState
-	31, // 21: headrace.v1.LiveRequest.age_duration:type_name -> google.protobuf.Duration
-	31, // 22: headrace.v1.LiveRequest.time_limit:type_name -> google.protobuf.Duration
-	33, // 23: headrace.v1.LiveRequest.labels:type_name -> headrace.v1.Label
-	17, // 24: headrace.v1.CancelRequestsRequest.requests:type_name -> headrace.v1.RequestName
-	20, // 25: headrace.v1.CancelRequestsResponse.results:type_name -> headrace.v1.RequestCancellation
-	34, // 26: headrace.v1.RequestCancellation.status:type_name -> headrace.v1.CancelStatus
-	8,  // 27: headrace.v1.PauseResponse.pause:type_name -> headrace.v1.PauseState
-	31, // 28: headrace.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
-	9,  // 29: headrace.v1.DrainResponse.drain:type_name -> headrace.v1.DrainState
-	1,  // 30: headrace.v1.SetLogLevelRequest.level:type_name -> headrace.v1.LogLevel
-	1,  // 31: headrace.v1.SetLogLevelResponse.previous_level:type_name -> headrace.v1.LogLevel
-	3,  // 32: headrace.v1.ControlService.GetStatistics:input_type -> headrace.v1.GetStatisticsRequest
-	5,  // 33: headrace.v1.ControlService.WatchStatistics:input_type -> headrace.v1.WatchStatisticsRequest
-	14, // 34: headrace.v1.ControlService.ListRequests:input_type -> headrace.v1.ListRequestsRequest
-	18, // 35: headrace.v1.ControlService.CancelRequests:input_type -> headrace.v1.CancelRequestsRequest
-	21, // 36: headrace.v1.ControlService.Pause:input_type -> headrace.v1.PauseRequest
-	23, // 37: headrace.v1.ControlService.Resume:input_type -> headrace.v1.ResumeRequest
-	25, // 38: headrace.v1.ControlService.Drain:input_type -> headrace.v1.DrainRequest
-	27, // 39: headrace.v1.ControlService.ResetPrefixCache:input_type -> headrace.v1.ResetPrefixCacheRequest
-	29, // 40: headrace.v1.ControlService.SetLogLevel:input_type -> headrace.v1.SetLogLevelRequest
-	4,  // 41: headrace.v1.ControlService.GetStatistics:output_type -> headrace.v1.GetStatisticsResponse
-	6,  // 42: headrace.v1.ControlService.WatchStatistics:output_type -> headrace.v1.WatchStatisticsResponse
-	15, // 43: headrace.v1.ControlService.ListRequests:output_type -> headrace.v1.ListRequestsResponse
-	19, // 44: headrace.v1.ControlService.CancelRequests:output_type -> headrace.v1.CancelRequestsResponse
-	22, // 45: headrace.v1.ControlService.Pause:output_type -> headrace.v1.PauseResponse
-	24, // 46: headrace.v1.ControlService.Resume:output_type -> headrace.v1.ResumeResponse
-	26, // 47: headrace.v1.ControlService.Drain:output_type -> headrace.v1.DrainResponse
-	28, // 48: headrace.v1.ControlService.ResetPrefixCache:output_type -> headrace.v1.ResetPrefixCacheResponse
-	30, // 49: headrace.v1.ControlService.SetLogLevel:output_type -> headrace.v1.SetLogLevelResponse
-	41, // [41:50] is the sub-list for method output_type
-	32, // [32:41] is the sub-list for method input_type
-	32, // [32:32] is the sub-list for extension type_name
-	32, // [32:32] is the sub-list for extension extendee
-	0,  // [0:32] is the sub-list for field type_name
+	11, // 9: headrace.v1.Statistics.front_end:type_name -> headrace.v1.FrontEndStatistics
+	13, // 10: headrace.v1.Statistics.engine:type_name -> headrace.v1.EngineStatistics
+	15, // 11: headrace.v1.Statistics.rates:type_name -> headrace.v1.EngineRates
+	8,  // 12: headrace.v1.Statistics.startup_phases:type_name -> headrace.v1.StartupPhase
+	33, // 13: headrace.v1.StartupPhase.duration:type_name -> google.protobuf.Duration
+	34, // 14: headrace.v1.PauseState.start_time:type_name -> google.protobuf.Timestamp
+	34, // 15: headrace.v1.DrainState.start_time:type_name -> google.protobuf.Timestamp
+	33, // 16: headrace.v1.DrainState.timeout:type_name -> google.protobuf.Duration
+	12, // 17: headrace.v1.FrontEndStatistics.refusals:type_name -> headrace.v1.RefusalStatistics
+	33, // 18: headrace.v1.EngineStatistics.last_step_duration:type_name -> google.protobuf.Duration
+	14, // 19: headrace.v1.EngineStatistics.callers:type_name -> headrace.v1.CallerStatistics
+	14, // 20: headrace.v1.EngineStatistics.other_callers:type_name -> headrace.v1.CallerStatistics
+	33, // 21: headrace.v1.EngineRates.window:type_name -> google.protobuf.Duration
+	18, // 22: headrace.v1.ListRequestsResponse.requests:type_name -> headrace.v1.LiveRequest
+	2,  // 23: headrace.v1.LiveRequest.state:type_name -> headrace.v1.RequestState
+	33, // 24: headrace.v1.LiveRequest.age_duration:type_name -> google.protobuf.Duration
+	33, // 25: headrace.v1.LiveRequest.time_limit:type_name -> google.protobuf.Duration
+	35, // 26: headrace.v1.LiveRequest.labels:type_name -> headrace.v1.Label
+	19, // 27: headrace.v1.CancelRequestsRequest.requests:type_name -> headrace.v1.RequestName
+	22, // 28: headrace.v1.CancelRequestsResponse.results:type_name -> headrace.v1.RequestCancellation
+	36, // 29: headrace.v1.RequestCancellation.status:type_name -> headrace.v1.CancelStatus
+	9,  // 30: headrace.v1.PauseResponse.pause:type_name -> headrace.v1.PauseState
+	33, // 31: headrace.v1.DrainRequest.timeout:type_name -> google.protobuf.Duration
+	10, // 32: headrace.v1.DrainResponse.drain:type_name -> headrace.v1.DrainState
+	1,  // 33: headrace.v1.SetLogLevelRequest.level:type_name -> headrace.v1.LogLevel
+	1,  // 34: headrace.v1.SetLogLevelResponse.previous_level:type_name -> headrace.v1.LogLevel
+	3,  // 35: headrace.v1.ControlService.GetStatistics:input_type -> headrace.v1.GetStatisticsRequest
+	5,  // 36: headrace.v1.ControlService.WatchStatistics:input_type -> headrace.v1.WatchStatisticsRequest
+	16, // 37: headrace.v1.ControlService.ListRequests:input_type -> headrace.v1.ListRequestsRequest
+	20, // 38: headrace.v1.ControlService.CancelRequests:input_type -> headrace.v1.CancelRequestsRequest
+	23, // 39: headrace.v1.ControlService.Pause:input_type -> headrace.v1.PauseRequest
+	25, // 40: headrace.v1.ControlService.Resume:input_type -> headrace.v1.ResumeRequest
+	27, // 41: headrace.v1.ControlService.Drain:input_type -> headrace.v1.DrainRequest
+	29, // 42: headrace.v1.ControlService.ResetPrefixCache:input_type -> headrace.v1.ResetPrefixCacheRequest
+	31, // 43: headrace.v1.ControlService.SetLogLevel:input_type -> headrace.v1.SetLogLevelRequest
+	4,  // 44: headrace.v1.ControlService.GetStatistics:output_type -> headrace.v1.GetStatisticsResponse
+	6,  // 45: headrace.v1.ControlService.WatchStatistics:output_type -> headrace.v1.WatchStatisticsResponse
+	17, // 46: headrace.v1.ControlService.ListRequests:output_type -> headrace.v1.ListRequestsResponse
+	21, // 47: headrace.v1.ControlService.CancelRequests:output_type -> headrace.v1.CancelRequestsResponse
+	24, // 48: headrace.v1.ControlService.Pause:output_type -> headrace.v1.PauseResponse
+	26, // 49: headrace.v1.ControlService.Resume:output_type -> headrace.v1.ResumeResponse
+	28, // 50: headrace.v1.ControlService.Drain:output_type -> headrace.v1.DrainResponse
+	30, // 51: headrace.v1.ControlService.ResetPrefixCache:output_type -> headrace.v1.ResetPrefixCacheResponse
+	32, // 52: headrace.v1.ControlService.SetLogLevel:output_type -> headrace.v1.SetLogLevelResponse
+	44, // [44:53] is the sub-list for method output_type
+	35, // [35:44] is the sub-list for method input_type
+	35, // [35:35] is the sub-list for extension type_name
+	35, // [35:35] is the sub-list for extension extendee
+	0,  // [0:35] is the sub-list for field type_name
 }
 
 func init() { file_headrace_v1_control_service_proto_init() }
@@ -2542,7 +2734,7 @@ func file_headrace_v1_control_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_headrace_v1_control_service_proto_rawDesc), len(file_headrace_v1_control_service_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   28,
+			NumMessages:   30,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -1,13 +1,18 @@
-"""`headrace top`: a server's live statistics on a terminal; plain lines elsewhere."""
+"""`headrace top`: a server's live statistics on a terminal; plain lines elsewhere.
+
+The figures are those of the server's metrics (docs/operations.md), in the same units.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from datetime import timedelta
 from typing import Annotated
 
 import typer
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
 from rich.console import Group
 from rich.live import Live
@@ -19,6 +24,7 @@ from headrace.v1 import control_service_pb2 as pb
 
 _BAR = 24  # characters
 _CALLERS = 12  # rows of a terminal
+_REASONS = 6  # of refusals, likewise
 
 
 @common.tells_errors
@@ -95,6 +101,10 @@ def line(found: pb.Statistics) -> str:
         ]
         if engine.steps_over_target:
             words.append(f"over-target={_over_target(engine):.1%}")
+        words += [f"held={engine.held}", f"kv={_usage(engine):.1%}"]
+        if engine.prefix_queries:
+            words.append(f"prefix-hits={engine.prefix_hits / engine.prefix_queries:.1%}")
+    words.append(f"refused={sum(one.count for one in found.front_end.refusals)}")
     if found.HasField("rates"):
         words += [
             f"generated/s={rates.generated_tokens:.1f}",
@@ -118,6 +128,9 @@ def picture(found: pb.Statistics, target: str) -> Group:
             style="dim",
         ),
     ]
+    if found.startup_phases:
+        times = [f"{one.name} {_seconds(one.duration):.1f} s" for one in found.startup_phases]
+        parts.append(Text(f"started: {', '.join(times)}", style="dim"))
     for name, state in (("pause", found.pause), ("drain", found.drain)):
         if found.HasField(name):  # type: ignore[arg-type]  # one of two literals
             since = state.start_time.ToDatetime().isoformat(timespec="seconds")
@@ -126,44 +139,73 @@ def picture(found: pb.Statistics, target: str) -> Group:
     front = found.front_end
     table.add_row(
         "requests",
-        f"{front.live_requests} live, {front.open_streams} streams, {front.kept_results} kept "
+        f"{front.live_requests} live ({front.live_request_bytes / 2**20:.1f} MiB), "
+        f"{front.open_sessions} sessions, {front.open_streams} streams, {front.kept_results} kept "
         f"({front.kept_result_bytes / 2**20:.1f} MiB)",
     )
     if found.HasField("engine"):
         _engine_rows(table, found)
     else:
         table.add_row("engine", "cannot be asked now")
+    _refusal_row(table, front)
+    if front.unknown_field_messages:
+        table.add_row("unknown", f"{front.unknown_field_messages} messages with unknown fields")
+    if found.HasField("engine"):
+        _caller_rows(table, found.engine)
     return Group(*parts, table)
 
 
 def _engine_rows(table: Table, found: pb.Statistics) -> None:
     engine, rates = found.engine, found.rates
-    held = f", {engine.held} held (not read)" if engine.held else ""
-    table.add_row("batch", f"{engine.running} running, {engine.waiting} waiting{held}")
+    held = " (not read)" if engine.held else ""
+    table.add_row(
+        "batch", f"{engine.running} running, {engine.waiting} waiting, {engine.held} held{held}"
+    )
     table.add_row("KV cache", _bar(engine.blocks_used, engine.blocks_cached, engine.blocks_total))
     if engine.host_blocks_total:
         table.add_row("on the host", _bar(engine.host_blocks_used, 0, engine.host_blocks_total))
     if engine.prefix_queries:
         share = engine.prefix_hits / engine.prefix_queries
-        table.add_row("prefix cache", f"{share:.0%} of {engine.prefix_queries} prompt tokens found")
+        table.add_row(
+            "prefix cache",
+            f"{share:.0%}: {engine.prefix_hits} of {engine.prefix_queries} prompt tokens found",
+        )
     table.add_row(
         "so far",
-        f"{engine.requests_finished} requests, {engine.generated_tokens} tokens generated, "
-        f"{engine.preemptions} preemptions",
+        f"{engine.requests_accepted} requests accepted, {engine.requests_finished} finished, "
+        f"{engine.steps} steps, {engine.prompt_tokens} tokens of prompts, "
+        f"{engine.generated_tokens} generated",
+    )
+    table.add_row(
+        "given up",
+        f"{engine.preemptions} preemptions, {engine.offloads} offloads, "
+        f"{engine.restores} restores, {engine.holds} holds",
     )
     if found.HasField("rates"):
         table.add_row(
             "a second",
             f"{rates.generated_tokens:.1f} tokens generated, {rates.prompt_tokens:.1f} of prompts, "
-            f"{rates.steps:.1f} steps, {rates.requests_finished:.2f} requests",
+            f"{rates.steps:.1f} steps, {rates.requests_finished:.2f} requests, "
+            f"{rates.preemptions:.2f} preemptions",
         )
-    table.add_row("last step", f"{engine.last_step_duration.ToNanoseconds() / 1e6:.1f} ms")
-    if engine.steps_over_target:
-        table.add_row(
-            "over target",
-            f"{_over_target(engine):.1%} of {engine.steps_with_decodes} steps with decodes",
-        )
-    _caller_rows(table, engine)
+    table.add_row("last step", f"{_seconds(engine.last_step_duration) * 1e3:.1f} ms")
+    table.add_row(
+        "over target",
+        f"{_over_target(engine):.1%}: {engine.steps_over_target} of {engine.steps_with_decodes} "
+        "steps with decodes",
+    )
+
+
+def _refusal_row(table: Table, front: pb.FrontEndStatistics) -> None:
+    """What was refused, by reason, the most frequent ones first; the rest in one sum."""
+    reasons: Counter[str] = Counter()
+    for one in front.refusals:
+        reasons[one.reason or one.status_code] += one.count
+    told = [f"{count} {reason}" for reason, count in reasons.most_common(_REASONS)]
+    if len(reasons) > _REASONS:
+        rest = sum(count for _, count in reasons.most_common()[_REASONS:])
+        told.append(f"{rest} for other reasons")
+    table.add_row("refused", Text(", ".join(told) or "0"))
 
 
 def _caller_rows(table: Table, engine: pb.EngineStatistics) -> None:
@@ -192,7 +234,8 @@ def _caller_rows(table: Table, engine: pb.EngineStatistics) -> None:
 def _has(one: pb.CallerStatistics, total: int) -> str:
     """A caller's requests, and its share of the service."""
     share = one.service / total if total else 0.0
-    return f"{one.running} running, {one.waiting} waiting, {share:.0%} of the service"
+    given = f"{share:.0%} of the service ({one.service})"
+    return f"{one.running} running, {one.waiting} waiting, {given}"
 
 
 def _with_requests(engine: pb.EngineStatistics) -> list[pb.CallerStatistics]:
@@ -210,4 +253,15 @@ def _bar(used: int, cached: int, total: int) -> str:
         return "none"
     full = round(_BAR * used / total)
     soft = min(round(_BAR * cached / total), _BAR - full)
-    return f"{'#' * full}{'.' * soft}{' ' * (_BAR - full - soft)}| {used} of {total} blocks"
+    kept = f", {cached} keep a prefix" if cached else ""
+    bar = f"{'#' * full}{'.' * soft}{' ' * (_BAR - full - soft)}"
+    return f"{bar}| {used / total:.0%}: {used} of {total} blocks{kept}"
+
+
+def _usage(engine: pb.EngineStatistics) -> float:
+    """The part of the KV cache that requests hold."""
+    return engine.blocks_used / max(engine.blocks_total, 1)
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.ToNanoseconds() / 1e9

@@ -258,6 +258,7 @@ class Statistics(_message.Message):
     FRONT_END_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
+    STARTUP_PHASES_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The server process."""
     server_version: _builtins.str
@@ -302,6 +303,10 @@ class Statistics(_message.Message):
         GetStatistics, and if either message has no engine statistics or the engine was started again in between.
         """
 
+    @_builtins.property
+    def startup_phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartupPhase]:
+        """How long the last start took, phase by phase, in their order. Empty until the model is loaded."""
+
     def __init__(
         self,
         *,
@@ -318,14 +323,43 @@ class Statistics(_message.Message):
         front_end: Global___FrontEndStatistics | None = ...,
         engine: Global___EngineStatistics | None = ...,
         rates: Global___EngineRates | None = ...,
+        startup_phases: _abc.Iterable[Global___StartupPhase] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "engine", b"engine", "front_end", b"front_end", "pause", b"pause", "rates", b"rates", "sample_time", b"sample_time", "uptime_duration", b"uptime_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "engine", b"engine", "engine_restarts", b"engine_restarts", "front_end", b"front_end", "instance_id", b"instance_id", "log_level", b"log_level", "model", b"model", "pause", b"pause", "phase", b"phase", "rates", b"rates", "sample_time", b"sample_time", "server_version", b"server_version", "uptime_duration", b"uptime_duration"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "engine", b"engine", "engine_restarts", b"engine_restarts", "front_end", b"front_end", "instance_id", b"instance_id", "log_level", b"log_level", "model", b"model", "pause", b"pause", "phase", b"phase", "rates", b"rates", "sample_time", b"sample_time", "server_version", b"server_version", "startup_phases", b"startup_phases", "uptime_duration", b"uptime_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Statistics: _TypeAlias = Statistics  # noqa: Y015
+
+@_typing.final
+class StartupPhase(_message.Message):
+    """A phase of a server's start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name, as in the metric headrace.startup.duration."""
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """How long it took."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartupPhase: _TypeAlias = StartupPhase  # noqa: Y015
 
 @_typing.final
 class PauseState(_message.Message):
@@ -400,6 +434,10 @@ class FrontEndStatistics(_message.Message):
     STREAMED_REQUESTS_FIELD_NUMBER: _builtins.int
     KEPT_RESULTS_FIELD_NUMBER: _builtins.int
     KEPT_RESULT_BYTES_FIELD_NUMBER: _builtins.int
+    OPEN_SESSIONS_FIELD_NUMBER: _builtins.int
+    LIVE_REQUEST_BYTES_FIELD_NUMBER: _builtins.int
+    UNKNOWN_FIELD_MESSAGES_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
     live_requests: _builtins.int
     """Requests that have not ended."""
     open_streams: _builtins.int
@@ -410,6 +448,16 @@ class FrontEndStatistics(_message.Message):
     """Ended requests whose results are kept for GetResult and attach."""
     kept_result_bytes: _builtins.int
     """The approximate size of those results, in bytes."""
+    open_sessions: _builtins.int
+    """Sessions (StreamResult) that are open now."""
+    live_request_bytes: _builtins.int
+    """About how many bytes live requests hold now, in the server's processes together; --max-live-bytes is the limit."""
+    unknown_field_messages: _builtins.int
+    """Counter: messages with fields that this server does not know, and ignored."""
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusalStatistics]:
+        """Counters since the server started: calls, and commands of sessions, that were refused, by what was refused and why."""
+
     def __init__(
         self,
         *,
@@ -418,14 +466,52 @@ class FrontEndStatistics(_message.Message):
         streamed_requests: _builtins.int = ...,
         kept_results: _builtins.int = ...,
         kept_result_bytes: _builtins.int = ...,
+        open_sessions: _builtins.int = ...,
+        live_request_bytes: _builtins.int = ...,
+        unknown_field_messages: _builtins.int = ...,
+        refusals: _abc.Iterable[Global___RefusalStatistics] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept_result_bytes", b"kept_result_bytes", "kept_results", b"kept_results", "live_requests", b"live_requests", "open_streams", b"open_streams", "streamed_requests", b"streamed_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept_result_bytes", b"kept_result_bytes", "kept_results", b"kept_results", "live_request_bytes", b"live_request_bytes", "live_requests", b"live_requests", "open_sessions", b"open_sessions", "open_streams", b"open_streams", "refusals", b"refusals", "streamed_requests", b"streamed_requests", "unknown_field_messages", b"unknown_field_messages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FrontEndStatistics: _TypeAlias = FrontEndStatistics  # noqa: Y015
+
+@_typing.final
+class RefusalStatistics(_message.Message):
+    """How often something was refused for one reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    STATUS_CODE_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    """The RPC, such as headrace.v1.GenerationService/Generate."""
+    reason: _builtins.str
+    """ErrorInfo.reason."""
+    status_code: _builtins.str
+    """The name of the gRPC code, such as RESOURCE_EXHAUSTED."""
+    count: _builtins.int
+    """How often."""
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        status_code: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "method", b"method", "reason", b"reason", "status_code", b"status_code"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusalStatistics: _TypeAlias = RefusalStatistics  # noqa: Y015
 
 @_typing.final
 class EngineStatistics(_message.Message):

@@ -23,7 +23,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file headrace/v1/control_service.proto.
  */
 export const file_headrace_v1_control_service: GenFile = /*@__PURE__*/
-  fileDesc("CiFoZWFkcmFjZS92MS9jb250cm9sX3NlcnZpY2UucHJvdG8SC2hlYWRyYWNlLnYxIjUKFEdldFN0YXRpc3RpY3NSZXF1ZXN0Eh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSJEChVHZXRTdGF0aXN0aWNzUmVzcG9uc2USKwoKc3RhdGlzdGljcxgBIAEoCzIXLmhlYWRyYWNlLnYxLlN0YXRpc3RpY3MiZAoWV2F0Y2hTdGF0aXN0aWNzUmVxdWVzdBIrCghpbnRlcnZhbBgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAkiRgoXV2F0Y2hTdGF0aXN0aWNzUmVzcG9uc2USKwoKc3RhdGlzdGljcxgBIAEoCzIXLmhlYWRyYWNlLnYxLlN0YXRpc3RpY3Mi9QMKClN0YXRpc3RpY3MSEwoLaW5zdGFuY2VfaWQYASABKAkSFgoOc2VydmVyX3ZlcnNpb24YAiABKAkSDQoFbW9kZWwYAyABKAkSLwoLc2FtcGxlX3RpbWUYBCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEjIKD3VwdGltZV9kdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhInCgVwaGFzZRgGIAEoDjIYLmhlYWRyYWNlLnYxLlNlcnZlclBoYXNlEiYKBXBhdXNlGAcgASgLMhcuaGVhZHJhY2UudjEuUGF1c2VTdGF0ZRImCgVkcmFpbhgIIAEoCzIXLmhlYWRyYWNlLnYxLkRyYWluU3RhdGUSKAoJbG9nX2xldmVsGAkgASgOMhUuaGVhZHJhY2UudjEuTG9nTGV2ZWwSFwoPZW5naW5lX3Jlc3RhcnRzGAogASgEEjIKCWZyb250X2VuZBgLIAEoCzIfLmhlYWRyYWNlLnYxLkZyb250RW5kU3RhdGlzdGljcxItCgZlbmdpbmUYDCABKAsyHS5oZWFkcmFjZS52MS5FbmdpbmVTdGF0aXN0aWNzEicKBXJhdGVzGA0gASgLMhguaGVhZHJhY2UudjEuRW5naW5lUmF0ZXMiTAoKUGF1c2VTdGF0ZRIOCgZyZWFzb24YASABKAkSLgoKc3RhcnRfdGltZRgCIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAieAoKRHJhaW5TdGF0ZRIOCgZyZWFzb24YASABKAkSLgoKc3RhcnRfdGltZRgCIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKgoHdGltZW91dBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiKNAQoSRnJvbnRFbmRTdGF0aXN0aWNzEhUKDWxpdmVfcmVxdWVzdHMYASABKAQSFAoMb3Blbl9zdHJlYW1zGAIgASgEEhkKEXN0cmVhbWVkX3JlcXVlc3RzGAMgASgEEhQKDGtlcHRfcmVzdWx0cxgEIAEoBBIZChFrZXB0X3Jlc3VsdF9ieXRlcxgFIAEoBCL4BAoQRW5naW5lU3RhdGlzdGljcxIPCgdydW5uaW5nGAEgASgEEg8KB3dhaXRpbmcYAiABKAQSFAoMYmxvY2tzX3RvdGFsGAMgASgEEhMKC2Jsb2Nrc191c2VkGAQgASgEEhUKDWJsb2Nrc19jYWNoZWQYBSABKAQSGQoRaG9zdF9ibG9ja3NfdG90YWwYBiABKAQSGAoQaG9zdF9ibG9ja3NfdXNlZBgHIAEoBBINCgVzdGVwcxgIIAEoBBIVCg1wcm9tcHRfdG9rZW5zGAkgASgEEhgKEGdlbmVyYXRlZF90b2tlbnMYCiABKAQSGQoRcmVxdWVzdHNfYWNjZXB0ZWQYCyABKAQSGQoRcmVxdWVzdHNfZmluaXNoZWQYDCABKAQSEwoLcHJlZW1wdGlvbnMYDSABKAQSEAoIb2ZmbG9hZHMYDiABKAQSEAoIcmVzdG9yZXMYDyABKAQSFgoOcHJlZml4X3F1ZXJpZXMYECABKAQSEwoLcHJlZml4X2hpdHMYESABKAQSNQoSbGFzdF9zdGVwX2R1cmF0aW9uGBIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEgwKBGhlbGQYEyABKAQSDQoFaG9sZHMYFCABKAQSGgoSc3RlcHNfd2l0aF9kZWNvZGVzGBUgASgEEhkKEXN0ZXBzX292ZXJfdGFyZ2V0GBYgASgEEi4KB2NhbGxlcnMYFyADKAsyHS5oZWFkcmFjZS52MS5DYWxsZXJTdGF0aXN0aWNzEjQKDW90aGVyX2NhbGxlcnMYGCABKAsyHS5oZWFkcmFjZS52MS5DYWxsZXJTdGF0aXN0aWNzImUKEENhbGxlclN0YXRpc3RpY3MSDgoGY2FsbGVyGAEgASgJEg4KBndlaWdodBgCIAEoARIPCgdydW5uaW5nGAMgASgEEg8KB3dhaXRpbmcYBCABKAQSDwoHc2VydmljZRgFIAEoBCLDAQoLRW5naW5lUmF0ZXMSKQoGd2luZG93GAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEg0KBXN0ZXBzGAIgASgBEhUKDXByb21wdF90b2tlbnMYAyABKAESGAoQZ2VuZXJhdGVkX3Rva2VucxgEIAEoARIZChFyZXF1ZXN0c19hY2NlcHRlZBgFIAEoARIZChFyZXF1ZXN0c19maW5pc2hlZBgGIAEoARITCgtwcmVlbXB0aW9ucxgHIAEoASJtChNMaXN0UmVxdWVzdHNSZXF1ZXN0EhAKCGlkZW50aXR5GAEgASgJEhEKCXBhZ2Vfc2l6ZRgCIAEoDRISCgpwYWdlX3Rva2VuGAMgASgJEh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSJvChRMaXN0UmVxdWVzdHNSZXNwb25zZRIqCghyZXF1ZXN0cxgBIAMoCzIYLmhlYWRyYWNlLnYxLkxpdmVSZXF1ZXN0EhcKD25leHRfcGFnZV90b2tlbhgCIAEoCRISCgp0b3RhbF9zaXplGAMgASgEIr8CCgtMaXZlUmVxdWVzdBIQCghpZGVudGl0eRgBIAEoCRISCgpyZXF1ZXN0X2lkGAIgASgJEigKBXN0YXRlGAMgASgOMhkuaGVhZHJhY2UudjEuUmVxdWVzdFN0YXRlEi8KDGFnZV9kdXJhdGlvbhgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIVCg1wcm9tcHRfdG9rZW5zGAUgASgEEhUKDW91dHB1dF90b2tlbnMYBiABKAQSCQoBbhgHIAEoDRIQCghwcmlvcml0eRgIIAEoBRItCgp0aW1lX2xpbWl0GAkgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhEKCXN0cmVhbWluZxgKIAEoCBIiCgZsYWJlbHMYCyADKAsyEi5oZWFkcmFjZS52MS5MYWJlbCI/CgtSZXF1ZXN0TmFtZRIWCghpZGVudGl0eRgBIAEoCUIE4kEBAhIYCgpyZXF1ZXN0X2lkGAIgASgJQgTiQQECImgKFUNhbmNlbFJlcXVlc3RzUmVxdWVzdBIwCghyZXF1ZXN0cxgBIAMoCzIYLmhlYWRyYWNlLnYxLlJlcXVlc3ROYW1lQgTiQQECEh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSJLChZDYW5jZWxSZXF1ZXN0c1Jlc3BvbnNlEjEKB3Jlc3VsdHMYASADKAsyIC5oZWFkcmFjZS52MS5SZXF1ZXN0Q2FuY2VsbGF0aW9uImYKE1JlcXVlc3RDYW5jZWxsYXRpb24SEAoIaWRlbnRpdHkYASABKAkSEgoKcmVxdWVzdF9pZBgCIAEoCRIpCgZzdGF0dXMYAyABKA4yGS5oZWFkcmFjZS52MS5DYW5jZWxTdGF0dXMiPQoMUGF1c2VSZXF1ZXN0Eg4KBnJlYXNvbhgBIAEoCRIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAkiSwoNUGF1c2VSZXNwb25zZRImCgVwYXVzZRgBIAEoCzIXLmhlYWRyYWNlLnYxLlBhdXNlU3RhdGUSEgoKd2FzX3BhdXNlZBgCIAEoCCIuCg1SZXN1bWVSZXF1ZXN0Eh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSIkCg5SZXN1bWVSZXNwb25zZRISCgp3YXNfcGF1c2VkGAEgASgIImkKDERyYWluUmVxdWVzdBIqCgd0aW1lb3V0GAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEg4KBnJlYXNvbhgCIAEoCRIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAkiZAoNRHJhaW5SZXNwb25zZRImCgVkcmFpbhgBIAEoCzIXLmhlYWRyYWNlLnYxLkRyYWluU3RhdGUSFAoMd2FzX2RyYWluaW5nGAIgASgIEhUKDWxpdmVfcmVxdWVzdHMYAyABKAQiOAoXUmVzZXRQcmVmaXhDYWNoZVJlcXVlc3QSHQoVcmVxdWlyZWRfY2FwYWJpbGl0aWVzGA8gAygJIhoKGFJlc2V0UHJlZml4Q2FjaGVSZXNwb25zZSJfChJTZXRMb2dMZXZlbFJlcXVlc3QSKgoFbGV2ZWwYASABKA4yFS5oZWFkcmFjZS52MS5Mb2dMZXZlbEIE4kEBAhIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAkiRAoTU2V0TG9nTGV2ZWxSZXNwb25zZRItCg5wcmV2aW91c19sZXZlbBgBIAEoDjIVLmhlYWRyYWNlLnYxLkxvZ0xldmVsKq4BCgtTZXJ2ZXJQaGFzZRIcChhTRVJWRVJfUEhBU0VfVU5TUEVDSUZJRUQQABIYChRTRVJWRVJfUEhBU0VfTE9BRElORxABEhYKElNFUlZFUl9QSEFTRV9SRUFEWRACEhsKF1NFUlZFUl9QSEFTRV9SRVNUQVJUSU5HEAMSGQoVU0VSVkVSX1BIQVNFX0RSQUlOSU5HEAQSFwoTU0VSVkVSX1BIQVNFX0ZBSUxFRBAFKnoKCExvZ0xldmVsEhkKFUxPR19MRVZFTF9VTlNQRUNJRklFRBAAEhMKD0xPR19MRVZFTF9ERUJVRxABEhIKDkxPR19MRVZFTF9JTkZPEAISFQoRTE9HX0xFVkVMX1dBUk5JTkcQAxITCg9MT0dfTEVWRUxfRVJST1IQBCq5AQoMUmVxdWVzdFN0YXRlEh0KGVJFUVVFU1RfU1RBVEVfVU5TUEVDSUZJRUQQABIbChdSRVFVRVNUX1NUQVRFX1NVQk1JVFRFRBABEhkKFVJFUVVFU1RfU1RBVEVfV0FJVElORxACEhwKGFJFUVVFU1RfU1RBVEVfR0VORVJBVElORxADEhwKGFJFUVVFU1RfU1RBVEVfQ0FOQ0VMTElORxAEEhYKElJFUVVFU1RfU1RBVEVfSEVMRBAFMqUICg5Db250cm9sU2VydmljZRJ2Cg1HZXRTdGF0aXN0aWNzEiEuaGVhZHJhY2UudjEuR2V0U3RhdGlzdGljc1JlcXVlc3QaIi5oZWFkcmFjZS52MS5HZXRTdGF0aXN0aWNzUmVzcG9uc2UiHoLT5JMCGBIWL3YxL2NvbnRyb2wvc3RhdGlzdGljcxKEAQoPV2F0Y2hTdGF0aXN0aWNzEiMuaGVhZHJhY2UudjEuV2F0Y2hTdGF0aXN0aWNzUmVxdWVzdBokLmhlYWRyYWNlLnYxLldhdGNoU3RhdGlzdGljc1Jlc3BvbnNlIiSC0+STAh4SHC92MS9jb250cm9sL3N0YXRpc3RpY3M6d2F0Y2gwARJxCgxMaXN0UmVxdWVzdHMSIC5oZWFkcmFjZS52MS5MaXN0UmVxdWVzdHNSZXF1ZXN0GiEuaGVhZHJhY2UudjEuTGlzdFJlcXVlc3RzUmVzcG9uc2UiHILT5JMCFhIUL3YxL2NvbnRyb2wvcmVxdWVzdHMSgQEKDkNhbmNlbFJlcXVlc3RzEiIuaGVhZHJhY2UudjEuQ2FuY2VsUmVxdWVzdHNSZXF1ZXN0GiMuaGVhZHJhY2UudjEuQ2FuY2VsUmVxdWVzdHNSZXNwb25zZSImgtPkkwIgOgEqIhsvdjEvY29udHJvbC9yZXF1ZXN0czpjYW5jZWwSXAoFUGF1c2USGS5oZWFkcmFjZS52MS5QYXVzZVJlcXVlc3QaGi5oZWFkcmFjZS52MS5QYXVzZVJlc3BvbnNlIhyC0+STAhY6ASoiES92MS9jb250cm9sOnBhdXNlEmAKBlJlc3VtZRIaLmhlYWRyYWNlLnYxLlJlc3VtZVJlcXVlc3QaGy5oZWFkcmFjZS52MS5SZXN1bWVSZXNwb25zZSIdgtPkkwIXOgEqIhIvdjEvY29udHJvbDpyZXN1bWUSXAoFRHJhaW4SGS5oZWFkcmFjZS52MS5EcmFpblJlcXVlc3QaGi5oZWFkcmFjZS52MS5EcmFpblJlc3BvbnNlIhyC0+STAhY6ASoiES92MS9jb250cm9sOmRyYWluEooBChBSZXNldFByZWZpeENhY2hlEiQuaGVhZHJhY2UudjEuUmVzZXRQcmVmaXhDYWNoZVJlcXVlc3QaJS5oZWFkcmFjZS52MS5SZXNldFByZWZpeENhY2hlUmVzcG9uc2UiKYLT5JMCIzoBKiIeL3YxL2NvbnRyb2wvcHJlZml4LWNhY2hlOnJlc2V0EnIKC1NldExvZ0xldmVsEh8uaGVhZHJhY2UudjEuU2V0TG9nTGV2ZWxSZXF1ZXN0GiAuaGVhZHJhY2UudjEuU2V0TG9nTGV2ZWxSZXNwb25zZSIggtPkkwIaOgEqIhUvdjEvY29udHJvbC9sb2ctbGV2ZWxCUAoPZGV2LmhlYWRyYWNlLnYxQhNDb250cm9sU2VydmljZVByb3RvUAFaJmhlYWRyYWNlLmRldi9nby9oZWFkcmFjZS92MTtoZWFkcmFjZXYxYgZwcm90bzM", [file_google_api_annotations, file_google_api_field_behavior, file_google_protobuf_duration, file_google_protobuf_timestamp, file_headrace_v1_generation, file_headrace_v1_generation_service]);
+  fileDesc("CiFoZWFkcmFjZS92MS9jb250cm9sX3NlcnZpY2UucHJvdG8SC2hlYWRyYWNlLnYxIjUKFEdldFN0YXRpc3RpY3NSZXF1ZXN0Eh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSJEChVHZXRTdGF0aXN0aWNzUmVzcG9uc2USKwoKc3RhdGlzdGljcxgBIAEoCzIXLmhlYWRyYWNlLnYxLlN0YXRpc3RpY3MiZAoWV2F0Y2hTdGF0aXN0aWNzUmVxdWVzdBIrCghpbnRlcnZhbBgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAkiRgoXV2F0Y2hTdGF0aXN0aWNzUmVzcG9uc2USKwoKc3RhdGlzdGljcxgBIAEoCzIXLmhlYWRyYWNlLnYxLlN0YXRpc3RpY3MiqAQKClN0YXRpc3RpY3MSEwoLaW5zdGFuY2VfaWQYASABKAkSFgoOc2VydmVyX3ZlcnNpb24YAiABKAkSDQoFbW9kZWwYAyABKAkSLwoLc2FtcGxlX3RpbWUYBCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEjIKD3VwdGltZV9kdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhInCgVwaGFzZRgGIAEoDjIYLmhlYWRyYWNlLnYxLlNlcnZlclBoYXNlEiYKBXBhdXNlGAcgASgLMhcuaGVhZHJhY2UudjEuUGF1c2VTdGF0ZRImCgVkcmFpbhgIIAEoCzIXLmhlYWRyYWNlLnYxLkRyYWluU3RhdGUSKAoJbG9nX2xldmVsGAkgASgOMhUuaGVhZHJhY2UudjEuTG9nTGV2ZWwSFwoPZW5naW5lX3Jlc3RhcnRzGAogASgEEjIKCWZyb250X2VuZBgLIAEoCzIfLmhlYWRyYWNlLnYxLkZyb250RW5kU3RhdGlzdGljcxItCgZlbmdpbmUYDCABKAsyHS5oZWFkcmFjZS52MS5FbmdpbmVTdGF0aXN0aWNzEicKBXJhdGVzGA0gASgLMhguaGVhZHJhY2UudjEuRW5naW5lUmF0ZXMSMQoOc3RhcnR1cF9waGFzZXMYDiADKAsyGS5oZWFkcmFjZS52MS5TdGFydHVwUGhhc2UiSQoMU3RhcnR1cFBoYXNlEgwKBG5hbWUYASABKAkSKwoIZHVyYXRpb24YAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iTAoKUGF1c2VTdGF0ZRIOCgZyZWFzb24YASABKAkSLgoKc3RhcnRfdGltZRgCIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAieAoKRHJhaW5TdGF0ZRIOCgZyZWFzb24YASABKAkSLgoKc3RhcnRfdGltZRgCIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKgoHdGltZW91dBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiKSAgoSRnJvbnRFbmRTdGF0aXN0aWNzEhUKDWxpdmVfcmVxdWVzdHMYASABKAQSFAoMb3Blbl9zdHJlYW1zGAIgASgEEhkKEXN0cmVhbWVkX3JlcXVlc3RzGAMgASgEEhQKDGtlcHRfcmVzdWx0cxgEIAEoBBIZChFrZXB0X3Jlc3VsdF9ieXRlcxgFIAEoBBIVCg1vcGVuX3Nlc3Npb25zGAYgASgEEhoKEmxpdmVfcmVxdWVzdF9ieXRlcxgHIAEoBBIeChZ1bmtub3duX2ZpZWxkX21lc3NhZ2VzGAggASgEEjAKCHJlZnVzYWxzGAkgAygLMh4uaGVhZHJhY2UudjEuUmVmdXNhbFN0YXRpc3RpY3MiVwoRUmVmdXNhbFN0YXRpc3RpY3MSDgoGbWV0aG9kGAEgASgJEg4KBnJlYXNvbhgCIAEoCRITCgtzdGF0dXNfY29kZRgDIAEoCRINCgVjb3VudBgEIAEoBCL4BAoQRW5naW5lU3RhdGlzdGljcxIPCgdydW5uaW5nGAEgASgEEg8KB3dhaXRpbmcYAiABKAQSFAoMYmxvY2tzX3RvdGFsGAMgASgEEhMKC2Jsb2Nrc191c2VkGAQgASgEEhUKDWJsb2Nrc19jYWNoZWQYBSABKAQSGQoRaG9zdF9ibG9ja3NfdG90YWwYBiABKAQSGAoQaG9zdF9ibG9ja3NfdXNlZBgHIAEoBBINCgVzdGVwcxgIIAEoBBIVCg1wcm9tcHRfdG9rZW5zGAkgASgEEhgKEGdlbmVyYXRlZF90b2tlbnMYCiABKAQSGQoRcmVxdWVzdHNfYWNjZXB0ZWQYCyABKAQSGQoRcmVxdWVzdHNfZmluaXNoZWQYDCABKAQSEwoLcHJlZW1wdGlvbnMYDSABKAQSEAoIb2ZmbG9hZHMYDiABKAQSEAoIcmVzdG9yZXMYDyABKAQSFgoOcHJlZml4X3F1ZXJpZXMYECABKAQSEwoLcHJlZml4X2hpdHMYESABKAQSNQoSbGFzdF9zdGVwX2R1cmF0aW9uGBIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEgwKBGhlbGQYEyABKAQSDQoFaG9sZHMYFCABKAQSGgoSc3RlcHNfd2l0aF9kZWNvZGVzGBUgASgEEhkKEXN0ZXBzX292ZXJfdGFyZ2V0GBYgASgEEi4KB2NhbGxlcnMYFyADKAsyHS5oZWFkcmFjZS52MS5DYWxsZXJTdGF0aXN0aWNzEjQKDW90aGVyX2NhbGxlcnMYGCABKAsyHS5oZWFkcmFjZS52MS5DYWxsZXJTdGF0aXN0aWNzImUKEENhbGxlclN0YXRpc3RpY3MSDgoGY2FsbGVyGAEgASgJEg4KBndlaWdodBgCIAEoARIPCgdydW5uaW5nGAMgASgEEg8KB3dhaXRpbmcYBCABKAQSDwoHc2VydmljZRgFIAEoBCLDAQoLRW5naW5lUmF0ZXMSKQoGd2luZG93GAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEg0KBXN0ZXBzGAIgASgBEhUKDXByb21wdF90b2tlbnMYAyABKAESGAoQZ2VuZXJhdGVkX3Rva2VucxgEIAEoARIZChFyZXF1ZXN0c19hY2NlcHRlZBgFIAEoARIZChFyZXF1ZXN0c19maW5pc2hlZBgGIAEoARITCgtwcmVlbXB0aW9ucxgHIAEoASJtChNMaXN0UmVxdWVzdHNSZXF1ZXN0EhAKCGlkZW50aXR5GAEgASgJEhEKCXBhZ2Vfc2l6ZRgCIAEoDRISCgpwYWdlX3Rva2VuGAMgASgJEh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSJvChRMaXN0UmVxdWVzdHNSZXNwb25zZRIqCghyZXF1ZXN0cxgBIAMoCzIYLmhlYWRyYWNlLnYxLkxpdmVSZXF1ZXN0EhcKD25leHRfcGFnZV90b2tlbhgCIAEoCRISCgp0b3RhbF9zaXplGAMgASgEIr8CCgtMaXZlUmVxdWVzdBIQCghpZGVudGl0eRgBIAEoCRISCgpyZXF1ZXN0X2lkGAIgASgJEigKBXN0YXRlGAMgASgOMhkuaGVhZHJhY2UudjEuUmVxdWVzdFN0YXRlEi8KDGFnZV9kdXJhdGlvbhgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIVCg1wcm9tcHRfdG9rZW5zGAUgASgEEhUKDW91dHB1dF90b2tlbnMYBiABKAQSCQoBbhgHIAEoDRIQCghwcmlvcml0eRgIIAEoBRItCgp0aW1lX2xpbWl0GAkgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhEKCXN0cmVhbWluZxgKIAEoCBIiCgZsYWJlbHMYCyADKAsyEi5oZWFkcmFjZS52MS5MYWJlbCI/CgtSZXF1ZXN0TmFtZRIWCghpZGVudGl0eRgBIAEoCUIE4kEBAhIYCgpyZXF1ZXN0X2lkGAIgASgJQgTiQQECImgKFUNhbmNlbFJlcXVlc3RzUmVxdWVzdBIwCghyZXF1ZXN0cxgBIAMoCzIYLmhlYWRyYWNlLnYxLlJlcXVlc3ROYW1lQgTiQQECEh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSJLChZDYW5jZWxSZXF1ZXN0c1Jlc3BvbnNlEjEKB3Jlc3VsdHMYASADKAsyIC5oZWFkcmFjZS52MS5SZXF1ZXN0Q2FuY2VsbGF0aW9uImYKE1JlcXVlc3RDYW5jZWxsYXRpb24SEAoIaWRlbnRpdHkYASABKAkSEgoKcmVxdWVzdF9pZBgCIAEoCRIpCgZzdGF0dXMYAyABKA4yGS5oZWFkcmFjZS52MS5DYW5jZWxTdGF0dXMiPQoMUGF1c2VSZXF1ZXN0Eg4KBnJlYXNvbhgBIAEoCRIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAkiSwoNUGF1c2VSZXNwb25zZRImCgVwYXVzZRgBIAEoCzIXLmhlYWRyYWNlLnYxLlBhdXNlU3RhdGUSEgoKd2FzX3BhdXNlZBgCIAEoCCIuCg1SZXN1bWVSZXF1ZXN0Eh0KFXJlcXVpcmVkX2NhcGFiaWxpdGllcxgPIAMoCSIkCg5SZXN1bWVSZXNwb25zZRISCgp3YXNfcGF1c2VkGAEgASgIImkKDERyYWluUmVxdWVzdBIqCgd0aW1lb3V0GAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEg4KBnJlYXNvbhgCIAEoCRIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAkiZAoNRHJhaW5SZXNwb25zZRImCgVkcmFpbhgBIAEoCzIXLmhlYWRyYWNlLnYxLkRyYWluU3RhdGUSFAoMd2FzX2RyYWluaW5nGAIgASgIEhUKDWxpdmVfcmVxdWVzdHMYAyABKAQiOAoXUmVzZXRQcmVmaXhDYWNoZVJlcXVlc3QSHQoVcmVxdWlyZWRfY2FwYWJpbGl0aWVzGA8gAygJIhoKGFJlc2V0UHJlZml4Q2FjaGVSZXNwb25zZSJfChJTZXRMb2dMZXZlbFJlcXVlc3QSKgoFbGV2ZWwYASABKA4yFS5oZWFkcmFjZS52MS5Mb2dMZXZlbEIE4kEBAhIdChVyZXF1aXJlZF9jYXBhYmlsaXRpZXMYDyADKAkiRAoTU2V0TG9nTGV2ZWxSZXNwb25zZRItCg5wcmV2aW91c19sZXZlbBgBIAEoDjIVLmhlYWRyYWNlLnYxLkxvZ0xldmVsKq4BCgtTZXJ2ZXJQaGFzZRIcChhTRVJWRVJfUEhBU0VfVU5TUEVDSUZJRUQQABIYChRTRVJWRVJfUEhBU0VfTE9BRElORxABEhYKElNFUlZFUl9QSEFTRV9SRUFEWRACEhsKF1NFUlZFUl9QSEFTRV9SRVNUQVJUSU5HEAMSGQoVU0VSVkVSX1BIQVNFX0RSQUlOSU5HEAQSFwoTU0VSVkVSX1BIQVNFX0ZBSUxFRBAFKnoKCExvZ0xldmVsEhkKFUxPR19MRVZFTF9VTlNQRUNJRklFRBAAEhMKD0xPR19MRVZFTF9ERUJVRxABEhIKDkxPR19MRVZFTF9JTkZPEAISFQoRTE9HX0xFVkVMX1dBUk5JTkcQAxITCg9MT0dfTEVWRUxfRVJST1IQBCq5AQoMUmVxdWVzdFN0YXRlEh0KGVJFUVVFU1RfU1RBVEVfVU5TUEVDSUZJRUQQABIbChdSRVFVRVNUX1NUQVRFX1NVQk1JVFRFRBABEhkKFVJFUVVFU1RfU1RBVEVfV0FJVElORxACEhwKGFJFUVVFU1RfU1RBVEVfR0VORVJBVElORxADEhwKGFJFUVVFU1RfU1RBVEVfQ0FOQ0VMTElORxAEEhYKElJFUVVFU1RfU1RBVEVfSEVMRBAFMqUICg5Db250cm9sU2VydmljZRJ2Cg1HZXRTdGF0aXN0aWNzEiEuaGVhZHJhY2UudjEuR2V0U3RhdGlzdGljc1JlcXVlc3QaIi5oZWFkcmFjZS52MS5HZXRTdGF0aXN0aWNzUmVzcG9uc2UiHoLT5JMCGBIWL3YxL2NvbnRyb2wvc3RhdGlzdGljcxKEAQoPV2F0Y2hTdGF0aXN0aWNzEiMuaGVhZHJhY2UudjEuV2F0Y2hTdGF0aXN0aWNzUmVxdWVzdBokLmhlYWRyYWNlLnYxLldhdGNoU3RhdGlzdGljc1Jlc3BvbnNlIiSC0+STAh4SHC92MS9jb250cm9sL3N0YXRpc3RpY3M6d2F0Y2gwARJxCgxMaXN0UmVxdWVzdHMSIC5oZWFkcmFjZS52MS5MaXN0UmVxdWVzdHNSZXF1ZXN0GiEuaGVhZHJhY2UudjEuTGlzdFJlcXVlc3RzUmVzcG9uc2UiHILT5JMCFhIUL3YxL2NvbnRyb2wvcmVxdWVzdHMSgQEKDkNhbmNlbFJlcXVlc3RzEiIuaGVhZHJhY2UudjEuQ2FuY2VsUmVxdWVzdHNSZXF1ZXN0GiMuaGVhZHJhY2UudjEuQ2FuY2VsUmVxdWVzdHNSZXNwb25zZSImgtPkkwIgOgEqIhsvdjEvY29udHJvbC9yZXF1ZXN0czpjYW5jZWwSXAoFUGF1c2USGS5oZWFkcmFjZS52MS5QYXVzZVJlcXVlc3QaGi5oZWFkcmFjZS52MS5QYXVzZVJlc3BvbnNlIhyC0+STAhY6ASoiES92MS9jb250cm9sOnBhdXNlEmAKBlJlc3VtZRIaLmhlYWRyYWNlLnYxLlJlc3VtZVJlcXVlc3QaGy5oZWFkcmFjZS52MS5SZXN1bWVSZXNwb25zZSIdgtPkkwIXOgEqIhIvdjEvY29udHJvbDpyZXN1bWUSXAoFRHJhaW4SGS5oZWFkcmFjZS52MS5EcmFpblJlcXVlc3QaGi5oZWFkcmFjZS52MS5EcmFpblJlc3BvbnNlIhyC0+STAhY6ASoiES92MS9jb250cm9sOmRyYWluEooBChBSZXNldFByZWZpeENhY2hlEiQuaGVhZHJhY2UudjEuUmVzZXRQcmVmaXhDYWNoZVJlcXVlc3QaJS5oZWFkcmFjZS52MS5SZXNldFByZWZpeENhY2hlUmVzcG9uc2UiKYLT5JMCIzoBKiIeL3YxL2NvbnRyb2wvcHJlZml4LWNhY2hlOnJlc2V0EnIKC1NldExvZ0xldmVsEh8uaGVhZHJhY2UudjEuU2V0TG9nTGV2ZWxSZXF1ZXN0GiAuaGVhZHJhY2UudjEuU2V0TG9nTGV2ZWxSZXNwb25zZSIggtPkkwIaOgEqIhUvdjEvY29udHJvbC9sb2ctbGV2ZWxCUAoPZGV2LmhlYWRyYWNlLnYxQhNDb250cm9sU2VydmljZVByb3RvUAFaJmhlYWRyYWNlLmRldi9nby9oZWFkcmFjZS92MTtoZWFkcmFjZXYxYgZwcm90bzM", [file_google_api_annotations, file_google_api_field_behavior, file_google_protobuf_duration, file_google_protobuf_timestamp, file_headrace_v1_generation, file_headrace_v1_generation_service]);
 
 /**
  * The request of GetStatistics.
@@ -217,6 +217,13 @@ export type Statistics = Message<"headrace.v1.Statistics"> & {
    * @generated from field: headrace.v1.EngineRates rates = 13;
    */
   rates?: EngineRates | undefined;
+
+  /**
+   * How long the last start took, phase by phase, in their order. Empty until the model is loaded.
+   *
+   * @generated from field: repeated headrace.v1.StartupPhase startup_phases = 14;
+   */
+  startupPhases: StartupPhase[];
 };
 
 /**
@@ -225,6 +232,34 @@ export type Statistics = Message<"headrace.v1.Statistics"> & {
  */
 export const StatisticsSchema: GenMessage<Statistics> = /*@__PURE__*/
   messageDesc(file_headrace_v1_control_service, 4);
+
+/**
+ * A phase of a server's start.
+ *
+ * @generated from message headrace.v1.StartupPhase
+ */
+export type StartupPhase = Message<"headrace.v1.StartupPhase"> & {
+  /**
+   * Its name, as in the metric headrace.startup.duration.
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * How long it took.
+   *
+   * @generated from field: google.protobuf.Duration duration = 2;
+   */
+  duration?: Duration | undefined;
+};
+
+/**
+ * Describes the message headrace.v1.StartupPhase.
+ * Use `create(StartupPhaseSchema)` to create a new message.
+ */
+export const StartupPhaseSchema: GenMessage<StartupPhase> = /*@__PURE__*/
+  messageDesc(file_headrace_v1_control_service, 5);
 
 /**
  * A pause of the engine.
@@ -252,7 +287,7 @@ export type PauseState = Message<"headrace.v1.PauseState"> & {
  * Use `create(PauseStateSchema)` to create a new message.
  */
 export const PauseStateSchema: GenMessage<PauseState> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 5);
+  messageDesc(file_headrace_v1_control_service, 6);
 
 /**
  * A drain of the server.
@@ -287,7 +322,7 @@ export type DrainState = Message<"headrace.v1.DrainState"> & {
  * Use `create(DrainStateSchema)` to create a new message.
  */
 export const DrainStateSchema: GenMessage<DrainState> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 6);
+  messageDesc(file_headrace_v1_control_service, 7);
 
 /**
  * The statistics of the front end: what callers hold open at the moment.
@@ -329,6 +364,34 @@ export type FrontEndStatistics = Message<"headrace.v1.FrontEndStatistics"> & {
    * @generated from field: uint64 kept_result_bytes = 5;
    */
   keptResultBytes: bigint;
+
+  /**
+   * Sessions (StreamResult) that are open now.
+   *
+   * @generated from field: uint64 open_sessions = 6;
+   */
+  openSessions: bigint;
+
+  /**
+   * About how many bytes live requests hold now, in the server's processes together; --max-live-bytes is the limit.
+   *
+   * @generated from field: uint64 live_request_bytes = 7;
+   */
+  liveRequestBytes: bigint;
+
+  /**
+   * Counter: messages with fields that this server does not know, and ignored.
+   *
+   * @generated from field: uint64 unknown_field_messages = 8;
+   */
+  unknownFieldMessages: bigint;
+
+  /**
+   * Counters since the server started: calls, and commands of sessions, that were refused, by what was refused and why.
+   *
+   * @generated from field: repeated headrace.v1.RefusalStatistics refusals = 9;
+   */
+  refusals: RefusalStatistics[];
 };
 
 /**
@@ -336,7 +399,49 @@ export type FrontEndStatistics = Message<"headrace.v1.FrontEndStatistics"> & {
  * Use `create(FrontEndStatisticsSchema)` to create a new message.
  */
 export const FrontEndStatisticsSchema: GenMessage<FrontEndStatistics> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 7);
+  messageDesc(file_headrace_v1_control_service, 8);
+
+/**
+ * How often something was refused for one reason.
+ *
+ * @generated from message headrace.v1.RefusalStatistics
+ */
+export type RefusalStatistics = Message<"headrace.v1.RefusalStatistics"> & {
+  /**
+   * The RPC, such as headrace.v1.GenerationService/Generate.
+   *
+   * @generated from field: string method = 1;
+   */
+  method: string;
+
+  /**
+   * ErrorInfo.reason.
+   *
+   * @generated from field: string reason = 2;
+   */
+  reason: string;
+
+  /**
+   * The name of the gRPC code, such as RESOURCE_EXHAUSTED.
+   *
+   * @generated from field: string status_code = 3;
+   */
+  statusCode: string;
+
+  /**
+   * How often.
+   *
+   * @generated from field: uint64 count = 4;
+   */
+  count: bigint;
+};
+
+/**
+ * Describes the message headrace.v1.RefusalStatistics.
+ * Use `create(RefusalStatisticsSchema)` to create a new message.
+ */
+export const RefusalStatisticsSchema: GenMessage<RefusalStatistics> = /*@__PURE__*/
+  messageDesc(file_headrace_v1_control_service, 9);
 
 /**
  * The statistics of the engine. Counters start again at 0 when the engine is started again.
@@ -518,7 +623,7 @@ export type EngineStatistics = Message<"headrace.v1.EngineStatistics"> & {
  * Use `create(EngineStatisticsSchema)` to create a new message.
  */
 export const EngineStatisticsSchema: GenMessage<EngineStatistics> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 8);
+  messageDesc(file_headrace_v1_control_service, 10);
 
 /**
  * One caller's requests and service in the engine.
@@ -569,7 +674,7 @@ export type CallerStatistics = Message<"headrace.v1.CallerStatistics"> & {
  * Use `create(CallerStatisticsSchema)` to create a new message.
  */
 export const CallerStatisticsSchema: GenMessage<CallerStatistics> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 9);
+  messageDesc(file_headrace_v1_control_service, 11);
 
 /**
  * How fast the engine's counters grew, on average over a window of time.
@@ -632,7 +737,7 @@ export type EngineRates = Message<"headrace.v1.EngineRates"> & {
  * Use `create(EngineRatesSchema)` to create a new message.
  */
 export const EngineRatesSchema: GenMessage<EngineRates> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 10);
+  messageDesc(file_headrace_v1_control_service, 12);
 
 /**
  * The request of ListRequests.
@@ -675,7 +780,7 @@ export type ListRequestsRequest = Message<"headrace.v1.ListRequestsRequest"> & {
  * Use `create(ListRequestsRequestSchema)` to create a new message.
  */
 export const ListRequestsRequestSchema: GenMessage<ListRequestsRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 11);
+  messageDesc(file_headrace_v1_control_service, 13);
 
 /**
  * The answer of ListRequests.
@@ -710,7 +815,7 @@ export type ListRequestsResponse = Message<"headrace.v1.ListRequestsResponse"> &
  * Use `create(ListRequestsResponseSchema)` to create a new message.
  */
 export const ListRequestsResponseSchema: GenMessage<ListRequestsResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 12);
+  messageDesc(file_headrace_v1_control_service, 14);
 
 /**
  * A request that has not ended.
@@ -801,7 +906,7 @@ export type LiveRequest = Message<"headrace.v1.LiveRequest"> & {
  * Use `create(LiveRequestSchema)` to create a new message.
  */
 export const LiveRequestSchema: GenMessage<LiveRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 13);
+  messageDesc(file_headrace_v1_control_service, 15);
 
 /**
  * The full name of a request.
@@ -829,7 +934,7 @@ export type RequestName = Message<"headrace.v1.RequestName"> & {
  * Use `create(RequestNameSchema)` to create a new message.
  */
 export const RequestNameSchema: GenMessage<RequestName> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 14);
+  messageDesc(file_headrace_v1_control_service, 16);
 
 /**
  * The request of CancelRequests.
@@ -858,7 +963,7 @@ export type CancelRequestsRequest = Message<"headrace.v1.CancelRequestsRequest">
  * Use `create(CancelRequestsRequestSchema)` to create a new message.
  */
 export const CancelRequestsRequestSchema: GenMessage<CancelRequestsRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 15);
+  messageDesc(file_headrace_v1_control_service, 17);
 
 /**
  * The answer of CancelRequests.
@@ -879,7 +984,7 @@ export type CancelRequestsResponse = Message<"headrace.v1.CancelRequestsResponse
  * Use `create(CancelRequestsResponseSchema)` to create a new message.
  */
 export const CancelRequestsResponseSchema: GenMessage<CancelRequestsResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 16);
+  messageDesc(file_headrace_v1_control_service, 18);
 
 /**
  * The result of a cancel.
@@ -914,7 +1019,7 @@ export type RequestCancellation = Message<"headrace.v1.RequestCancellation"> & {
  * Use `create(RequestCancellationSchema)` to create a new message.
  */
 export const RequestCancellationSchema: GenMessage<RequestCancellation> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 17);
+  messageDesc(file_headrace_v1_control_service, 19);
 
 /**
  * The request of Pause.
@@ -943,7 +1048,7 @@ export type PauseRequest = Message<"headrace.v1.PauseRequest"> & {
  * Use `create(PauseRequestSchema)` to create a new message.
  */
 export const PauseRequestSchema: GenMessage<PauseRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 18);
+  messageDesc(file_headrace_v1_control_service, 20);
 
 /**
  * The answer of Pause: the engine is paused.
@@ -971,7 +1076,7 @@ export type PauseResponse = Message<"headrace.v1.PauseResponse"> & {
  * Use `create(PauseResponseSchema)` to create a new message.
  */
 export const PauseResponseSchema: GenMessage<PauseResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 19);
+  messageDesc(file_headrace_v1_control_service, 21);
 
 /**
  * The request of Resume.
@@ -993,7 +1098,7 @@ export type ResumeRequest = Message<"headrace.v1.ResumeRequest"> & {
  * Use `create(ResumeRequestSchema)` to create a new message.
  */
 export const ResumeRequestSchema: GenMessage<ResumeRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 20);
+  messageDesc(file_headrace_v1_control_service, 22);
 
 /**
  * The answer of Resume.
@@ -1014,7 +1119,7 @@ export type ResumeResponse = Message<"headrace.v1.ResumeResponse"> & {
  * Use `create(ResumeResponseSchema)` to create a new message.
  */
 export const ResumeResponseSchema: GenMessage<ResumeResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 21);
+  messageDesc(file_headrace_v1_control_service, 23);
 
 /**
  * The request of Drain.
@@ -1051,7 +1156,7 @@ export type DrainRequest = Message<"headrace.v1.DrainRequest"> & {
  * Use `create(DrainRequestSchema)` to create a new message.
  */
 export const DrainRequestSchema: GenMessage<DrainRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 22);
+  messageDesc(file_headrace_v1_control_service, 24);
 
 /**
  * The answer of Drain: the drain has begun.
@@ -1086,7 +1191,7 @@ export type DrainResponse = Message<"headrace.v1.DrainResponse"> & {
  * Use `create(DrainResponseSchema)` to create a new message.
  */
 export const DrainResponseSchema: GenMessage<DrainResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 23);
+  messageDesc(file_headrace_v1_control_service, 25);
 
 /**
  * The request of ResetPrefixCache.
@@ -1108,7 +1213,7 @@ export type ResetPrefixCacheRequest = Message<"headrace.v1.ResetPrefixCacheReque
  * Use `create(ResetPrefixCacheRequestSchema)` to create a new message.
  */
 export const ResetPrefixCacheRequestSchema: GenMessage<ResetPrefixCacheRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 24);
+  messageDesc(file_headrace_v1_control_service, 26);
 
 /**
  * The answer of ResetPrefixCache: the prefixes are dropped.
@@ -1123,7 +1228,7 @@ export type ResetPrefixCacheResponse = Message<"headrace.v1.ResetPrefixCacheResp
  * Use `create(ResetPrefixCacheResponseSchema)` to create a new message.
  */
 export const ResetPrefixCacheResponseSchema: GenMessage<ResetPrefixCacheResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 25);
+  messageDesc(file_headrace_v1_control_service, 27);
 
 /**
  * The request of SetLogLevel.
@@ -1152,7 +1257,7 @@ export type SetLogLevelRequest = Message<"headrace.v1.SetLogLevelRequest"> & {
  * Use `create(SetLogLevelRequestSchema)` to create a new message.
  */
 export const SetLogLevelRequestSchema: GenMessage<SetLogLevelRequest> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 26);
+  messageDesc(file_headrace_v1_control_service, 28);
 
 /**
  * The answer of SetLogLevel.
@@ -1173,7 +1278,7 @@ export type SetLogLevelResponse = Message<"headrace.v1.SetLogLevelResponse"> & {
  * Use `create(SetLogLevelResponseSchema)` to create a new message.
  */
 export const SetLogLevelResponseSchema: GenMessage<SetLogLevelResponse> = /*@__PURE__*/
-  messageDesc(file_headrace_v1_control_service, 27);
+  messageDesc(file_headrace_v1_control_service, 29);
 
 /**
  * A server's phase.
