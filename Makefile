@@ -104,6 +104,10 @@ protos-check: $(PROTOS_STAMP) $(STAMP) ## Check that protos/ breaks nothing and 
 model-table: $(STAMP) ## Write the tables of docs/models.md from tests/model_recipes.py.
 	$(BIN)/python scripts/model_table.py
 
+.PHONY: top-picture
+top-picture: $(STAMP) $(NATIVE) ## Draw docs/top.svg, the picture of `headrace top` in README.md, from a real run.
+	$(BIN)/python scripts/draw_top.py
+
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 OURS := headrace,headrace-session,headrace-streams,headrace-in-process

@@ -136,6 +136,8 @@ def picture(found: pb.Statistics, target: str) -> Group:
             since = state.start_time.ToDatetime().isoformat(timespec="seconds")
             parts.append(Text(f"{name} since {since}Z: {state.reason or '(no reason)'}"))
     table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
     front = found.front_end
     table.add_row(
         "requests",
