@@ -3,7 +3,7 @@ transformers models.
 
 What users import is here; docs/offline.md shows it at work. Importing this package imports neither
 torch nor transformers: each name is looked up when it is first used, and only `load`, `from_model`
-and `LoadedModel` need them.
+and `LoadedModel` need them; only `Telemetry` needs OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from engine.outputs import FinishReason
     from engine.request import RequestStatus
     from engine.results import GenerationOutput, choice_name
+    from engine.telemetry.observer import Telemetry
 
 __all__ = [
     "ContinuousBatchingConfig",
@@ -29,6 +30,7 @@ __all__ = [
     "LoadConfig",
     "LoadedModel",
     "RequestStatus",
+    "Telemetry",
     "choice_name",
     "from_model",
     "load",
@@ -43,6 +45,7 @@ _MODULES = {
     "LoadConfig": "config",
     "LoadedModel": "offline",
     "RequestStatus": "request",
+    "Telemetry": "telemetry.observer",
     "choice_name": "results",
     "from_model": "offline",
     "load": "offline",

@@ -17,7 +17,7 @@ from engine.errors import InsufficientMemoryError
 from engine.generation_options import GenerationDefaults
 from engine.kv_cache.manager import KVCacheManager
 from engine.loop import EngineLoop, StepSink
-from engine.manager import ContinuousBatchingManager, ManagerKeeper
+from engine.manager import ContinuousBatchingManager, ManagerKeeper, Observer
 from engine.results import StopFinder
 from engine.runner.loader import VerifiedModel, build_runner
 from engine.runner.memory import CachePlan
@@ -123,6 +123,7 @@ def build_manager(
     tokenizer: Tokenizer | None = None,
     keeper: ManagerKeeper | None = None,
     settings: object = None,
+    observer: Observer | None = None,
 ) -> ContinuousBatchingManager:
     """Build an engine with the Python API; for the other arguments see `build_core` and
     ContinuousBatchingManager.
@@ -145,6 +146,7 @@ def build_manager(
         keeper=keeper,
         settings=settings,
         refresh_model=verified.refresh,
+        observer=observer,
     )
 
 

@@ -11,6 +11,7 @@ Start and stop, pauses, windows, cancellation and admission are inherited from
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +24,8 @@ from engine.admission import AdmissionLimits
 from engine.core import EngineCore, MatcherFactory
 from engine.errors import InvalidRequestError, UnsupportedFeatureError
 from engine.generation_options import REQUEST_KEYS, GenerationDefaults
-from engine.loop import EngineLoop, GrammarCompile
+from engine.loop import EngineLoop, GrammarCompile, StepSink
+from engine.outputs import StepOutputs
 from engine.request import GenerationRequest
 from engine.results import (
     MAX_UNREAD_REQUESTS,
@@ -34,7 +36,10 @@ from engine.results import (
     ResultRouter,
     StopFinder,
 )
+from engine.stats import EngineStats
 from engine.types import RequestId, TokenId
+
+logger = logging.getLogger(__name__)
 
 _FREE_KEYS = frozenset(
     {
@@ -56,6 +61,32 @@ class ManagerKeeper(Protocol):
 
     def release(self, manager: ContinuousBatchingManager) -> None:
         """Stop keeping a manager, because it is in use. Harmless if it was not kept."""
+        ...
+
+
+class Observer(Protocol):
+    """Is told what a manager does (`engine.telemetry.observer`). None of it may block or raise."""
+
+    def started(self, stats: Callable[[], EngineStats]) -> None:
+        """The manager's thread was started; `stats` may be called from any thread."""
+        ...
+
+    def ended(self) -> None:
+        """The manager's thread ends."""
+        ...
+
+    def submitting(self, requests: Sequence[GenerationRequest], arrival: float) -> None:
+        """Requests go to the engine; called by the thread that adds them. `arrival`: monotonic
+        seconds.
+        """
+        ...
+
+    def refused(self, requests: Sequence[GenerationRequest]) -> None:
+        """The engine has refused these."""
+        ...
+
+    def on_step(self, step: StepOutputs) -> None:
+        """One step's outputs; called on the engine's thread."""
         ...
 
 
@@ -97,6 +128,7 @@ class ContinuousBatchingManager(EngineLoop):
         keeper: ManagerKeeper | None = None,
         settings: object = None,
         refresh_model: Callable[[], None] | None = None,
+        observer: Observer | None = None,
     ) -> None:
         """Wire a manager; `engine.assembly` does this for a loaded model.
 
@@ -112,6 +144,7 @@ class ContinuousBatchingManager(EngineLoop):
             settings: see the class.
             refresh_model: called when the model may have been changed since the last step; whatever
                 it raises is raised to the caller. None: nothing is called.
+            observer: is told what the manager does; None: nobody is.
         """
         # No object that the manager refers to refers back to it, so a dropped manager frees its
         # cache at once.
@@ -122,7 +155,7 @@ class ContinuousBatchingManager(EngineLoop):
         super().__init__(
             core,
             limits,
-            sink=self._router.accept,
+            sink=self._router.accept if observer is None else _both(self._router, observer),
             max_queue_size=max_queue_size,
             compile_grammar=compile_grammar,
         )
@@ -134,6 +167,7 @@ class ContinuousBatchingManager(EngineLoop):
         self._make_stop_finder = make_stop_finder
         self._keeper = keeper
         self._refresh_model = refresh_model
+        self._observer = observer
         self._keep = False
         self._next_name = 0
 
@@ -183,9 +217,13 @@ class ContinuousBatchingManager(EngineLoop):
         if self._keeper is not None:
             self._keeper.release(self)
         self._router.reopen()
+        if self._observer is not None:
+            self._observer.started(self._core.stats)
 
     def _ended(self) -> None:
         self._router.close()
+        if self._observer is not None:
+            self._observer.ended()
         self._offer()
 
     def _offer(self) -> None:
@@ -378,6 +416,7 @@ class ContinuousBatchingManager(EngineLoop):
         requests = [(entry.spec, entry.make_matcher) for entry in prepared]
         arrival = time.monotonic()
         expected: list[RequestId] = []
+        told: list[GenerationRequest] = []
         try:
             for entry in prepared:
                 self._router.expect(
@@ -389,10 +428,15 @@ class ContinuousBatchingManager(EngineLoop):
                     mailbox=mailbox,
                 )
                 expected.append(entry.spec.request_id)
+            if self._observer is not None:
+                told = [spec for spec, _ in requests]
+                self._observer.submitting(told, arrival)
             self._enqueue(requests, arrival)
         except BaseException:  # also for an interrupt: nothing may be left behind
             for name in expected:
                 self._router.forget(name)
+            if self._observer is not None:
+                self._observer.refused(told)
             raise
 
     def _new_names(self, count: int) -> list[str]:
@@ -462,6 +506,18 @@ class ContinuousBatchingManager(EngineLoop):
             RuntimeError: no event loop is running here.
         """
         self._router.register(request_id, callback)
+
+
+def _both(router: ResultRouter, observer: Observer) -> StepSink:
+    def accept(step: StepOutputs) -> None:
+        # First: once a result is there, its caller may add another request of the same name.
+        try:
+            observer.on_step(step)
+        except Exception:
+            logger.exception("the telemetry of a step failed")
+        router.accept(step)
+
+    return accept
 
 
 def token_ids(prompt: Iterable[Any]) -> tuple[TokenId, ...]:

@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -32,6 +32,9 @@ from engine.runner.loader import VerifiedModel, load_model, verify_model
 from engine.text import Tokenizer, TokenizerError
 from engine.threads import call_on_own_thread
 
+if TYPE_CHECKING:
+    from engine.telemetry.observer import Telemetry
+
 logger = logging.getLogger(__name__)
 
 
@@ -43,6 +46,7 @@ class LoadedModel:
         verified: VerifiedModel,
         config: ContinuousBatchingConfig | None = None,
         tokenizer_path: Path | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         """Wrap a model.
 
@@ -50,12 +54,14 @@ class LoadedModel:
             verified: the model, which passed the load gate.
             config: the default config of managers.
             tokenizer_path: the directory with the tokenizer's files; None: there is none.
+            telemetry: is told what managers do; None: nobody is.
         """
         self._verified = verified
         self._config = config or ContinuousBatchingConfig()
         self._tokenizer_path = tokenizer_path
         self._tokenizer: Tokenizer | None = None
         self._kept = _Kept()
+        self._telemetry = telemetry
 
     @property
     def model(self) -> PreTrainedModel:
@@ -215,6 +221,7 @@ class LoadedModel:
         if kept is not None:
             return kept
         self._verified.refresh()
+        telemetry = self._telemetry
         return build_manager(
             self._verified,
             config,
@@ -223,15 +230,28 @@ class LoadedModel:
             tokenizer=self.tokenizer,
             keeper=self._kept,
             settings=settings,
+            observer=None if telemetry is None else telemetry.observer(self._name),
         )
 
+    @property
+    def _name(self) -> str:
+        """The model's name, for people."""
+        return self._verified.path.name or type(self.model).__name__
 
-def load(path: str, config: ContinuousBatchingConfig | None = None, **options: Any) -> LoadedModel:
+
+def load(
+    path: str,
+    config: ContinuousBatchingConfig | None = None,
+    *,
+    telemetry: Telemetry | None = None,
+    **options: Any,
+) -> LoadedModel:
     """Load and verify a model.
 
     Args:
         path: a directory with config.json and safetensors, or a hub id.
         config: the default config of managers.
+        telemetry: is told what managers do (docs/offline.md); None: nobody is.
         options: fields of LoadConfig: dtype, device, threads, attention, quantization,
             pack_weights, fuse_layers, tensor_parallel. dtype and device may be torch's.
 
@@ -254,7 +274,7 @@ def load(path: str, config: ContinuousBatchingConfig | None = None, **options: A
     )
     if verified.leader is not None:
         atexit.register(verified.end)
-    return LoadedModel(verified, config, verified.path)
+    return LoadedModel(verified, config, verified.path, telemetry)
 
 
 _OF_TRANSFORMERS = {
@@ -289,6 +309,7 @@ def from_model(
     config: ContinuousBatchingConfig | None = None,
     tokenizer_path: str | Path | None = None,
     attention: str = "auto",
+    telemetry: Telemetry | None = None,
 ) -> LoadedModel:
     """Verify a model that is already in memory. It is not changed: steps run on a view of it, which
     shares its weights.
@@ -299,6 +320,7 @@ def from_model(
         tokenizer_path: the directory with the tokenizer's files, for stop strings; None: the
             directory that the model was loaded from, if there is one.
         attention: see LoadConfig.
+        telemetry: is told what managers do (docs/offline.md); None: nobody is.
 
     Raises:
         ModelRefusedError: the model would be run wrongly.
@@ -315,7 +337,7 @@ def from_model(
         attention,
         block_size=(config or ContinuousBatchingConfig()).block_size,
     )
-    return LoadedModel(verified, config, directory)
+    return LoadedModel(verified, config, directory, telemetry)
 
 
 def _start(manager: ContinuousBatchingManager, warmup: bool) -> None:

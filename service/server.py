@@ -430,6 +430,7 @@ class HeadraceServer:
             loads=self.loads,
             text_pool=self.text_pool,
             spans=spans,
+            metrics=self._telemetry.metrics,
             max_lease_s=config.max_lease_s,
             max_send_bytes=config.max_send_bytes,
         )

@@ -23,6 +23,7 @@ from service.refusals import Refusals
 from service.text_pool import TextPool
 
 if TYPE_CHECKING:
+    from service.telemetry.metrics import Metrics
     from service.telemetry.spans import Spans
 
 
@@ -69,8 +70,8 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
-    """Everything that requests need, made when the model is loaded. `spans`: None: there are
-    none.
+    """Everything that requests need, made when the model is loaded. `spans`, `metrics`: None: there
+    are none.
     """
 
     info: ModelInfo
@@ -82,6 +83,7 @@ class FrontEnd:
     loads: LoadWatch
     text_pool: TextPool
     spans: Spans | None
+    metrics: Metrics | None
     max_lease_s: float
     max_send_bytes: int
 

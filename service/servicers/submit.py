@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
 
 from engine.errors import DuplicateRequestError, InvalidRequestError, UnsupportedFeatureError
+from engine.types import RequestId
 from service.admission import Charge
 from service.auth import Permit
 from service.call_errors import FieldError
@@ -16,6 +18,9 @@ from service.delivery.session import ResultStream
 from service.delivery.submission import LivesBy
 from service.logs.context import current_request
 from service.state import FrontEnd
+
+if TYPE_CHECKING:
+    from service.telemetry.spans import ServedSpan
 
 
 @asynccontextmanager
@@ -89,13 +94,10 @@ async def start_request(
     registry, account = front.registry, permit.account
     is_session = stream is not None and stream.is_session
     current_request.set(draft.request_id)
-    span = None
+    span, engine_id, is_chat = None, None, draft.spec.HasField("chat")
     if front.spans is not None:
         span = front.spans.begin(
-            draft.request_id,
-            draft.labels,
-            identity=account.identity,
-            is_chat=draft.spec.HasField("chat"),
+            draft.request_id, draft.labels, identity=account.identity, is_chat=is_chat
         )
     unread = registry.undelivered_bytes
     try:
@@ -116,6 +118,8 @@ async def start_request(
                 holding.admit(submission.footprint, submission.reserved_tokens, unread)
                 if span is not None:
                     span.submitted(submission.request)
+                if front.metrics is not None:
+                    front.metrics.submitting(engine_id, is_chat=is_chat)
                 try:
                     return await registry.start(submission, holding, stream, command_id=command_id)
                 finally:
@@ -123,10 +127,18 @@ async def start_request(
                     if lives_by is LivesBy.ITSELF or is_session:
                         holding.drop(draft.footprint)
     except (FieldError, InvalidRequestError, UnsupportedFeatureError) as error:
-        if span is not None:
-            span.refused(error)
+        _refused(front, span, engine_id, error)
         raise field_error(error, f"{draft.field}.") from None
     except BaseException as error:
-        if span is not None:
-            span.refused(error)
+        _refused(front, span, engine_id, error)
         raise
+
+
+def _refused(
+    front: FrontEnd, span: ServedSpan | None, engine_id: RequestId | None, error: BaseException
+) -> None:
+    """Tell the telemetry that there is no such request."""
+    if span is not None:
+        span.refused(error)
+    if front.metrics is not None and engine_id is not None:
+        front.metrics.refused(engine_id)

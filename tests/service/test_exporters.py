@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -104,6 +105,25 @@ async def test_prometheus_scrapes_what_happened() -> None:
     assert value(picker, "vllm:num_requests_running", **model) == 3
     assert value(picker, "vllm:kv_cache_usage_perc", **model) == 0.25
     assert value(picker, "vllm:cache_config_info", block_size="16", num_gpu_blocks="40") == 1
+
+
+async def test_conversations_are_told_apart() -> None:
+    engine = FakeEngine(script=says("abc"))
+    asked = pb.GenerationSpec(chat={"messages": [{"role": pb.CHAT_ROLE_USER, "content": "hi"}]})
+    async with serving(engine, telemetry=PAGE) as h:
+        for _ in range(2):
+            await h.generate(asked)
+        await h.generate(spec())
+        engine.refuse_next.append(QueueFullError(5, 1.0))
+        await refused(h.generate(asked))
+        await refused(h.generate(pb.GenerationSpec(chat={})))
+        text = await scraped(h.server)
+        assert h.server._telemetry.metrics is not None
+        assert not h.server._telemetry.metrics._chats
+    for name in ("request_duration", "time_to_first_token", "time_per_output_token"):
+        count = f"gen_ai_server_{name}_seconds_count"
+        assert value(text, count, gen_ai_operation_name="chat") == 2
+        assert value(text, count, gen_ai_operation_name="text_completion") == 1
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
