@@ -1,0 +1,463 @@
+package headrace_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"headrace.dev/go/headrace"
+	headracev1 "headrace.dev/go/headrace/v1"
+)
+
+// echo answers each add with its text in two deltas, and its cancel with CANCELLED.
+func echo(c *conversation) error {
+	for {
+		command, err := c.command()
+		if errors.Is(err, errHalfClosed) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if add := command.GetAdd(); add != nil {
+			number := c.accept(command)
+			text := add.GetSpec().GetText().GetText()
+			c.delta(number, text[:1], 1)
+			c.delta(number, text[1:], 2)
+			c.finish(number, headracev1.FinishReason_FINISH_REASON_LENGTH)
+		}
+	}
+}
+
+func TestManyRequestsShareOneStream(t *testing.T) {
+	s := &script{session: echo}
+	client := serve(t, s)
+	ctx := soon(t)
+	session, err := client.Session(ctx, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer session.Close()
+	var handles []*headrace.Handle
+	for i := range 64 {
+		h, err := session.Submit(ctx, &headrace.Request{Text: fmt.Sprintf("prompt %d", i)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		handles = append(handles, h)
+	}
+	if err := session.Finish(ctx); err != nil {
+		t.Fatal(err)
+	}
+	for i, h := range handles {
+		want := fmt.Sprintf("prompt %d", i)
+		if got := text(t, ctx, h); got != want {
+			t.Errorf("got %q, want %q", got, want)
+		}
+		result, err := h.Result(ctx)
+		if err != nil || result.Text() != want || result.FinishReason() != headrace.FinishLength || len(result.TokenIDs()) != 2 {
+			t.Errorf("got %+v, %v", result, err)
+		}
+	}
+	if s.sessions != 1 {
+		t.Errorf("%d streams were opened", s.sessions)
+	}
+}
+
+func TestARequestThatIsNotReadDelaysNoOther(t *testing.T) {
+	client := serve(t, &script{session: echo})
+	ctx := soon(t)
+	session, err := client.Session(ctx, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer session.Close()
+	slow, err := session.Submit(ctx, &headrace.Request{Text: "slow"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 100 {
+		h, err := session.Submit(ctx, &headrace.Request{Text: "quick"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := text(t, ctx, h); got != "quick" {
+			t.Fatalf("got %q", got)
+		}
+	}
+	if got := text(t, ctx, slow); got != "slow" {
+		t.Errorf("got %q", got)
+	}
+}
+
+func TestCancelEndsARequestWithItsOutput(t *testing.T) {
+	for _, how := range []string{"handle", "context"} {
+		t.Run(how, func(t *testing.T) {
+			client := serve(t, &script{session: func(c *conversation) error {
+				command, err := c.command()
+				if err != nil {
+					return err
+				}
+				number := c.accept(command)
+				c.delta(number, "begun", 1)
+				cancel, err := c.command()
+				if err != nil || cancel.GetCancel().GetRequestId() != "mine" {
+					return fmt.Errorf("%v, %w", cancel, err)
+				}
+				c.finish(number, headracev1.FinishReason_FINISH_REASON_CANCELLED)
+				return c.rest()
+			}})
+			ctx := soon(t)
+			session, err := client.Session(ctx, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer session.Close()
+			own, cancel := context.WithCancel(ctx)
+			defer cancel()
+			h, err := session.Submit(own, &headrace.Request{ID: "mine", Text: "x"})
+			if err != nil {
+				t.Fatal(err)
+			}
+			for chunk, err := range h.Chunks(ctx) {
+				if err != nil || chunk.Text != "begun" {
+					t.Fatalf("%v %v", chunk, err)
+				}
+				break
+			}
+			if how == "handle" {
+				h.Cancel()
+			} else {
+				cancel()
+			}
+			result, err := h.Result(ctx)
+			if err != nil || result.FinishReason() != headrace.FinishCancelled || result.Text() != "begun" {
+				t.Errorf("%+v, %v", result, err)
+			}
+		})
+	}
+}
+
+func TestAWaitThatEndsLeavesTheRequest(t *testing.T) {
+	goOn := make(chan struct{})
+	client := serve(t, &script{session: func(c *conversation) error {
+		command, err := c.command()
+		if err != nil {
+			return err
+		}
+		number := c.accept(command)
+		<-goOn
+		c.finish(number, headracev1.FinishReason_FINISH_REASON_STOP)
+		return c.rest()
+	}})
+	ctx := soon(t)
+	session, err := client.Session(ctx, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer session.Close()
+	h, err := session.Submit(ctx, &headrace.Request{Text: "x"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	over, cancel := context.WithCancel(ctx)
+	cancel()
+	if _, err := h.Result(over); !errors.Is(err, context.Canceled) || asError(t, err).Code != codes.Canceled {
+		t.Errorf("got %v", err)
+	}
+	for _, err := range h.Chunks(over) {
+		if !errors.Is(err, context.Canceled) {
+			t.Errorf("got %v", err)
+		}
+	}
+	close(goOn)
+	if result, err := h.Result(ctx); err != nil || result.FinishReason() != headrace.FinishStop {
+		t.Errorf("%+v, %v", result, err)
+	}
+}
+
+func TestARefusalForWantOfRoomIsTriedAgain(t *testing.T) {
+	client := serve(t, &script{session: func(c *conversation) error {
+		for range 2 {
+			command, err := c.command()
+			if err != nil {
+				return err
+			}
+			c.refuse(command, full(time.Millisecond))
+		}
+		return echo(c)
+	}})
+	ctx := soon(t)
+	session, err := client.Session(ctx, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer session.Close()
+	h, err := session.Submit(ctx, &headrace.Request{Text: "again"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := text(t, ctx, h); got != "again" {
+		t.Errorf("got %q", got)
+	}
+}
+
+func TestARefusalHasItsDetails(t *testing.T) {
+	client := serve(t, &script{session: func(c *conversation) error {
+		command, err := c.command()
+		if err != nil {
+			return err
+		}
+		c.refuse(command, full(1500*time.Millisecond))
+		return c.rest()
+	}})
+	ctx := soon(t)
+	session, err := client.Session(ctx, &headrace.SessionOptions{RoomTimeout: -1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer session.Close()
+	h, err := session.Submit(ctx, &headrace.Request{ID: "r", Text: "x"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = h.Result(ctx)
+	told := asError(t, err)
+	delay, has := told.RetryAfter()
+	if told.Code != codes.ResourceExhausted || told.Reason != "QUEUE_FULL" || told.Metadata["limit"] != "1" || !has ||
+		delay != 1500*time.Millisecond || told.RequestID != "r" || told.Partial != nil {
+		t.Errorf("%+v", told)
+	}
+	if status.Code(err) != codes.ResourceExhausted {
+		t.Errorf("its status is %v", status.Code(err))
+	}
+}
+
+func TestALostSessionWithALeaseResumes(t *testing.T) {
+	attached := make(chan *headracev1.AttachCommand, 1)
+	client := serve(t, &script{session: func(c *conversation) error {
+		open, err := c.command()
+		if err != nil {
+			return err
+		}
+		c.send(&headracev1.StreamResultResponse{Opened: &headracev1.SessionOpened{
+			CommandId: open.GetCommandId(), Lease: open.GetOpen().GetLease(),
+		}})
+		command, err := c.command()
+		if err != nil {
+			return err
+		}
+		if c.number == 1 {
+			number := c.accept(command)
+			c.delta(number, "be", 1)
+			return status.Error(codes.Unavailable, "lost")
+		}
+		attached <- command.GetAttach()
+		c.send(&headracev1.StreamResultResponse{Attached: []*headracev1.SessionAttached{{
+			CommandId: command.GetCommandId(), RequestId: command.GetAttach().GetRequestId(), FromSeq: 3, RequestNumber: 7,
+		}}})
+		c.seqs[7] = 2
+		c.delta(7, "gun", 2)
+		c.finish(7, headracev1.FinishReason_FINISH_REASON_LENGTH)
+		return c.rest()
+	}})
+	ctx := soon(t)
+	session, err := client.Session(ctx, &headrace.SessionOptions{Lease: 10 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer session.Close()
+	h, err := session.Submit(ctx, &headrace.Request{Text: "x"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := text(t, ctx, h); got != "begun" {
+		t.Errorf("got %q", got)
+	}
+	attach := <-attached
+	if attach.GetFromSeq() != 3 || attach.GetInstanceId() != instance || attach.GetRequestId() != h.RequestID() {
+		t.Errorf("attached by %v", attach)
+	}
+	if result, err := h.Result(ctx); err != nil || result.Text() != "begun" {
+		t.Errorf("%+v, %v", result, err)
+	}
+}
+
+func TestALostRequestWithoutALeaseTellsItsOutput(t *testing.T) {
+	client := serve(t, &script{session: func(c *conversation) error {
+		command, err := c.command()
+		if err != nil {
+			return err
+		}
+		number := c.accept(command)
+		c.delta(number, "part", 1)
+		return status.Error(codes.Unavailable, "going away")
+	}})
+	ctx := soon(t)
+	session, err := client.Session(ctx, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer session.Close()
+	h, err := session.Submit(ctx, &headrace.Request{Text: "x"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = h.Result(ctx)
+	told := asError(t, err)
+	if told.Code != codes.Unavailable || told.Partial == nil || told.Partial.Text() != "part" {
+		t.Errorf("%+v", told)
+	}
+	if _, err := session.Submit(ctx, &headrace.Request{Text: "y"}); asError(t, err).Code != codes.Unavailable {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestARequestThatMovedEnds(t *testing.T) {
+	client := serve(t, &script{session: func(c *conversation) error {
+		command, err := c.command()
+		if err != nil {
+			return err
+		}
+		number := c.accept(command)
+		c.delta(number, "here", 1)
+		c.send(&headracev1.StreamResultResponse{Detached: []*headracev1.SessionDetached{{RequestNumber: number}}})
+		return c.rest()
+	}})
+	ctx := soon(t)
+	session, err := client.Session(ctx, &headrace.SessionOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer session.Close()
+	h, err := session.Submit(ctx, &headrace.Request{Text: "x"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = h.Result(ctx)
+	if !errors.Is(err, headrace.ErrMoved) || asError(t, err).Code != codes.Aborted || asError(t, err).Partial.Text() != "here" {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestAnEventThatIsMissingFailsTheRequestAlone(t *testing.T) {
+	client := serve(t, &script{session: func(c *conversation) error {
+		command, err := c.command()
+		if err != nil {
+			return err
+		}
+		number := c.accept(command)
+		c.seqs[number]++
+		c.delta(number, "late", 1)
+		return echo(c)
+	}})
+	ctx := soon(t)
+	session, err := client.Session(ctx, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer session.Close()
+	broken, err := session.Submit(ctx, &headrace.Request{Text: "broken"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := broken.Result(ctx); !errors.Is(err, headrace.ErrProtocol) || asError(t, err).Code != codes.DataLoss {
+		t.Errorf("got %v", err)
+	}
+	whole, err := session.Submit(ctx, &headrace.Request{Text: "whole"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := text(t, ctx, whole); got != "whole" {
+		t.Errorf("got %q", got)
+	}
+}
+
+func TestCreditsFollowTheReader(t *testing.T) {
+	credits := make(chan uint32, 10)
+	client := serve(t, &script{session: func(c *conversation) error {
+		open, err := c.command()
+		if err != nil {
+			return err
+		}
+		if open.GetOpen().GetInitialCredit() != 2 {
+			return fmt.Errorf("opened by %v", open)
+		}
+		command, err := c.command()
+		if err != nil {
+			return err
+		}
+		number := c.accept(command)
+		c.delta(number, "ab", 1, 2)
+		for range 2 {
+			credit, err := c.command()
+			if err != nil {
+				return err
+			}
+			credits <- credit.GetCredit().GetTokens()
+			c.delta(number, "cd", 3, 4)
+		}
+		c.finish(number, headracev1.FinishReason_FINISH_REASON_LENGTH)
+		return c.rest()
+	}})
+	ctx := soon(t)
+	session, err := client.Session(ctx, &headrace.SessionOptions{InitialCredit: 2})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer session.Close()
+	h, err := session.Submit(ctx, &headrace.Request{Text: "x"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range h.Chunks(ctx) {
+		break
+	}
+	if got := <-credits; got != 2 {
+		t.Errorf("credit for %d tokens", got)
+	}
+	if result, err := h.Result(ctx); err != nil || result.Text() != "abcdcd" {
+		t.Errorf("%+v, %v", result, err)
+	}
+	if got := <-credits; got != 2 {
+		t.Errorf("credit for %d tokens", got)
+	}
+}
+
+func TestClosingTheClientEndsItsHandles(t *testing.T) {
+	begun := make(chan struct{})
+	client := serve(t, &script{session: func(c *conversation) error {
+		command, err := c.command()
+		if err != nil {
+			return err
+		}
+		c.accept(command)
+		close(begun)
+		return c.rest()
+	}})
+	ctx := soon(t)
+	session, err := client.Session(ctx, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h, err := session.Submit(ctx, &headrace.Request{Text: "x"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	<-begun
+	if err := client.Close(); err != nil {
+		t.Fatal(err)
+	}
+	_, err = h.Result(ctx)
+	if !errors.Is(err, headrace.ErrClosed) || asError(t, err).Code != codes.Unavailable {
+		t.Errorf("got %v", err)
+	}
+	if _, err := client.Session(ctx, nil); !errors.Is(err, headrace.ErrClosed) {
+		t.Errorf("got %v", err)
+	}
+}
