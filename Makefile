@@ -182,5 +182,5 @@ audit: $(STAMP) ## Ask PyPI what is known of the pinned packages (ARGS='grpcio p
 .PHONY: clean
 clean: ## Remove what was built; the virtual environments stay.
 	rm -rf build dist *.egg-info clients/python/build clients/python/src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
-	rm -rf .hypothesis .import_linter_cache .tools clients/typescript/node_modules clients/typescript/dist
+	rm -rf .hypothesis .import_linter_cache .tools clients/typescript/node_modules clients/typescript/dist clients/typescript/build
 	find . -name __pycache__ -type d -prune -not -path './.venv*' -exec rm -rf {} +

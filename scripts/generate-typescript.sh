@@ -7,7 +7,8 @@
 # buf compiles the protos and runs a local plugin, so the result depends on the protos and the plugin's version alone:
 # @bufbuild/protoc-gen-es, pinned in clients/typescript/package-lock.json and installed by `npm ci`. Beside headrace.v1
 # it generates google.rpc.Status, the messages in its details (ErrorInfo, BadRequest, RetryInfo) and the options that the
-# protos use (google.api), because no npm package of the runtime has them.
+# protos use (google.api), because no npm package of the runtime has them; and of clients/typescript/protos gRPC's health
+# service, which is not part of the contract.
 #
 # Variable: BUF, the buf to use (default: the one in .venv, else the one on the PATH).
 set -euo pipefail
@@ -47,6 +48,7 @@ template="{
 }"
 "$BUF" generate --template "$template" \
   --path protos/headrace --path protos/third_party/google/rpc --path protos/third_party/google/api
+"$BUF" generate --template "$template" "$package/protos"
 
 if $check; then
   if ! diff -ru "$committed" "$out"; then

@@ -1,222 +1,293 @@
-// Runs prompts on one StreamResult session of a Headrace server and prints what comes back.
-//
-//   node dist/session.js --target localhost:50051 --max-tokens 32 'Once upon a time' 'The old mill'
-//   node dist/session.js --target unix:/run/headrace.sock < prompts.txt
-//
-// The prompts are the arguments; without arguments, the lines of the standard input, each sent as it is read. After
-// the last one the session is half-closed: the server finishes what was sent, then ends the stream. Ctrl-C cancels
-// the live requests and waits for their ends; a second Ctrl-C ends the program at once.
-//
-// Every output is one line, prefixed with the request's number:
-//
-//   [1] " there was"
-//   [1] finished: LENGTH (4 prompt tokens, 0 of them cached; 32 tokens)
-//
-// With --json there is one JSON line for each request instead, in the order of sending, when all have ended.
-//
-// The exit code is 0 if every request finished (or was cancelled by Ctrl-C), and 1 if one was refused or failed, the
-// stream broke, or the server broke the contract: an event's number was missing or came twice, or a request had no
-// end; 2 for wrong flags. What went wrong is told on the standard error. A line that is not UTF-8 and a line of more
-// than 4 MiB are told and not sent, and make the exit code 1. When the output cannot be written, the program ends.
-import { randomBytes } from "node:crypto";
-import { connect } from "node:net";
-import { parseArgs } from "node:util";
+/**
+ * Many requests on one stream, or on one stream for each of several servers.
+ *
+ * @module
+ */
+import { abortError, DeadlineExceededError, HeadraceError, invalidArgument } from "./errors.js";
+import { Fold } from "./fold.js";
+import type { SessionRecord } from "./internal/session_core.js";
+import type { SessionRouter } from "./internal/session_router.js";
+import type { Prompt } from "./messages.js";
+import { buildSpec, type GenerationOptions } from "./options.js";
+import type { Accepted, Chunk, Result, ServerLoad } from "./results.js";
 
-import { create, type MessageInitShape } from "@bufbuild/protobuf";
-import { type Client, createClient } from "@connectrpc/connect";
-import { createGrpcTransport } from "@connectrpc/connect-node";
-
-import { describeError } from "./failure.js";
-import {
-  GenerationService,
-  type StreamResultRequest,
-  StreamResultRequestSchema,
-} from "./gen/headrace/v1/generation_service_pb.js";
-import { readLines } from "./input.js";
-import { Ledger } from "./ledger.js";
-
-const USAGE = `usage: session [flags] [prompt ...]
-Without prompts, each line of the standard input is one.
-  --json                     print one JSON line for each request, at the end
-  --max-tokens tokens        the most tokens to generate (default: the server's)
-  --target address           the server's address: host:port or unix:/path (default "localhost:50051")
-  --temperature temperature  the sampling temperature; 0: greedy (default: the model's)`;
-
-/** The largest message that is received: one message carries a whole step's results, or more, merged. */
-const MAX_MESSAGE_BYTES = 64 * 1024 * 1024;
-
-/** The most ids that one Cancel takes. */
-const MAX_CANCEL_IDS = 1024;
-
-/** The program's flags. What is undefined is left to the server. */
-interface Options {
-  target: string;
-  maxTokens: number | undefined;
-  temperature: number | undefined;
-  json: boolean;
+/** The options of a session. */
+export interface SessionOptions {
+  /**
+   * How long requests go on in the server after their stream was lost, in milliseconds. With a lease the session opens
+   * its stream again by itself, and its requests go on where they were. Default: none, they are cancelled at once.
+   */
+  readonly leaseMs?: number | undefined;
+  /** How many tokens of each request the server may send ahead of its reader; default 0: no limit. */
+  readonly initialCredit?: number | undefined;
+  /**
+   * For how long a request is sent again for which the server has no room, whenever the server says that there may be
+   * some, in milliseconds. Default: until there is some; 0: the request fails with the refusal at once.
+   */
+  readonly roomTimeoutMs?: number | undefined;
+  /** How often `load` is renewed, in milliseconds, 100 to 3,600,000; it comes with results. Default: never. */
+  readonly loadIntervalMs?: number | undefined;
 }
 
-function parseFlags(): { options: Options; prompts: string[] } {
-  const { values, positionals } = parseArgs({
-    allowPositionals: true,
-    options: {
-      help: { type: "boolean", short: "h", default: false },
-      json: { type: "boolean", default: false },
-      "max-tokens": { type: "string" },
-      target: { type: "string", default: "localhost:50051" },
-      temperature: { type: "string" },
-    },
-  });
-  if (values.help) {
-    console.log(USAGE);
-    process.exit(0);
-  }
-  const options = {
-    target: values.target,
-    maxTokens: parseNumber("max-tokens", values["max-tokens"]),
-    temperature: parseNumber("temperature", values.temperature),
-    json: values.json,
-  };
-  const { maxTokens = 0 } = options;
-  if (!Number.isInteger(maxTokens) || maxTokens < 0 || maxTokens >= 2 ** 32) {
-    throw new TypeError(`--max-tokens: not a number from 0 to ${2 ** 32 - 1}`);
-  }
-  return { options, prompts: positionals };
-}
-
-function parseNumber(flag: string, value: string | undefined): number | undefined {
-  if (value === undefined) {
-    return undefined;
-  }
-  const parsed = value.trim() === "" ? Number.NaN : Number(value);
-  if (Number.isNaN(parsed)) {
-    throw new TypeError(`--${flag}: not a number`);
-  }
-  return parsed;
-}
-
-function createGenerationClient(target: string): Client<typeof GenerationService> {
-  // unix:/path and unix:///path are the same, as in gRPC's own names.
-  const path = target.startsWith("unix:") ? target.slice("unix:".length).replace(/^\/\/\//, "/") : undefined;
-  return createClient(
-    GenerationService,
-    createGrpcTransport({
-      baseUrl: path === undefined ? `http://${target}` : "http://localhost",
-      ...(path === undefined ? {} : { nodeOptions: { createConnection: () => connect(path) } }),
-      readMaxBytes: MAX_MESSAGE_BYTES,
-      pingIntervalMs: 60_000,
-      pingTimeoutMs: 20_000,
-    }),
-  );
-}
-
-/** Holds one session from its first request to its last event; returns the exit code. */
-async function run(options: Options, prompts: string[]): Promise<number> {
-  const client = createGenerationClient(options.target);
-  // Ids are made here, not by the server, so that a request can be cancelled before it was accepted.
-  const ledger = new Ledger(`session-${randomBytes(5).toString("hex")}`, options.json);
-  const reads = prompts.length === 0;
-  const inputs = reads ? readLines(process.stdin, (line) => ledger.broken(line)) : prompts;
-
-  // Nothing aborts the RPC: an aborted stream counts as lost, and the requests' ends would not be received. The
-  // interrupt becomes `cancel`, and the second one finds no handler any more.
-  const interrupt = new AbortController();
-  let halfClosed = false;
-  const closeInput = (): void => {
-    if (reads) {
-      process.stdin.destroy();
-    }
-  };
-  process.once("SIGINT", () => {
-    interrupt.abort();
-    closeInput();
-    if (halfClosed) {
-      void cancelAfterHalfClose(client, ledger);
-    }
-  });
-
-  // The session's commands: an add for each input, then, after an interrupt, a cancel for each live request. The
-  // generator's end half-closes the stream.
-  async function* commands(): AsyncGenerator<StreamResultRequest> {
-    for await (const prompt of inputs) {
-      if (interrupt.signal.aborted) {
-        break;
-      }
-      yield addCommand(options, ledger.add(), prompt);
-    }
-    if (interrupt.signal.aborted) {
-      for (const id of ledger.live()) {
-        yield cancelCommand(id);
-      }
-    }
-    halfClosed = true;
-  }
-
-  let broken = false;
-  try {
-    for await (const response of client.streamResult(commands())) {
-      ledger.take(response);
-    }
-  } catch (error) {
-    broken = true;
-    console.error(`session: ${describeError(error)}`);
-  }
-  // The server may have ended the stream while there was still input to read.
-  closeInput();
-  const complete = ledger.close();
-  return complete && !broken ? 0 : 1;
+/** How long to wait. */
+export interface WaitOptions {
+  /** Ends the wait when it is aborted; the request goes on. */
+  readonly signal?: AbortSignal | undefined;
+  /** The most milliseconds to wait; the request goes on afterwards. */
+  readonly timeoutMs?: number | undefined;
 }
 
 /**
- * Cancels the live requests by the Cancel RPC: a stream that was half-closed takes no more commands. Their ends arrive
- * on the stream all the same.
+ * A session: many requests on one stream, their results interleaved. Made by `Client.session`.
+ *
+ * ```ts
+ * await using session = client.session();
+ * const requests = prompts.map((prompt) => session.submit(prompt, { maxTokens: 32 }));
+ * for (const request of requests) {
+ *   console.log((await request.result()).text);
+ * }
+ * ```
  */
-async function cancelAfterHalfClose(client: Client<typeof GenerationService>, ledger: Ledger): Promise<void> {
-  const ids = ledger.live();
-  try {
-    for (let start = 0; start < ids.length; start += MAX_CANCEL_IDS) {
-      await client.cancel({ requestIds: ids.slice(start, start + MAX_CANCEL_IDS) });
+export class Session implements AsyncDisposable {
+  readonly #router: SessionRouter;
+  #closed: Promise<void> | undefined;
+
+  /** Made by `Client.session`. @internal */
+  constructor(router: SessionRouter) {
+    this.#router = router;
+  }
+
+  /**
+   * Starts a request and returns at once. Refusals by the server are thrown by the request, not here.
+   *
+   * @throws InvalidArgumentError - a value cannot be sent at all.
+   * @throws AlreadyExistsError - a live request of this session has that `requestId`.
+   * @throws UnavailableError - the session has ended, or is being closed.
+   */
+  submit(prompt: Prompt, options?: GenerationOptions): SessionRequest {
+    return new SessionRequest(this.#router, this.#router.add(buildSpec(prompt, options)));
+  }
+
+  /**
+   * Continues a request of an earlier session, or of `Client.addRequest`, on this one.
+   *
+   * @param requestId - the request.
+   * @param options - `fromSeq`: the number of the first event wanted, by default 1; the request has only what follows.
+   *   `n`: how many choices it has; needed if `fromSeq` is above 1, since the first event has it.
+   * @throws InvalidArgumentError - `n` is needed.
+   * @throws AlreadyExistsError - the request is live on this session.
+   * @throws UnavailableError - the session has ended, or is being closed.
+   */
+  attach(requestId: string, options: { fromSeq?: bigint | number; n?: number } = {}): SessionRequest {
+    const { n } = options;
+    const fromSeq = BigInt(options.fromSeq ?? 1);
+    if (n === undefined && fromSeq > 1n) {
+      throw invalidArgument("n", "is not given; event 1 tells it, which does not come again with this fromSeq");
     }
-  } catch (error) {
-    console.error(`session: cancel: ${describeError(error)}`);
+    if (n !== undefined && !(Number.isInteger(n) && n >= 1)) {
+      throw invalidArgument("n", `is ${n}; a request has at least 1 choice`);
+    }
+    return new SessionRequest(this.#router, this.#router.attach(new Fold(requestId, n ?? 0, fromSeq)));
+  }
+
+  /**
+   * Continues a request whose session was lost, where it left off: the new one has all output from the beginning. This
+   * works until the lost session's lease ends. If the request's end had arrived, nothing is sent.
+   *
+   * @throws AlreadyExistsError - the request is live on this session.
+   * @throws UnavailableError - the session has ended, or is being closed.
+   */
+  resume(request: SessionRequest): SessionRequest {
+    return new SessionRequest(this.#router, this.#router.attach(foldOf(request).reopened()));
+  }
+
+  /** How many requests have not ended. */
+  get live(): number {
+    return this.#router.records.size;
+  }
+
+  /** The lease that the server granted, in milliseconds; undefined until it answered. Of several servers: the shortest. */
+  get leaseMs(): number | undefined {
+    return this.#router.leaseMs;
+  }
+
+  /** The server's load, as it was told last. Of several servers: the sums, and the fullest cache. */
+  get load(): ServerLoad | undefined {
+    return this.#router.load;
+  }
+
+  /**
+   * Ends the session: accepts no more requests, and resolves when the live ones have ended and the stream is closed. They
+   * need no reader for that.
+   *
+   * @param options - `cancel`: whether to cancel the live requests instead of waiting for them.
+   */
+  async close(options: { cancel?: boolean } = {}): Promise<void> {
+    if (this.#closed === undefined || options.cancel) {
+      this.#closed = this.#router.close(options.cancel ?? false);
+    }
+    await this.#closed;
+  }
+
+  /** Ends the session, and cancels what still runs. */
+  async [Symbol.asyncDispose](): Promise<void> {
+    await this.close({ cancel: true });
   }
 }
 
-function addCommand(
-  options: Options,
-  { commandId, requestId }: { commandId: bigint; requestId: string },
-  prompt: string,
-): StreamResultRequest {
-  const spec = {
-    requestId,
-    input: { case: "text", value: { text: prompt } },
-    ...(options.temperature === undefined ? {} : { sampling: { temperature: options.temperature } }),
-    ...(options.maxTokens === undefined ? {} : { stop: { maxTokens: options.maxTokens } }),
-  } as const;
-  return command({ commandId, command: { case: "add", value: { spec } } });
+const folds = new WeakMap<SessionRequest, Fold>();
+
+function foldOf(request: SessionRequest): Fold {
+  const fold = folds.get(request);
+  if (fold === undefined) {
+    throw invalidArgument("request", "is no request of a session");
+  }
+  return fold;
 }
 
-function cancelCommand(requestId: string): StreamResultRequest {
-  return command({ command: { case: "cancel", value: { requestId } } });
+/**
+ * One request of a session. Iterating gives its chunks from the first on, as they come; it may be iterated more than
+ * once, and leaving the loop leaves the request running.
+ *
+ * ```ts
+ * const request = session.submit("Once upon a time");
+ * for await (const chunk of request) {
+ *   process.stdout.write(chunk.text);
+ * }
+ * const result = await request.result();
+ * ```
+ */
+export class SessionRequest implements AsyncIterable<Chunk> {
+  readonly #router: SessionRouter;
+  readonly #record: SessionRecord;
+
+  /** Made by `Session`. @internal */
+  constructor(router: SessionRouter, record: SessionRecord) {
+    this.#router = router;
+    this.#record = record;
+    folds.set(this, record.fold);
+  }
+
+  /** The request's id, set by you or made by the client. */
+  get requestId(): string {
+    return this.#record.requestId;
+  }
+
+  /** The number of the event that comes next: where `Session.attach` would continue. */
+  get nextSeq(): bigint {
+    return this.#record.fold.nextSeq;
+  }
+
+  /** Whether the request has ended, successfully or not. */
+  get done(): boolean {
+    return this.#record.fold.done;
+  }
+
+  /**
+   * All chunks from the first on, as they come.
+   *
+   * @throws HeadraceError - the request was refused, failed, or its session was lost.
+   */
+  [Symbol.asyncIterator](): AsyncGenerator<Chunk, void, undefined> {
+    return this.chunks();
+  }
+
+  /** The same, whose waits a signal may end. */
+  async *chunks(options: WaitOptions = {}): AsyncGenerator<Chunk, void, undefined> {
+    const record = this.#record;
+    for (let position = 0; ; position++) {
+      while (record.fold.chunks.length <= position && !record.fold.done) {
+        await this.#change(options);
+      }
+      const chunk = record.fold.chunks[position];
+      if (chunk === undefined) {
+        break;
+      }
+      this.#router.pay(record, position + 1);
+      yield chunk;
+    }
+    if (record.fold.error !== undefined) {
+      throw record.fold.error;
+    }
+  }
+
+  /**
+   * Waits for the end and returns the whole result. A cancelled request has one too.
+   *
+   * @throws DeadlineExceededError - `timeoutMs` passed first.
+   * @throws CancelledError - the signal was aborted first.
+   * @throws HeadraceError - the request was refused, failed, or its session was lost.
+   */
+  async result(options: WaitOptions = {}): Promise<Result> {
+    this.#router.payAll(this.#record);
+    const wait = withEnd(options);
+    while (!this.#record.fold.done) {
+      await this.#change(wait);
+    }
+    return this.#record.fold.result();
+  }
+
+  /**
+   * Waits until the server has accepted the request; returns the parameters in force.
+   *
+   * @throws DeadlineExceededError - `timeoutMs` passed first.
+   * @throws CancelledError - the signal was aborted first.
+   * @throws HeadraceError - the request was refused, or its session was lost.
+   */
+  async accepted(options: WaitOptions = {}): Promise<Accepted> {
+    const wait = withEnd(options);
+    const { fold } = this.#record;
+    while (fold.accepted === undefined && !fold.done) {
+      await this.#change(wait);
+    }
+    if (fold.accepted === undefined) {
+      throw fold.error ?? new HeadraceError("the request was attached after its acceptance");
+    }
+    return fold.accepted;
+  }
+
+  /** Asks the server to end the request; it then ends with `cancelled` and the output so far. */
+  cancel(): void {
+    this.#router.cancel(this.#record);
+  }
+
+  /** Waits for a change of the request. */
+  async #change({ signal, timeoutMs }: WaitOptions): Promise<void> {
+    const record = this.#record;
+    const { requestId } = record;
+    const limit = timeoutMs === undefined ? undefined : Math.max(timeoutMs, 0);
+    await new Promise<void>((resolve, reject) => {
+      const settle = (error?: HeadraceError): void => {
+        clearTimeout(timer);
+        signal?.removeEventListener("abort", aborted);
+        record.offChange(changed);
+        if (error === undefined) {
+          resolve();
+        } else {
+          reject(error);
+        }
+      };
+      const changed = (): void => settle();
+      const aborted = (): void => settle(signal && abortError(signal, { requestId }));
+      const late = (): void =>
+        settle(new DeadlineExceededError(`request ${requestId} has not ended in time`, { requestId }));
+      const timer = limit === undefined ? undefined : setTimeout(late, limit);
+      record.onChange(changed);
+      signal?.addEventListener("abort", aborted);
+      if (signal?.aborted) {
+        aborted();
+      }
+    });
+  }
 }
 
-function command(init: MessageInitShape<typeof StreamResultRequestSchema>): StreamResultRequest {
-  return create(StreamResultRequestSchema, init);
+/** The same wait, whose time is counted from now over all its parts. */
+function withEnd({ signal, timeoutMs }: WaitOptions): WaitOptions {
+  const end = timeoutMs === undefined ? undefined : performance.now() + timeoutMs;
+  return {
+    signal,
+    get timeoutMs() {
+      return end === undefined ? undefined : end - performance.now();
+    },
+  };
 }
-
-// Nobody would learn what follows: the program ends, without the trace that an event without a listener makes.
-process.stdout.on("error", (error) => {
-  console.error(`session: standard output: ${error.message}`);
-  process.exit(1);
-});
-process.stderr.on("error", () => process.exit(1));
-
-let flags: ReturnType<typeof parseFlags>;
-try {
-  flags = parseFlags();
-} catch (error) {
-  console.error(error instanceof Error ? error.message : error);
-  console.error(USAGE);
-  process.exit(2);
-}
-process.exitCode = await run(flags.options, flags.prompts);

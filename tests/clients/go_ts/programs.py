@@ -1,5 +1,5 @@
-"""The Go and the TypeScript programs: how they are built and run, and the servers that they run
-against.
+"""The Go programs and the TypeScript examples: how they are built and run, and the servers that
+they run against.
 """
 
 from __future__ import annotations
@@ -34,15 +34,20 @@ def go_command(name: str, folder: Path) -> list[str]:
 
 
 def typescript_command(name: str) -> list[str]:
-    """The command that runs a TypeScript program, which is built in its place."""
+    """The command that runs an example of the TypeScript library, which is built in its place."""
+    build_typescript()
+    return ["node", str(TYPESCRIPT / "build" / "examples" / f"{name}.js")]
+
+
+def build_typescript() -> None:
+    """Builds the TypeScript library, its tests and its examples."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("node is not installed (or npm)")
     lock = TYPESCRIPT / "package-lock.json"
     installed = TYPESCRIPT / "node_modules" / ".package-lock.json"  # npm writes it last
     if not installed.exists() or installed.stat().st_mtime < lock.stat().st_mtime:
         _build(["npm", "ci", "--no-audit", "--no-fund"], TYPESCRIPT)
-    _build(["npm", "run", "build"], TYPESCRIPT)
-    return ["node", str(TYPESCRIPT / "dist" / f"{name}.js")]
+    _build(["npm", "run", "build-all"], TYPESCRIPT)
 
 
 def _build(command: Sequence[str], folder: Path, **environment: str) -> None:

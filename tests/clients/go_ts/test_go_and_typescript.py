@@ -1,8 +1,8 @@
-"""The Go and the TypeScript session programs, built and run against a server, beside Python's stub.
+"""The Go session program, built and run against a server, beside Python's stub.
 
-Both programs have the same flags, output and exit codes, so each test runs with both, over TCP and
-a Unix socket. `headrace_address` is the real server around a fake engine; what only a server that
-breaks the contract can show is asked of `scripted_address`, a scripted one.
+Each test runs over TCP and a Unix socket. `headrace_address` is the real server around a fake
+engine; what only a server that breaks the contract can show is asked of `scripted_address`, a
+scripted one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from tests.clients.go_ts.programs import (
     go_command,
     run_program,
     running_server,
-    typescript_command,
 )
 
 PROMPTS = ["Once upon a time", "The old mill's wheel", "né 😀 \u2028 <&>"]
@@ -46,12 +45,7 @@ def go_program(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return go_command("session", tmp_path_factory.mktemp("go"))
 
 
-@pytest.fixture(scope="module")
-def typescript_program() -> list[str]:
-    return typescript_command("session")
-
-
-@pytest.fixture(params=["go", "typescript"])
+@pytest.fixture(params=["go"])
 def program(request: pytest.FixtureRequest) -> list[str]:
     """The command that runs a session program."""
     command: list[str] = request.getfixturevalue(f"{request.param}_program")

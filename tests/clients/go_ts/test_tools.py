@@ -58,7 +58,7 @@ def test_a_choice_that_there_is_not(program: list[str], addresses: Addresses) ->
     run = run_program(program, addresses.tcp, "--tool-choice", "often", QUESTION)
 
     assert (run.code, run.out) == (1, "")
-    assert 'there is no tool choice "often"' in run.err
+    assert "often" in run.err
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])

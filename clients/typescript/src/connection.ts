@@ -1,0 +1,234 @@
+/**
+ * How a client's options become the connection to one server: its address, encryption, token, keepalive and sizes.
+ *
+ * Every call passes through two interceptors: the innermost adds the token and the metadata, the user's own are around
+ * it.
+ *
+ * @module
+ */
+import { readFileSync } from "node:fs";
+import { readFile } from "node:fs/promises";
+import { connect as connectSocket, isIP } from "node:net";
+import type { SecureClientSessionOptions } from "node:http2";
+
+import { type Client as Stub, createClient, type Interceptor } from "@connectrpc/connect";
+import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
+
+import { errorFromCall, invalidArgument } from "./errors.js";
+import { Health } from "./gen/grpc/health/v1/health_pb.js";
+import { GenerationService } from "./gen/headrace/v1/generation_service_pb.js";
+import { ModelService } from "./gen/headrace/v1/model_service_pb.js";
+import { type Address, isLocal, type Place, textOf } from "./targets.js";
+
+const DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024;
+const DEFAULT_KEEPALIVE_MS = 45_000;
+const KEEPALIVE_TIMEOUT_MS = 20_000;
+
+/** How a connection is encrypted. Certificates and keys are PEM text or bytes. */
+export interface TlsOptions {
+  /** The authorities that the server's certificate is checked by; default: the system's. */
+  readonly ca?: string | Uint8Array | undefined;
+  /** The file that has them. */
+  readonly caFile?: string | undefined;
+  /** This client's own certificate; goes with `key`. */
+  readonly cert?: string | Uint8Array | undefined;
+  /** The key of `cert`. */
+  readonly key?: string | Uint8Array | undefined;
+  /** The name that the server's certificate has, if it is not the target's. */
+  readonly serverName?: string | undefined;
+}
+
+/** Metadata that is sent with a call. Binary values go under names that end in `-bin`, as base64. */
+export type Metadata = Readonly<Record<string, string>>;
+
+/** How a client connects. */
+export interface ConnectionOptions {
+  /**
+   * Whether and how the connection is encrypted: `true` for the system's authorities, or more. Default: plaintext; with a
+   * token, plaintext to another machine is refused unless this is `false`.
+   */
+  readonly tls?: boolean | TlsOptions | undefined;
+  /** The token that the server knows the caller by; a function is called for each call. */
+  readonly token?: string | (() => string | Promise<string>) | undefined;
+  /** The file that has the token; it is read again for each call, so that it may be replaced. */
+  readonly tokenFile?: string | undefined;
+  /**
+   * Sent with each call; a function is called for each one, in its asynchronous context. This is where a trace's context
+   * is put in (`propagation.inject` of OpenTelemetry).
+   */
+  readonly metadata?: Metadata | (() => Metadata | Promise<Metadata>) | undefined;
+  /** Interceptors of `@connectrpc/connect` around every call, the first one outermost. */
+  readonly interceptors?: readonly Interceptor[] | undefined;
+  /** How often a connection with open calls is asked whether it is alive, in milliseconds; default 45,000. 0: never. */
+  readonly keepaliveMs?: number | undefined;
+  /** The largest message that is sent or received, in bytes; default 16 MiB. */
+  readonly maxMessageBytes?: number | undefined;
+}
+
+/** The connection to one server, and its stubs. It connects at its first call, and again when it was lost. */
+export class Connection {
+  /** The server, for messages. */
+  readonly target: string;
+  readonly generation: Stub<typeof GenerationService>;
+  readonly models: Stub<typeof ModelService>;
+  readonly health: Stub<typeof Health>;
+  readonly #manager: Http2SessionManager;
+
+  constructor(address: Address, options: ConnectionSettings) {
+    this.target = textOf(address);
+    const { tls, keepaliveMs } = options;
+    const host = address.host.includes(":") ? `[${address.host}]` : address.host;
+    const baseUrl = `${tls === undefined ? "http" : "https"}://${address.kind === "unix" ? "localhost" : `${host}:${address.port}`}`;
+    const serverName = tls?.servername ?? address.serverName;
+    this.#manager = new Http2SessionManager(
+      baseUrl,
+      keepaliveMs === 0
+        ? {}
+        : { pingIntervalMs: keepaliveMs, pingTimeoutMs: KEEPALIVE_TIMEOUT_MS, pingIdleConnection: false },
+      {
+        ...tls,
+        ...(serverName === "" || isIP(serverName) !== 0 ? {} : { servername: serverName }),
+        ...(address.kind === "unix" && tls === undefined
+          ? { createConnection: () => connectSocket(address.host) }
+          : {}),
+      },
+    );
+    const transport = createGrpcTransport({
+      baseUrl,
+      sessionManager: this.#manager,
+      readMaxBytes: options.maxMessageBytes,
+      writeMaxBytes: options.maxMessageBytes,
+      interceptors: [...options.interceptors, options.addMetadata],
+    });
+    this.generation = createClient(GenerationService, transport);
+    this.models = createClient(ModelService, transport);
+    this.health = createClient(Health, transport);
+  }
+
+  /** Closes the connection; calls that still run on it are cancelled. */
+  close(): void {
+    this.#manager.abort();
+  }
+}
+
+/** What all connections of a client share. */
+export interface ConnectionSettings {
+  readonly tls: SecureClientSessionOptions | undefined;
+  readonly keepaliveMs: number;
+  readonly maxMessageBytes: number;
+  readonly interceptors: readonly Interceptor[];
+  readonly addMetadata: Interceptor;
+}
+
+/**
+ * Checks a client's options and converts them.
+ *
+ * @throws InvalidArgumentError - they contradict each other.
+ */
+export function settingsFrom(options: ConnectionOptions, places: readonly Place[]): ConnectionSettings {
+  const { token, tokenFile } = options;
+  if (token !== undefined && tokenFile !== undefined) {
+    throw invalidArgument("tokenFile", "cannot be combined with token");
+  }
+  const hasToken = token !== undefined || tokenFile !== undefined;
+  const tls = tlsFrom(options.tls);
+  if (tls !== undefined && places.some((place) => place.kind === "unix")) {
+    throw invalidArgument("tls", "cannot be used with a Unix socket");
+  }
+  if (hasToken && options.tls === undefined && !places.every(isLocal)) {
+    const shown = places.map(textOf).join(",");
+    throw invalidArgument(
+      "token",
+      `would travel to ${shown} in clear text: set tls to true, or to false to accept that`,
+    );
+  }
+  return {
+    tls,
+    keepaliveMs: positive(options.keepaliveMs ?? DEFAULT_KEEPALIVE_MS, "keepaliveMs", 0),
+    maxMessageBytes: positive(options.maxMessageBytes ?? DEFAULT_MAX_MESSAGE_BYTES, "maxMessageBytes", 1),
+    interceptors: options.interceptors ?? [],
+    addMetadata: metadataInterceptor(options),
+  };
+}
+
+/** A number of at least `least`, or the error that names the option. */
+export function positive(value: number, name: string, least: number): number {
+  if (typeof value !== "number" || !(value >= least)) {
+    throw invalidArgument(name, `is ${String(value)}; a number of at least ${least} is needed`);
+  }
+  return value;
+}
+
+function tlsFrom(given: boolean | TlsOptions | undefined): SecureClientSessionOptions | undefined {
+  if (given === undefined || given === false) {
+    return undefined;
+  }
+  const { ca, caFile, cert, key, serverName } = given === true ? {} : given;
+  if ((cert === undefined) !== (key === undefined)) {
+    throw invalidArgument("tls", "cert and key go together");
+  }
+  if (ca !== undefined && caFile !== undefined) {
+    throw invalidArgument("tls", "ca cannot be combined with caFile");
+  }
+  const authorities = caFile === undefined ? ca : readFileSync(caFile);
+  return {
+    ...(authorities === undefined ? {} : { ca: pem(authorities) }),
+    ...(cert === undefined ? {} : { cert: pem(cert) }),
+    ...(key === undefined ? {} : { key: pem(key) }),
+    ...(serverName === undefined ? {} : { servername: serverName }),
+  };
+}
+
+function pem(value: string | Uint8Array): string | Buffer {
+  return typeof value === "string" ? value : Buffer.from(value);
+}
+
+function metadataInterceptor({ token, tokenFile, metadata }: ConnectionOptions): Interceptor {
+  return (next) => async (request) => {
+    const given = typeof metadata === "function" ? await metadata() : metadata;
+    for (const [name, value] of Object.entries(given ?? {})) {
+      request.header.set(name, value);
+    }
+    const secret = tokenFile === undefined ? token : (await readTokenFile(tokenFile)).trim();
+    const text = typeof secret === "function" ? await secret() : secret;
+    if (text !== undefined) {
+      request.header.set("authorization", `Bearer ${text}`);
+    }
+    return next(request);
+  };
+}
+
+async function readTokenFile(path: string): Promise<string> {
+  try {
+    return await readFile(path, "utf8");
+  } catch (error) {
+    throw invalidArgument("tokenFile", `cannot be read: ${error instanceof Error ? error.message : String(error)}`);
+  }
+}
+
+/** The options of one unary call. */
+export interface CallOptions {
+  /** Ends the call when it is aborted. */
+  readonly signal?: AbortSignal | undefined;
+  /** The most milliseconds that the call may take. */
+  readonly timeoutMs?: number | undefined;
+}
+
+/** The options of a call as the stubs take them. */
+export function stubOptions({ signal, timeoutMs }: CallOptions) {
+  return { ...(signal === undefined ? {} : { signal }), ...(timeoutMs === undefined ? {} : { timeoutMs }) };
+}
+
+/** Runs a unary call of one connection. */
+export async function unary<T>(
+  connection: Connection,
+  options: CallOptions,
+  requestId: string,
+  call: (connection: Connection, options: { signal?: AbortSignal; timeoutMs?: number }) => Promise<T>,
+): Promise<T> {
+  try {
+    return await call(connection, stubOptions(options));
+  } catch (failure) {
+    throw errorFromCall(failure, { target: connection.target, signal: options.signal, requestId });
+  }
+}
