@@ -17,6 +17,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import accumulate, combinations
 
 WINDOW_S = 10.0
 """Departures older than this are not counted."""
@@ -34,6 +35,9 @@ JITTER = 0.1
 """The largest random addition, as a fraction of the advice, so that callers do not come back at the
 same moment. 1 if no rate is known.
 """
+BEST_COUNT = 256
+"""The rate is that of the best part of the window with so many departures: less leaves in a storm
+of calls, which takes the machine's time, than after it."""
 _CLAIM_SLICE_S = 0.25
 """The resolution of the times at which advised callers are expected."""
 
@@ -57,7 +61,8 @@ class DrainRate:
         """`clock`: monotonic seconds. `jitter`: returns a random number from 0 to 1."""
         self._clock = clock
         self._jitter = jitter
-        self._slices: deque[tuple[float, float]] = deque()  # when it began, what left in it
+        # When it began, what left in it, in how many departures.
+        self._slices: deque[tuple[float, float, int]] = deque()
         self._since: float | None = None  # when the first left
         self._last = clock()
         self._claims: dict[int, float] = {}  # by the slice of time in which they come
@@ -78,13 +83,15 @@ class DrainRate:
             return
         slices = self._slices
         if slices and now - slices[-1][0] < SLICE_S:
-            start, before = slices[-1]
-            slices[-1] = (start, before + amount)
+            start, before, number = slices[-1]
+            slices[-1] = (start, before + amount, number + 1)
             return
-        slices.append((now, amount))
+        slices.append((now, amount, 1))
         self._forget(now)
 
-    def advise(self, missing: float, claim: float, before: float | None = None) -> float:
+    def advise(
+        self, missing: float, claim: float, before: float | None = None, margin: float = MARGIN
+    ) -> float:
         """In how many seconds a caller that is refused now should try again: MIN_DELAY_S to
         MAX_DELAY_S.
 
@@ -92,21 +99,33 @@ class DrainRate:
             missing: how much must leave before there is room.
             claim: how much this caller will take then.
             before: the most of the others' claims that goes before this one; None: all of them.
+            margin: the fraction by which it is told to come later than the rate says.
         """
         now = self._clock()
         self._forget(now)
-        gone = sum(amount for _, amount in self._slices)
+        gone = sum(amount for _, amount, _ in self._slices)
         measured = 0.0 if self._since is None else min(now - self._since, WINDOW_S)
         if not gone or measured < SLICE_S:
             delay = max(now - self._last, UNKNOWN_DELAY_S) * (1 + self._jitter())
             return min(delay, MAX_DELAY_S)
         line = self._claimed if before is None else min(self._claimed, before)
-        delay = (missing + line) * measured / gone
-        delay = max(delay * (1 + MARGIN + JITTER * self._jitter()), MIN_DELAY_S)
+        delay = (missing + line) / max(gone / measured, self._best())
+        delay = max(delay * (1 + margin + JITTER * self._jitter()), MIN_DELAY_S)
         if delay > MAX_DELAY_S:  # advised, but not certain to find room
             return MAX_DELAY_S * (1 - JITTER * self._jitter())
         self._claim(now + delay, claim)
         return delay
+
+    def _best(self) -> float:
+        """The highest rate over some slices in a row with BEST_COUNT departures; 0: none have."""
+        amounts = [0.0, *accumulate(amount for _, amount, _ in self._slices)]
+        numbers = [0, *accumulate(number for _, _, number in self._slices)]
+        best = 0.0
+        for first, last in combinations(range(len(self._slices)), 2):
+            if numbers[last] - numbers[first] >= BEST_COUNT:
+                seconds = self._slices[last][0] - self._slices[first][0]
+                best = max(best, (amounts[last] - amounts[first]) / seconds)
+        return best
 
     def _claim(self, when: float, amount: float) -> None:
         index = int(when / _CLAIM_SLICE_S)

@@ -78,6 +78,13 @@ class RequestNotFoundError(HeadraceError):
         self.request_id = request_id
 
 
+def kept_places(kept: int) -> str:
+    """How a refusal tells what is kept for others of the same caller; empty: nothing is."""
+    if not kept:
+        return ""
+    return f" (and {kept} of this caller's are due again, which go first)"
+
+
 class QueueFullError(HeadraceError):
     """Too many requests are waiting.
 
@@ -86,6 +93,7 @@ class QueueFullError(HeadraceError):
         retry_after_s: when to try again, in seconds.
         held, share: how many of the caller's requests wait, and how many may while others want
             their share; None: the caller's share is not the reason.
+        kept: how many places are kept for the caller's requests that come again as they were told.
     """
 
     def __init__(
@@ -95,6 +103,7 @@ class QueueFullError(HeadraceError):
         present: int | None = None,
         held: int | None = None,
         share: int | None = None,
+        kept: int = 0,
     ) -> None:
         """`present`: None: as many as `limit`."""
         self.present = limit if present is None else present
@@ -104,13 +113,14 @@ class QueueFullError(HeadraceError):
                 f"; others want theirs, and this caller has {held}, where its share is now {share}"
             )
         super().__init__(
-            f"the queue is full: {self.present} requests are waiting, and {limit} may "
-            f"(max_queue_size){others}; try again in {retry_after_s:.1f} s"
+            f"the queue is full: {self.present} requests are waiting{kept_places(kept)}, and "
+            f"{limit} may (max_queue_size){others}; try again in {retry_after_s:.1f} s"
         )
         self.limit = limit
         self.retry_after_s = retry_after_s
         self.held = held
         self.share = share
+        self.kept = kept
 
 
 class CompileQueueFullError(HeadraceError):

@@ -63,18 +63,23 @@ class QueueRoom:
         shares = self._shares
         askers = [self._asker(request) for request in requests]
         number = Counter(asker.key for asker in askers)
+        ticket = requests[0].ticket if len(requests) == 1 else ""
         for asker in {asker.key: asker for asker in askers}.values():
-            refusal = shares.ask(asker, number[asker.key], present=waiting)
+            refusal = shares.ask(asker, number[asker.key], present=waiting, ticket=ticket)
             if refusal is not None:
                 raise QueueFullError(
                     refusal.limit,
                     refusal.retry_after_s,
                     waiting,
-                    *((refusal.held, refusal.share) if refusal.is_above_share else ()),
+                    refusal.held if refusal.is_above_share else None,
+                    refusal.share if refusal.is_above_share else None,
+                    refusal.kept,
                 )
             waiting += number[asker.key]
         for asker, request in zip(askers, requests, strict=True):
             shares.add(asker, request.n)
+            if shares.line.places and request.ticket:
+                shares.got_in(asker, request.ticket)
             self._entered[request.request_id] = asker, request.n
 
     def has_of(self, outputs: Iterable[RequestOutput]) -> bool:

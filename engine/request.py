@@ -79,6 +79,8 @@ class GenerationRequest:
             caller is a group by itself.
         weight: how much service the caller is due relative to others, MIN_WEIGHT to MAX_WEIGHT. If
             a caller's requests differ in it, the latest counts.
+        ticket: what the caller's same request is known by when it comes again after it was refused
+            for want of room (`engine.line`); empty: it is not known.
     """
 
     request_id: RequestId
@@ -96,6 +98,7 @@ class GenerationRequest:
     caller: CallerKey = NO_CALLER
     caller_group: CallerKey = NO_CALLER
     weight: float = 1.0
+    ticket: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", TokenIds.of(self.prompt, "prompt"))

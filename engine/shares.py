@@ -22,7 +22,8 @@ many callers.
 
 A refused amount is counted until its advised time, so that the next refused caller is given a later
 time (`engine.drain_rate`). But no caller waits for more of another's amount than the other is due
-before it.
+before it. What comes again as advised goes before what the same caller asks for the first time, if
+it is known by its ticket (`engine.line`), while half of the limit or more is in use.
 
 O(log n) for each call, with n callers that hold or want something; nothing is kept about others.
 Used by one thread at a time.
@@ -37,7 +38,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from engine.drain_rate import DrainRate
+from engine.drain_rate import MARGIN, MIN_DELAY_S, DrainRate
+from engine.line import Line
 
 RESERVE_PART = 8
 """The reserve is the limit divided by this."""
@@ -131,6 +133,8 @@ class Refusal:
         is_above_share: whether the caller holds more than that, or would with this amount, while
             others want their shares.
         retry_after_s: when to try again, in seconds.
+        kept: how much is kept for what the caller was told to come again with, and is due before
+            this.
     """
 
     limit: int
@@ -139,6 +143,7 @@ class Refusal:
     share: int
     is_above_share: bool
     retry_after_s: float
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +195,12 @@ class _Caller:
 
 
 class Shares(Generic[Who]):
-    """See the module. `Who`: the type by which its user names callers."""
+    """See the module. `Who`: the type by which its user names callers.
+
+    Attributes:
+        level: how much is in use.
+        line: what was refused and told to come again.
+    """
 
     def __init__(
         self,
@@ -218,6 +228,7 @@ class Shares(Generic[Who]):
         self._owed = 0  # to all
         self._owed_due = 0  # to those whose groups are within their shares
         self._ends: list[tuple[float, str]] = []  # heap: when what is owed may be forgotten
+        self.line = Line()
 
     @property
     def limit(self) -> int | None:
@@ -256,7 +267,13 @@ class Shares(Generic[Who]):
     # ---- asking --------------------------------------------------------------------------------
 
     def ask(
-        self, who: Who, amount: int, *, has: int = 0, present: int | None = None
+        self,
+        who: Who,
+        amount: int,
+        *,
+        has: int = 0,
+        present: int | None = None,
+        ticket: str = "",
     ) -> Refusal | None:
         """Check whether an amount fits for one caller; None: it does. Nothing is taken.
 
@@ -265,6 +282,8 @@ class Shares(Generic[Who]):
             amount: how much; at most the limit.
             has: what was already taken for the same thing, if it comes in parts.
             present: how much is in use now, if another module knows it better.
+            ticket: what the caller's same want is known by when it comes again; empty: it is not
+                known. See `got_in`.
         """
         limit = self.level.limit
         if limit is None:
@@ -274,12 +293,24 @@ class Shares(Generic[Who]):
         present = self.level.present if present is None else present
         caller = self._callers.get(who.key)
         due = self._due(who, caller, amount, limit, has)
-        missing = present + amount - (limit + self._room_beyond(caller, due))
+        line = self.line
+        kept = line.kept(who.key, now) if line.places else 0
+        is_due = kept > 0 and line.is_kept(who.key, ticket)
+        ahead = kept if 2 * present >= limit and not is_due else 0
+        missing = present + ahead + amount - (limit + self._room_beyond(caller, due))
         if missing <= 0:
             return None
         if caller is None:
             caller = self._enter(who)
-        retry_after_s = self._advise(caller, missing, amount, due.part, now)
+        if early_s := line.due_in(who.key, ticket, now):
+            retry_after_s = max(early_s, MIN_DELAY_S)
+        else:
+            behind = kept if is_due else None  # it is in front, with the others that are due
+            # A place that is kept will not be taken by somebody else who comes a little earlier.
+            margin = 0.0 if ticket else MARGIN
+            retry_after_s = self._advise(caller, missing, amount, due.part, now, behind, margin)
+            if ticket:
+                line.put(who.key, ticket, amount, now, retry_after_s)
         if due.is_new or due.is_within:
             until = now + min(retry_after_s, MAX_WANT_S) + GRACE_S
             self._owe(caller, amount, max(amount, due.share - caller.held), due, until)
@@ -290,9 +321,14 @@ class Shares(Generic[Who]):
             share=due.share,
             is_above_share=due.part < 1 and not (due.is_within and due.is_of_due_group),
             retry_after_s=retry_after_s,
+            kept=ahead,
         )
         self._tidy(caller)
         return refusal
+
+    def got_in(self, who: Who, ticket: str) -> None:
+        """Keep no place any longer for what is known by this ticket."""
+        self.line.drop(who.key, ticket)
 
     def _due(self, who: Who, caller: _Caller | None, amount: int, limit: int, has: int) -> _Due:
         group = self._groups.get(who.group)
@@ -327,14 +363,28 @@ class Shares(Generic[Who]):
             return self._reserve // 4 - self._owed_due + (own if caller and caller.is_due else 0)
         return own - self._owed
 
-    def _advise(self, caller: _Caller, missing: int, amount: int, part: float, now: float) -> float:
+    def _advise(
+        self,
+        caller: _Caller,
+        missing: int,
+        amount: int,
+        part: float,
+        now: float,
+        behind: int | None,
+        margin: float,
+    ) -> float:
+        """When to come again. `behind`: the most that comes before this; None: it is not known.
+        `margin`: see DrainRate.
+        """
         own = 0.0
         if now < caller.told_until:
             passed = (now - caller.told_since) / (caller.told_until - caller.told_since)
             own = caller.told * (1 - passed)
         # If callers take turns, this many of the others come before the last of this caller's own.
         before = (own + amount) / part - amount if part < 1 else None
-        delay = self._rate.advise(missing, amount, before)
+        if behind is not None:
+            before = behind if before is None else min(before, behind)
+        delay = self._rate.advise(missing, amount, before, margin)
         caller.told = own + amount
         caller.told_since = now
         caller.told_until = max(caller.told_until, now + delay)

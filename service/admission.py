@@ -89,16 +89,18 @@ class Holding:
         account: whom it is charged to.
         taken: what it has taken so far.
         is_taken_over: whether another owner releases it. Set by that owner.
+        ticket: what the request is known by if it comes again after a refusal; empty: it is not.
         weight: its account's weight, once it has entered: the group's weight, divided equally among
             the accounts of the group that have requests.
     """
 
-    __slots__ = ("_control", "account", "is_taken_over", "taken", "weight")
+    __slots__ = ("_control", "account", "is_taken_over", "taken", "ticket", "weight")
 
-    def __init__(self, control: AdmissionControl, account: Account) -> None:
+    def __init__(self, control: AdmissionControl, account: Account, ticket: str) -> None:
         self._control = control
         self.is_taken_over = False
         self.account = account
+        self.ticket = ticket
         self.taken = NOTHING
         self.weight = account.weight
 
@@ -128,11 +130,17 @@ class Holding:
         """
         self._control.check_bytes(self.account, measure)
         self.take(Charge(1, converted.size, tokens), converted.field)
+        if self.ticket:
+            for bound in self._control.bounds:
+                if bound.line.places:
+                    bound.got_in(self.account, self.ticket)
 
     def take(self, charge: Charge, field: str = "", *, room_for: Charge | None = None) -> None:
         """Take more; see `AdmissionControl.take`."""
         before = self.taken
-        self._control.take(self.account, charge, has=before, field=field, room_for=room_for)
+        self._control.take(
+            self.account, charge, has=before, field=field, room_for=room_for, ticket=self.ticket
+        )
         self.taken = Charge(*map(sum, zip(before, charge, strict=True)))
 
     def drop(self, footprint: Footprint) -> None:
@@ -164,7 +172,12 @@ class Holding:
 
 
 class AdmissionControl:
-    """See the module. `places`: the places for requests."""
+    """See the module.
+
+    Attributes:
+        places: the places for requests.
+        bounds: all limits, in the order of Charge.
+    """
 
     def __init__(
         self,
@@ -179,7 +192,7 @@ class AdmissionControl:
         self.places = bound_of(_places(limits), clock, jitter)
         self._bytes = bound_of(_bytes(limits), clock, jitter)
         self._tokens = bound_of(_tokens(limits), clock, jitter)
-        self._bounds = self.places, self._bytes, self._tokens  # in the order of Charge
+        self.bounds = self.places, self._bytes, self._tokens  # in the order of Charge
         self._max_unread = limits.max_undelivered_bytes
         self._unread: Shares[Account] = Shares(limits.max_undelivered_bytes, clock, jitter)
         self._unread_of: dict[CallerKey, tuple[Account, int]] = {}
@@ -265,7 +278,13 @@ class AdmissionControl:
                 self._unread.remove(account, before[key][1], served=False)
 
     def check(
-        self, account: Account, charge: Charge, *, has: Charge = NOTHING, field: str = ""
+        self,
+        account: Account,
+        charge: Charge,
+        *,
+        has: Charge = NOTHING,
+        field: str = "",
+        ticket: str = "",
     ) -> None:
         """Refuse a charge for which there is no room. Cheap; call it before any work is done.
 
@@ -274,17 +293,18 @@ class AdmissionControl:
             charge: what it would take.
             has: what the same request has already taken.
             field: the field that takes the most bytes.
+            ticket: see `Holding`.
 
         Raises:
             LimitReachedError: a limit is reached, for this identity or for all callers.
             FieldError: the charge is larger than the limit itself.
         """
-        for bound, amount, held in zip(self._bounds, charge, has, strict=True):
+        for bound, amount, held in zip(self.bounds, charge, has, strict=True):
             if not amount:
                 continue
             if bound.most is not None and held + amount > bound.most:
                 raise bound.error_alone(held + amount, field)
-            if (refusal := bound.ask(account, amount, has=held)) is not None:
+            if (refusal := bound.ask(account, amount, has=held, ticket=ticket)) is not None:
                 raise bound.error(refusal, amount)
 
     # Counting
@@ -297,6 +317,7 @@ class AdmissionControl:
         has: Charge = NOTHING,
         field: str = "",
         room_for: Charge | None = None,
+        ticket: str = "",
     ) -> None:
         """Take all of a charge, or nothing; see `check`. `room_for`: what must fit, if that is
         more.
@@ -304,20 +325,21 @@ class AdmissionControl:
         Raises:
             LimitReachedError, FieldError: as `check`.
         """
-        self.check(account, charge if room_for is None else room_for, has=has, field=field)
-        for bound, amount in zip(self._bounds, charge, strict=True):
+        wanted = charge if room_for is None else room_for
+        self.check(account, wanted, has=has, field=field, ticket=ticket)
+        for bound, amount in zip(self.bounds, charge, strict=True):
             bound.add(account, amount)
 
     def add(self, account: Account, charge: Charge) -> None:
         """Take a charge, whether it fits or not."""
-        for bound, amount in zip(self._bounds, charge, strict=True):
+        for bound, amount in zip(self.bounds, charge, strict=True):
             bound.add(account, amount)
 
     def remove(self, account: Account, charge: Charge, *, served: bool = True) -> None:
         """Release a charge. `served`: False for a charge that was undone, which must not count for
         the rate.
         """
-        for bound, amount in zip(self._bounds, charge, strict=True):
+        for bound, amount in zip(self.bounds, charge, strict=True):
             bound.remove(account, amount, served=served)
         if charge.places and not self.places.present:
             self._set_unread({})  # without requests there are no results to read
@@ -326,9 +348,9 @@ class AdmissionControl:
         """Count bytes that were read."""
         self._byte_rate.left(num_bytes)
 
-    def holding(self, account: Account) -> Holding:
-        """Make an empty holding for a new request."""
-        return Holding(self, account)
+    def holding(self, account: Account, ticket: str = "") -> Holding:
+        """Make an empty holding for a new request. `ticket`: see `Holding`."""
+        return Holding(self, account, ticket)
 
 
 def _places(limits: Limits) -> Kind:

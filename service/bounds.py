@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from engine.errors import HeadraceError
+from engine.errors import HeadraceError, kept_places
 from engine.shares import Level, Refusal, Shares
 from service.accounts import Account
 from service.call_errors import FieldError
@@ -120,7 +120,8 @@ class Bound(Shares[Account]):
             )
         return LimitReachedError(
             kind.reason_of_identity if of_identity else kind.reason,
-            f"{what}; there may be {refusal.limit} ({option}){others}: {kind.remedy}",
+            f"{what}{kept_places(refusal.kept)}; there may be {refusal.limit} ({option}){others}: "
+            f"{kind.remedy}",
             option=option,
             limit=refusal.limit,
             present=refusal.present,
@@ -150,12 +151,18 @@ class _BoundOfIdentities(Bound):
         self._of: dict[str, Level] = {}  # identities that have some
 
     def ask(
-        self, who: Account, amount: int, *, has: int = 0, present: int | None = None
+        self,
+        who: Account,
+        amount: int,
+        *,
+        has: int = 0,
+        present: int | None = None,
+        ticket: str = "",
     ) -> Refusal | None:
-        """See `Shares.ask`; the identity's limit comes first."""
+        """See `Shares.ask`; the identity's limit comes first, and has no line."""
         own = self._of.get(who.identity)
         if own is None or own.missing(amount) <= 0:
-            return super().ask(who, amount, has=has, present=present)
+            return super().ask(who, amount, has=has, present=present, ticket=ticket)
         return RefusalOfIdentity(
             limit=own.limit or 0,
             present=own.present,

@@ -70,7 +70,7 @@ class WireError(msgspec.Struct, frozen=True):
     """An error of the engine: the name of its class and the arguments to recreate it."""
 
     kind: str
-    arguments: tuple[str | int | float, ...]
+    arguments: tuple[str | int | float | None, ...]
     mentions: tuple[str, ...] = ()
 
 
@@ -143,7 +143,7 @@ def to_wire(error: HeadraceError) -> WireError:
         case DuplicateRequestError():
             return WireError("DuplicateRequestError", (error.request_id,))
         case QueueFullError():
-            of_caller = () if error.share is None else (error.held or 0, error.share)
+            of_caller = (error.held, error.share, error.kept)
             return WireError(
                 "QueueFullError", (error.limit, error.retry_after_s, error.present, *of_caller)
             )

@@ -299,6 +299,7 @@ class Converter:
             caller=account.key,
             caller_group=CallerKey(account.group),
             weight=max(weight, MIN_WEIGHT),
+            ticket=spec.request_id,
         )
         check_min_tokens(request.sampling, request.stop)
         return request

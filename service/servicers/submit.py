@@ -105,7 +105,7 @@ async def start_request(
             await registry.settled(account.identity, draft.request_id)
             engine_id = registry.new_name(account.identity, draft.request_id)
             # From here on, the memory that it holds is counted.
-            with registry.admission.holding(account) as holding:
+            with registry.admission.holding(account, draft.spec.request_id) as holding:
                 holding.enter(draft.footprint, unread)
                 submission = await front.converter.submission(
                     draft,

@@ -396,6 +396,7 @@ def _is_alive(pid: int) -> bool:
         DuplicateRequestError("a"),
         QueueFullError(3, 0.25),
         QueueFullError(3, 0.25, 4, 3, 1),
+        QueueFullError(3, 0.25, 2, kept=1),
         CompileQueueFullError(64, 0.25, 64),
         CompileQueueFullError(64, 0.25, 12, 10.0),
         ConfigError("block_size", "is 0"),

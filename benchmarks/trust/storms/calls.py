@@ -22,7 +22,8 @@ CALL_TOKENS = 4
 FIRST_RETURN = 0.9
 """So many of the refused get in when they come again as advised."""
 TWICE, MORE_S = 2.0, 0.5
-"""Nobody is told to wait longer than twice the time after which its place came free, and this."""
+"""Nobody is told to wait longer than twice the time after which its place came free, and this. The
+places that come free after the first refusal are for those who were refused, in their order."""
 PATIENCE_S = 300.0
 
 
@@ -62,24 +63,29 @@ class Crowd:
         await asyncio.gather(*(channel.channel_ready() for channel in channels))
         self._began = time.monotonic()
         await asyncio.gather(
-            *(self._call(channels[number % len(channels)]) for number in range(self._calls))
+            *(self._call(channels[number % len(channels)], number) for number in range(self._calls))
         )
         await asyncio.gather(*(channel.close() for channel in channels))
 
-    async def _call(self, channel: Any) -> None:
-        found = await self._try(channel)
+    async def _call(self, channel: Any, number: int) -> None:
+        # The same call again is known by its id, and goes before those that come first.
+        raw = rpc.GenerateRequest(
+            spec={
+                "request_id": f"storm-{number}",
+                "text": {"text": "a"},
+                "stop": {"max_tokens": CALL_TOKENS, "ignore_eos": True},
+            }
+        ).SerializeToString()
+        found = await self._try(channel, raw)
         if isinstance(found, Refused):
             self.refused.append(found)
             await asyncio.sleep(found.advice_s)
-            again = await self._try(channel)
+            again = await self._try(channel, raw)
             found.is_in = again == "OK"
             found = "refused again" if isinstance(again, Refused) else again
         self.tally[found] += 1
 
-    async def _try(self, channel: Any) -> Refused | str:
-        raw = rpc.GenerateRequest(
-            spec={"text": {"text": "a"}, "stop": {"max_tokens": CALL_TOKENS, "ignore_eos": True}}
-        ).SerializeToString()
+    async def _try(self, channel: Any, raw: bytes) -> Refused | str:
         try:
             await channel.unary_unary(GENERATION + "Generate")(
                 raw, metadata=self._metadata, timeout=PATIENCE_S
@@ -100,7 +106,7 @@ class Crowd:
         share = sum(one.is_in for one in self.refused) / len(self.refused)
         if share < FIRST_RETURN:
             wrong.append(f"{share:.0%} got in at their first return, fewer than {FIRST_RETURN:.0%}")
-        ends = sorted(self.ends)
+        ends = sorted(end for end in self.ends if end >= self.refused[0].at)
         beyond = []
         for number, one in enumerate(self.refused):
             free = max(0.0, ends[min(number, len(ends) - 1)] - one.at)
