@@ -23,6 +23,7 @@ from engine.runner.loader import VerifiedModel, build_runner
 from engine.runner.memory import CachePlan
 from engine.scheduler.pace import StepPace
 from engine.scheduler.registry import scheduler_class
+from engine.startup import VOCABULARY, enter
 from engine.text import TextStream, Tokenizer
 from engine.types import TokenId
 
@@ -101,6 +102,7 @@ def build_loop(
     core, limits, plan = build_core(verified, config, progress)
     compiler = _grammar_compiler(verified, tokenizer)
     if compiler is not None:
+        enter(progress, VOCABULARY)
         progress("reading the vocabulary")  # load it now: later, running requests would wait for it
         compiler.warm_up()
     loop = EngineLoop(

@@ -49,6 +49,7 @@ class ModelInfo:
         max_running_requests: how many requests run at the same time.
         max_queue_size: how many may wait; 0: no limit.
         heeds_priorities: whether the scheduling policy uses priorities; if not, they are refused.
+        startup: how many seconds the phases of loading took, in order (`engine.startup`).
     """
 
     name: str
@@ -65,6 +66,7 @@ class ModelInfo:
     max_running_requests: int
     max_queue_size: int
     heeds_priorities: bool
+    startup: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

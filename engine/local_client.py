@@ -24,6 +24,7 @@ from engine.errors import EngineUnavailableError
 from engine.loop import EngineLoop
 from engine.outputs import StepOutputs
 from engine.request import GenerationRequest
+from engine.startup import IMPORT, WARM_UP, Stages
 from engine.stats import EngineStats
 from engine.text import Tokenizer, TokenizerError
 from engine.threads import await_on_own_thread
@@ -72,14 +73,16 @@ class LocalEngineClient:
         bridge = _Bridge(asyncio.get_running_loop(), sink, self._ended)
         self._loaded = loaded = asyncio.Event()
 
-        def stage(line: str) -> None:
+        def tell(line: str) -> None:
             if self._closing.is_set():
                 raise EngineUnavailableError("loading was given up, because the engine was closed")
             progress(line)
 
+        stages = Stages(tell)
+
         def build() -> tuple[EngineLoop, ModelInfo]:
             try:
-                return self._build(bridge, stage)
+                return self._build(bridge, stages)
             finally:
                 bridge.call(loaded.set)
 
@@ -94,8 +97,9 @@ class LocalEngineClient:
         self._engine = engine
         return info
 
-    def _build(self, bridge: _Bridge, stage: ProgressSink) -> tuple[EngineLoop, ModelInfo]:
-        stage("importing torch and transformers")
+    def _build(self, bridge: _Bridge, stages: Stages) -> tuple[EngineLoop, ModelInfo]:
+        stages.enter(IMPORT)
+        stages("importing torch and transformers")
         if self._owns_process:
             gc.disable()  # a fifth of the time that the imports take
         from engine.assembly import build_loop
@@ -105,18 +109,19 @@ class LocalEngineClient:
             gc.freeze()
             gc.enable()
         verified = load_model(
-            self._model, self._load_config, stage, block_size=self._config.block_size
+            self._model, self._load_config, stages, block_size=self._config.block_size
         )
         self._verified = verified
         engine, limits, plan = build_loop(
             verified,
             self._config,
-            stage,
+            stages,
             sink=bridge.deliver,
             tokenizer=_load_tokenizer(verified),
             on_end=bridge.end,
         )
-        stage("warming up")
+        stages.enter(WARM_UP)
+        stages("warming up")
         engine.warmup()
         if self._owns_process:
             gc.collect()
@@ -128,6 +133,7 @@ class LocalEngineClient:
             plan.max_requests,
             self._config,
             self._load_config.quantization,
+            stages.end(),
         )
 
     async def submit(self, request: GenerationRequest) -> Admission:
@@ -259,6 +265,7 @@ def _describe(
     max_requests: int,
     config: ContinuousBatchingConfig,
     quantization: str,
+    startup: tuple[tuple[str, float], ...],
 ) -> ModelInfo:
     return ModelInfo(
         name=model.rstrip("/").split("/")[-1],
@@ -275,4 +282,5 @@ def _describe(
         max_running_requests=max_requests,
         max_queue_size=config.max_queue_size,
         heeds_priorities=limits.heeds_priorities,
+        startup=startup,
     )

@@ -387,7 +387,14 @@ class HeadraceServer:
         )
         await self.control.engine_started()
         self.state.loaded(self._front_end(info, tokenizer))
-        self._startup = {"engine": started - began, "front_end": time.monotonic() - started}
+        measured = sum(seconds for _, seconds in info.startup)
+        self._startup = {
+            "process": max(started - began - measured, 0.0),
+            **dict(info.startup),
+            "front_end": time.monotonic() - started,
+        }
+        told = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self._startup.items())
+        self._progress(f"started in {sum(self._startup.values()):.1f} s: {told}")
         if self.state.phase is Phase.READY:
             self.health.set_ready(True)
 

@@ -13,7 +13,7 @@ from tests.service.readme import README, ROOT
 FOUND = pb.Statistics(
     model="demo",
     phase=pb.SERVER_PHASE_READY,
-    startup_phases=[pb.StartupPhase(name="engine")],
+    startup_phases=[pb.StartupPhase(name="weights")],
     engine=pb.EngineStatistics(
         blocks_total=10,
         host_blocks_total=10,

@@ -25,6 +25,7 @@ from engine.runner.forward import ModelForward
 from engine.runner.input_batch import InputBatch
 from engine.runner.runner_options import RunnerOptions, StepPath
 from engine.runner.static_inputs import StaticInputs
+from engine.startup import CAPTURE, enter
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class CapturedSteps:
     def warmup(self, progress: Callable[[str], None]) -> None:
         """Capture the decode path's shapes, the smallest first, up to the number that is kept."""
         options, path = self._options, StepPath.DECODE
+        if path in options.captured_paths:
+            enter(progress, CAPTURE)
         started = time.monotonic()
         longest = options.max_decode_blocks * self._kv.block_size
         for context in self._contexts.up_to(longest):

@@ -60,6 +60,7 @@ from engine.runner.sharding import check_plan, sharding, whole_logits
 from engine.runner.view import ModelView
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
+from engine.startup import CACHE, KERNELS, VERIFY, WEIGHTS, enter
 from engine.types import TokenId
 
 if TYPE_CHECKING:
@@ -210,6 +211,7 @@ def _load(
     path = resolve_path(model)
     part = f", part {ranks.place.rank} of {ranks.place.world_size}" if ranks is not None else ""
     progress(f"loading {path} on {device}{part}")
+    enter(progress, WEIGHTS)
     started = time.monotonic()
     loaded = _load_weights(path, load_config, device, ranks)
     seconds = time.monotonic() - started
@@ -276,6 +278,7 @@ def verify_model(
         ModelRefusedError: the model would be run wrongly.
         ConfigError: that attention is not available here.
     """
+    enter(progress, KERNELS)
     register()
     check_config(model.config, type(model))
     text_config = model.config.get_text_config()
@@ -289,6 +292,7 @@ def verify_model(
         model = view.model
     if fuse is not None:
         progress(str(fuse_model(model) if fuse == "kernels" else join_products(model)))
+    enter(progress, VERIFY)
     try:
         probe = probe_layers(model, backend, text_config.num_hidden_layers)
     except AttentionUnavailableError as error:
@@ -345,6 +349,7 @@ def build_runner(
         InsufficientMemoryError: the KV cache does not fit, or not even a step.
         RanksLostError: the model is split, and another rank has ended.
     """
+    enter(progress, CACHE)
     probe, device, leader = verified.probe, verified.device, verified.leader
     check_block_size(verified.backend, config.block_size)
     groups = make_groups(probe.shapes, probe.dtype)

@@ -129,6 +129,7 @@ def model_info(**changes: object) -> ModelInfo:
         "max_running_requests": 64,
         "max_queue_size": 1024,
         "heeds_priorities": True,
+        "startup": (("weights", 3.5),),
         **changes,
     }
     return ModelInfo(**values)  # type: ignore[arg-type]

@@ -97,7 +97,10 @@ async def test_prometheus_scrapes_what_happened() -> None:
     assert value(text, refusals, headrace_refusal_reason="UNSUPPORTED_FIELD", **in_session) == 1
     assert value(text, "headrace_server_phase", headrace_server_phase="ready") == 1
     assert value(text, "headrace_server_phase", headrace_server_phase="loading") == 0
-    assert value(text, "headrace_startup_duration_seconds", headrace_startup_phase="engine") >= 0
+    startup = "headrace_startup_duration_seconds"
+    assert value(text, startup, headrace_startup_phase="weights") == 3.5  # of the fake engine
+    assert value(text, startup, headrace_startup_phase="process") == 0
+    assert value(text, startup, headrace_startup_phase="front_end") >= 0
     assert value(text, "target_info", service_name="headrace") == 1
     # What the endpoint picker of the Gateway API Inference Extension reads.
     model = {"model_name": "mine"}

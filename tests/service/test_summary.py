@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from dataclasses import replace
 
 import pytest
@@ -77,6 +78,13 @@ async def test_a_busy_server_logs_it(
                 return [one.getMessage() for one in records if one.name == "service.summary"]
 
             await until(lambda: any("1 refused (1 QUEUE_FULL)" in line for line in lines()))
+
+
+async def test_the_phases_of_the_start_are_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "service.server"):
+        async with serving(FakeEngine(script=says("abc"))):
+            pass
+    assert re.search(r"started in 3\.\d s: process 0\.0, weights 3\.5, front_end \d", caplog.text)
 
 
 @pytest.mark.parametrize("wrong", ["engine", "engine=loud", "=debug", "a\n=info"])

@@ -59,7 +59,7 @@ SHOWN = {
     "headrace_callers_waiting": r"{headrace_caller}: \d+ running, ([\d.]+) waiting",
     "headrace_callers_service_total": r"{headrace_caller}: .*\(([\d.]+)\)",
     "headrace_refusals_total": r"([\d.]+) {headrace_refusal_reason}",
-    "headrace_startup_duration_seconds": r"{headrace_startup_phase} ([\d.]+) s",
+    "headrace_startup_duration_seconds": r"started .*{headrace_startup_phase} ([\d.]+)",
     "headrace_server_phase": r"at \S+  {headrace_server_phase}(\n)",
 }
 """Where `top` shows a gauge or counter; attributes stand in braces."""
@@ -112,6 +112,9 @@ async def test_top_and_the_page_show_the_same_numbers() -> None:
         shown = re.search(SHOWN[name].format(**has), said)
         if name == "headrace_server_phase":
             assert (shown is not None) == bool(number), (labels, said)
+            continue
+        if name == "headrace_startup_duration_seconds" and number < 0.05:
+            assert shown is None, (labels, said)
             continue
         assert shown is not None, (name, labels, said)
         assert float(shown[1]) == pytest.approx(number * SCALES.get(name, 1), abs=0.051), name

@@ -16,6 +16,7 @@ from engine.runner.buckets import context_sizes, token_sizes
 from engine.runner.loader import LoadedRunner, build_runner
 from engine.runner.model_runner import StepKind
 from engine.runner.runner_options import StepPath
+from engine.startup import Stages
 from tests.engine.runner.fake_graphs import RecordingBackend
 from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
 from tests.tiny_models import FAMILIES, WINDOW, greedy_reference, make_model, make_prompts
@@ -181,12 +182,14 @@ def test_warmup_captures_the_decode_shapes(loaded: Callable[[str], LoadedModel])
     graphs = RecordingBackend()
     lines: list[str] = []
     config = ContinuousBatchingConfig(block_size=8, num_blocks=128, max_requests_per_batch=6)
-    built = build_runner(loaded("llama")._verified, config, lines.append, graphs=graphs)
+    stages = Stages(lines.append)
+    built = build_runner(loaded("llama")._verified, config, stages, graphs=graphs)
     keys = [cache.keys.clone() for cache in built.runner.kv.caches]
     built.runner.warmup()
     # 1, 2, 4 and 8 tokens, with contexts of 256 and, as far as a request can be, 512.
     assert len(graphs.graphs) == 4 * 2
     assert "captured 8 shapes of decode steps in" in lines[-1]
+    assert [phase for phase, _ in stages.end()] == ["cache", "capture"]
     for before, cache_ in zip(keys, built.runner.kv.caches, strict=True):
         assert torch.equal(before[8:], cache_.keys[8:]), "the null block alone was touched"
     assert generate(built) == reference("llama")

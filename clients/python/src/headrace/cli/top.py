@@ -129,8 +129,9 @@ def picture(found: pb.Statistics, target: str) -> Group:
         ),
     ]
     if found.startup_phases:
-        times = [f"{one.name} {_seconds(one.duration):.1f} s" for one in found.startup_phases]
-        parts.append(Text(f"started: {', '.join(times)}", style="dim"))
+        times = {one.name: _seconds(one.duration) for one in found.startup_phases}
+        told = [f"{name} {took:.1f}" for name, took in times.items() if took >= 0.05]
+        parts.append(Text(f"started in {sum(times.values()):.1f} s: {', '.join(told)}", "dim"))
     for name, state in (("pause", found.pause), ("drain", found.drain)):
         if found.HasField(name):  # type: ignore[arg-type]  # one of two literals
             since = state.start_time.ToDatetime().isoformat(timespec="seconds")
