@@ -44,6 +44,8 @@ _CHUNK_ON_CPU = 1 << 19
 _CHUNK_ON_DEVICE = 1 << 25
 """The same on other devices; limits the memory of intermediate results, some 30 bytes per logit."""
 _LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+_LEAST_REPETITION_PENALTY = 1e-30
+"""A smaller one has the same effect, and divided by it a logit is no finite float32."""
 _FORBIDDEN = float("-inf")
 
 
@@ -218,7 +220,14 @@ class Sampler:
         counts = self._upload(np.concatenate([history.counts for history in histories]))
         params = [requests[row].spec.sampling for row in rows]
         factors = np.array(
-            [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params],
+            [
+                (
+                    max(p.repetition_penalty, _LEAST_REPETITION_PENALTY),
+                    p.presence_penalty,
+                    p.frequency_penalty,
+                )
+                for p in params
+            ],
             dtype=np.float32,
         )
         repetition, presence, frequency = self._upload(np.repeat(factors, lengths, axis=0).T)

@@ -144,3 +144,17 @@ def test_greedy_requests_keep_nothing() -> None:
     requests = [make(), make(temperature=1.0, top_k=3, min_p=0.1), make(min_tokens=3)]
     sampler.sample(torch.randn(3, VOCAB), requests)
     assert not sampler._states
+
+
+@pytest.mark.parametrize("penalty", [1e-45, 1e-300])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_least_repetition_penalty_leaves_logits_finite(
+    penalty: float, temperature: float
+) -> None:
+    """It is allowed, so it must not make a token that cannot be sampled."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, :3] = torch.tensor([30.0, 40.0, 50.0])
+    request = make(
+        prompt=(1, 2, 4), repetition_penalty=penalty, temperature=temperature, top_p=0.9
+    )
+    assert Sampler(VOCAB, CPU).sample(logits, [request])[0] == [2]
