@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.hostile.inputs import Input
+from benchmarks.hostile.sending import NO_ANSWER, UNEXPECTED
 from benchmarks.witness.report import Report, Waits
 
 WORST_S = 0.25
@@ -83,11 +84,12 @@ def why_discarded(run: Run) -> str | None:
     return None
 
 
-def faults(one: Input, run: Run) -> list[str]:
-    """What is wrong; empty: the criterion is met."""
+def faults(one: Input, run: Run, *, waits: bool = True) -> list[str]:
+    """What is wrong; empty: the criterion is met. `waits`: whether they are judged."""
     seen = run.seen
     found = [
-        f"{name} {wait.worst_s:.3f} s, above {most:.3f}" for name, wait, most in waits_too_long(run)
+        f"{name} {wait.worst_s:.3f} s, above {most:.3f}"
+        for name, wait, most in (waits_too_long(run) if waits else [])
     ]
     for number, what in (
         (seen.wrong_tokens, "wrong tokens"),
@@ -104,6 +106,13 @@ def faults(one: Input, run: Run) -> list[str]:
         found.append(f"the log shows the token of {', '.join(run.secrets)}")
     if run.recovered_s is None:
         found.append("the server was not as before in time")
+    found += [
+        f"{number} {answer}"
+        for answer, number in run.answers.items()
+        if answer.startswith(UNEXPECTED)
+    ]
+    if one.cases and not any(name != NO_ANSWER for name in run.answers):
+        found.append("nothing was answered")
     if one.judge is not None and (wrong := one.judge(run.answers)) is not None:
         found.append(wrong)
     return found

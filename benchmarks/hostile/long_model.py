@@ -2,26 +2,50 @@
 context or by the vocabulary is largest here, while a step stays quick.
 
 Its tokenizer is a byte-level BPE of letters: every pair, triple and many fours of small letters are
-tokens, so that long words take many merges, as they do for the tokenizers of large models.
+tokens, so that long words take many merges, as they do for the tokenizers of large models. Its chat
+template shows tools and reasoning as those of many models do, so that the server knows how they are
+written, and may hold replies to them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import shutil
 from pathlib import Path
 
-from benchmarks.models import DEMO, random_model
+from benchmarks.models import random_model
 
 NAME = "long"
 """As of benchmarks.models.SHAPES."""
 SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
+TEMPLATE = """\
+{{- bos_token }}
+{%- if tools %}
+    {{- '<|system|>You may call these functions:\n<tools>' }}
+    {%- for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}
+    {{- '\n</tools>\nCall as <tool_call>\n{"name": …, "arguments": …}\n</tool_call>' + eos_token }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|' + ('assistant' if message.role == 'assistant' else 'user') + '|>' }}
+    {%- if message.reasoning_content %}
+        {{- '<think>\n' + message.reasoning_content + '\n</think>\n' }}
+    {%- endif %}
+    {%- if message.content is string %}{{ message.content | trim }}{% endif %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson + '}\n</tool_call>' }}
+    {%- endfor %}
+    {{- eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+"""
 
 
 def long_model(cache: Path) -> Path:
     """Its directory, made where it is not there yet: half a minute."""
-    folder = cache / NAME
+    folder = cache / f"{NAME}-{hashlib.sha256(TEMPLATE.encode()).hexdigest()[:8]}"
     if folder.exists():
         return folder
     import torch
@@ -36,7 +60,7 @@ def long_model(cache: Path) -> Path:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A tokenizer of so many entries, with the demo model's chat template."""
+    """A tokenizer of so many entries."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = [chr(97 + number) for number in range(26)]
@@ -58,10 +82,9 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.save(str(folder / "tokenizer.json"))
-    template = json.loads((DEMO / "tokenizer_config.json").read_text())["chat_template"]
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": template,
+        "chat_template": TEMPLATE,
         "pad_token": SPECIAL[0],
         "bos_token": SPECIAL[1],
         "eos_token": SPECIAL[2],

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from headrace.v1 import generation_service_pb2 as rpc
 
 from service.convert.inputs import (
     MIN_MOST_TEXT_BYTES,
@@ -45,6 +46,10 @@ NO_ANSWER = "no answer"
 """In a tally: calls that were still open when the time was over."""
 KEPT_KINDS = 40
 """Of answers in a tally; the others count as one."""
+UNEXPECTED = "unexpected: "
+"""Before an answer in a tally that is not the one that is known."""
+GZIP_BYTES = 64 << 10
+"""Longer messages are compressed: what arrives is as long."""
 _INDEX = re.compile(r"\[\d+\]")
 
 
@@ -166,6 +171,25 @@ class Sender:
             patience_s: the caller goes after so long.
             metadata: more of it.
         """
+        found, answer = await self._called(
+            method, raw, gzip=gzip, token=token, channel=channel, patience_s=patience_s,
+            metadata=metadata,
+        )  # fmt: skip
+        self.count(found)
+        return answer
+
+    async def _called(
+        self,
+        method: str,
+        raw: bytes,
+        *,
+        gzip: bool,
+        token: str | None,
+        channel: grpc.aio.Channel | None = None,
+        patience_s: float | None,
+        metadata: Sequence[tuple[str, str | bytes]],
+    ) -> tuple[str, bytes | None]:
+        """How a call ended, and its first answer; one that is cut is tallied here."""
         token = self.token if token is None else token
         if token:
             metadata = [*metadata, ("authorization", f"Bearer {token}")]
@@ -178,15 +202,48 @@ class Sender:
             if method in STREAMED:
                 async for message in via.unary_stream(method)(raw, **options):
                     answer = answer or message
+            elif method in SESSIONS:
+                refusal = ""
+                async for message in via.stream_stream(method)(_once(raw), **options):
+                    refusal, answer = refusal or _refusal(message), answer or message
+                return refusal or "OK", answer
             else:
                 answer = await via.unary_unary(method)(raw, **options)
-            self.count("OK")
         except grpc.aio.AioRpcError as error:
-            self.count(told(error))
+            return told(error), answer
         except asyncio.CancelledError:
             self.count(NO_ANSWER)
             raise
-        return answer
+        return "OK", answer
+
+    async def ask(
+        self,
+        method: str,
+        raw: bytes,
+        answers: Sequence[str],
+        *,
+        token: str | None = None,
+        patience_s: float | None = None,
+        metadata: Sequence[tuple[str, str | bytes]] = (),
+    ) -> str:
+        """Send one message, of a session too, of which the answer is known; how it was answered.
+
+        Args:
+            method: its path.
+            raw: the message.
+            answers: what may be answered. So may be that there is no room, if it is told when.
+            token, patience_s, metadata: as of `call`.
+        """
+        found, _ = await self._called(
+            method, raw, gzip=len(raw) > GZIP_BYTES, token=token, patience_s=patience_s,
+            metadata=metadata,
+        )  # fmt: skip
+        is_full = found.startswith("RESOURCE_EXHAUSTED ") and not found.endswith(")")
+        if found in answers or is_full:
+            self.count(found)
+        else:
+            self.count(f"{UNEXPECTED}{found}, not {' or '.join(answers)}")
+        return found
 
     async def session(
         self,
@@ -270,6 +327,19 @@ async def sender(target: str, card: Card, **more: str) -> AsyncIterator[Sender]:
         yield found
     finally:
         await found.close()
+
+
+async def _once(raw: bytes) -> AsyncIterator[bytes]:
+    yield raw
+
+
+def _refusal(message: bytes) -> str:
+    """What a session's message says of a command that was refused, or a request that failed."""
+    answer = rpc.StreamResultResponse.FromString(message)
+    failed = [one.failed for one in answer.events if one.HasField("failed")]
+    for one in (*answer.rejections, *failed):
+        return status_told(code_pb2.Code.Name(one.status.code), one.status)
+    return ""
 
 
 def told(error: grpc.aio.AioRpcError) -> str:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from benchmarks.hostile.inputs.chats import CHATS
 from benchmarks.hostile.inputs.control import CONTROL_GROUP
 from benchmarks.hostile.inputs.kinds import Group, Input
 from benchmarks.hostile.inputs.messages import MESSAGES
+from benchmarks.hostile.inputs.options import OPTIONS
+from benchmarks.hostile.inputs.reading import READING
 from benchmarks.hostile.inputs.requests import (
     REQUESTS,
     WAITING,
@@ -18,13 +23,17 @@ from benchmarks.hostile.inputs.strangers import (
     TLS,
 )
 from benchmarks.hostile.inputs.structured import STRUCTURED
+from benchmarks.hostile.inputs.tags import TAGS
 from benchmarks.hostile.inputs.texts import TEXTS
 
 GROUPS = (
     MESSAGES,
+    CHATS,
     TEXTS,
-    STRUCTURED,
+    replace(STRUCTURED, inputs=(*STRUCTURED.inputs, *TAGS)),
+    OPTIONS,
     SESSIONS,
+    READING,
     REQUESTS,
     CONTROL_GROUP,
     BODIES,
@@ -36,5 +45,4 @@ GROUPS = (
 )
 """Where memory is what matters, a server of its own."""
 INPUTS: dict[str, Input] = {one.name: one for group in GROUPS for one in group.inputs}
-
-__all__ = ["GROUPS", "INPUTS", "Group", "Input"]
+__all__ = ["CHATS", "GROUPS", "INPUTS", "Group", "Input"]

@@ -107,6 +107,7 @@ SESSIONS = Group(
             name="session-cancels",
             meaning="cancels of unknown ids on four sessions, as fast as they are taken",
             send=session_cancels,
+            fields=("CancelCommand.request_id",),
         ),
         Input(
             name="session-refusals",
@@ -127,16 +128,23 @@ SESSIONS = Group(
             name="session-credits",
             meaning="credits on four sessions, as fast as they are taken",
             send=session_credits,
+            fields=(
+                "CreditCommand.request_id",
+                "CreditCommand.tokens",
+                "OpenCommand.initial_credit",
+            ),
         ),
         Input(
             name="attach-storm",
             meaning="eight sessions that take a request from each other",
             send=attach_storm,
+            fields=("AttachCommand.request_id", "AttachCommand.from_seq"),
         ),
         Input(
             name="session-storm",
             meaning="sessions that begin and end, 64 at once",
             send=session_storm,
+            fields=("OpenCommand.lease",),
         ),
         Input(
             name="lost-leases",
@@ -147,11 +155,13 @@ SESSIONS = Group(
             name="long-polls",
             meaning="500 GetResult calls that wait a minute",
             send=long_polls,
+            fields=("GetResultRequest.wait", "GetResultRequest.until_done"),
         ),
         Input(
             name="idle-sessions",
             meaning="3,000 idle sessions with a lease on 40 connections",
             send=idle_sessions,
+            fields=("OpenCommand.lease",),
         ),
     ),
 )

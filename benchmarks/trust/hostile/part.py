@@ -13,7 +13,7 @@ from pathlib import Path
 
 import grpc
 
-from benchmarks.hostile.inputs import GROUPS, Group, Input
+from benchmarks.hostile.inputs import CHATS, GROUPS, Group, Input
 from benchmarks.hostile.judging import (
     ENGINE,
     FRONT_END,
@@ -38,8 +38,21 @@ MODELS: Mapping[str, Callable[[], Path]] = {
 SECONDS, CUT_SECONDS = 2.0, 1.0
 """How long an input is sent that needs no time of its own."""
 CALM_S, CUT_CALM_S = 30.0, 1.0
-CUT = ("chat-tools", "banned-ids", "regexes", "session-refusals", "cancel-storm", "odd-paths")
-"""What the cut tries, on the demo model."""
+CUT = (
+    "chat-tools",
+    "banned-ids",
+    "tool-choice-names",
+    "labels",
+    "session-refusals",
+    "commands-by-id",
+    "needed-capabilities",
+    "headers",
+    "cancel-storm",
+    "odd-paths",
+)
+"""What the cut tries, on the demo model. Waits are told there and not judged: it runs beside other
+work, after a calm time that says little.
+"""
 TOKENS = 300
 """Of each request of the witness."""
 TRIES = 3
@@ -94,7 +107,7 @@ def _plan(course: Course, model: str) -> list[tuple[Group, list[Input]]]:
     if model != "demo":
         return []
     inputs = tuple(one for group in GROUPS for one in group.inputs if one.name in CUT)
-    return [(Group("cut", inputs), list(inputs))]
+    return [(Group("cut", inputs, options=CHATS.options), list(inputs))]
 
 
 class Attacks:
@@ -120,7 +133,10 @@ class Attacks:
     def _on_one_server(self, group: Group, todo: list[Input]) -> list[Input]:
         """Try inputs until the server is lost; those that are left."""
         with (
-            witnessed(model=self._model, tls=group.tls, tokens=TOKENS) as (server, witness),
+            witnessed(*group.options, model=self._model, tls=group.tls, tokens=TOKENS) as (
+                server,
+                witness,
+            ),
             _attacker(self._course.folder) as attacker,
         ):
             first = {key: memory.now for key, memory in witness.report().memory.items()}
@@ -139,9 +155,10 @@ class Attacks:
             said = place.server.log_bytes()
             run = self._once(one, place, calm)
             # What loses the server counts, whatever the witness was.
-            why = None if run.recovered_s is None else why_discarded(run)
+            counts = run.recovered_s is None or self._course.is_cut
+            why = None if counts else why_discarded(run)
             if why is None or number == TRIES:
-                found = faults(one, run)
+                found = faults(one, run, waits=not self._course.is_cut)
                 if found and not run.secrets:
                     self._course.say(f"the server's log: {place.server.log(said)[-LOG_SHOWN:]}")
                 self._course.add(_row(f"{self._name}/{one.name}", one, run, found, why))

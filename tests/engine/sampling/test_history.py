@@ -154,7 +154,5 @@ def test_the_least_repetition_penalty_leaves_logits_finite(
     """It is allowed, so it must not make a token that cannot be sampled."""
     logits = torch.zeros(1, VOCAB)
     logits[0, :3] = torch.tensor([30.0, 40.0, 50.0])
-    request = make(
-        prompt=(1, 2, 4), repetition_penalty=penalty, temperature=temperature, top_p=0.9
-    )
+    request = make(prompt=(1, 2, 4), repetition_penalty=penalty, temperature=temperature, top_p=0.9)
     assert Sampler(VOCAB, CPU).sample(logits, [request])[0] == [2]
