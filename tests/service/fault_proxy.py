@@ -289,7 +289,6 @@ class FaultProxy:
 
     async def close(self) -> None:
         """End all connections and wait for that. Nothing listens any more."""
-        await _passes()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -317,6 +316,11 @@ async def fault_proxy(
         try:
             yield proxy
         finally:
+            # Accept no more, and let what was accepted get here: asyncio forgets a connection that
+            # it was about to hand to a listener that is closed.
+            for one in listener.sockets:
+                asyncio.get_running_loop().remove_reader(one)
+            await _passes()
             listener.close()
             await proxy.close()
 
