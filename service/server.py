@@ -331,8 +331,10 @@ class HeadraceServer:
         return self.servers[has_control]
 
     def _make_server(self, has_control: bool) -> grpc.aio.Server:
+        metrics = self._telemetry.metrics
         server = make_server(
             self._authenticator,
+            None if metrics is None else metrics.unknown_call_ended,
             # Recovery is outermost; spans also cover calls that the entrance refuses.
             interceptors=(
                 self.recovery,

@@ -4,7 +4,8 @@ grpcio's server decodes the method name of each call in its main loop, before an
 name that is not UTF-8 ends that loop: because of one request of any client, the server cancels all
 calls and stops listening. Only calls of unregistered methods can have such a name, and gRPC's core
 delivers them through a separate function. They are answered there: their names are not decoded,
-nothing is logged or traced, and their messages are not read.
+nothing is logged or traced, and their messages are not read. Whoever watches calls is told that one
+has ended, not its name.
 
 Unauthenticated callers only learn that, not which methods exist.
 
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -22,7 +25,7 @@ import grpc._cython
 
 from engine.errors import HeadraceError
 from service.auth import Authenticator, PermissionDeniedError
-from service.status_table import abort, to_status
+from service.status_table import abort, status_code, to_status
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +33,19 @@ _core: Any = grpc._cython.cygrpc  # type: ignore[attr-defined]  # it has no type
 _UNKNOWN = "this server has no such method"
 
 
-def make_server(authenticator: Authenticator, **arguments: Any) -> grpc.aio.Server:
+Ended = Callable[[grpc.StatusCode, float], None]
+"""Is told how a call was answered, and how many seconds that took."""
+
+
+def make_server(
+    authenticator: Authenticator, ended: Ended | None, **arguments: Any
+) -> grpc.aio.Server:
     """Make a server for handlers that are registered by method name (as generated code does); other
     handlers are never called.
 
     Args:
         authenticator: identifies callers.
+        ended: is told of each call of an unknown method; None: nobody is.
         arguments: those of `grpc.aio.server`.
     """
     plain: Any = _core.AioServer
@@ -50,7 +60,7 @@ def make_server(authenticator: Authenticator, **arguments: Any) -> grpc.aio.Serv
             """
             while True:
                 call = await super()._request_call()
-                task = asyncio.create_task(_refuse(call, authenticator))
+                task = asyncio.create_task(_refuse(call, authenticator, ended))
                 answering.add(task)
                 task.add_done_callback(answering.discard)
 
@@ -62,8 +72,9 @@ def make_server(authenticator: Authenticator, **arguments: Any) -> grpc.aio.Serv
         _core.AioServer = plain
 
 
-async def _refuse(call: Any, authenticator: Authenticator) -> None:
+async def _refuse(call: Any, authenticator: Authenticator, ended: Ended | None) -> None:
     """End a call with UNIMPLEMENTED, or UNAUTHENTICATED."""
+    began, code = time.monotonic(), grpc.StatusCode.UNIMPLEMENTED
     context = _core._ServicerContext(call, None, None, asyncio.get_running_loop())
     try:
         try:
@@ -71,10 +82,13 @@ async def _refuse(call: Any, authenticator: Authenticator) -> None:
         except PermissionDeniedError:
             pass  # known; permissions do not matter here
         except HeadraceError as error:
-            await abort(context, to_status(error))
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, _UNKNOWN)
-    except grpc.aio.AbortError:
-        pass  # how abort always ends
+            status = to_status(error)
+            code = status_code(status)
+            await abort(context, status)
+        await context.abort(code, _UNKNOWN)
+    except grpc.aio.AbortError:  # how abort always ends
+        if ended is not None:
+            ended(code, time.monotonic() - began)
     except Exception:
         # The caller has gone, or the server has stopped; either ends the call.
         logger.debug("a call of an unknown method was not answered", exc_info=True)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
+import grpc
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from engine.client import EngineClient
@@ -50,6 +51,8 @@ _CALLER_GAUGES: Final[tuple[tuple[str, str, Callable[[CallerStats], int]], ...]]
     ("headrace.callers.running", "In the batch, by caller.", lambda c: c.running),
     ("headrace.callers.waiting", "In the queue, by caller.", lambda c: c.waiting),
 )
+_OTHER: Final = "_OTHER"
+"""The conventions' name of methods that the server does not know."""
 _OTHERS: Final = {"headrace.callers": "other"}
 """The attribute for the callers that the engine sums up."""
 
@@ -227,7 +230,13 @@ class Metrics:
         return None if method.startswith("grpc.health.") else partial(self._call_ended, method)
 
     def _call_ended(self, method: str, call: CallEnd) -> None:
-        code = call.code_at_end()
+        self._record_call(method, call.code_at_end(), call.seconds())
+
+    def unknown_call_ended(self, code: grpc.StatusCode, seconds: float) -> None:
+        """Record a call of a method that this server does not have: all such methods are one."""
+        self._record_call(_OTHER, code, seconds)
+
+    def _record_call(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
         attributes = {
             "rpc.system.name": "grpc",
             "rpc.method": method,
@@ -235,7 +244,7 @@ class Metrics:
         }
         if code in SERVER_FAULTS:
             attributes["error.type"] = code.name
-        self._call.record(call.seconds(), attributes)
+        self._call.record(seconds, attributes)
 
     def on_step(self, step: StepOutputs) -> None:
         """Record a step, and the requests that ended in it."""

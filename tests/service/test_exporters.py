@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import shutil
 import socket
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -166,6 +168,34 @@ async def test_calls_are_counted_by_how_they_ended() -> None:
             while len(await codes()) < 2:
                 pass
         assert await codes() == {"CANCELLED": 1, "DEADLINE_EXCEEDED": 1}
+
+
+async def test_all_methods_that_there_are_not_are_one(tmp_path: Path) -> None:
+    callers = tmp_path / "callers.toml"
+    digest = hashlib.sha256(b"secret").hexdigest()
+    callers.write_text(
+        f'[[callers]]\nidentity = "a"\nservices = ["*"]\ntoken_sha256 = "{digest}"\n'
+    )
+    async with serving(telemetry=PAGE, auth_file=str(callers)) as h:
+        known = (("authorization", "Bearer secret"),)
+        for i in range(30):
+            call = h.channel.unary_unary(f"/nobody.Has{i}/This{i}")
+            assert (await refused(call(b"", metadata=known))).code is grpc.StatusCode.UNIMPLEMENTED
+        stranger = await refused(h.channel.unary_unary("/nobody.Has/This")(b""))
+        assert stranger.code is grpc.StatusCode.UNAUTHENTICATED
+
+        async def counts() -> dict[tuple[str, str], float]:
+            return {
+                (has["rpc_method"], has["rpc_response_status_code"]): number
+                for (name, labels), number in samples(await scraped(h.server)).items()
+                if name == "rpc_server_call_duration_seconds_count" and (has := dict(labels))
+            }
+
+        async with asyncio.timeout(DEADLINE_S):
+            while sum((await counts()).values()) < 31:
+                pass
+        assert await counts() == {("_OTHER", "UNIMPLEMENTED"): 30, ("_OTHER", "UNAUTHENTICATED"): 1}
+    assert "nobody" not in str(h.server.state.refusals.counts())
 
 
 async def test_openmetrics_is_spoken_too_and_other_paths_are_not_found() -> None:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from headrace.v1 import generation_pb2 as pb
 from headrace.v1 import generation_service_pb2 as rpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
@@ -98,7 +99,7 @@ async def test_a_request_has_a_span_of_its_own(
         *(event.time_unix_nano for event in request.events),
         request.end_time_unix_nano,
     ]
-    assert times == sorted(times)  # so the phases add up to the span
+    assert times == sorted(times)
     assert request.end_time_unix_nano <= call.end_time_unix_nano + 2_000_000
     assert not any("messages" in name for name in told)
     of_call = attributes_of(call)
@@ -106,6 +107,16 @@ async def test_a_request_has_a_span_of_its_own(
     assert of_call["rpc.service"] == "headrace.v1.GenerationService"
     assert of_call["rpc.method"] == "Generate"
     assert of_call["rpc.grpc.status_code"] == 0
+
+
+async def test_a_conversation_is_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = pb.GenerationSpec(chat={"messages": [{"role": pb.CHAT_ROLE_USER, "content": "hi"}]})
+    with by_grpc() as received:
+        async with traced(monkeypatch, received, FakeEngine(script=says("a"))) as h:
+            await h.generate(asked)
+        [request] = of_kind(received, INTERNAL)
+    assert request.name == "chat mine"
+    assert attributes_of(request)["gen_ai.operation.name"] == "chat"
 
 
 async def test_each_request_of_a_session_belongs_to_whoever_wanted_it(
