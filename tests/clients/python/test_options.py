@@ -129,6 +129,14 @@ def test_options_that_no_prompt_is_made_of_are_not_tokenized() -> None:
                 client.tokenize([Message.user("hi")], **{name: "auto"})
 
 
+def test_an_option_of_the_other_kind_of_prompt_is_refused_and_not_ignored() -> None:
+    with headrace.Client("127.0.0.1:1") as client:
+        with pytest.raises(headrace.InvalidArgumentError, match="belongs to a prompt of messages"):
+            client.tokenize("hi", add_generation_prompt=True)
+        with pytest.raises(headrace.InvalidArgumentError, match="belongs to a text prompt"):
+            client.tokenize([Message.user("hi")], add_special_tokens=False)
+
+
 def test_messages_from_dictionaries() -> None:
     call: Any = {"id": "1", "name": "f", "arguments": {"x": 1}}
     messages: Any = [{"role": "assistant", "tool_calls": [call]}]

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 
 from headrace._capabilities import with_capabilities
 from headrace._fold import Fold
-from headrace.errors import DeadlineExceededError, UnavailableError
+from headrace.errors import DeadlineExceededError, UnavailableError, invalid_argument
 from headrace.messages import Message, MessageDict
 from headrace.options import set_chat_option, set_input
 from headrace.results import (
@@ -145,11 +145,15 @@ def tokenize_request(
     """The call that tokenizes a text or a conversation."""
     request = model_service_pb2.TokenizeRequest(token_details=token_details)
     set_input(request, prompt)
-    if add_special_tokens is not None and request.HasField("text"):
+    chosen = {name: value for name, value in chat_options.items() if value is not None}
+    if chosen and not request.HasField("chat"):
+        raise invalid_argument(next(iter(chosen)), "belongs to a prompt of messages")
+    if add_special_tokens is not None:
+        if not request.HasField("text"):
+            raise invalid_argument("add_special_tokens", "belongs to a text prompt")
         request.text.add_special_tokens = add_special_tokens
-    for name, value in chat_options.items():
-        if value is not None and request.HasField("chat"):
-            set_chat_option(request.chat, name, value)
+    for name, value in chosen.items():
+        set_chat_option(request.chat, name, value)
     return with_capabilities(request)
 
 

@@ -358,6 +358,8 @@ class AsyncClient:
 
         Raises:
             HeadraceError: the server refused it, or cannot be reached.
+            InvalidArgumentError: the option belongs to the other kind of prompt.
+            TypeError: there is no such option.
         """
         request = _calls.tokenize_request(
             prompt,

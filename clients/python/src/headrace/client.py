@@ -391,6 +391,8 @@ class Client:
 
         Raises:
             HeadraceError: the server refused it, or cannot be reached.
+            InvalidArgumentError: the option belongs to the other kind of prompt.
+            TypeError: there is no such option.
         """
         request = _calls.tokenize_request(
             prompt,
