@@ -250,8 +250,8 @@ class ProcessEngineClient(EngineClient):
         if self._writer is None or self._failure is not None:
             return False
         was_live = await self._call(EngineVerbs.cancel, request_id)
-        if not was_live:
-            self._forget(request_id)
+        if not was_live and request_id not in self._admitted:
+            self._forget(request_id)  # one that was accepted has ended, and its end is on its way
         return was_live
 
     async def finish(self, request_id: RequestId, num_tokens: int, choice: int = 0) -> None:

@@ -343,6 +343,28 @@ async def test_a_long_step_on_a_cpu_is_no_hang(program: str, on_cpu: bool, is_en
     assert await process.wait() == -signal.SIGKILL
 
 
+async def test_a_request_ends_though_its_process_dies_after_it_was_found_to_have_ended(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end was on its way when the process died."""
+
+    async def not_live(*_: object) -> bool:
+        return False
+
+    client = ProcessEngineClient(DEMO)
+    monkeypatch.setattr(client, "_call", not_live)
+    monkeypatch.setattr(client, "_writer", object())
+    accepted, given_up = RequestId("accepted"), RequestId("given up before it was accepted")
+    client._sink = sink
+    client._live = {accepted: 0.0, given_up: 0.0}
+    client._admitted = {accepted}
+    assert not await client.cancel(accepted)
+    assert not await client.cancel(given_up)
+    client._fail("its process ended")
+    assert sink.outputs.keys() == {accepted}
+    assert sink.outputs[accepted][0].ends_request
+
+
 async def test_a_model_that_cannot_be_served_is_refused_with_the_reason(sink: Sink) -> None:
     client = ProcessEngineClient("./no-such-model", log_level="error")
     with pytest.raises(ModelRefusedError, match="no-such-model"):
