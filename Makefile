@@ -56,6 +56,10 @@ test: $(STAMP) $(NATIVE) ## Run the Python test suite (in processes for the core
 test-slow: $(STAMP) $(NATIVE) ## Run the long sweeps: every model family in every mode, every planted bug.
 	$(PYTEST) -m slow $(ARGS)
 
+.PHONY: test-telemetry
+test-telemetry: $(STAMP) $(NATIVE) ## Run tests of sessions, faults, ends and shutdown again, with spans and metrics on.
+	$(PYTEST) -m 'not slow' --with-telemetry $(addprefix tests/service/test_,sessions.py faults.py ends.py shutdown.py) $(ARGS)
+
 .PHONY: lint
 lint: $(STAMP) ## Check style, import arrows and the contract's form.
 	$(BIN)/ruff check .
@@ -69,7 +73,7 @@ types: $(STAMP) ## Check types (mypy strict on engine, service and the Python cl
 	$(BIN)/mypy
 
 .PHONY: check
-check: lint types protos-check test test-slow ## Everything that CI checks.
+check: lint types protos-check test test-slow test-telemetry ## Everything that CI checks.
 
 .PHONY: format
 format: $(STAMP) ## Bring the sources into their form.

@@ -23,6 +23,11 @@ WORKER_BYTES = 4 << 30
 """What a process that runs tests may come to hold: 2 GB of its own, and the servers it starts."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--with-telemetry`: see tests/service/conftest.py."""
+    parser.addoption("--with-telemetry", action="store_true", help="servers make spans and metrics")
+
+
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's: not everybody who runs tests has it
 def pytest_xdist_auto_num_workers() -> int:
     """`-n auto`: a process for each core, if memory is enough for them."""

@@ -1,13 +1,75 @@
-"""One real server for all tests that only talk to it."""
+"""One real server for all tests that only talk to it; and telemetry for all servers of a run with
+`--with-telemetry`.
+"""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+
+from service.figures import Figures
+from service.telemetry import setup
+from service.telemetry.config import OTLP, TelemetryConfig
 from tests.service.real_server import RealServer, demo_server
+
+EVERYTHING = TelemetryConfig(traces=(OTLP,), metrics=(OTLP,), content=True)
 
 
 @pytest.fixture(scope="session")
 def demo() -> RealServer:
     """A ready server with the demo model, on TCP and on a Unix socket."""
     return demo_server()
+
+
+class Open(SpanProcessor):
+    """The spans that have begun and not ended."""
+
+    def __init__(self) -> None:
+        self.spans: dict[int, str] = {}
+
+    def on_start(self, span: Any, parent_context: Any = None) -> None:
+        self.spans[span.get_span_context().span_id] = span.name
+
+    def on_end(self, span: ReadableSpan) -> None:
+        context = span.get_span_context()
+        assert context is not None
+        assert self.spans.pop(context.span_id, None) is not None, f"{span.name} ended twice"
+
+
+@pytest.fixture(autouse=True)
+def with_telemetry(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """With `--with-telemetry`, each server of this process has all its telemetry on, unless it has
+    some of its own; and every span ends once.
+    """
+    if not request.config.getoption("--with-telemetry"):
+        yield
+        return
+    make, spans = setup.set_up, Open()
+
+    def tracers(_config: TelemetryConfig) -> TracerProvider:
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(spans)
+        return provider
+
+    def set_up(config: TelemetryConfig, figures: Figures) -> setup.Telemetry:
+        if config.traces or config.metrics:
+            return make(config, figures)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(setup, "_tracer_provider", tracers)
+            patch.setattr(
+                setup,
+                "_meter_provider",
+                lambda *_: MeterProvider([InMemoryMetricReader()], shutdown_on_exit=False),
+            )
+            return make(EVERYTHING, figures)
+
+    monkeypatch.setattr(setup, "set_up", set_up)
+    yield
+    assert not spans.spans, "these spans have not ended"
