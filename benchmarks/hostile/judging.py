@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.hostile.inputs import Input
-from benchmarks.hostile.sending import NO_ANSWER, UNEXPECTED
+from benchmarks.hostile.sending import UNEXPECTED
 from benchmarks.witness.report import Report, Waits
 
 WORST_S = 0.25
@@ -111,8 +111,8 @@ def faults(one: Input, run: Run, *, waits: bool = True) -> list[str]:
         for answer, number in run.answers.items()
         if answer.startswith(UNEXPECTED)
     ]
-    if one.cases and not any(name != NO_ANSWER for name in run.answers):
-        found.append("nothing was answered")
+    if one.answers and not any(run.answers.get(answer) for answer in one.answers):
+        found.append("it did not reach what it is for: no answer was as it should be")
     if one.judge is not None and (wrong := one.judge(run.answers)) is not None:
         found.append(wrong)
     return found

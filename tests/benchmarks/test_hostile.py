@@ -264,6 +264,10 @@ def test_a_crowd_needs_reasons_and_times() -> None:
     assert answered({"no answer": 2}) is not None
 
 
+ONE = INPUTS["chat-tools"]
+STRANGER = INPUTS["half-bodies"]
+
+
 def waits(worst: float, late: float = 0.0) -> Waits:
     return Waits(10, worst / 2, worst, worst, late)
 
@@ -287,17 +291,13 @@ def run(calm: Report | None = None, beside: Report | None = None, **more: Any) -
         "first": {"front_end": 100_000_000, "engine": 800_000_000},
         "highest": {"front_end": 100_000_000, "engine": 800_000_000},
         "cache_bytes": 500_000_000,
-        "answers": {"OK": 3},
+        "answers": {"OK": 3, ONE.answers[0]: 1},
         "connections": 2,
         "secrets": (),
         "died": "",
         "recovered_s": 0.3,
     }
     return judging.Run(**{**values, **more})
-
-
-ONE = INPUTS["chat-tools"]
-STRANGER = INPUTS["half-bodies"]
 
 
 def grown(front_end: int, engine: int) -> Report:
@@ -338,9 +338,10 @@ def grown(front_end: int, engine: int) -> Report:
         (ONE, run(recovered_s=None), "not as before in time"),
         (ONE, run(secrets=("mallory",)), "the log shows the token of mallory"),
         (INPUTS["calls-at-once"], run(answers={"CANCELLED (bare)": 1}), "1 CANCELLED (bare)"),
-        (ONE, run(answers={"CANCELLED (bare)": 1}), None),
+        (ONE, run(answers={"CANCELLED (bare)": 1, ONE.answers[0]: 1}), None),
+        (ONE, run(answers={"CANCELLED (bare)": 1, "OK": 3}), "did not reach"),
         (ONE, run(answers={"unexpected: OK, not X": 2}), "2 unexpected: OK, not X"),
-        (INPUTS["labels"], run(answers={"no answer": 2}), "nothing was answered"),
+        (INPUTS["labels"], run(answers={"no answer": 2}), "did not reach"),
     ],
 )  # fmt: skip
 def test_what_is_a_fault(one: Input, what: judging.Run, fault: str | None) -> None:
@@ -379,6 +380,12 @@ class Scripted(Attacks):
         return self.runs.pop(0)
 
 
+def cut_run(**more: Any) -> judging.Run:
+    """One that reaches what any input of the cut is for."""
+    answers = {answer: 1 for name in part.CUT for answer in INPUTS[name].answers}
+    return run(answers={**answers, "OK": 3}, **more)
+
+
 @contextmanager
 def no_server(*options: str, **_: Any) -> Iterator[tuple[Any, Any]]:
     Scripted.servers += 1
@@ -408,11 +415,11 @@ def tried(
 
 
 def test_each_input_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    rows = tried([run(beside=grown(20_000_000, 0))] * len(part.CUT), monkeypatch, tmp_path)
+    rows = tried([cut_run(beside=grown(20_000_000, 0))] * len(part.CUT), monkeypatch, tmp_path)
     assert [one.name for one in rows] == [f"demo/{name}" for name in part.CUT]
     assert not any(one.wrong or one.not_judged for one in rows)
-    assert rows[0].worst == (
-        "gap 20 ms (calm 20), health 10 ms (calm 10); front end +20 MB, engine +0 MB; 3 OK"
+    assert rows[0].worst.startswith(
+        "gap 20 ms (calm 20), health 10 ms (calm 10); front end +20 MB, engine +0 MB; 3 OK, 1 INV"
     )
     assert Scripted.servers == 1
 
@@ -450,7 +457,7 @@ def test_a_server_that_is_lost_is_exchanged_and_that_is_wrong(
 ) -> None:
     late = seen(health=waits(0.4, late=0.2))
     lost = run(died="the engine", recovered_s=None, beside=late)
-    rows = tried([run(), lost, *[run()] * len(part.CUT)], monkeypatch, tmp_path)
+    rows = tried([cut_run(), lost, *[cut_run()] * len(part.CUT)], monkeypatch, tmp_path)
     assert [bool(one.wrong) for one in rows] == [False, True, *[False] * (len(part.CUT) - 2)]
     assert "the engine ended" in rows[1].wrong
     assert not rows[1].not_judged

@@ -143,7 +143,8 @@ CHATS = Group(
                 for parallel in (True, False)
             ),
             fields=["ToolChoice.parallel_calls"],
-            width=8,
+            width=4,
+            seconds=4.0,
         ),
         by_cases(
             "held-tools",
@@ -177,7 +178,8 @@ CHATS = Group(
                 for mode in (REQUIRED, NONE, pb.TOOL_CHOICE_MODE_AUTO)
             ),
             fields=["Tool.name", "ToolChoice.mode"],
-            width=8,
+            width=4,
+            seconds=4.0,
         ),
         by_cases(
             "tool-descriptions",
@@ -231,7 +233,8 @@ CHATS = Group(
                 invalid("spec.stop.max_reasoning_tokens"),
             ),
             fields=["StopOptions.max_reasoning_tokens"],
-            width=8,
+            width=4,
+            seconds=4.0,
             models=("long",),  # the demo model knows no reasoning
         ),
         by_cases(

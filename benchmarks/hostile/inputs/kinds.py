@@ -24,6 +24,8 @@ class Input:
         send: sends it; it ends when everything was sent and answered, or is cancelled when its time
             is over.
         fields: what it attacks, as message and field of the contract: "Label.name".
+        answers: one of these must come, as `sending.told` tells them: then it reaches what it is
+            for. Empty: nothing is known of them.
         cases: where it is made of single messages, these.
         models: those that it is tried on.
         stranger: whether it has no token: then its memory has a bound of its own.
@@ -35,6 +37,7 @@ class Input:
     meaning: str
     send: Send
     fields: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ()
     cases: tuple[Case, ...] = ()
     models: tuple[str, ...] = BOTH
     stranger: bool = False
@@ -101,6 +104,7 @@ def by_cases(
         meaning=meaning,
         send=send,
         fields=tuple(fields),
+        answers=tuple(answer for case in cases for answer in case.answers),
         cases=cases,
         seconds=seconds,
         models=models,

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 
 from benchmarks.hostile import encoding as wire
-from benchmarks.hostile.inputs.kinds import Group, Input
+from benchmarks.hostile.inputs.kinds import Group, Input, invalid
 from benchmarks.hostile.sending import CONTROL, GENERATION, HEALTH, MODEL, Sender
 
 GENERATE = GENERATION + "Generate"
@@ -18,6 +18,11 @@ DEEPEST = 60
 
 JSON_BYTES = 256 << 10
 """No JSON may be longer."""
+
+
+def _either(field: str) -> tuple[str, ...]:
+    """The answers of Generate and of Tokenize to a wrong field of a conversation."""
+    return invalid(field, f"spec.{field}")
 
 
 async def _chats(s: Sender, part: bytes) -> None:
@@ -302,83 +307,97 @@ MESSAGES = Group(
             name="chat-tools",
             meaning="chats of as many tools as fit",
             send=chat_tools,
+            answers=_either("chat.tools"),
             fields=("Tool.name",),
         ),
         Input(
             name="chat-empty-tools",
             meaning="chats of as many empty tools as fit",
             send=chat_empty_tools,
+            answers=_either("chat.tools"),
         ),
         Input(
             name="chat-messages",
             meaning="chats of as many empty messages as fit",
             send=chat_messages,
+            answers=_either("chat.messages"),
             fields=("ChatMessage.role",),
         ),
         Input(
             name="chat-short-messages",
             meaning="chats of as many messages of one letter as fit",
             send=chat_short_messages,
+            answers=_either("chat.messages"),
             fields=("ChatMessage.content",),
         ),
         Input(
             name="chat-tool-calls",
             meaning="a message with as many calls of tools as fit",
             send=chat_tool_calls,
+            answers=invalid("chat.messages.tool_calls"),
             fields=("ToolCall.name",),
         ),
         Input(
             name="template-nulls",
             meaning="as many nulls among the template's arguments as fit",
             send=template_nulls,
+            answers=_either("chat.template_arguments_json"),
             fields=("ChatInput.template_arguments_json",),
         ),
         Input(
             name="template-keys",
             meaning="as many names of template arguments as fit",
             send=template_keys,
+            answers=_either("chat.template_arguments_json"),
             fields=("ChatInput.template_arguments_json",),
         ),
         Input(
             name="template-deep",
             meaning="lists in lists among the template's arguments, some as deep as they are long",
             send=template_deep,
+            answers=_either("chat.template_arguments_json"),
             fields=("ChatInput.template_arguments_json",),
         ),
         Input(
             name="deep-tool-schema",
             meaning="tools whose parameters are 60 objects deep",
             send=deep_tool_schema,
+            answers=_either("chat.tools[].parameters_json"),
             fields=("Tool.parameters_json",),
         ),
         Input(
             name="template-names-twice",
             meaning="template arguments that name one member as often as fits",
             send=template_names_twice,
+            answers=_either("chat.template_arguments_json"),
             fields=("ChatInput.template_arguments_json",),
         ),
         Input(
             name="content-parts",
             meaning="a message of as many empty parts as fit",
             send=content_parts,
+            answers=_either("chat.messages.content_parts.parts"),
             fields=("ContentPart.text",),
         ),
         Input(
             name="required-capabilities",
             meaning="as many required capabilities as fit, and one of the largest size",
             send=required_capabilities,
+            answers=invalid("required_capabilities"),
             fields=("GenerateRequest.required_capabilities",),
         ),
         Input(
             name="json-escapes",
             meaning="JSON of quotes and escapes, and strings without an end",
             send=json_escapes,
+            answers=_either("chat.template_arguments_json"),
             fields=("ChatInput.template_arguments_json",),
         ),
         Input(
             name="json-of-many-calls",
             meaning="as many calls with 16,000 values each as fit",
             send=json_of_many_calls,
+            answers=_either("chat.messages[].tool_calls[].arguments_json"),
             fields=("ToolCall.arguments_json",),
         ),
         Input(
@@ -396,36 +415,42 @@ MESSAGES = Group(
             name="banned-ids",
             meaning="as many banned ids as fit",
             send=banned_ids,
+            answers=invalid("spec.sampling.banned_token_ids"),
             fields=("SamplingOptions.banned_token_ids",),
         ),
         Input(
             name="allowed-ids",
             meaning="as many allowed ids as fit",
             send=allowed_ids,
+            answers=invalid("spec.sampling.allowed_token_ids"),
             fields=("SamplingOptions.allowed_token_ids",),
         ),
         Input(
             name="token-ids",
             meaning="a prompt of as many ids as fit",
             send=token_ids,
+            answers=invalid("spec.tokens.ids"),
             fields=("TokenInput.ids",),
         ),
         Input(
             name="stop-ids",
             meaning="as many stop and end ids as fit",
             send=stop_ids,
+            answers=invalid("spec.stop.eos_token_ids", "spec.stop.stop_token_ids"),
             fields=("StopOptions.stop_token_ids", "StopOptions.eos_token_ids"),
         ),
         Input(
             name="many-stop-strings",
             meaning="as many stop strings as fit",
             send=many_stop_strings,
+            answers=invalid("spec.stop.stop_strings"),
             fields=("StopOptions.stop_strings",),
         ),
         Input(
             name="long-names",
             meaning="request ids of the largest size, and as many cancels as fit",
             send=long_names,
+            answers=invalid("spec.request_id", "request_id", "request_ids"),
             fields=(
                 "GenerationSpec.request_id",
                 "GetResultRequest.request_id",

@@ -17,7 +17,7 @@ GENERATE = GENERATION + "Generate"
 MOST_32, MOST_64 = 2**32 - 1, 2**63 - 1
 TINY = 1e-45
 """The smallest float32 above zero."""
-_LONG = {"max_tokens": 24, "ignore_eos": True}
+_LONG = {"max_tokens": 8, "ignore_eos": True}
 
 
 def _generate(spec: dict[str, Any]) -> rpc.GenerateRequest:
@@ -69,7 +69,7 @@ def _overlapping(s: Sender) -> rpc.GenerateRequest:
     strings = ["a" * (most - 1 - n) + "b" for n in range(s.card.stop_strings)]
     return _generate(
         {
-            "stop": {"max_tokens": 64, "stop_strings": strings, "include_stop": True},
+            "stop": {"max_tokens": 24, "stop_strings": strings, "include_stop": True},
             "structured_output": {"regex": "a{260,}"},
             "n": s.card.choices,
         }
@@ -151,7 +151,8 @@ OPTIONS = Group(
                 "SamplingOptions.repetition_penalty",
                 "SamplingOptions.seed",
             ],
-            width=4,
+            width=2,
+            seconds=4.0,
         ),
         by_cases(
             "repeated-words",
@@ -159,7 +160,8 @@ OPTIONS = Group(
             _all_choices({"no_repeat_ngram_size": 1, "temperature": 1.0}),
             _all_choices({"no_repeat_ngram_size": 1024}),
             fields=["SamplingOptions.no_repeat_ngram_size", "GenerationSpec.n"],
-            width=8,
+            width=2,
+            seconds=4.0,
         ),
         by_cases(
             "extreme-biases",
@@ -171,7 +173,8 @@ OPTIONS = Group(
                 for bias in ({1: math.nan}, {1: math.inf}, {1: -101.0}, {MOST_32: 1.0})
             ),
             fields=["SamplingOptions.logit_bias"],
-            width=4,
+            width=2,
+            seconds=4.0,
         ),
         by_cases(
             "listed-ids",
@@ -192,7 +195,8 @@ OPTIONS = Group(
             "stop strings that nearly begin at every letter of an output of one letter",
             Case(GENERATE, _overlapping),
             fields=["StopOptions.stop_strings", "StopOptions.include_stop"],
-            width=8,
+            width=2,
+            seconds=4.0,
         ),
         by_cases(
             "token-counts",
@@ -262,7 +266,8 @@ OPTIONS = Group(
                 "OutputOptions.token_details",
                 "OutputOptions.echo",
             ],
-            width=4,
+            width=2,
+            seconds=4.0,
         ),
         by_cases(
             "labels",

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 
 from benchmarks.hostile import encoding as wire
-from benchmarks.hostile.inputs.kinds import Group, Input
+from benchmarks.hostile.inputs.kinds import OK, Group, Input, invalid
 from benchmarks.hostile.sending import GENERATION, NO_ANSWER, Sender
 
 GENERATE = GENERATION + "Generate"
@@ -70,15 +70,22 @@ async def logit_bias(s: Sender) -> None:
 
 
 async def prompt_logprobs(s: Sender) -> None:
-    """Prompts of 1,500 tokens, scored with as many candidates and choices as there may be."""
-    spec = (
-        wire.token_input(bytes(5 + number % 90 for number in range(1500)))
+    """Prompts that are scored with as many candidates and choices as there may be: one that is
+    taken in, and one whose scores are too large for a message.
+    """
+    specs = [
+        wire.token_input(bytes(5 + number % 90 for number in range(tokens)))
         + wire.output(wire.count(4, s.card.logprobs))
         + wire.max_tokens(1, ignore_eos=True)
         + wire.choices(s.card.choices)
         + wire.field(10, wire.count(2, 1))
-    )
-    await s.again(4, lambda _: s.call(GENERATE, wire.request(spec)))
+        for tokens in (400, 1500)
+    ]
+
+    async def one(index: int) -> None:
+        await s.call(GENERATE, wire.request(specs[index % 2]))
+
+    await s.again(4, one)
 
 
 async def stop_strings(s: Sender) -> None:
@@ -231,8 +238,9 @@ REQUESTS = Group(
         ),
         Input(
             name="prompt-logprobs",
-            meaning="prompts of 1,500 tokens, scored with the most candidates and choices",
+            meaning="prompts of 400 and 1,500 tokens, scored with the most candidates and choices",
             send=prompt_logprobs,
+            answers=invalid("spec.output.prompt_logprobs"),
             fields=("OutputOptions.prompt_logprobs",),
         ),
         Input(
@@ -273,11 +281,13 @@ REQUESTS = Group(
             name="cancel-storm",
             meaning="32 requests that are added and cancelled all the time",
             send=cancel_storm,
+            answers=(OK,),
         ),
         Input(
             name="refused-requests",
             meaning="requests that are refused, 64 at once",
             send=refused_requests,
+            answers=invalid("spec.text.text"),
         ),
         Input(
             name="long-prompt",
@@ -295,6 +305,7 @@ WAITING = Group(
             name="waiting-lists",
             meaning="240 waiting requests with the longest lists of ids",
             send=waiting_lists,
+            answers=(OK,),
             fields=("SamplingOptions.allowed_token_ids", "SamplingOptions.banned_token_ids"),
             seconds=20.0,
         ),
@@ -307,6 +318,7 @@ WAITING_PROMPTS = Group(
             name="waiting-forms",
             meaning="60 waiting requests with forms of 200 KiB, each another",
             send=waiting_forms,
+            answers=(OK,),
             fields=("StructuredOutput.json_schema",),
             seconds=20.0,
         ),
@@ -314,6 +326,7 @@ WAITING_PROMPTS = Group(
             name="waiting-prompts",
             meaning="1,000 waiting requests with the longest prompts",
             send=waiting_prompts,
+            answers=(OK,),
             fields=("TokenInput.ids",),
             seconds=20.0,
         ),

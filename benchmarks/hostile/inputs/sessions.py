@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from benchmarks.hostile import encoding as wire
-from benchmarks.hostile.inputs.kinds import Group, Input
+from benchmarks.hostile.inputs.kinds import OK, Group, Input
 from benchmarks.hostile.sending import GENERATION, Sender
 
 ADD = GENERATION + "AddRequest"
@@ -144,6 +144,7 @@ SESSIONS = Group(
             name="session-storm",
             meaning="sessions that begin and end, 64 at once",
             send=session_storm,
+            answers=(OK,),
             fields=("OpenCommand.lease",),
         ),
         Input(

@@ -6,7 +6,7 @@ import itertools
 import json
 
 from benchmarks.hostile import encoding as wire
-from benchmarks.hostile.inputs.kinds import Group, Input
+from benchmarks.hostile.inputs.kinds import Group, Input, invalid
 from benchmarks.hostile.sending import GENERATION, Sender
 
 GENERATE = GENERATION + "Generate"
@@ -145,6 +145,7 @@ STRUCTURED = Group(
             name="slow-grammar",
             meaning="a grammar of 75 bytes, read in very many ways, 16 choices, three at once",
             send=slow_grammar,
+            answers=invalid("spec.structured_output.grammar"),
             fields=("StructuredOutput.grammar",),
         ),
         Input(
@@ -157,6 +158,7 @@ STRUCTURED = Group(
             name="schema-deep",
             meaning="JSON schemas of arrays in arrays",
             send=schema_deep,
+            answers=invalid("spec.structured_output.json_schema"),
             fields=("StructuredOutput.json_schema",),
         ),
         Input(

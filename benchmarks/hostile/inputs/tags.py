@@ -154,7 +154,7 @@ TAGS: tuple[Input, ...] = (
                 lambda s, blanks=blanks: rpc.GenerateRequest(  # type: ignore[misc]
                     spec={
                         "text": {"text": "Once upon a time"},
-                        "stop": {"max_tokens": 24},
+                        "stop": {"max_tokens": 12},
                         "sampling": {"temperature": 2.0},
                         "structured_output": {"json_object": {}, "flexible_whitespace": blanks},
                         "n": s.card.choices,
@@ -164,7 +164,7 @@ TAGS: tuple[Input, ...] = (
             for blanks in (True, False)
         ),
         fields=["StructuredOutput.json_object", "StructuredOutput.flexible_whitespace"],
-        width=4,
+        width=2,
         seconds=4.0,
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.hostile import encoding as wire
-from benchmarks.hostile.inputs.kinds import Group, Input
+from benchmarks.hostile.inputs.kinds import OK, Group, Input
 from benchmarks.hostile.sending import GENERATION, MODEL, Sender
 
 TOKENIZE = MODEL + "Tokenize"
@@ -195,18 +195,21 @@ TEXTS = Group(
             name="truncated",
             meaning="the largest text as a prompt, truncated to one token, four at once",
             send=truncated,
+            answers=(OK,),
             fields=("TruncationOptions.max_prompt_tokens",),
         ),
         Input(
             name="chat-long-content",
             meaning="a chat of one long message, four at once",
             send=chat_long_content,
+            answers=(OK,),
             fields=("ChatMessage.content",),
         ),
         Input(
             name="session-texts",
             meaning="the largest text as 64 commands of one session",
             send=session_texts,
+            answers=(OK,),
             fields=("TextInput.text",),
         ),
     ),
