@@ -65,6 +65,8 @@ _LOGITS_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 2
 """Tolerances for the logits: |difference| / |reference| over all of them."""
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_EXPANDED_METHODS = ("mxfp4",)
+"""Kinds of quantized weights that transformers expands to ordinary ones where it has no kernels."""
 
 
 def check_config(config: Any, model_class: type[PreTrainedModel]) -> None:
@@ -87,6 +89,14 @@ def check_config(config: Any, model_class: type[PreTrainedModel]) -> None:
         raise ModelRefusedError(
             f"{name} has layers of kind {', '.join(unknown)}; "
             f"supported are {', '.join(sorted(SUPPORTED_LAYER_TYPES))}"
+        )
+    quantized = getattr(config, "quantization_config", None)
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    if quantized is not None and method not in _EXPANDED_METHODS:
+        raise ModelRefusedError(
+            f"the weights are quantized already ({method or 'by an unknown method'}, as "
+            "quantization_config in config.json says), which is not done here; give the model that "
+            "they were made from, and --quantization int8 to quantize it at load"
         )
     if getattr(text_config, "attn_temperature_tuning", False):
         raise ModelRefusedError(

@@ -149,6 +149,16 @@ class LoadedRunner:
     padded_sizes: Sizes | None
 
 
+_GGUF = (
+    "GGUF files are not read here: give the directory of the model that they were made from, with "
+    "config.json and *.safetensors"
+)
+_SAFETENSORS = (
+    "only *.safetensors are read, because loading others can run code: get the model in that form, "
+    "or load it once with transformers and save it with save_pretrained"
+)
+
+
 def resolve_path(model: str) -> Path:
     """The local directory of a model: the path itself, or the hub's cache for a hub id, downloaded
     if necessary.
@@ -160,7 +170,8 @@ def resolve_path(model: str) -> Path:
     if path.is_dir():
         return path
     if path.exists() or path.is_absolute() or model.startswith((".", "~")):
-        raise ModelRefusedError(f"{model} is not a directory; give a model's directory or hub id")
+        hint = _GGUF if path.suffix == ".gguf" else "give a model's directory or hub id"
+        raise ModelRefusedError(f"{model} is not a directory; {hint}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -468,6 +479,8 @@ def _longest_in_blocks(groups: tuple[LayerGroup, ...], plan: CachePlan, context:
 def _load_weights(
     path: Path, load_config: LoadConfig, device: torch.device, ranks: Ranks | None
 ) -> PreTrainedModel:
+    if any(path.glob("*.gguf")) and not any(path.glob("*.safetensors")):
+        raise ModelRefusedError(f"{path} has no *.safetensors; {_GGUF}")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -479,6 +492,8 @@ def _load_weights(
             f"{path}: model type {config.model_type!r} has no causal language model in transformers"
         )
     check_config(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    if not any(path.glob("*.safetensors")):
+        raise ModelRefusedError(f"{path} has no weights that can be read: {_SAFETENSORS}")
     if ranks is not None:
         check_plan(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], ranks.place.world_size)
     if not sys.stderr.isatty():
@@ -501,7 +516,7 @@ def _load_weights(
             f"{path}: the weights cannot be read: a safetensors file is damaged, or was not copied "
             f"to its end ({error}); get it again"
         ) from error
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelRefusedError(f"{path}: the weights cannot be read: {error}") from error
     missing = sorted(info["missing_keys"])
     if missing:

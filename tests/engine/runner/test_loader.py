@@ -78,7 +78,28 @@ def test_pickles_are_not_read(saved: Path) -> None:
     weights = load_file(saved / "model.safetensors")
     (saved / "model.safetensors").unlink()
     torch.save(weights, saved / "pytorch_model.bin")
-    with pytest.raises(ModelRefusedError, match="weights cannot be read"):
+    with pytest.raises(ModelRefusedError, match=r"only \*\.safetensors are read.*save_pretrained"):
+        _load(saved)
+
+
+def test_gguf_is_not_read_and_the_message_says_what_to_get(saved: Path) -> None:
+    file = saved / "model-q4.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ModelRefusedError, match="GGUF files are not read here: give"):
+        resolve_path(str(file))
+    _load(saved)  # beside the model itself it does no harm
+    (saved / "model.safetensors").unlink()
+    (saved / "config.json").unlink()
+    with pytest.raises(ModelRefusedError, match="GGUF files are not read here: give"):
+        _load(saved)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes"])
+def test_weights_that_are_quantized_already_are_refused_by_name(saved: Path, method: str) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelRefusedError, match=f"quantized already .{method},.* --quantization"):
         _load(saved)
 
 
