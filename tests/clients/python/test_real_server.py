@@ -145,19 +145,34 @@ async def test_the_sync_client(real: HeadraceServer) -> None:
 async def test_a_lost_session_is_resumed(engine: FakeEngine, aclient: AsyncClient) -> None:
     whole = (await aclient.generate("hi", max_tokens=100)).text
     engine.hold_at = engine.steps + 3  # the stream is lost while the request runs
-    async with aclient.session(lease=20) as lost:
-        handle = lost.submit("hi", max_tokens=100)
-        seen = []
-        async for chunk in handle:
-            seen.append(chunk.text)
-            break
-        streams: Any = lost._streams
-        streams._wire._call.cancel()
-        with pytest.raises(headrace.UnavailableError):
-            await handle
+    async with aclient.session(lease=20) as session:
+        handle = session.submit("hi", max_tokens=100)
+        chunks = aiter(handle)
+        first = await anext(chunks)
+        streams: Any = session._streams
+        [link] = streams.core.links.values()
+        link.wire._call.cancel()
+        engine.go_on()
+        async with asyncio.timeout(30):
+            assert first.text + "".join([chunk.text async for chunk in chunks]) == whole
+            assert (await handle).text == whole
+    assert engine.cancelled == []
+
+
+async def test_a_request_is_resumed_by_hand_after_its_client_was_closed(
+    engine: FakeEngine, real: HeadraceServer, aclient: AsyncClient
+) -> None:
+    whole = (await aclient.generate("hi", max_tokens=100)).text
+    engine.hold_at = engine.steps + 3
+    async with AsyncClient(real.addresses[0]) as closed:
+        session = await closed.session(lease=20).__aenter__()
+        handle = session.submit("hi", max_tokens=100)
+        await anext(aiter(handle))
+    with pytest.raises(headrace.UnavailableError):
+        await handle
     engine.go_on()
-    async with aclient.session() as session:
-        resumed = session.resume(handle)
+    async with aclient.session() as other:
+        resumed = other.resume(handle)
         assert "".join([chunk.text async for chunk in resumed]) == whole
         assert (await resumed).text == whole
 

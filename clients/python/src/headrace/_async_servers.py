@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, Unpack
 
 from headrace._async_link import A, AsyncLink, Method, Q
@@ -68,12 +70,16 @@ class AsyncServers(Protocol):
 
 
 class AsyncOneServer:
-    """The only server of a client."""
+    """The only server of a client. Its sessions with a lease are those of a fleet of one server,
+    over the same connection: what is lost goes on by itself.
+    """
 
     def __init__(self, settings: ChannelSettings) -> None:
         self._settings = settings
         self._link: AsyncLink | None = None
         self._is_closed = False
+        self._fleet: AsyncFleet | None = None
+        self._streams: weakref.WeakSet[AsyncCallEvents] = weakref.WeakSet()
 
     @property
     def link(self) -> AsyncLink:
@@ -118,10 +124,14 @@ class AsyncOneServer:
     def stream(self, request: GenerateStreamRequest, fold: Fold) -> AsyncEventSource:
         """Opens a stream for one request."""
         metadata = self._settings.metadata
-        return AsyncCallEvents(self.link.generation.GenerateStream(request, metadata=metadata))
+        call = self.link.generation.GenerateStream(request, metadata=metadata)
+        self._streams.add(events := AsyncCallEvents(call))
+        return events
 
     def session(self, **options: Unpack[SessionOptions]) -> AsyncSession:
         """Opens a session."""
+        if options.get("lease"):
+            return AsyncSession(AsyncManyStreams(self._fleet_of_one(), **options))
         streams = AsyncOneStream(lambda: self.link, self._settings.metadata, **options)
         return AsyncSession(streams)
 
@@ -132,24 +142,46 @@ class AsyncOneServer:
     async def close(self) -> None:
         """Closes the connection."""
         self._is_closed = True
+        for events in list(self._streams):
+            events.cancel()  # what nobody reads any more would keep the connection
+        if self._fleet is not None:
+            await self._fleet.close()
         if self._link is not None:
             await self._link.channel.close()
             self._link = None
+
+    def _fleet_of_one(self) -> AsyncFleet:
+        if self._fleet is None:
+            places = (Address(self._settings.target),)
+            self._fleet = AsyncFleet(replace(self._settings, places=places), lambda: self.link)
+        return self._fleet
 
 
 class AsyncManyServers(AsyncFleet):
     """The servers of a client that has several."""
 
+    def __init__(self, settings: ChannelSettings) -> None:
+        super().__init__(settings)
+        self._streams: weakref.WeakSet[AsyncFleetEvents] = weakref.WeakSet()
+
+    async def close(self) -> None:
+        """Closes all connections; calls that still run are cancelled."""
+        for events in list(self._streams):
+            events.cancel()  # what nobody reads any more would keep the connection
+        await super().close()
+
     def stream(self, request: GenerateStreamRequest, fold: Fold) -> AsyncEventSource:
         """Opens a stream for one request."""
         attempts = Attempts(self.state, prefix_keys(request.spec), retries=self.settings.retries)
         metadata = self.settings.metadata
-        return AsyncFleetEvents(
+        events = AsyncFleetEvents(
             self,
             attempts,
             lambda server: server.link.generation.GenerateStream(request, metadata=metadata),
             fold,
         )
+        self._streams.add(events)
+        return events
 
     def session(self, **options: Unpack[SessionOptions]) -> AsyncSession:
         """Opens a session over all servers."""

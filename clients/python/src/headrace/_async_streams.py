@@ -51,7 +51,7 @@ class AsyncWire:
         self._lost = lost
         self._outgoing: asyncio.Queue[StreamResultRequest | None] = asyncio.Queue()
         self._half_closed = False
-        self._call = stub.StreamResult(self._commands(), metadata=metadata)
+        self._call: Any = stub.StreamResult(self._commands(), metadata=metadata)
         self.flush()
         self._reader = asyncio.create_task(self._read())
 
@@ -70,7 +70,8 @@ class AsyncWire:
         try:
             await asyncio.wait([self._reader], timeout=seconds)
         finally:
-            self._call.cancel()  # does nothing to a call that has ended
+            if self._call is not None:
+                self._call.cancel()
             await asyncio.wait([self._reader])
 
     async def _commands(self) -> AsyncIterator[StreamResultRequest]:
@@ -98,6 +99,7 @@ class AsyncWire:
         finally:
             self._lost(error)
             self._call.cancel()
+            self._call = None  # gRPC keeps a closed channel's connection while a call is kept
 
 
 class AsyncOneStream:

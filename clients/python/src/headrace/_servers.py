@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, Unpack
 
 from headrace._attempts import Attempts
@@ -14,6 +16,7 @@ from headrace._placement import prefix_keys
 from headrace._session import SessionOptions
 from headrace._streams import OneStream
 from headrace._targets import Address
+from headrace.errors import UnavailableError
 from headrace.fleet import Fleet
 from headrace.fleet_session import ManyStreams
 from headrace.fleet_streams import FleetEvents
@@ -64,11 +67,16 @@ class Servers(Protocol):
 
 
 class OneServer:
-    """The only server of a client."""
+    """The only server of a client. Its sessions with a lease are those of a fleet of one server,
+    over the same connection: what is lost goes on by itself.
+    """
 
     def __init__(self, settings: ChannelSettings) -> None:
         self._settings = settings
         self.link = Link(settings, Address(settings.target))
+        self._fleet: Fleet | None = None
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def call(self, pick: Callable[[Link], Method[Q, A]], request: Q, timeout: float | None) -> A:
         """A unary call."""
@@ -101,6 +109,8 @@ class OneServer:
 
     def session(self, **options: Unpack[SessionOptions]) -> Session:
         """Opens a session."""
+        if options.get("lease"):
+            return Session(ManyStreams(self._fleet_of_one(), **options))
         link, metadata = self.link, self._settings.metadata
         return Session(OneStream(link.generation, metadata, link.target, **options))
 
@@ -110,7 +120,20 @@ class OneServer:
 
     def close(self) -> None:
         """Closes the connection."""
+        with self._lock:
+            self._is_closed = True
+        if self._fleet is not None:
+            self._fleet.close()
         self.link.channel.close()
+
+    def _fleet_of_one(self) -> Fleet:
+        with self._lock:
+            if self._is_closed:
+                raise UnavailableError("the client is closed")
+            if self._fleet is None:
+                places = (Address(self._settings.target),)
+                self._fleet = Fleet(replace(self._settings, places=places), self.link)
+            return self._fleet
 
 
 class ManyServers(Fleet):

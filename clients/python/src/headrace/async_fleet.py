@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from grpc_health.v1 import health_pb2
@@ -48,8 +49,12 @@ _log = logging.getLogger("headrace")
 class AsyncFleet:
     """The servers of one client; see `headrace._async_servers.AsyncServers`."""
 
-    def __init__(self, settings: ChannelSettings) -> None:
+    def __init__(
+        self, settings: ChannelSettings, only: Callable[[], AsyncLink] | None = None
+    ) -> None:
+        """`only`: the connection to the one server that there is, if others use it too."""
         self.settings = settings
+        self._only = only
         self.state = FleetState()
         self._listeners: list[Callable[[], None]] = []
         self._closed = False
@@ -309,7 +314,8 @@ class AsyncFleet:
     def _add(self, addresses: list[Address]) -> None:
         """These are the addresses now."""
         for server in self.state.listed(addresses):
-            server.link = AsyncLink(self.settings, server.address)
+            make = self._only or partial(AsyncLink, self.settings, server.address)
+            server.link = make()
         gone = self.state.left()
         self._notify()
         for server in gone:

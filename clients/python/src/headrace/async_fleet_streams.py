@@ -79,6 +79,7 @@ class AsyncFleetEvents:
         self._cancelled = True
         if self._call is not None:
             self._call.cancel()
+            self._call = None  # gRPC keeps a closed channel's connection while a call is kept
         self._over()
 
     def _over(self) -> None:

@@ -41,11 +41,15 @@ class AsyncCallEvents:
         self._call = call
 
     async def read(self) -> Iterable[ResultEvent] | None:
+        if self._call is None:
+            return None
         message = await self._call.read()
         return None if message is grpc.aio.EOF else message.events
 
     def cancel(self) -> None:
-        self._call.cancel()
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None  # gRPC keeps a closed channel's connection while a call is kept
 
 
 class AsyncPolledEvents:
@@ -219,9 +223,10 @@ class AsyncStream:
     async def _finish(self) -> None:
         """Lets the call end normally, so that the server does not count it as lost."""
         events = self._start()
-        if not isinstance(self._fold.error, ProtocolError):
-            try:
+        try:
+            if not isinstance(self._fold.error, ProtocolError):
                 await events.read()
-            except (grpc.RpcError, HeadraceError):
-                return  # the status of a failure that its last event has told already
-        events.cancel()
+        except (grpc.RpcError, HeadraceError):
+            pass  # the status of a failure that its last event has told already
+        finally:
+            events.cancel()

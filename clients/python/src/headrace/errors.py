@@ -115,10 +115,13 @@ class HeadraceError(Exception):
         return info
 
     def _unpack(self, into: Any) -> bool:
-        try:
-            return any(detail.Unpack(into) for detail in self.status.details)
-        except DecodeError:  # a detail that its sender spoiled is not worth another error
-            return False
+        for detail in self.status.details:
+            try:
+                if detail.Unpack(into):
+                    return True
+            except DecodeError:  # a detail that its sender spoiled is not worth another error
+                into.Clear()
+        return False
 
 
 class InvalidArgumentError(HeadraceError, ValueError):

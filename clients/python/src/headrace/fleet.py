@@ -48,8 +48,10 @@ _log = logging.getLogger("headrace")
 class Fleet:
     """The servers of one client; see `headrace._servers.Servers`. Thread-safe."""
 
-    def __init__(self, settings: ChannelSettings) -> None:
+    def __init__(self, settings: ChannelSettings, only: Link | None = None) -> None:
+        """`only`: the connection to the one server that there is, if others use it too."""
         self.settings = settings
+        self._only = only
         self.state = FleetState()
         self.changed = threading.Condition()
         """Its lock guards the state; notified when a server may have become usable."""
@@ -291,7 +293,7 @@ class Fleet:
         """These are the addresses now."""
         with self.changed:
             for server in self.state.listed(addresses):
-                server.link = Link(self.settings, server.address)
+                server.link = self._only or Link(self.settings, server.address)
             gone = self.state.left()
             self.changed.notify_all()
         for server in gone:
