@@ -60,6 +60,10 @@ test-slow: $(STAMP) $(NATIVE) ## Run the long sweeps: every model family in ever
 test-telemetry: $(STAMP) $(NATIVE) ## Run tests of sessions, faults, ends and shutdown again, with spans and metrics on.
 	$(PYTEST) -m 'not slow' --with-telemetry $(addprefix tests/service/test_,sessions.py faults.py ends.py shutdown.py) $(ARGS)
 
+.PHONY: test-clients
+test-clients: $(STAMP) ## Run the conformance suite of the client libraries (ARGS='--language go --vector resume'; REQUIRE=1: all).
+	$(BIN)/python -m clients.conformance $(if $(REQUIRE),--require) $(ARGS)
+
 .PHONY: lint
 lint: $(STAMP) ## Check style, import arrows and the contract's form.
 	$(BIN)/ruff check .
