@@ -46,7 +46,7 @@ func TestGenerateSendsWhatTheRequestSays(t *testing.T) {
 		ToolChoice:  &headrace.ToolChoice{Mode: headrace.ToolRequired},
 		Temperature: headrace.Ptr(0.0),
 		MaxTokens:   headrace.Ptr(0),
-		Seed:        headrace.Ptr(int64(9223372036854775807)),
+		Seed:        headrace.Ptr(uint64(9223372036854775807)),
 		N:           2,
 		Priority:    -3,
 		TimeLimit:   1500 * time.Millisecond,

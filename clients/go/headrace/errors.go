@@ -110,10 +110,13 @@ func closedError(what string) *Error {
 // fromStatus reads a status and its details.
 func fromStatus(received *rpcstatus.Status, requestID string) *Error {
 	made := &Error{
-		Code:      codes.Code(received.GetCode()), //nolint:gosec // a code of a newer server stays the number that it is
+		Code:      codes.Code(received.GetCode()),
 		Message:   received.GetMessage(),
 		RequestID: requestID,
 		status:    received,
+	}
+	if made.Code > codes.Unauthenticated {
+		made.Code = codes.Unknown // newer than this package; GRPCStatus has it
 	}
 	if made.Message == "" {
 		made.Message = made.Code.String()

@@ -39,7 +39,8 @@ type Handle struct {
 
 	mu      sync.Mutex
 	fold    *fold
-	queue   []queued // output that was not read
+	chunks  []queued // the output, all of it: who resumes the request elsewhere wants it from its beginning
+	read    int      // how many of them the reader has taken
 	discard bool     // whether nobody will read it
 	closed  bool
 }
@@ -120,11 +121,9 @@ func (h *Handle) Chunks(ctx context.Context) iter.Seq2[Chunk, error] {
 func (h *Handle) next() (one queued, found bool, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if len(h.queue) > 0 {
-		one = h.queue[0]
-		h.queue[0] = queued{}
-		h.queue = h.queue[1:]
-		return one, true, nil
+	if h.read < len(h.chunks) {
+		h.read++
+		return h.chunks[h.read-1], true, nil
 	}
 	if h.closed && h.fold.err != nil {
 		return queued{}, false, h.fold.err
@@ -135,7 +134,7 @@ func (h *Handle) next() (one queued, found bool, err error) {
 func (h *Handle) isOver() bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return len(h.queue) == 0 && h.fold.err == nil
+	return h.read == len(h.chunks) && h.fold.err == nil
 }
 
 // Result waits for the end and returns the whole result. A cancelled request has one too. It needs no reader of chunks.
@@ -167,11 +166,11 @@ func (h *Handle) pay(read queued) {
 // takeOwed counts the tokens that a stream has sent and nobody has paid for; they count as paid from now on. The
 // handle's lock is held.
 func (h *Handle) takeOwed() (tokens int) {
-	for i, one := range h.queue {
-		if one.wire != nil && one.wire == h.wire {
+	for i := h.read; i < len(h.chunks); i++ {
+		if one := &h.chunks[i]; one.wire != nil && one.wire == h.wire {
 			tokens += len(one.chunk.TokenIDs)
+			one.wire = nil
 		}
-		h.queue[i].wire = nil
 	}
 	return tokens
 }
@@ -193,7 +192,7 @@ func (h *Handle) take(w *wire, event *headracev1.ResultEvent) (over bool, tokens
 			one.wire = w
 		}
 		if !h.discard {
-			h.queue = append(h.queue, one)
+			h.chunks = append(h.chunks, one)
 			h.signal()
 		}
 	}
@@ -230,7 +229,7 @@ func (h *Handle) restart() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.fold.restart()
-	h.queue = nil
+	h.chunks, h.read = nil, 0
 }
 
 // hasBegun tells whether output has arrived. The session's lock is held.
@@ -244,5 +243,5 @@ func (h *Handle) hasBegun() bool {
 func (h *Handle) dropChunks() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.discard, h.queue = true, nil
+	h.discard, h.chunks = true, nil
 }

@@ -3,6 +3,9 @@ package headrace
 import (
 	"context"
 	"fmt"
+	"maps"
+	"slices"
+	"sync"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -44,26 +47,48 @@ func (p *pool) resolve(ctx context.Context, places []place) {
 	}
 }
 
-// check asks servers that are not ready whether they are.
+// check asks servers that are not ready whether they are: all that are due at the same time, so that the first requests
+// find all servers that are there.
 func (p *pool) check(ctx context.Context) {
 	for ctx.Err() == nil {
 		p.mu.Lock()
 		now, changed := time.Now(), p.changed
 		next := time.Hour
+		var due []*server
 		for _, one := range p.servers {
 			if one.state != joining {
 				continue
 			}
 			if !one.checkAt.After(now) {
 				one.waitForCheck(now)
-				p.running.Go(func() { p.ask(ctx, one) })
+				due = append(due, one)
 			}
 			next = min(next, one.checkAt.Sub(now))
 		}
 		p.mu.Unlock()
-		if wait(ctx, changed, next) != nil {
+		if len(due) > 0 {
+			p.askAll(ctx, due)
+		} else if wait(ctx, changed, next) != nil {
 			return
 		}
+	}
+}
+
+func (p *pool) askAll(ctx context.Context, due []*server) {
+	var asked sync.WaitGroup
+	for _, one := range due {
+		asked.Go(func() { p.ask(ctx, one) })
+	}
+	asked.Wait()
+	p.mu.Lock()
+	p.notify()
+	var listeners []*Session
+	if slices.ContainsFunc(due, func(one *server) bool { return one.state == ready }) {
+		listeners = slices.Collect(maps.Keys(p.listeners))
+	}
+	p.mu.Unlock()
+	for _, session := range listeners {
+		session.serverChanged()
 	}
 }
 
@@ -73,22 +98,12 @@ func (p *pool) ask(ctx context.Context, one *server) {
 	defer cancel()
 	instance, capacity, err := identify(ctx, one)
 	p.mu.Lock()
+	defer p.mu.Unlock()
 	one.isKnown = true
 	if err != nil {
 		one.problem = err
 	} else {
 		p.joined(one, instance, capacity)
-	}
-	p.notify()
-	listeners := make([]*Session, 0, len(p.listeners))
-	for session := range p.listeners {
-		listeners = append(listeners, session)
-	}
-	p.mu.Unlock()
-	if err == nil {
-		for _, session := range listeners {
-			session.serverChanged()
-		}
 	}
 }
 

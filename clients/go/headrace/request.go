@@ -82,8 +82,8 @@ type Request struct {
 	AllowedTokenIDs []uint32
 	// BannedTokenIDs are never generated.
 	BannedTokenIDs []uint32
-	// Seed makes the draws repeatable.
-	Seed *int64
+	// Seed makes the draws repeatable. It is below 2^63.
+	Seed *uint64
 
 	// MaxTokens is the most tokens to generate; 0: the prompt is processed only.
 	MaxTokens *int
@@ -340,7 +340,10 @@ func (b *builder) sampling(r *Request, spec *headracev1.GenerationSpec) {
 	setIDs(r.AllowedTokenIDs, &own.AllowedTokenIds)
 	setIDs(r.BannedTokenIDs, &own.BannedTokenIds)
 	if r.Seed != nil {
-		own.Seed = r.Seed
+		if *r.Seed > math.MaxInt64 {
+			b.fail("seed", "%d is not below 2^63", *r.Seed)
+		}
+		own.Seed = proto.Int64(int64(*r.Seed)) //nolint:gosec // checked
 	}
 	if proto.Size(own) > 0 {
 		spec.Sampling = own

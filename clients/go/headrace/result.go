@@ -1,7 +1,6 @@
 package headrace
 
 import (
-	"fmt"
 	"time"
 
 	"google.golang.org/protobuf/types/known/durationpb"
@@ -25,10 +24,10 @@ const (
 
 var reasonNames = [...]string{"unknown", "stop", "length", "context", "cancelled", "time_limit", "tool_calls"}
 
-// String is the reason in words, such as "length".
+// String is the reason in words, such as "length"; "unknown" for one that is newer than this package.
 func (r FinishReason) String() string {
 	if r < 0 || int(r) >= len(reasonNames) {
-		return fmt.Sprintf("reason_%d", int(r))
+		return reasonNames[FinishUnknown]
 	}
 	return reasonNames[r]
 }

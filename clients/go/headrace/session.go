@@ -147,11 +147,14 @@ func (s *Session) Attach(ctx context.Context, id string, options *AttachOptions)
 	return s.attach(ctx, newHandle(s, newFold(id, o.Choices, o.From)))
 }
 
-// Resume continues a request whose session was lost, on this one, where its handle left off: the new handle's result has
-// all output, its chunks are those that the old handle did not get. If the end had arrived, the new handle has it.
+// Resume continues a request whose session was lost, on this one, where its handle left off. The new handle has all
+// output from the beginning. If the end had arrived, it has that too, and nothing is sent.
 func (s *Session) Resume(ctx context.Context, lost *Handle) (*Handle, error) {
 	lost.mu.Lock()
 	h := newHandle(s, lost.fold.reopened())
+	for _, one := range lost.chunks {
+		h.chunks = append(h.chunks, queued{chunk: one.chunk}) // the lost stream is not paid any more
+	}
 	lost.mu.Unlock()
 	if h.fold.done {
 		h.close()
