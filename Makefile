@@ -108,6 +108,11 @@ protos-check: $(PROTOS_STAMP) $(STAMP) ## Check that protos/ breaks nothing and 
 	@if command -v go >/dev/null; then BUF=$(BIN)/buf scripts/generate-go.sh --check; else echo "Go stubs not checked: go is not installed"; fi
 	@if command -v npm >/dev/null; then BUF=$(BIN)/buf scripts/generate-typescript.sh --check; else echo "TypeScript stubs not checked: npm is not installed"; fi
 
+.PHONY: packages
+packages: ## Make the client libraries' packages in dist/packages (Go, TypeScript: where installed).
+	@if command -v go >/dev/null; then scripts/packages-go.sh; else echo "no Go module: go is not installed"; fi
+	@if command -v npm >/dev/null; then scripts/packages-typescript.sh; else echo "no npm tarball: npm is not installed"; fi
+
 .PHONY: model-table
 model-table: $(STAMP) ## Write the tables of docs/models.md from tests/model_recipes.py.
 	$(BIN)/python scripts/model_table.py

@@ -30,8 +30,10 @@ var roles = map[Role]headracev1.ChatRole{
 type Message struct {
 	// Role says who speaks.
 	Role Role
-	// Content is what is said. A message with ToolCalls and no content has none at all.
+	// Content is what is said.
 	Content string
+	// NoContent has the template see a message without content instead of one that is empty, as beside ToolCalls.
+	NoContent bool
 	// Parts is what is said in several parts, each of them text, for templates that take such. Excludes Content.
 	Parts []string
 	// Name is the speaker's name, for templates that use it.
@@ -116,7 +118,7 @@ func (b *builder) chat(r *Request, chat *headracev1.ChatInput) {
 	if choice := r.ToolChoice; choice != nil {
 		mode, known := toolModes[choice.Mode]
 		if !known {
-			b.fail("tool_choice", "there is no mode %q; use auto, none or required", choice.Mode)
+			b.fail("tool_choice", "there is no tool choice %q; use auto, none or required", choice.Mode)
 		}
 		chat.ToolChoice = &headracev1.ToolChoice{Mode: mode, ToolNames: choice.Names, ParallelCalls: choice.Parallel}
 	}
@@ -144,15 +146,15 @@ func (b *builder) message(m Message) *headracev1.ChatMessage {
 		})
 	}
 	switch {
-	case len(m.Parts) > 0 && m.Content != "":
-		b.fail("messages", "a message has Content or Parts, not both")
+	case len(m.Parts) > 0 && m.Content != "", m.NoContent && (len(m.Parts) > 0 || m.Content != ""):
+		b.fail("messages", "a message has Content, Parts or NoContent, one of them")
 	case len(m.Parts) > 0:
 		parts := &headracev1.ContentParts{}
 		for _, text := range m.Parts {
 			parts.Parts = append(parts.Parts, &headracev1.ContentPart{Part: &headracev1.ContentPart_Text{Text: text}})
 		}
 		made.ContentKind = &headracev1.ChatMessage_ContentParts{ContentParts: parts}
-	case m.Content != "" || len(m.ToolCalls) == 0:
+	case !m.NoContent:
 		made.ContentKind = &headracev1.ChatMessage_Content{Content: m.Content}
 	}
 	return made

@@ -66,7 +66,10 @@ func (r *Result) FinishReason() FinishReason { return r.first().FinishReason }
 // Message is the first choice as the assistant's message, for the next turn of a conversation.
 func (r *Result) Message() Message {
 	first := r.first()
-	return Message{Role: RoleAssistant, Content: first.Text, Reasoning: first.Reasoning, ToolCalls: first.ToolCalls}
+	return Message{
+		Role: RoleAssistant, Content: first.Text, NoContent: first.Text == "" && len(first.ToolCalls) > 0,
+		Reasoning: first.Reasoning, ToolCalls: first.ToolCalls,
+	}
 }
 
 func (r *Result) first() *Choice {

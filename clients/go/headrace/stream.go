@@ -54,13 +54,15 @@ type source interface {
 //		fmt.Print(chunk.Text)
 //	}
 //	result, err := stream.Result()
-func (c *Client) Stream(ctx context.Context, request *Request) *Stream {
+func (c *Client) Stream(ctx context.Context, request *Request) *Stream { return c.stream(ctx, request) }
+
+func (c *Client) stream(ctx context.Context, request *Request, capabilities ...string) *Stream {
 	spec, err := request.build()
 	if err != nil {
 		return &Stream{client: c, cancel: func() {}, failed: err, fold: newFold("", 1, 1)}
 	}
 	message := &headracev1.GenerateStreamRequest{Spec: spec}
-	message.RequiredCapabilities = requiredBy(message)
+	message.RequiredCapabilities = requiredBy(message, capabilities...)
 	ctx, cancel := context.WithCancel(ctx)
 	return &Stream{
 		client: c, ctx: ctx, cancel: cancel, id: spec.GetRequestId(),

@@ -88,7 +88,7 @@ type request struct {
 
 type message struct {
 	Role       string              `json:"role"`
-	Content    string              `json:"content"`
+	Content    *string             `json:"content"`
 	ToolCalls  []headrace.ToolCall `json:"tool_calls"`
 	ToolCallID string              `json:"tool_call_id"`
 }
@@ -175,9 +175,13 @@ func (r *request) made() *headrace.Request {
 		TimeLimit: milliseconds(r.TimeLimitMS),
 	}
 	for _, one := range r.Messages {
-		made.Messages = append(made.Messages, headrace.Message{
-			Role: headrace.Role(one.Role), Content: one.Content, ToolCalls: one.ToolCalls, ToolCallID: one.ToolCallID,
-		})
+		message := headrace.Message{
+			Role: headrace.Role(one.Role), NoContent: one.Content == nil, ToolCalls: one.ToolCalls, ToolCallID: one.ToolCallID,
+		}
+		if one.Content != nil {
+			message.Content = *one.Content
+		}
+		made.Messages = append(made.Messages, message)
 	}
 	if r.ToolChoice != "" && r.ToolChoice != "auto" {
 		made.ToolChoice = &headrace.ToolChoice{Mode: headrace.ToolMode(r.ToolChoice)}

@@ -1,209 +1,159 @@
-// Command session runs prompts on one StreamResult session of a Headrace server and prints what comes back.
+// Command session runs prompts on one session of a Headrace server and prints what comes back.
 //
 //	session --target localhost:50051 --max-tokens 32 'Once upon a time' 'The old mill'
-//	session --target unix:/run/headrace.sock < prompts.txt
+//	session < prompts.txt
 //
-// The prompts are the arguments; without arguments, the lines of the standard input, each sent as it is read. After
-// the last one the session is half-closed: the server finishes what was sent, then ends the stream. Ctrl-C cancels
-// the live requests and waits for their ends; a second Ctrl-C ends the program at once.
-//
-// Every output is one line, prefixed with the request's number:
+// The prompts are the arguments; without arguments, the lines of the standard input, each sent as it is read. Every line
+// of the output is prefixed with its request's number:
 //
 //	[1] " there was"
-//	[1] finished: LENGTH (4 prompt tokens, 0 of them cached; 32 tokens)
+//	[1] length, 32 tokens
 //
-// With --json there is one JSON line for each request instead, in the order of sending, when all have ended.
-//
-// The exit code is 0 if every request finished (or was cancelled by Ctrl-C), and 1 if one was refused or failed, the
-// stream broke, or the server broke the contract: an event's number was missing or came twice, or a request had no
-// end; 2 for wrong flags. What went wrong is told on the standard error. A prompt that is not UTF-8 and a line of more
-// than 4 MiB are told and not sent, and make the exit code 1. When the output cannot be written, the program ends.
+// Ctrl-C cancels the live requests and waits for their ends; a second one ends the program at once. The exit code is 1 if
+// a request was refused or failed.
 package main
 
 import (
 	"bufio"
 	"context"
-	"crypto/rand"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
-	"io"
+	"iter"
 	"os"
 	"os/signal"
-	"strconv"
+	"slices"
 	"strings"
-	"time"
-	"unicode/utf8"
+	"sync"
 
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials/insecure"
-	"google.golang.org/grpc/keepalive"
-
-	headracev1 "headrace.dev/go/headrace/v1"
+	"headrace.dev/go/headrace"
 )
 
-const (
-	// The largest message that is received: one message carries a whole step's results, or more of them, merged, if
-	// this program reads slowly. The library's default of 4 MiB is for smaller messages than that.
-	maxMessageBytes = 64 << 20
-	// The longest line of the standard input.
-	maxLineBytes = 4 << 20
-)
-
-// options are the program's flags. What is absent is left to the server.
-type options struct {
-	target      string
-	maxTokens   *uint32
-	temperature *float32
-	json        bool
-}
+// The longest line of the standard input.
+const maxLineBytes = 4 << 20
 
 func main() {
-	opts, prompts := parseFlags()
+	target := flag.String("target", "", "the server's `address` (default: HEADRACE_TARGET, else "+headrace.DefaultTarget+")")
+	maxTokens := flag.Int("max-tokens", 32, "the most `tokens` to generate")
+	flag.Parse()
 
-	// RPCs get no context that a signal cancels: cancelling the stream counts as losing it, and the requests' ends
-	// would not be received. The interrupt becomes `cancel`, and the second one finds no handler any more.
-	interrupt := make(chan struct{})
-	signals := make(chan os.Signal, 1)
-	signal.Notify(signals, os.Interrupt)
-	go func() {
-		<-signals
-		signal.Stop(signals)
-		close(interrupt)
-	}()
-
-	if !run(opts, prompts, interrupt) {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	context.AfterFunc(ctx, stop) // the second one finds no handler
+	prompts := slices.Values(flag.Args())
+	if flag.NArg() == 0 {
+		prompts = lines
+	}
+	if err := run(ctx, *target, *maxTokens, prompts); err != nil {
+		fmt.Fprintln(os.Stderr, "session:", err)
 		os.Exit(1)
 	}
 }
 
-func parseFlags() (options, []string) {
-	var opts options
-	flag.Usage = func() {
-		fmt.Fprintln(flag.CommandLine.Output(), "usage: session [flags] [prompt ...]\n"+
-			"Without prompts, each line of the standard input is one.")
-		flag.PrintDefaults()
+// lines are those of the standard input.
+func lines(yield func(string) bool) {
+	scanner := bufio.NewScanner(os.Stdin)
+	scanner.Buffer(nil, maxLineBytes)
+	for scanner.Scan() {
+		if !yield(scanner.Text()) {
+			return
+		}
 	}
-	flag.StringVar(&opts.target, "target", "localhost:50051", "the server's `address`: host:port or unix:/path")
-	flag.BoolVar(&opts.json, "json", false, "print one JSON line for each request, at the end")
-	flag.Func("max-tokens", "the most `tokens` to generate (default: the server's)", func(value string) error {
-		parsed, err := strconv.ParseUint(value, 10, 32)
-		if err != nil {
-			return fmt.Errorf("not a number from 0 to %d", uint32(1<<32-1))
-		}
-		maxTokens := uint32(parsed)
-		opts.maxTokens = &maxTokens
-		return nil
-	})
-	flag.Func("temperature", "the sampling `temperature`; 0: greedy (default: the model's)", func(value string) error {
-		parsed, err := strconv.ParseFloat(value, 32)
-		if err != nil {
-			return fmt.Errorf("not a number")
-		}
-		temperature := float32(parsed)
-		opts.temperature = &temperature
-		return nil
-	})
-	flag.Parse()
-	return opts, flag.Args()
+	if err := scanner.Err(); err != nil {
+		fmt.Fprintln(os.Stderr, "session: standard input:", err)
+	}
 }
 
-// run holds one session from its first request to its last event. It returns whether the stream and every request
-// ended as they should.
-func run(opts options, prompts []string, interrupt <-chan struct{}) bool {
-	conn, err := grpc.NewClient(
-		opts.target,
-		grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes)),
-		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: time.Minute, Timeout: 20 * time.Second}),
-	)
+func run(ctx context.Context, target string, maxTokens int, prompts iter.Seq[string]) error {
+	client, err := headrace.NewClient(target)
 	if err != nil {
-		fmt.Fprintln(os.Stderr, "session:", err)
-		return false
+		return err
 	}
-	defer conn.Close()
-
-	// Ends the sender too, which may still be waiting for input when the server ends the stream.
-	ctx, cancel := context.WithCancel(context.Background())
-	defer cancel()
-
-	client := headracev1.NewGenerationServiceClient(conn)
-	stream, err := client.StreamResult(ctx)
+	defer client.Close()
+	// The interrupt is the requests' end, not the session's: their ends are to be received.
+	session, err := client.Session(context.WithoutCancel(ctx), nil)
 	if err != nil {
-		fmt.Fprintln(os.Stderr, "session:", describe(err))
-		return false
+		return err
 	}
-	// Ids are made here, not by the server, so that a request can be cancelled before it was accepted.
-	ledger := newLedger("session-"+strings.ToLower(rand.Text()[:10]), opts.json, os.Stdout, os.Stderr)
+	defer session.Close()
 
-	inputs := make(chan string)
-	go readPrompts(ctx, prompts, os.Stdin, inputs, ledger)
-	go send(ctx, opts, client, stream, ledger, inputs, interrupt)
-
-	err = receive(stream, ledger)
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "session:", describe(err))
+	var out printer
+	var printing sync.WaitGroup
+	number := 0
+	for prompt := range prompts {
+		number++
+		own := number
+		handle, err := session.Submit(ctx, &headrace.Request{Text: prompt, Temperature: headrace.Ptr(0.0), MaxTokens: &maxTokens})
+		if err != nil {
+			out.failed(own, err)
+			break // the session has ended
+		}
+		printing.Go(func() { out.follow(own, handle) })
 	}
-	return ledger.close() && err == nil
+	printing.Wait()
+	if out.failures > 0 {
+		return fmt.Errorf("%d of %d requests failed", out.failures, number)
+	}
+	return nil
 }
 
-// readPrompts sends the prompts, or where there are none the lines of in that are not empty, and closes inputs. What
-// cannot be sent is told to the ledger: a message that is not UTF-8, or too large, would end the stream and so every
-// request on it.
-func readPrompts(ctx context.Context, prompts []string, in io.Reader, inputs chan<- string, ledger *ledger) {
-	defer close(inputs)
-	put := func(prompt, place string) bool {
-		if !utf8.ValidString(prompt) {
-			ledger.broken("session: %s is not UTF-8", place)
-			return true
+// A printer writes whole lines, of several requests at the same time.
+type printer struct {
+	mu       sync.Mutex
+	failures int
+}
+
+// follow prints one request to its end.
+func (p *printer) follow(number int, handle *headrace.Handle) {
+	for chunk, err := range handle.Chunks(context.Background()) {
+		if err != nil {
+			p.failed(number, err)
+			return
 		}
-		select {
-		case inputs <- prompt:
-			return true
-		case <-ctx.Done():
-			return false
+		if chunk.Text != "" {
+			p.line(number, quote(chunk.Text))
 		}
 	}
-	if len(prompts) > 0 {
-		for i, prompt := range prompts {
-			if !put(prompt, fmt.Sprintf("prompt %d", i+1)) {
-				return
-			}
-		}
+	result, err := handle.Result(context.Background())
+	if err != nil {
+		p.failed(number, err)
 		return
 	}
-	lines := bufio.NewReader(in)
-	for number := 1; ; number++ {
-		place := fmt.Sprintf("line %d", number)
-		line, isTooLong, err := readLine(lines)
-		if isTooLong {
-			ledger.broken("session: %s has more than %d bytes", place, maxLineBytes)
-		} else if line != "" && !put(line, place) {
-			return
-		}
-		if errors.Is(err, io.EOF) {
-			return
-		}
-		if err != nil {
-			ledger.broken("session: standard input: %v", err)
-			return
-		}
+	p.line(number, fmt.Sprintf("%s, %d tokens", result.FinishReason(), result.Usage.CompletionTokens))
+}
+
+func (p *printer) line(number int, text string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if _, err := fmt.Printf("[%d] %s\n", number, text); err != nil {
+		os.Exit(1) // nobody would learn what follows
 	}
 }
 
-// readLine reads a line and takes its end off. Of one that is too long it keeps nothing.
-func readLine(in *bufio.Reader) (line string, isTooLong bool, err error) {
-	var kept []byte
-	for {
-		piece, err := in.ReadSlice('\n')
-		if isTooLong = isTooLong || len(kept)+len(piece) > maxLineBytes; isTooLong {
-			kept = nil
-		} else {
-			kept = append(kept, piece...)
-		}
-		if !errors.Is(err, bufio.ErrBufferFull) {
-			line = strings.TrimSuffix(strings.TrimSuffix(string(kept), "\n"), "\r")
-			return line, isTooLong, err
-		}
+func (p *printer) failed(number int, err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.failures++
+	fmt.Fprintf(os.Stderr, "[%d] %v\n", number, err)
+	var failure *headrace.Error
+	if !errors.As(err, &failure) {
+		return
 	}
+	for _, field := range failure.Fields {
+		fmt.Fprintf(os.Stderr, "    %s: %s\n", field.Field, field.Description)
+	}
+	if delay, told := failure.RetryAfter(); told {
+		fmt.Fprintf(os.Stderr, "    try again after %s\n", delay)
+	}
+}
+
+// quote keeps a piece of text on one line.
+func quote(text string) string {
+	var quoted strings.Builder
+	encoder := json.NewEncoder(&quoted)
+	encoder.SetEscapeHTML(false)
+	if encoder.Encode(text) != nil {
+		return text
+	}
+	return strings.TrimSuffix(quoted.String(), "\n")
 }

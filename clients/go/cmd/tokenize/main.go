@@ -21,11 +21,7 @@ import (
 	"fmt"
 	"os"
 
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials/insecure"
-	"google.golang.org/grpc/status"
-
-	headracev1 "headrace.dev/go/headrace/v1"
+	"headrace.dev/go/headrace"
 )
 
 // The longest line of the standard input.
@@ -57,16 +53,8 @@ type toolCall struct {
 	} `json:"function"`
 }
 
-var roles = map[string]headracev1.ChatRole{
-	"system":    headracev1.ChatRole_CHAT_ROLE_SYSTEM,
-	"user":      headracev1.ChatRole_CHAT_ROLE_USER,
-	"assistant": headracev1.ChatRole_CHAT_ROLE_ASSISTANT,
-	"tool":      headracev1.ChatRole_CHAT_ROLE_TOOL,
-	"developer": headracev1.ChatRole_CHAT_ROLE_DEVELOPER,
-}
-
 func main() {
-	target := flag.String("target", "localhost:50051", "the server's `address`: host:port or unix:/path")
+	target := flag.String("target", "", "the server's `address` (default: HEADRACE_TARGET, else "+headrace.DefaultTarget+")")
 	flag.Parse()
 	if err := run(*target); err != nil {
 		fmt.Fprintln(os.Stderr, "tokenize:", err)
@@ -75,12 +63,11 @@ func main() {
 }
 
 func run(target string) error {
-	connection, err := grpc.NewClient(target, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	client, err := headrace.NewClient(target)
 	if err != nil {
 		return err
 	}
-	defer connection.Close()
-	client := headracev1.NewModelServiceClient(connection)
+	defer client.Close()
 	out := json.NewEncoder(os.Stdout)
 	lines := bufio.NewScanner(os.Stdin)
 	lines.Buffer(nil, maxLineBytes)
@@ -107,78 +94,60 @@ func run(target string) error {
 }
 
 // tokenize asks for the token ids of the conversation in a line.
-func tokenize(client headracev1.ModelServiceClient, line []byte) ([]uint32, error) {
+func tokenize(client *headrace.Client, line []byte) ([]uint32, error) {
 	var read conversation
 	if err := json.Unmarshal(line, &read); err != nil {
 		return nil, err
 	}
-	chat, err := read.input()
+	request, err := read.request()
 	if err != nil {
 		return nil, err
 	}
-	answer, err := client.Tokenize(context.Background(), &headracev1.TokenizeRequest{
-		Input: &headracev1.TokenizeRequest_Chat{Chat: chat},
-	})
-	if err != nil {
-		return nil, fmt.Errorf("%s", status.Convert(err).Message())
-	}
-	return answer.GetTokenIds(), nil
+	return client.Tokenize(context.Background(), request)
 }
 
-func (c *conversation) input() (*headracev1.ChatInput, error) {
-	chat := &headracev1.ChatInput{
-		TemplateArgumentsJson: string(c.TemplateArguments),
-		AddGenerationPrompt:   c.AddGenerationPrompt,
-		ContinueFinalMessage:  c.ContinueFinalMessage,
+func (c *conversation) request() (*headrace.Request, error) {
+	made := &headrace.Request{
+		TemplateArguments:    string(c.TemplateArguments),
+		AddGenerationPrompt:  c.AddGenerationPrompt,
+		ContinueFinalMessage: c.ContinueFinalMessage,
 	}
 	for _, tool := range c.Tools {
-		chat.Tools = append(chat.Tools, &headracev1.Tool{DefinitionJson: string(tool)})
+		made.Tools = append(made.Tools, headrace.Tool{Definition: string(tool)})
 	}
 	for _, one := range c.Messages {
-		made, err := one.proto()
+		message, err := one.message()
 		if err != nil {
 			return nil, err
 		}
-		chat.Messages = append(chat.Messages, made)
-	}
-	return chat, nil
-}
-
-func (m *message) proto() (*headracev1.ChatMessage, error) {
-	role, ok := roles[m.Role]
-	if !ok {
-		return nil, fmt.Errorf("there is no role %q", m.Role)
-	}
-	made := &headracev1.ChatMessage{
-		Role:             role,
-		Name:             m.Name,
-		ToolCallId:       m.ToolCallID,
-		ReasoningContent: m.ReasoningContent,
-	}
-	for _, call := range m.ToolCalls {
-		arguments, err := objectText(call.Function.Arguments)
-		if err != nil {
-			return nil, err
-		}
-		made.ToolCalls = append(made.ToolCalls, &headracev1.ToolCall{
-			Id: call.ID, Name: call.Function.Name, ArgumentsJson: arguments,
-		})
-	}
-	if err := m.setContent(made); err != nil {
-		return nil, err
+		made.Messages = append(made.Messages, message)
 	}
 	return made, nil
 }
 
+func (m *message) message() (headrace.Message, error) {
+	made := headrace.Message{
+		Role: headrace.Role(m.Role), Name: m.Name, ToolCallID: m.ToolCallID, Reasoning: m.ReasoningContent,
+	}
+	for _, call := range m.ToolCalls {
+		arguments, err := objectText(call.Function.Arguments)
+		if err != nil {
+			return made, err
+		}
+		made.ToolCalls = append(made.ToolCalls, headrace.ToolCall{ID: call.ID, Name: call.Function.Name, Arguments: arguments})
+	}
+	err := m.setContent(&made)
+	return made, err
+}
+
 // setContent sets what is said: nothing, text, or parts of text.
-func (m *message) setContent(made *headracev1.ChatMessage) error {
+func (m *message) setContent(made *headrace.Message) error {
 	if len(m.Content) == 0 || string(m.Content) == "null" {
+		made.NoContent = true
 		return nil
 	}
 	if m.Content[0] == '"' {
-		content := new(headracev1.ChatMessage_Content)
-		made.ContentKind = content
-		return json.Unmarshal(m.Content, &content.Content)
+		return json.Unmarshal(m.Content, &made.Content)
 	}
 	var parts []struct {
 		Type string `json:"type"`
@@ -187,14 +156,12 @@ func (m *message) setContent(made *headracev1.ChatMessage) error {
 	if err := json.Unmarshal(m.Content, &parts); err != nil {
 		return err
 	}
-	content := &headracev1.ContentParts{}
 	for _, part := range parts {
 		if part.Type != "text" {
 			return fmt.Errorf("a part of type %q is not supported", part.Type)
 		}
-		content.Parts = append(content.Parts, &headracev1.ContentPart{Part: &headracev1.ContentPart_Text{Text: part.Text}})
+		made.Parts = append(made.Parts, part.Text)
 	}
-	made.ContentKind = &headracev1.ChatMessage_ContentParts{ContentParts: content}
 	return nil
 }
 
