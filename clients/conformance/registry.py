@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from clients.conformance.driver import ROOT
 
 _PYTHON = {"PYTHONPATH": f"{ROOT}:{ROOT / 'clients' / 'python' / 'src'}"}
+_GO_DRIVER = ROOT / ".tools" / "bin" / "conformance-go"
 
 
 @dataclass(frozen=True)
@@ -50,5 +51,12 @@ LANGUAGES = (
         "python-asyncio",
         (sys.executable, "-m", "clients.conformance.drivers.python_asyncio"),
         environment=_PYTHON,
+    ),
+    Language(
+        "go",
+        (str(_GO_DRIVER),),
+        needs=("go",),
+        build=(("clients/go", ("go", "build", "-o", str(_GO_DRIVER), "./cmd/conformance")),),
+        environment={"CGO_ENABLED": "0"},
     ),
 )

@@ -358,3 +358,44 @@ func TestABatchThatIsLeftCancelsWhatRuns(t *testing.T) {
 		t.Error("nothing was cancelled")
 	}
 }
+
+func TestABatchTriesWhatIsRefusedAgain(t *testing.T) {
+	for _, refusal := range []*status.Status{status.New(codes.Unavailable, "loading"), status.FromProto(full(time.Millisecond))} {
+		t.Run(refusal.Code().String(), func(t *testing.T) {
+			client := serve(t, &script{session: func(c *conversation) error {
+				for range 2 {
+					command, err := c.command()
+					if err != nil {
+						return err
+					}
+					c.refuse(command, refusal.Proto())
+				}
+				return echo(c)
+			}})
+			for outcome := range client.Batch(soon(t), slices.Values([]*headrace.Request{{Text: "again"}}), nil) {
+				if outcome.Err != nil || outcome.Result.Text() != "again" {
+					t.Errorf("%+v", outcome)
+				}
+			}
+		})
+	}
+}
+
+func TestABatchWithoutItsSessionTellsEveryRequest(t *testing.T) {
+	client := serve(t, &script{session: func(c *conversation) error {
+		if _, err := c.command(); err != nil {
+			return err
+		}
+		return status.Error(codes.Unavailable, "going away")
+	}})
+	failed := 0
+	requests := slices.Values(slices.Repeat([]*headrace.Request{{Text: "x"}}, 5))
+	for outcome := range client.Batch(soon(t), requests, &headrace.BatchOptions{MaxInFlight: 1}) {
+		if asError(t, outcome.Err).Code == codes.Unavailable {
+			failed++
+		}
+	}
+	if failed != 5 {
+		t.Errorf("%d requests were told as failed", failed)
+	}
+}

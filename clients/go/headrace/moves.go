@@ -13,10 +13,19 @@ import (
 // docs/fleet.md have the rules. The session's lock is held in all of these, but lost.
 
 const (
-	mostLosses      = 5 // how often a request is sent again because its server was lost or not ready
+	mostLosses      = 5  // how often a request is sent again because its server was lost or not ready
+	mostBatchLosses = 11 // the same of a batch's, which has twelve tries
 	firstReattach   = 100 * time.Millisecond
 	longestReattach = time.Second
 )
+
+// mostTries is how often a refused or lost request is sent again.
+func (s *Session) mostTries() int {
+	if s.restarts {
+		return mostBatchLosses
+	}
+	return mostLosses
+}
 
 // place sends a request to a server, or has it wait for one.
 func (s *Session) place(h *Handle, avoid *server) {
@@ -99,7 +108,7 @@ func (s *Session) over(w *wire, h *Handle, wasTold bool) {
 	}
 	s.pool.endedAlone(h.id)
 	s.pool.mu.Unlock()
-	if s.resumes && wasTold && err.Code == codes.Unavailable && h.spec != nil && !begun && !h.cancelled && h.losses < mostLosses {
+	if s.resumes && wasTold && err.Code == codes.Unavailable && h.spec != nil && !begun && !h.cancelled && h.losses < s.mostTries() {
 		delete(w.numbers, h.number)
 		s.leave(h)
 		h.restart()
@@ -133,7 +142,7 @@ func (s *Session) refused(w *wire, h *Handle, err *Error) {
 		s.attachAt(at, h)
 	case err.Code == codes.ResourceExhausted && hasAdvice && s.options.RoomTimeout >= 0:
 		s.findRoom(at, h, err, advice)
-	case err.Code == codes.Unavailable && s.pool.many && h.losses < mostLosses:
+	case err.Code == codes.Unavailable && (s.pool.many || s.restarts) && h.losses < s.mostTries():
 		s.sendAgain(h, at, err)
 	default:
 		s.fail(h, err)
@@ -209,7 +218,7 @@ func (s *Session) lost(w *wire, told *Error) {
 func (s *Session) move(w *wire, h *Handle, err *Error) {
 	begun := h.hasBegun() && !s.restarts
 	switch {
-	case h.spec == nil || begun || h.losses >= mostLosses:
+	case h.spec == nil || begun || h.losses >= s.mostTries():
 		s.reattach(w, h, err)
 	case h.cancelled:
 		s.fail(h, newError(codes.Canceled, nil, "it was cancelled, and its server was lost"))
@@ -290,7 +299,7 @@ func (s *Session) notAttached(w *wire, h *Handle, err *Error) {
 		}
 	}
 	switch {
-	case h.spec != nil && err.Code == codes.NotFound && !h.hasBegun() && h.losses < mostLosses:
+	case h.spec != nil && err.Code == codes.NotFound && !h.hasBegun() && h.losses < s.mostTries():
 		h.restart()
 		s.sendAgain(h, w.server, err)
 	case h.spec != nil && err.Code == codes.NotFound:
