@@ -166,6 +166,10 @@ bench-fairness: $(STAMP) $(NATIVE) ## Measure what a caller gets beside another'
 bench-front-end: $(STAMP) ## Measure what the front end costs: CPU time of its process for each token.
 	$(BIN)/python -m benchmarks.front_end_cost $(ARGS)
 
+.PHONY: bench-telemetry
+bench-telemetry: $(STAMP) $(NATIVE) ## Measure throughput and CPU time with all telemetry on, beside off: about eight minutes.
+	$(BIN)/python -m benchmarks.telemetry $(ARGS)
+
 .PHONY: bench-wire-size
 bench-wire-size: $(STAMP) $(NATIVE) ## Count what a session takes on the wire: bytes of its answers for each token (ARGS='--output FILE').
 	$(BIN)/python -m benchmarks.wire_size $(ARGS)
