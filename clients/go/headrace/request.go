@@ -225,6 +225,10 @@ func (r *Request) build() (*headracev1.GenerationSpec, error) {
 	if b.err != nil {
 		return nil, b.err
 	}
+	// A message that cannot be sent would end a session for all of its requests.
+	if _, err := proto.Marshal(spec); err != nil {
+		return nil, invalid("request", err.Error())
+	}
 	return spec, nil
 }
 

@@ -151,7 +151,7 @@ func full(after time.Duration) *rpcstatus.Status {
 
 // serve starts a scripted server in this process, and returns a client of it. Both end with the test, which then checks
 // that no goroutine is left.
-func serve(t *testing.T, s *script, options ...headrace.Option) *headrace.Client {
+func serve(t testing.TB, s *script, options ...headrace.Option) *headrace.Client {
 	t.Helper()
 	checkGoroutines(t)
 	listener := bufconn.Listen(1 << 20)
@@ -181,7 +181,7 @@ func serve(t *testing.T, s *script, options ...headrace.Option) *headrace.Client
 
 // checkGoroutines has a test fail that leaves goroutines of this package or of gRPC's behind. What has been told to end
 // may still be on its way out, so it looks again for a while.
-func checkGoroutines(t *testing.T) {
+func checkGoroutines(t testing.TB) {
 	t.Helper()
 	t.Cleanup(func() {
 		var left string
@@ -209,7 +209,7 @@ func ours() string {
 	return strings.Join(left, "\n\n")
 }
 
-func soon(t *testing.T) context.Context {
+func soon(t testing.TB) context.Context {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	t.Cleanup(cancel)

@@ -4,11 +4,16 @@ import (
 	"context"
 	"sync"
 	"time"
+	"unicode/utf8"
 
 	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
 
 	headracev1 "headrace.dev/go/headrace/v1"
 )
+
+// commandBytes is what a command has beside its request, with the names of the most capabilities that one may need.
+const commandBytes = 4096
 
 // closePatience is how long a close that cancels waits for the servers' answers.
 const closePatience = 5 * time.Second
@@ -111,6 +116,12 @@ func (s *Session) Submit(ctx context.Context, request *Request) (*Handle, error)
 
 func (s *Session) submit(ctx context.Context, spec *headracev1.GenerationSpec, onEnd func(*Handle)) (*Handle, error) {
 	label(ctx, spec)
+	// gRPC would end the whole stream for it.
+	if size, most := proto.Size(spec)+commandBytes, s.client.settings.maxMessageBytes; size > most {
+		err := newError(codes.ResourceExhausted, nil, "the request takes %d bytes, and messages may have %d; see WithMaxMessageBytes", size, most)
+		err.RequestID = spec.GetRequestId()
+		return nil, err
+	}
 	h := newHandle(s, newFold(spec.GetRequestId(), choicesOf(spec), 1))
 	h.onEnd = onEnd
 	h.spec, h.keys = spec, keysOf(spec)
@@ -140,6 +151,9 @@ func (s *Session) Attach(ctx context.Context, id string, options *AttachOptions)
 	}
 	if o.From > 1 && o.Choices == 0 {
 		return nil, invalid("choices", "are needed: event 1 tells them, which does not come again from there")
+	}
+	if !utf8.ValidString(id) {
+		return nil, invalid("request_id", "is not UTF-8")
 	}
 	if o.Choices < 0 {
 		return nil, invalid("choices", "a request has at least one")
@@ -277,10 +291,7 @@ func (s *Session) abort(err *Error) {
 	for _, h := range s.live {
 		s.fail(h, err.copyFor(h.id))
 	}
-	for timer := range s.timers {
-		timer.Stop()
-	}
-	clear(s.timers)
+	s.stopTimers()
 	s.cancel()
 	s.settle()
 	s.mu.Unlock()
@@ -293,12 +304,22 @@ func (s *Session) release() {
 	s.running.Wait()
 	s.cancel()
 	s.unwatch()
+	s.mu.Lock()
+	s.stopTimers()
+	s.mu.Unlock()
 	s.client.mu.Lock()
 	delete(s.client.sessions, s)
 	s.client.mu.Unlock()
 	s.pool.mu.Lock()
 	delete(s.pool.listeners, s)
 	s.pool.mu.Unlock()
+}
+
+func (s *Session) stopTimers() {
+	for timer := range s.timers {
+		timer.Stop()
+	}
+	clear(s.timers)
 }
 
 // settle half-closes the streams once the session is being closed and no request is live, and notes when none is left.

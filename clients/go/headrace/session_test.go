@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
+	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
@@ -238,113 +240,6 @@ func TestARefusalHasItsDetails(t *testing.T) {
 	}
 }
 
-func TestALostSessionWithALeaseResumes(t *testing.T) {
-	attached := make(chan *headracev1.AttachCommand, 1)
-	client := serve(t, &script{session: func(c *conversation) error {
-		open, err := c.command()
-		if err != nil {
-			return err
-		}
-		c.send(&headracev1.StreamResultResponse{Opened: &headracev1.SessionOpened{
-			CommandId: open.GetCommandId(), Lease: open.GetOpen().GetLease(),
-		}})
-		command, err := c.command()
-		if err != nil {
-			return err
-		}
-		if c.number == 1 {
-			number := c.accept(command)
-			c.delta(number, "be", 1)
-			return status.Error(codes.Unavailable, "lost")
-		}
-		attached <- command.GetAttach()
-		c.send(&headracev1.StreamResultResponse{Attached: []*headracev1.SessionAttached{{
-			CommandId: command.GetCommandId(), RequestId: command.GetAttach().GetRequestId(), FromSeq: 3, RequestNumber: 7,
-		}}})
-		c.seqs[7] = 2
-		c.delta(7, "gun", 2)
-		c.finish(7, headracev1.FinishReason_FINISH_REASON_LENGTH)
-		return c.rest()
-	}})
-	ctx := soon(t)
-	session, err := client.Session(ctx, &headrace.SessionOptions{Lease: 10 * time.Second})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer session.Close()
-	h, err := session.Submit(ctx, &headrace.Request{Text: "x"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if got := text(t, ctx, h); got != "begun" {
-		t.Errorf("got %q", got)
-	}
-	attach := <-attached
-	if attach.GetFromSeq() != 3 || attach.GetInstanceId() != instance || attach.GetRequestId() != h.RequestID() {
-		t.Errorf("attached by %v", attach)
-	}
-	if result, err := h.Result(ctx); err != nil || result.Text() != "begun" {
-		t.Errorf("%+v, %v", result, err)
-	}
-}
-
-func TestALostRequestWithoutALeaseTellsItsOutput(t *testing.T) {
-	client := serve(t, &script{session: func(c *conversation) error {
-		command, err := c.command()
-		if err != nil {
-			return err
-		}
-		number := c.accept(command)
-		c.delta(number, "part", 1)
-		return status.Error(codes.Unavailable, "going away")
-	}})
-	ctx := soon(t)
-	session, err := client.Session(ctx, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer session.Close()
-	h, err := session.Submit(ctx, &headrace.Request{Text: "x"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, err = h.Result(ctx)
-	told := asError(t, err)
-	if told.Code != codes.Unavailable || told.Partial == nil || told.Partial.Text() != "part" {
-		t.Errorf("%+v", told)
-	}
-	if _, err := session.Submit(ctx, &headrace.Request{Text: "y"}); asError(t, err).Code != codes.Unavailable {
-		t.Errorf("got %v", err)
-	}
-}
-
-func TestARequestThatMovedEnds(t *testing.T) {
-	client := serve(t, &script{session: func(c *conversation) error {
-		command, err := c.command()
-		if err != nil {
-			return err
-		}
-		number := c.accept(command)
-		c.delta(number, "here", 1)
-		c.send(&headracev1.StreamResultResponse{Detached: []*headracev1.SessionDetached{{RequestNumber: number}}})
-		return c.rest()
-	}})
-	ctx := soon(t)
-	session, err := client.Session(ctx, &headrace.SessionOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer session.Close()
-	h, err := session.Submit(ctx, &headrace.Request{Text: "x"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, err = h.Result(ctx)
-	if !errors.Is(err, headrace.ErrMoved) || asError(t, err).Code != codes.Aborted || asError(t, err).Partial.Text() != "here" {
-		t.Errorf("got %v", err)
-	}
-}
-
 func TestAnEventThatIsMissingFailsTheRequestAlone(t *testing.T) {
 	client := serve(t, &script{session: func(c *conversation) error {
 		command, err := c.command()
@@ -429,35 +324,76 @@ func TestCreditsFollowTheReader(t *testing.T) {
 	}
 }
 
-func TestClosingTheClientEndsItsHandles(t *testing.T) {
-	begun := make(chan struct{})
-	client := serve(t, &script{session: func(c *conversation) error {
-		command, err := c.command()
-		if err != nil {
-			return err
+func TestWhatCannotBeSentLeavesTheSessionAlone(t *testing.T) {
+	client := serve(t, &script{session: echo}, headrace.WithMaxMessageBytes(1<<16))
+	ctx := soon(t)
+	session, err := client.Session(ctx, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer session.Close()
+	for text, code := range map[string]codes.Code{
+		"no UTF-8: \xff":                 codes.InvalidArgument,
+		strings.Repeat("too long ", 1e4): codes.ResourceExhausted,
+	} {
+		if _, err := session.Submit(ctx, &headrace.Request{Text: text}); asError(t, err).Code != code {
+			t.Errorf("%.20q: %v", text, err)
 		}
-		c.accept(command)
-		close(begun)
-		return c.rest()
+	}
+	if _, err := session.Attach(ctx, "\xff", nil); asError(t, err).Code != codes.InvalidArgument {
+		t.Errorf("got %v", err)
+	}
+	h, err := session.Submit(ctx, &headrace.Request{Text: "whole"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := text(t, ctx, h); got != "whole" {
+		t.Errorf("got %q", got)
+	}
+}
+
+func TestARequestOfASessionCarriesItsTraceContext(t *testing.T) {
+	labels := make(chan []*headracev1.Label, 3)
+	client := serve(t, &script{session: func(c *conversation) error {
+		for {
+			command, err := c.command()
+			if errors.Is(err, errHalfClosed) {
+				return nil
+			}
+			if err != nil {
+				return err
+			}
+			labels <- command.GetAdd().GetSpec().GetLabels()
+			c.finish(c.accept(command), headracev1.FinishReason_FINISH_REASON_STOP)
+		}
 	}})
 	ctx := soon(t)
 	session, err := client.Session(ctx, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	h, err := session.Submit(ctx, &headrace.Request{Text: "x"})
+	defer session.Close()
+	state, err := trace.ParseTraceState("long=" + strings.Repeat("x", 200))
 	if err != nil {
 		t.Fatal(err)
 	}
-	<-begun
-	if err := client.Close(); err != nil {
-		t.Fatal(err)
-	}
-	_, err = h.Result(ctx)
-	if !errors.Is(err, headrace.ErrClosed) || asError(t, err).Code != codes.Unavailable {
-		t.Errorf("got %v", err)
-	}
-	if _, err := client.Session(ctx, nil); !errors.Is(err, headrace.ErrClosed) {
-		t.Errorf("got %v", err)
+	span := trace.NewSpanContext(trace.SpanContextConfig{TraceID: trace.TraceID{1}, SpanID: trace.SpanID{2}, TraceState: state})
+	traced := trace.ContextWithSpanContext(ctx, span)
+	for _, one := range []struct {
+		ctx    context.Context
+		own    map[string]string
+		labels int
+	}{
+		{ctx, nil, 0},
+		{traced, nil, 1}, // a state that is no label's value is left out
+		{traced, map[string]string{"traceparent": "own"}, 1},
+	} {
+		if _, err := session.Submit(one.ctx, &headrace.Request{Text: "x", Labels: one.own}); err != nil {
+			t.Fatal(err)
+		}
+		got := <-labels
+		if len(got) != one.labels || one.own != nil && got[0].GetValue() != "own" {
+			t.Errorf("%v", got)
+		}
 	}
 }

@@ -9,6 +9,12 @@ import (
 	headracev1 "headrace.dev/go/headrace/v1"
 )
 
+// The contract's bounds of labels.
+const (
+	maxLabels     = 16
+	maxLabelBytes = 128
+)
+
 // tracePairs are the W3C trace context of a call, if its context has a span. What the caller (or an instrumentation of
 // gRPC's) has put in the metadata is not sent twice.
 func tracePairs(ctx context.Context) []string {
@@ -26,6 +32,8 @@ func tracePairs(ctx context.Context) []string {
 
 // label puts the trace context in the labels of a request that goes over a session, whose one call brings requests of
 // many callers.
+//
+// What the server would refuse as a label is left out: the request matters more than its trace.
 func label(ctx context.Context, spec *headracev1.GenerationSpec) {
 	for _, one := range spec.GetLabels() {
 		if one.GetName() == "traceparent" {
@@ -35,7 +43,8 @@ func label(ctx context.Context, spec *headracev1.GenerationSpec) {
 	carrier := propagation.MapCarrier{}
 	propagation.TraceContext{}.Inject(ctx, carrier)
 	for _, name := range (propagation.TraceContext{}).Fields() {
-		if value := carrier.Get(name); value != "" {
+		value := carrier.Get(name)
+		if value != "" && len(value) <= maxLabelBytes && len(spec.GetLabels()) < maxLabels {
 			spec.Labels = append(spec.Labels, &headracev1.Label{Name: name, Value: value})
 		}
 	}

@@ -162,31 +162,11 @@ func put[T any](d *driver, in map[string]T, name string, one T) {
 }
 
 func (d *driver) do(ctx context.Context, c *command) (map[string]any, error) {
-	client, session, handle := named(d, d.clients, c.Client), named(d, d.sessions, c.Session), named(d, d.handles, c.Handle)
+	session, handle := named(d, d.sessions, c.Session), named(d, d.handles, c.Handle)
 	switch c.Op {
-	case "connect":
-		made, err := c.connect()
-		if err == nil {
-			put(d, d.clients, c.Client, made)
-		}
-		return nil, err
-	case "close_client":
-		return nil, client.Close()
-	case "generate":
-		result, err := client.Generate(ctx, c.Request.made())
-		return tellResult(result), err
 	case "abandon":
 		named(d, d.waiting, *c.Of.number)()
 		return nil, nil
-	case "stream":
-		d.stream(ctx, client, c)
-		return nil, nil
-	case "open_session":
-		made, err := client.Session(ctx, c.sessionOptions())
-		if err == nil {
-			put(d, d.sessions, c.Session, made)
-		}
-		return nil, err
 	case "submit":
 		made, err := session.Submit(ctx, c.Request.made())
 		return d.begun(c, made, err)
@@ -219,6 +199,34 @@ func (d *driver) do(ctx context.Context, c *command) (map[string]any, error) {
 			return nil, session.Close()
 		}
 		return nil, session.Finish(ctx)
+	}
+	return d.ask(ctx, c)
+}
+
+// ask does what a client is asked for.
+func (d *driver) ask(ctx context.Context, c *command) (map[string]any, error) {
+	client := named(d, d.clients, c.Client)
+	switch c.Op {
+	case "connect":
+		made, err := c.connect()
+		if err == nil {
+			put(d, d.clients, c.Client, made)
+		}
+		return nil, err
+	case "close_client":
+		return nil, client.Close()
+	case "generate":
+		result, err := client.Generate(ctx, c.Request.made())
+		return tellResult(result), err
+	case "stream":
+		d.stream(ctx, client, c)
+		return nil, nil
+	case "open_session":
+		made, err := client.Session(ctx, c.sessionOptions())
+		if err == nil {
+			put(d, d.sessions, c.Session, made)
+		}
+		return nil, err
 	case "batch":
 		return map[string]any{"outcomes": tellOutcomes(client.Batch(ctx, c.requests(), c.batchOptions()))}, nil
 	case "add_request":
