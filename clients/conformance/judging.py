@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from clients.conformance.folding import (
@@ -29,6 +29,9 @@ class Handle:
     """How many of the request's events came before it."""
     read: int = 0
     """How many chunks it has read."""
+    text: str = ""
+    """Of a real server's request: what its chunks had, joined."""
+    token_ids: list[int] = field(default_factory=list)
 
 
 class Judge:
@@ -40,11 +43,12 @@ class Judge:
         ids: the requests' ids, by their names.
     """
 
-    def __init__(self, stage: Stage, make_id: Callable[[str], str]) -> None:
+    def __init__(self, stage: Stage, is_real: bool, make_id: Callable[[str], str]) -> None:
         self.handles: dict[str, Handle] = {}
         self.requests: dict[str, dict[str, Any]] = {}
         self.ids: dict[str, str] = {}
         self._stage = stage
+        self._is_real = is_real
         self._make_id = make_id
 
     def id_of(self, name: str) -> str:
@@ -83,8 +87,12 @@ class Judge:
 
     def _compare_ok(self, ok: dict[str, Any], step: dict[str, Any], wanted: dict[str, Any]) -> None:
         op = step["op"]
-        if op in ("result", "generate", "get_result"):
+        if self._is_real and op in ("result", "generate", "get_result"):
+            self._compare_echo(whole_result(ok)["choices"][0], self._handle_of(step), wanted)
+        elif op in ("result", "generate", "get_result"):
             self._compare_result(ok, self._handle_of(step))
+        elif self._is_real and op == "read":
+            self._take_echo(ok, step)
         elif op == "read":
             self._compare_chunks(ok.get("chunks") or [], step)
             end = ok.get("end")
@@ -104,6 +112,35 @@ class Judge:
             statuses = {self.id_of(one): status for one, status in wanted["statuses"].items()}
             if found := difference(statuses, ok["statuses"], "statuses"):
                 raise Unmet(found)
+
+    def _compare_echo(self, choice: dict[str, Any], handle: Handle, wanted: dict[str, Any]) -> None:
+        """A real server's output is the prompt, over and over."""
+        from clients.conformance.real import echo
+
+        request = self.requests[handle.name]
+        right = echo(request["text"], request["max_tokens"])
+        if wanted.get("cancelled"):
+            count = len(choice["token_ids"])
+            said = choice["text"].rstrip("\ufffd")  # the end may be within a character
+            if not right["text"].startswith(said) or count >= request["max_tokens"]:
+                raise Unmet("the output is not the beginning of the right one")
+            right = {"token_ids": right["token_ids"][:count], "finish_reason": "cancelled"}
+        if found := difference(right, choice, handle.name):
+            raise Unmet(found)
+
+    def _take_echo(self, ok: dict[str, Any], step: dict[str, Any]) -> None:
+        handle = self._handle_of(step)
+        for told in ok["chunks"]:
+            chunk = whole_chunk(told)
+            handle.text += chunk["text"]
+            handle.token_ids += chunk["token_ids"]
+        if ok["end"]:
+            usage = {"completion_tokens": len(handle.token_ids)}
+            told = {"text": handle.text, "token_ids": handle.token_ids, "usage": usage}
+            wanted = {"finish_reason": "length", **told}
+            self._compare_echo(wanted, handle, {})
+        elif len(ok["chunks"]) != step["chunks"]:
+            raise Unmet(f"{len(ok['chunks'])} chunks; {step['chunks']} were asked for")
 
     def _handle_of(self, step: dict[str, Any]) -> Handle:
         if "handle" in step and step["handle"] in self.handles:
@@ -162,6 +199,8 @@ class Judge:
             if name in errors:
                 if found := difference(errors[name], one.get("error") or {}, f"{name}.error"):
                     raise Unmet(found)
+            elif "result" in one and self._is_real:
+                self._compare_echo(whole_result(one["result"])["choices"][0], Handle(name), {})
             elif "result" in one:
                 self._compare_result(one["result"], Handle(name), name)
             else:

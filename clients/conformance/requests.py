@@ -12,7 +12,7 @@ from headrace.v1 import generation_pb2 as g
 from clients.conformance.chance import Chance
 from clients.conformance.folding import difference
 
-_OWN = ("name", "no_id")
+_OWN = ("name", "no_id", "echo")
 _ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 _CHOICES = {"none": g.TOOL_CHOICE_MODE_NONE, "required": g.TOOL_CHOICE_MODE_REQUIRED}
 
@@ -25,6 +25,8 @@ def make_request(told: Mapping[str, Any], request_id: str, chance: Chance) -> di
     if not told.get("no_id"):
         request["id"] = request_id
     made: dict[str, Any] = json.loads(chance.text(json.dumps(request, ensure_ascii=False)))
+    if "echo" in told:  # so many times its own text, of a real server
+        made["max_tokens"] = told["echo"] * len(made["text"].encode())
     return made
 
 

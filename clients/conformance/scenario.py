@@ -49,18 +49,30 @@ class Scenario:
         self.stage = Stage()
         self.events = EventMaker(self.chance)
         self.prefix = self.chance.identifier()
-        self.judge = Judge(self.stage, lambda name: f"{name}-{self.chance.identifier()}")
+        self.judge = Judge(
+            self.stage, "real" in vector, lambda name: f"{name}-{self.chance.identifier()}"
+        )
         self.id_of, self.served = self.judge.id_of, self.judge.served
         self.begun: dict[str, tuple[int, asyncio.Future[Any], dict[str, Any]]] = {}
         self.clients: list[str] = []
         self.at: dict[str, str] = {}
         """Which server had a request last."""
-        self.servers: dict[str, ScriptedServer] = {}
+        self.servers: dict[str, Any] = {}
         for name in vector.get("servers", ["A"]):
             proxy = Proxy(folder, name, unix=unix)
             if vector.get("dribble"):
                 proxy.dribble = self.chance.random()
-            self.servers[name] = ScriptedServer(self.stage, name, proxy, folder, self.chance)
+            self.servers[name] = self._make_server(name, proxy, folder)
+
+    def _make_server(self, name: str, proxy: Proxy, folder: Path) -> Any:
+        if "real" in self.vector:
+            from clients.conformance.real import RealServer  # all of the server's code
+
+            return RealServer(name, proxy, folder, self.vector["real"])
+        server = ScriptedServer(self.stage, name, proxy, folder, self.chance)
+        server.token = self.vector.get("token")
+        server.lease_seconds = self.vector.get("lease_seconds", server.lease_seconds)
+        return server
 
     async def run(self) -> None:
         """Runs the vector.
@@ -70,8 +82,6 @@ class Scenario:
             NotApplicable: the driver cannot do what it needs.
         """
         for server in self.servers.values():
-            server.token = self.vector.get("token")
-            server.lease_seconds = self.vector.get("lease_seconds", server.lease_seconds)
             await server.proxy.start()
             await server.start()
         try:
