@@ -53,11 +53,14 @@ class AsyncLink:
         try:
             return await method(request, timeout=seconds, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise error_from_rpc(error, target=self.target, request_id=request_id) from error
+            # Its traceback has the call, which keeps a closed channel's connection.
+            cause = error.with_traceback(None)
+            raise error_from_rpc(error, target=self.target, request_id=request_id) from cause
         except aio.UsageError as error:  # gRPC's word for a channel that was closed
             raise UnavailableError(f"the client is closed: {error}") from error
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
+            cancelled.__traceback__ = None
             raise CallCancelledError("the client was closed", request_id=request_id) from None

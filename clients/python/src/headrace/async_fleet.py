@@ -236,6 +236,7 @@ class AsyncFleet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()  # with the calls in their tracebacks, which would keep connections
         for server in servers:
             await server.link.channel.close()
 
