@@ -62,8 +62,9 @@ async def test_the_true_driver_has_none_of_them() -> None:
 
 
 @pytest.mark.parametrize("language", [PYTHON, ASYNCIO], ids=lambda one: one.name)
-async def test_python_meets_all_vectors(language: Language) -> None:
-    outcomes = await run_language(language, load_vectors(), "unix", seed=12)
+async def test_python_meets_all_scripted_vectors(language: Language) -> None:
+    vectors = [one for one in load_vectors() if "real" not in one]
+    outcomes = await run_language(language, vectors, "unix", seed=12)
     assert not [one for one in outcomes if one.problem]
     lacking = [one.vector for one in outcomes if one.skipped]
     assert len(lacking) == (2 if language is PYTHON else 0)
