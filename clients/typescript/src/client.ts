@@ -23,7 +23,6 @@ import { HealthCheckResponse_ServingStatus as ServingStatus } from "./gen/grpc/h
 import { AcceptedSchema, type GenerationSpec, type ResultEvent } from "./gen/headrace/v1/generation_pb.js";
 import {
   AddRequestRequestSchema,
-  CancelRequestSchema,
   CancelStatus as CancelStatusNumber,
   GenerateRequestSchema,
   GenerateStreamRequestSchema,
@@ -32,7 +31,8 @@ import {
 import { GetModelRequestSchema, type ModelCard, TokenizeRequestSchema } from "./gen/headrace/v1/model_service_pb.js";
 import { prefixKeys } from "./internal/placement.js";
 import { GENERATION_SERVICE, Pool } from "./internal/pool.js";
-import { atOwner, pause, withRetries } from "./internal/retries.js";
+import { atOwner, atServer, pause, settled, withRetries } from "./internal/retries.js";
+import type { Server, Servers } from "./internal/servers.js";
 import { SessionRouter } from "./internal/session_router.js";
 import type { Message, Prompt } from "./messages.js";
 import {
@@ -295,17 +295,21 @@ export class Client implements AsyncDisposable {
    */
   async cancel(ids: string | Iterable<string>, options: CallOptions = {}): Promise<Map<string, CancelStatus>> {
     const wanted = typeof ids === "string" ? [ids] : [...new Set(ids)];
-    const found = new Map<string, CancelStatus>();
-    if (this.#pool.isOne) {
-      for (let start = 0; start < wanted.length; start += CANCELS_PER_CALL) {
-        await this.#cancelAt(wanted.slice(start, start + CANCELS_PER_CALL), options, found);
-      }
-    } else {
-      for (const id of wanted) {
-        await this.#cancelAt([id], options, found);
-      }
+    const { servers, isOne } = this.#pool;
+    this.#pool.begin();
+    const byOwner = new Map<string, string[]>();
+    for (const id of wanted) {
+      const owner = servers.byInstance(servers.owner(id)).length > 0 && !isOne ? servers.owner(id) : "";
+      byOwner.set(owner, [...(byOwner.get(owner) ?? []), id]);
     }
-    return found;
+    if (byOwner.has("") && !isOne) {
+      await settled(this.#pool, options.signal);
+    }
+    const found = new Map<string, CancelStatus>();
+    for (const [owner, ids] of byOwner) {
+      await this.#cancelAt(isOne ? [this.#pool.one] : ownersOf(servers, owner), owner, ids, options, found);
+    }
+    return new Map(wanted.map((id) => [id, found.get(id) ?? "not_found"]));
   }
 
   // ---- the model and the server ---------------------------------------------------------------------------------------
@@ -439,29 +443,41 @@ export class Client implements AsyncDisposable {
     }
   }
 
-  async #cancelAt(ids: readonly string[], options: CallOptions, into: Map<string, CancelStatus>): Promise<void> {
-    const tries = this.#tries(options.signal);
-    const { servers } = this.#pool;
-    const cancelBy = async (connection: Connection, instanceId: string): Promise<void> => {
-      const request = create(CancelRequestSchema, { requestIds: [...ids], instanceId });
-      const answer = await unary(connection, this.#short(options), "", (at, given) =>
-        at.generation.cancel(request, given),
-      );
-      for (const { requestId, status } of answer.results) {
-        into.set(requestId, CANCELS[status] ?? "unknown");
+  /** Cancels at each of these servers what was not found at the ones before. */
+  async #cancelAt(
+    at: readonly Server[],
+    instanceId: string,
+    ids: readonly string[],
+    options: CallOptions,
+    found: Map<string, CancelStatus>,
+  ): Promise<void> {
+    let problem: unknown = at.length === 0 ? this.#pool.servers.nobody() : undefined;
+    let isAnswered = false;
+    for (const server of at) {
+      const left = ids.filter((id) => !found.has(id));
+      for (let start = 0; start < left.length; start += CANCELS_PER_CALL) {
+        const requestIds = left.slice(start, start + CANCELS_PER_CALL);
+        try {
+          const { results } = await atServer(this.#pool, server, this.#tries(options.signal), (connection) =>
+            unary(connection, this.#short(options), "", (to, given) =>
+              to.generation.cancel({ requestIds, instanceId }, given),
+            ),
+          );
+          for (const { requestId, status } of results.filter(({ status }) => status !== CancelStatusNumber.NOT_FOUND)) {
+            found.set(requestId, CANCELS[status] ?? "unknown");
+          }
+          isAnswered = true;
+        } catch (error) {
+          if (!(error instanceof NotFoundError || error instanceof UnavailableError)) {
+            throw error;
+          }
+          isAnswered ||= error instanceof NotFoundError; // another process is at that address now
+          problem ??= error;
+        }
       }
-      const unknown = ids.find((id) => into.get(id) === "not_found");
-      if (unknown !== undefined && !this.#pool.isOne && instanceId === "") {
-        throw new NotFoundError(`no request "${unknown}" is there`); // it is asked for at the next server
-      }
-    };
-    try {
-      await atOwner(this.#pool, ids[0] ?? "", tries, cancelBy);
-    } catch (error) {
-      const wasAsked = ids.every((id) => into.has(id)) || servers.owner(ids[0] ?? "") !== "";
-      if (!(error instanceof NotFoundError && wasAsked)) {
-        throw error;
-      }
+    }
+    if (!isAnswered && problem !== undefined) {
+      throw problem;
     }
   }
 
@@ -484,10 +500,13 @@ export class Client implements AsyncDisposable {
   }
 }
 
+function ownersOf(servers: Servers, instanceId: string): Server[] {
+  return instanceId === "" ? servers.reachable() : servers.byInstance(instanceId).slice(0, 1);
+}
+
 const CANCELS: Partial<Record<CancelStatusNumber, CancelStatus>> = {
   [CancelStatusNumber.CANCELLED]: "cancelled",
   [CancelStatusNumber.ALREADY_FINISHED]: "already_finished",
-  [CancelStatusNumber.NOT_FOUND]: "not_found",
 };
 const HEALTH: Partial<Record<ServingStatus, HealthStatus>> = {
   [ServingStatus.SERVING]: "serving",

@@ -1,15 +1,15 @@
 /**
  * How a client's options become the connection to one server: its address, encryption, token, keepalive and sizes.
  *
- * Every call passes through two interceptors: the innermost adds the token and the metadata, the user's own are around
- * it.
+ * Every call passes through interceptors: the innermost adds the token, the metadata and the trace's context; the user's
+ * own are around it.
  *
  * @module
  */
 import { readFileSync } from "node:fs";
 import { readFile } from "node:fs/promises";
-import { connect as connectSocket, isIP } from "node:net";
-import type { SecureClientSessionOptions } from "node:http2";
+import { connect as connectSocket, isIP, type Socket } from "node:net";
+import { connect as connectTls, type ConnectionOptions as TlsConnectionOptions } from "node:tls";
 
 import { type Client as Stub, createClient, type Interceptor } from "@connectrpc/connect";
 import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
@@ -18,6 +18,7 @@ import { errorFromCall, invalidArgument } from "./errors.js";
 import { Health } from "./gen/grpc/health/v1/health_pb.js";
 import { GenerationService } from "./gen/headrace/v1/generation_service_pb.js";
 import { ModelService } from "./gen/headrace/v1/model_service_pb.js";
+import { VERSION } from "./version.js";
 import { type Address, isLocal, type Place, textOf } from "./targets.js";
 
 const DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024;
@@ -52,10 +53,7 @@ export interface ConnectionOptions {
   readonly token?: string | (() => string | Promise<string>) | undefined;
   /** The file that has the token; it is read again for each call, so that it may be replaced. */
   readonly tokenFile?: string | undefined;
-  /**
-   * Sent with each call; a function is called for each one, in its asynchronous context. This is where a trace's context
-   * is put in (`propagation.inject` of OpenTelemetry).
-   */
+  /** Sent with each call; a function is called for each one, in its asynchronous context. */
   readonly metadata?: Metadata | (() => Metadata | Promise<Metadata>) | undefined;
   /** Interceptors of `@connectrpc/connect` around every call, the first one outermost. */
   readonly interceptors?: readonly Interceptor[] | undefined;
@@ -73,6 +71,7 @@ export class Connection {
   readonly models: Stub<typeof ModelService>;
   readonly health: Stub<typeof Health>;
   readonly #manager: Http2SessionManager;
+  readonly #sockets = new Set<Socket>();
 
   constructor(address: Address, options: ConnectionSettings) {
     this.target = textOf(address);
@@ -80,17 +79,23 @@ export class Connection {
     const host = address.host.includes(":") ? `[${address.host}]` : address.host;
     const baseUrl = `${tls === undefined ? "http" : "https"}://${address.kind === "unix" ? "localhost" : `${host}:${address.port}`}`;
     const serverName = tls?.servername ?? address.serverName;
+    const open = (): Socket => {
+      const at = address.kind === "unix" ? { path: address.host } : { host: address.host, port: address.port };
+      const named = { servername: serverName || (isIP(address.host) === 0 ? address.host : "") };
+      return tls === undefined ? connectSocket(at) : connectTls({ ...at, ...tls, ...named, ALPNProtocols: ["h2"] });
+    };
     this.#manager = new Http2SessionManager(
       baseUrl,
       keepaliveMs === 0
         ? {}
         : { pingIntervalMs: keepaliveMs, pingTimeoutMs: KEEPALIVE_TIMEOUT_MS, pingIdleConnection: false },
       {
-        ...tls,
-        ...(serverName === "" || isIP(serverName) !== 0 ? {} : { servername: serverName }),
-        ...(address.kind === "unix" && tls === undefined
-          ? { createConnection: () => connectSocket(address.host) }
-          : {}),
+        createConnection: () => {
+          const socket = open();
+          this.#sockets.add(socket);
+          socket.once("close", () => this.#sockets.delete(socket));
+          return socket;
+        },
       },
     );
     const transport = createGrpcTransport({
@@ -107,13 +112,17 @@ export class Connection {
 
   /** Closes the connection; calls that still run on it are cancelled. */
   close(): void {
+    // Without their sockets nothing says GOAWAY with an error code, which a server would log for each client.
+    for (const socket of this.#sockets) {
+      socket.destroy();
+    }
     this.#manager.abort();
   }
 }
 
 /** What all connections of a client share. */
 export interface ConnectionSettings {
-  readonly tls: SecureClientSessionOptions | undefined;
+  readonly tls: TlsConnectionOptions | undefined;
   readonly keepaliveMs: number;
   readonly maxMessageBytes: number;
   readonly interceptors: readonly Interceptor[];
@@ -159,7 +168,7 @@ export function positive(value: number, name: string, least: number): number {
   return value;
 }
 
-function tlsFrom(given: boolean | TlsOptions | undefined): SecureClientSessionOptions | undefined {
+function tlsFrom(given: boolean | TlsOptions | undefined): TlsConnectionOptions | undefined {
   if (given === undefined || given === false) {
     return undefined;
   }
@@ -184,7 +193,10 @@ function pem(value: string | Uint8Array): string | Buffer {
 }
 
 function metadataInterceptor({ token, tokenFile, metadata }: ConnectionOptions): Interceptor {
+  const addTrace = traceAdder();
   return (next) => async (request) => {
+    request.header.set("user-agent", `headrace-typescript/${VERSION}`);
+    await addTrace(request.header);
     const given = typeof metadata === "function" ? await metadata() : metadata;
     for (const [name, value] of Object.entries(given ?? {})) {
       request.header.set(name, value);
@@ -195,6 +207,18 @@ function metadataInterceptor({ token, tokenFile, metadata }: ConnectionOptions):
       request.header.set("authorization", `Bearer ${text}`);
     }
     return next(request);
+  };
+}
+
+/** Adds the trace's context, where the application has OpenTelemetry; else nothing. */
+function traceAdder(): (headers: Headers) => Promise<void> {
+  let loading: Promise<typeof import("@opentelemetry/api") | undefined> | undefined;
+  return async (headers) => {
+    loading ??= import("@opentelemetry/api").catch(() => undefined);
+    const telemetry = await loading;
+    telemetry?.propagation.inject(telemetry.context.active(), headers, {
+      set: (carrier, name, value) => carrier.set(name, value),
+    });
   };
 }
 
@@ -216,7 +240,10 @@ export interface CallOptions {
 
 /** The options of a call as the stubs take them. */
 export function stubOptions({ signal, timeoutMs }: CallOptions) {
-  return { ...(signal === undefined ? {} : { signal }), ...(timeoutMs === undefined ? {} : { timeoutMs }) };
+  return {
+    ...(signal === undefined ? {} : { signal }),
+    ...(timeoutMs === undefined ? {} : { timeoutMs: Math.ceil(timeoutMs) }),
+  };
 }
 
 /** Runs a unary call of one connection. */

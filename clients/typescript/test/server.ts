@@ -18,9 +18,9 @@ import {
   type StreamResultResponseSchema,
 } from "@headrace/client/contract";
 
-import { HealthCheckResponse_ServingStatus, Health } from "../src/gen/grpc/health/v1/health_pb.js";
-import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
-import { type Status, StatusSchema } from "../src/gen/google/rpc/status_pb.js";
+import { HealthCheckResponse_ServingStatus, Health } from "#lib/gen/grpc/health/v1/health_pb.js";
+import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "#lib/gen/google/rpc/error_details_pb.js";
+import { type Status, StatusSchema } from "#lib/gen/google/rpc/status_pb.js";
 
 export type Event = MessageInitShape<typeof ResultEventSchema>;
 export type Answer = MessageInitShape<typeof StreamResultResponseSchema>;

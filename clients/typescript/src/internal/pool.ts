@@ -16,6 +16,7 @@ import { CHECK_MS, type Server, Servers } from "./servers.js";
 
 /** The service whose health says whether requests are served. */
 export const GENERATION_SERVICE = "headrace.v1.GenerationService";
+const GRACE_MS = 100;
 const RESOLVE_MS = 3_000;
 const RESOLVE_AGAIN_MS = 500;
 
@@ -109,9 +110,12 @@ export class Pool {
     if (this.isClosed) {
       return;
     }
-    for (const server of this.servers.dueForCheck()) {
+    const due = this.servers.dueForCheck();
+    for (const server of due) {
       server.checkAt = Number.POSITIVE_INFINITY; // until it has answered
-      void this.#check(server);
+    }
+    if (due.length > 0) {
+      void this.#check(due);
     }
     for (const server of this.servers.left()) {
       server.connection.close();
@@ -141,7 +145,34 @@ export class Pool {
     this.#tell();
   }
 
-  async #check(server: Server): Promise<void> {
+  /**
+   * Asks these servers, and tells who waits when all have answered, or shortly after the first one is ready: what waits
+   * is then spread over those that are.
+   */
+  async #check(due: readonly Server[]): Promise<void> {
+    let answers: (() => void)[] = [];
+    let timer: NodeJS.Timeout | undefined;
+    const tell = (): void => {
+      clearTimeout(timer);
+      timer = undefined;
+      const known = answers;
+      answers = [];
+      if (known.length > 0 && !this.isClosed) {
+        known.forEach((answer) => answer());
+        this.look();
+        this.#tell();
+      }
+    };
+    const ask = async (server: Server): Promise<void> => {
+      answers.push(await this.#ask(server));
+      timer ??= setTimeout(tell, GRACE_MS).unref();
+    };
+    await Promise.all(due.map(ask));
+    tell();
+  }
+
+  /** Asks a server for its health; returns how its answer is noted. */
+  async #ask(server: Server): Promise<() => void> {
     const options: CallOptions = { timeoutMs: CHECK_MS, signal: this.#closing.signal };
     try {
       const health = await unary(server.connection, options, "", (at, given) =>
@@ -151,13 +182,10 @@ export class Pool {
         throw new UnavailableError(`${server.connection.target} is not ready`);
       }
       const { model } = await unary(server.connection, options, "", (at, given) => at.models.getModel({}, given));
-      this.servers.joined(server, model?.instanceId ?? "", model?.limits?.maxRunningRequests ?? 1);
+      return () => this.servers.joined(server, model?.instanceId ?? "", model?.limits?.maxRunningRequests ?? 1);
     } catch (failure) {
-      this.servers.notJoined(server, errorFromCall(failure, { target: server.connection.target }));
-    }
-    if (!this.isClosed) {
-      this.look();
-      this.#tell();
+      const problem = errorFromCall(failure, { target: server.connection.target });
+      return () => this.servers.notJoined(server, problem);
     }
   }
 

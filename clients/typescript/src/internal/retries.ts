@@ -65,17 +65,19 @@ export async function withRetries<T>(
   call: (connection: Connection, server: Server) => Promise<T>,
 ): Promise<T> {
   pool.begin();
-  return pool.isOne ? oneServer(pool, tries, call) : anyServer(pool, tries, call);
+  return pool.isOne ? atServer(pool, pool.one, tries, call) : anyServer(pool, tries, call);
 }
 
-async function oneServer<T>(
+/** Makes a call to one server, until it is answered or there is no further try. */
+export async function atServer<T>(
   pool: Pool,
+  server: Server,
   { retries, signal }: Tries,
   call: (connection: Connection, server: Server) => Promise<T>,
 ): Promise<T> {
   for (let tried = 0; ; tried++) {
     try {
-      return await call(pool.one.connection, pool.one);
+      return await call(server.connection, server);
     } catch (error) {
       if (!mayRetry(pool, error, tried, retries)) {
         throw error;
@@ -195,11 +197,13 @@ export async function atOwner<T>(
 ): Promise<T> {
   pool.begin();
   if (pool.isOne) {
-    return oneServer(pool, { retries, signal }, (connection) => call(connection, ""));
+    return atServer(pool, pool.one, { retries, signal }, (connection) => call(connection, ""));
   }
-  await settled(pool, signal);
   const { servers } = pool;
   const owner = servers.owner(requestId);
+  if (owner === "") {
+    await settled(pool, signal);
+  }
   const gone = (cause?: HeadraceError): UnavailableError =>
     new UnavailableError(`the server that had request "${requestId}" (instance ${owner}) is gone`, {
       requestId,
@@ -241,7 +245,7 @@ export async function atOwner<T>(
 }
 
 /** Waits until all servers have been asked whether they are ready, at most as long as a request waits for one. */
-async function settled(pool: Pool, signal: AbortSignal | undefined): Promise<void> {
+export async function settled(pool: Pool, signal: AbortSignal | undefined): Promise<void> {
   const end = performance.now() + PATIENCE_MS;
   while (!pool.servers.isSettled && performance.now() < end && !pool.isClosed) {
     await pool.changed(end - performance.now(), signal);

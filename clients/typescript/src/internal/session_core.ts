@@ -133,6 +133,8 @@ export class SessionCore {
   outbox: StreamResultRequest[] = [];
   /** The server's process, once it has answered. */
   instanceId = "";
+  /** Whether the server has said anything. */
+  isHeard = false;
   readonly #credits: boolean;
   readonly #commands = new Map<bigint, SessionRecord>();
   readonly #numbers = new Map<number, SessionRecord>();
@@ -210,6 +212,7 @@ export class SessionCore {
   /** Processes one message of the server; returns the records that changed, each once. */
   receive(response: StreamResultResponse): Set<SessionRecord> {
     const changed = new Set<SessionRecord>();
+    this.isHeard = true;
     this.instanceId = response.instanceId || this.instanceId;
     if (response.opened !== undefined) {
       this.leaseMs = response.opened.lease === undefined ? 0 : durationMs(response.opened.lease);

@@ -13,6 +13,7 @@
  *
  * @module
  */
+import { AsyncResource } from "node:async_hooks";
 import { randomUUID } from "node:crypto";
 
 import {
@@ -58,6 +59,8 @@ export class SessionRouter {
   readonly #timers = new Set<NodeJS.Timeout>();
   /** By instance: what was sent elsewhere since. */
   readonly #orphans = new Map<string, Set<string>>();
+  /** Every stream has the asynchronous context in which the session was opened, and so its trace. */
+  readonly #scope = new AsyncResource("HeadraceSession");
   readonly #resumes: boolean;
   readonly #openOptions: OpenOptions;
   readonly #serverChanged = (): void => this.#placeWaiting();
@@ -249,7 +252,8 @@ export class SessionRouter {
         this.#fail(record, copyOf(broken instanceof CancelledError ? new UnavailableError(broken.message) : broken));
       }
     }
-    if (!this.#resumes || this.pool.isClosed) {
+    const isUntouched = isLoss && !link.core.isHeard && records.length === 0; // it never was: the next request opens it
+    if ((!this.#resumes && !isUntouched) || this.pool.isClosed) {
       this.#error ??= broken;
     }
     this.#flush();
@@ -365,9 +369,11 @@ export class SessionRouter {
     error: HeadraceError,
     milliseconds: number,
   ): HeadraceError | undefined {
-    const { servers } = this.pool;
-    servers.full(server, milliseconds);
-    const other = servers.budget.failed() ? servers.choose(record.keys, new Set([server])) : undefined;
+    const { servers, isOne } = this.pool;
+    if (!isOne) {
+      servers.full(server, milliseconds); // of one server, each request learns it by itself: there may be room for others
+    }
+    const other = !isOne && servers.budget.failed() ? servers.choose(record.keys, new Set([server])) : undefined;
     if (other !== undefined && other !== server) {
       this.#place(record, server);
       return undefined;
@@ -518,10 +524,11 @@ export class SessionRouter {
 
   #open(server: Server): Link {
     const core: SessionCore = new SessionCore(this.#openOptions, (record, error) => this.#refused(link, record, error));
-    const wire = new Wire(server.connection, {
-      received: (response) => this.#received(link, response),
-      lost: (error) => this.#lost(link, error),
-    });
+    const listener = {
+      received: (response: StreamResultResponse) => this.#received(link, response),
+      lost: (error: HeadraceError | undefined) => this.#lost(link, error),
+    };
+    const wire = this.#scope.runInAsyncScope(() => new Wire(server.connection, listener));
     const link: Link = { server, core, wire };
     this.#links.set(server, link);
     this.#endOrphans(link);
