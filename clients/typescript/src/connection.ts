@@ -14,7 +14,7 @@ import { connect as connectTls, type ConnectionOptions as TlsConnectionOptions }
 import { type Client as Stub, createClient, type Interceptor } from "@connectrpc/connect";
 import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
 
-import { errorFromCall, invalidArgument } from "./errors.js";
+import { errorFromCall, invalidArgument, UnavailableError } from "./errors.js";
 import { Health } from "./gen/grpc/health/v1/health_pb.js";
 import { GenerationService } from "./gen/headrace/v1/generation_service_pb.js";
 import { ModelService } from "./gen/headrace/v1/model_service_pb.js";
@@ -25,16 +25,20 @@ const DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024;
 const DEFAULT_KEEPALIVE_MS = 45_000;
 const KEEPALIVE_TIMEOUT_MS = 20_000;
 
-/** How a connection is encrypted. Certificates and keys are PEM text or bytes. */
+/** How a connection is encrypted. Certificates and keys are PEM: text, bytes, or the name of a file. */
 export interface TlsOptions {
   /** The authorities that the server's certificate is checked by; default: the system's. */
   readonly ca?: string | Uint8Array | undefined;
   /** The file that has them. */
   readonly caFile?: string | undefined;
-  /** This client's own certificate; goes with `key`. */
+  /** This client's own certificate; goes with a key. */
   readonly cert?: string | Uint8Array | undefined;
-  /** The key of `cert`. */
+  /** The file that has it. */
+  readonly certFile?: string | undefined;
+  /** The key of the certificate. */
   readonly key?: string | Uint8Array | undefined;
+  /** The file that has it. */
+  readonly keyFile?: string | undefined;
   /** The name that the server's certificate has, if it is not the target's. */
   readonly serverName?: string | undefined;
 }
@@ -70,8 +74,9 @@ export class Connection {
   readonly generation: Stub<typeof GenerationService>;
   readonly models: Stub<typeof ModelService>;
   readonly health: Stub<typeof Health>;
-  readonly #manager: Http2SessionManager;
+  readonly #manager: SessionManager;
   readonly #sockets = new Set<Socket>();
+  #isClosed = false;
 
   constructor(address: Address, options: ConnectionSettings) {
     this.target = textOf(address);
@@ -84,26 +89,34 @@ export class Connection {
       const named = { servername: serverName || (isIP(address.host) === 0 ? address.host : "") };
       return tls === undefined ? connectSocket(at) : connectTls({ ...at, ...tls, ...named, ALPNProtocols: ["h2"] });
     };
-    this.#manager = new Http2SessionManager(
+    this.#manager = new SessionManager(
       baseUrl,
       keepaliveMs === 0
         ? {}
         : { pingIntervalMs: keepaliveMs, pingTimeoutMs: KEEPALIVE_TIMEOUT_MS, pingIdleConnection: false },
       {
         createConnection: () => {
-          const socket = open();
+          const socket = open().setNoDelay(true);
+          socket.on("error", ignore); // the HTTP/2 session tells it; one that comes later concerns nobody
           this.#sockets.add(socket);
           socket.once("close", () => this.#sockets.delete(socket));
           return socket;
         },
       },
     );
+    // A call that was begun before would open a connection again.
+    const refuseWhenClosed: Interceptor = (next) => (request) => {
+      if (this.#isClosed) {
+        throw new UnavailableError("the client is closed");
+      }
+      return next(request);
+    };
     const transport = createGrpcTransport({
       baseUrl,
       sessionManager: this.#manager,
       readMaxBytes: options.maxMessageBytes,
       writeMaxBytes: options.maxMessageBytes,
-      interceptors: [...options.interceptors, options.addMetadata],
+      interceptors: [...options.interceptors, options.addMetadata, refuseWhenClosed],
     });
     this.generation = createClient(GenerationService, transport);
     this.models = createClient(ModelService, transport);
@@ -112,13 +125,30 @@ export class Connection {
 
   /** Closes the connection; calls that still run on it are cancelled. */
   close(): void {
-    // Without their sockets nothing says GOAWAY with an error code, which a server would log for each client.
+    this.#isClosed = true;
+    this.#manager.abort();
+    // Else it says GOAWAY with an error code, which a server would log for each client.
     for (const socket of this.#sockets) {
       socket.destroy();
     }
-    this.#manager.abort();
   }
 }
+
+/**
+ * A session that fails tells it after its streams have; by then the manager may have let go of it, for another one or
+ * because it was closed. An error that nobody listens to would end the process.
+ */
+class SessionManager extends Http2SessionManager {
+  override async request(...args: Parameters<Http2SessionManager["request"]>) {
+    const stream = await super.request(...args);
+    if (stream.session?.listeners("error").includes(ignore) === false) {
+      stream.session.on("error", ignore);
+    }
+    return stream;
+  }
+}
+
+function ignore(): void {}
 
 /** What all connections of a client share. */
 export interface ConnectionSettings {
@@ -172,24 +202,38 @@ function tlsFrom(given: boolean | TlsOptions | undefined): TlsConnectionOptions 
   if (given === undefined || given === false) {
     return undefined;
   }
-  const { ca, caFile, cert, key, serverName } = given === true ? {} : given;
+  const options = given === true ? {} : given;
+  const { serverName } = options;
+  const [ca, cert, key] = [pem(options, "ca"), pem(options, "cert"), pem(options, "key")];
   if ((cert === undefined) !== (key === undefined)) {
-    throw invalidArgument("tls", "cert and key go together");
+    throw invalidArgument("tls", "a certificate and its key go together");
   }
-  if (ca !== undefined && caFile !== undefined) {
-    throw invalidArgument("tls", "ca cannot be combined with caFile");
-  }
-  const authorities = caFile === undefined ? ca : readFileSync(caFile);
   return {
-    ...(authorities === undefined ? {} : { ca: pem(authorities) }),
-    ...(cert === undefined ? {} : { cert: pem(cert) }),
-    ...(key === undefined ? {} : { key: pem(key) }),
+    ...(ca === undefined ? {} : { ca }),
+    ...(cert === undefined ? {} : { cert }),
+    ...(key === undefined ? {} : { key }),
     ...(serverName === undefined ? {} : { servername: serverName }),
   };
 }
 
-function pem(value: string | Uint8Array): string | Buffer {
-  return typeof value === "string" ? value : Buffer.from(value);
+function pem(options: TlsOptions, name: "ca" | "cert" | "key"): string | Buffer | undefined {
+  const value = options[name];
+  const file = options[`${name}File`];
+  if (value !== undefined && file !== undefined) {
+    throw invalidArgument("tls", `${name} cannot be combined with ${name}File`);
+  }
+  if (file !== undefined) {
+    try {
+      return readFileSync(file);
+    } catch (error) {
+      throw invalidArgument("tls", `${name}File cannot be read: ${messageOf(error)}`);
+    }
+  }
+  return value instanceof Uint8Array ? Buffer.from(value) : value;
+}
+
+function messageOf(error: unknown): string {
+  return error instanceof Error ? error.message : String(error);
 }
 
 function metadataInterceptor({ token, tokenFile, metadata }: ConnectionOptions): Interceptor {
@@ -226,7 +270,7 @@ async function readTokenFile(path: string): Promise<string> {
   try {
     return await readFile(path, "utf8");
   } catch (error) {
-    throw invalidArgument("tokenFile", `cannot be read: ${error instanceof Error ? error.message : String(error)}`);
+    throw invalidArgument("tokenFile", `cannot be read: ${messageOf(error)}`);
   }
 }
 

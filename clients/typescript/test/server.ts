@@ -1,6 +1,13 @@
 // A scripted server in this process, and the events that it sends.
 import { once } from "node:events";
-import { createServer, type Http2Server, type ServerHttp2Session } from "node:http2";
+import {
+  createSecureServer,
+  createServer,
+  type Http2SecureServer,
+  type Http2Server,
+  type SecureServerOptions,
+  type ServerHttp2Session,
+} from "node:http2";
 import type { AddressInfo } from "node:net";
 
 import { create, type MessageInitShape } from "@bufbuild/protobuf";
@@ -26,16 +33,23 @@ export type Event = MessageInitShape<typeof ResultEventSchema>;
 export type Answer = MessageInitShape<typeof StreamResultResponseSchema>;
 type Generation = Partial<ServiceImpl<typeof GenerationService>>;
 
+/** What a server has besides. */
+interface ServerOptions {
+  models?: Partial<ServiceImpl<typeof ModelService>>;
+  tls?: SecureServerOptions;
+}
+
 /** A server on a free port. */
 export class ScriptedServer implements AsyncDisposable {
   readonly connections = new Set<ServerHttp2Session>();
-  readonly #server: Http2Server;
+  readonly #server: Http2Server | Http2SecureServer;
 
-  private constructor(server: Http2Server) {
+  private constructor(server: Http2Server | Http2SecureServer) {
     this.#server = server;
   }
 
-  static async start(generation: Generation, models: Partial<ServiceImpl<typeof ModelService>> = {}, port = 0) {
+  static async start(generation: Generation, options: ServerOptions = {}) {
+    const { models = {}, tls } = options;
     const handler = connectNodeAdapter({
       routes: (router) => {
         router.service(GenerationService, generation);
@@ -43,13 +57,13 @@ export class ScriptedServer implements AsyncDisposable {
         router.service(Health, { check: () => ({ status: HealthCheckResponse_ServingStatus.SERVING }) });
       },
     });
-    const server = createServer(handler);
+    const server = tls === undefined ? createServer(handler) : createSecureServer(tls, handler);
     const scripted = new ScriptedServer(server);
-    server.on("session", (session) => {
+    server.on("session", (session: ServerHttp2Session) => {
       scripted.connections.add(session);
       session.once("close", () => scripted.connections.delete(session));
     });
-    server.listen(port, "127.0.0.1");
+    server.listen(0, "127.0.0.1");
     await once(server, "listening");
     return scripted;
   }

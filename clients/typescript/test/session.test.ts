@@ -200,10 +200,11 @@ test("an id that is live on the session is not sent again", async () => {
   await using server = await ScriptedServer.start(session(() => []));
   await using client = new Client(server.target);
   await using opened = client.session();
-  opened.submit("x", { requestId: "a" });
+  const lost = assert.rejects(opened.submit("x", { requestId: "a" }).result(), UnavailableError);
   assert.throws(() => opened.submit("x", { requestId: "a" }), AlreadyExistsError);
   assert.equal(opened.live, 1);
   await client.close();
+  await lost;
 });
 
 test("a request that another stream attached ends with what came", async () => {
@@ -290,7 +291,7 @@ test("with a lease a session goes on where it was, and nothing shows of it", asy
         yield { events: [begun.text("two"), begun.finished()] };
       }
     }),
-    { getModel: () => ({ model: { instanceId: "i", limits: { maxRunningRequests: 4 } } }) },
+    { models: { getModel: () => ({ model: { instanceId: "i", limits: { maxRunningRequests: 4 } } }) } },
   );
   server = started;
   await using client = new Client(server.target);
@@ -321,7 +322,7 @@ test("with a lease a request without output is sent again, with the same id", as
         }
       }
     }),
-    { getModel: () => ({ model: { instanceId: "i", limits: { maxRunningRequests: 4 } } }) },
+    { models: { getModel: () => ({ model: { instanceId: "i", limits: { maxRunningRequests: 4 } } }) } },
   );
   server = started;
   await using client = new Client(server.target);

@@ -164,7 +164,8 @@ export class Pool {
       }
     };
     const ask = async (server: Server): Promise<void> => {
-      answers.push(await this.#ask(server));
+      const answer = await this.#ask(server);
+      answers.push(answer);
       timer ??= setTimeout(tell, GRACE_MS).unref();
     };
     await Promise.all(due.map(ask));

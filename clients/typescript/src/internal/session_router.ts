@@ -156,15 +156,17 @@ export class SessionRouter {
       this.#onDone = resolve;
     });
     this.#flush();
-    await within(ended, cancel ? CLOSE_MS : undefined);
-    this.#failAll(new UnavailableError("the session was closed"));
+    const isInTime = await within(ended, cancel ? CLOSE_MS : undefined);
     const links = [...this.#links.values()];
+    this.#failAll(new UnavailableError("the session was closed"));
     this.#flush();
-    await within(Promise.all(links.map((link) => link.wire.ended)), CLOSE_MS);
-    for (const { wire } of links) {
-      wire.cancel();
+    const streams = Promise.all(links.map((link) => link.wire.ended));
+    if (!isInTime || !(await within(streams, CLOSE_MS))) {
+      for (const { wire } of links) {
+        wire.cancel();
+      }
     }
-    await Promise.all(links.map((link) => link.wire.ended));
+    await streams;
     this.pool.forget(this.#serverChanged);
     for (const timer of this.#timers) {
       clearTimeout(timer);
@@ -610,12 +612,13 @@ function isLostStream(error: HeadraceError): boolean {
   return error.code === "UNAVAILABLE" || error.code === "CANCELLED";
 }
 
-/** Waits for a promise, at most so many milliseconds. */
-async function within(promise: Promise<unknown>, milliseconds: number | undefined): Promise<void> {
+/** Waits for a promise, at most so many milliseconds; returns whether it came. */
+async function within(promise: Promise<unknown>, milliseconds: number | undefined): Promise<boolean> {
   let timer: NodeJS.Timeout | undefined;
-  const late = new Promise<void>((resolve) => {
-    timer = milliseconds === undefined ? undefined : setTimeout(resolve, milliseconds);
+  const late = new Promise<false>((resolve) => {
+    timer = milliseconds === undefined ? undefined : setTimeout(() => resolve(false), milliseconds);
   });
-  await Promise.race([promise, late]);
+  const isInTime = await Promise.race([promise.then(() => true), late]);
   clearTimeout(timer);
+  return isInTime;
 }
