@@ -14,6 +14,8 @@ from clients.conformance.driver import ROOT
 _PYTHON = {"PYTHONPATH": f"{ROOT}:{ROOT / 'clients' / 'python' / 'src'}"}
 _GO_DRIVER = ROOT / ".tools" / "bin" / "conformance-go"
 
+_INSTALLED = "test node_modules/.package-lock.json -nt package-lock.json"  # npm writes it last
+
 
 @dataclass(frozen=True)
 class Language:
@@ -58,5 +60,14 @@ LANGUAGES = (
         needs=("go",),
         build=(("clients/go", ("go", "build", "-o", str(_GO_DRIVER), "./cmd/conformance")),),
         environment={"CGO_ENABLED": "0"},
+    ),
+    Language(
+        "typescript",
+        ("node", "clients/typescript/build/conformance/driver.js"),
+        needs=("node", "npm"),
+        build=(
+            ("clients/typescript", ("sh", "-c", f"{_INSTALLED} || npm ci --no-audit --no-fund")),
+            ("clients/typescript", ("npm", "run", "build-all")),
+        ),
     ),
 )
