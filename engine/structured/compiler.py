@@ -20,14 +20,17 @@ own time is up, or at once if the queue is full. The refusal says when to try ag
 which grammars recently left the queue (`engine.drain_rate`).
 
 The threads have large stacks, because llguidance follows definitions that refer to each other
-recursively. They live as long as there is something to compile.
+recursively. They live as long as there is something to compile. On Linux they give way to the
+engine's threads: with few CPUs, each step would otherwise wait for its share of a CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
+import sys
 import threading
 import time
 from collections import Counter, OrderedDict, deque
@@ -60,6 +63,12 @@ _STACK_BYTES = 256 << 20
 """Address space of a thread's stack; unused parts take no memory. Within the bounds on a grammar's
 size, no chain of definitions that was tried needs more than a quarter of it; 8 MB overflow.
 """
+_NICER = 5
+"""Than the process: of a CPU that the engine wants, a thread gets about a quarter. With less, large
+forms take longer than they may where other processes want the CPUs, too.
+"""
+_MOST_NICE = 19
+"""The kernel's bound."""
 _MAX_CACHED_BYTES = 16 << 20
 """The limit on the text of all cached grammars; llguidance needs more memory for each, how much is
 unknown.
@@ -358,6 +367,7 @@ class GrammarCompiler:
     # ---- the worker threads --------------------------------------------------------------------
 
     def _work(self) -> None:
+        _give_way()
         while True:
             with self._lock:
                 job = self._take_next()
@@ -442,6 +452,14 @@ def _succeed(future: Future[_Value], value: _Value) -> None:
 def _fail(future: Future[_Value], error: BaseException) -> None:
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
+
+
+def _give_way() -> None:
+    """Lower this thread's priority, where threads have one of their own."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        nice = min(_MOST_NICE, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
+        os.setpriority(os.PRIO_PROCESS, thread, nice)
 
 
 _stack_lock = threading.Lock()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -174,6 +176,25 @@ def test_compiled_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) ->
     for text in ("a", "b", "a", "c", "a", "b"):
         compiler.compile(form(REGEX, text), NONE)
     assert seen == ["a", "b", "c", "b"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_what_compiles_gives_way_to_the_engine(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, V)
+    seen: list[int] = []
+    real = compiler._compile
+
+    def look(params: GrammarParams) -> LLMatcher:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return real(params)
+
+    monkeypatch.setattr(compiler, "_compile", look)
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    compiler.compile(form(REGEX, "a"), NONE)
+    assert seen[0] > ours or ours == 19
+    assert os.getpriority(os.PRIO_PROCESS, 0) == ours
 
 
 class Held:
