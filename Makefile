@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.headrace
+DEV := $(VENV)/.headrace-dev
 NATIVE := engine/native/libheadrace.so
 PROTOS_VENV := .venv-protos
 PROTOS_STAMP := $(PROTOS_VENV)/.headrace
@@ -22,19 +23,21 @@ help: ## List the targets.
 
 # ---- set-up ----------------------------------------------------------------------------------------------------------
 
-$(STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt
-	@echo "==> setting up $(VENV) (the first time this downloads torch: a minute or more)"
+# What serving needs, and with $(DEV) what the checks and tests need too.
+$(STAMP) $(DEV): pyproject.toml clients/python/pyproject.toml constraints.txt
+	@echo "==> setting up $(VENV) (the first time this downloads torch: half a minute or more)"
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.12")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on -c constraints.txt -e clients/python -e '.[dev]'
-	@touch $@
+	$(BIN)/python scripts/install.py $(if $(filter $(DEV),$@),--dev)
+	@touch $(if $(filter $(DEV),$@),$(STAMP)) $@
 
-# Without a C++ compiler this goes on, and the engine runs without the kernels.
-$(NATIVE): $(STAMP) engine/native/build.py $(wildcard engine/native/src/*)
+# The installation has built them, unless their sources have changed since. Without a C++ compiler this goes on, and the engine
+# runs without the kernels.
+$(NATIVE): engine/native/build.py $(wildcard engine/native/src/*) | $(STAMP)
 	$(BIN)/python -m engine.native.build --optional
 
 .PHONY: setup
-setup: $(STAMP) $(NATIVE) ## Make the virtual environment with pinned packages (others do it when needed).
+setup: $(DEV) $(NATIVE) ## Make the virtual environment with pinned packages (others do it when needed).
 
 # ---- run -------------------------------------------------------------------------------------------------------------
 
@@ -49,23 +52,23 @@ run: $(STAMP) $(NATIVE) ## Serve the demo model on 127.0.0.1:50051 (MODEL=path L
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
-test: $(STAMP) $(NATIVE) ## Run the Python test suite (in processes for the cores and the memory there are; WORKERS=0: in one).
+test: $(DEV) $(NATIVE) ## Run the Python test suite (in processes for the cores and the memory there are; WORKERS=0: in one).
 	$(PYTEST) -m 'not slow' $(ARGS)
 
 .PHONY: test-slow
-test-slow: $(STAMP) $(NATIVE) ## Run the long sweeps: every model family in every mode, every planted bug.
+test-slow: $(DEV) $(NATIVE) ## Run the long sweeps: every model family in every mode, every planted bug.
 	$(PYTEST) -m slow $(ARGS)
 
 .PHONY: test-telemetry
-test-telemetry: $(STAMP) $(NATIVE) ## Run tests of sessions, faults, ends and shutdown again, with spans and metrics on.
+test-telemetry: $(DEV) $(NATIVE) ## Run tests of sessions, faults, ends and shutdown again, with spans and metrics on.
 	$(PYTEST) -m 'not slow' --with-telemetry $(addprefix tests/service/test_,sessions.py faults.py ends.py shutdown.py) $(ARGS)
 
 .PHONY: test-clients
-test-clients: $(STAMP) ## Run the conformance suite of the client libraries (ARGS='--language go --vector resume'; REQUIRE=1: all).
+test-clients: $(DEV) ## Run the conformance suite of the client libraries (ARGS='--language go --vector resume'; REQUIRE=1: all).
 	$(BIN)/python -m clients.conformance $(if $(REQUIRE),--require) $(ARGS)
 
 .PHONY: lint
-lint: $(STAMP) ## Check style, import arrows and the contract's form.
+lint: $(DEV) ## Check style, import arrows and the contract's form.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
@@ -73,14 +76,14 @@ lint: $(STAMP) ## Check style, import arrows and the contract's form.
 	$(BIN)/buf format --exit-code --diff
 
 .PHONY: types
-types: $(STAMP) ## Check types (mypy strict on engine, service and the Python client).
+types: $(DEV) ## Check types (mypy strict on engine, service and the Python client).
 	$(BIN)/mypy
 
 .PHONY: check
 check: lint types protos-check test test-slow test-telemetry ## Everything that CI checks.
 
 .PHONY: format
-format: $(STAMP) ## Bring the sources into their form.
+format: $(DEV) ## Bring the sources into their form.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/buf format --write
@@ -93,7 +96,7 @@ $(PROTOS_STAMP): protos/requirements.txt
 	@touch $@
 
 .PHONY: protos
-protos: $(PROTOS_STAMP) $(STAMP) ## Generate the Python, Go and TypeScript stubs from protos/; refuses a breaking change.
+protos: $(PROTOS_STAMP) $(DEV) ## Generate the Python, Go and TypeScript stubs from protos/; refuses a breaking change.
 	set -o pipefail; $(BIN)/buf build -o - | $(BIN)/buf breaking - --against $(CONTRACT)
 	$(BIN)/buf build --exclude-source-info -o $(CONTRACT)
 	scripts/generate-python.sh $(PROTOS_VENV)
@@ -101,7 +104,7 @@ protos: $(PROTOS_STAMP) $(STAMP) ## Generate the Python, Go and TypeScript stubs
 	BUF=$(BIN)/buf scripts/generate-typescript.sh
 
 .PHONY: protos-check
-protos-check: $(PROTOS_STAMP) $(STAMP) ## Check that protos/ breaks nothing and the committed stubs are its own (Go, TypeScript: where installed).
+protos-check: $(PROTOS_STAMP) $(DEV) ## Check that protos/ breaks nothing and the committed stubs are its own (Go, TypeScript: where installed).
 	set -o pipefail; $(BIN)/buf build -o - | $(BIN)/buf breaking - --against $(CONTRACT)
 	@$(BIN)/buf build --exclude-source-info -o - | cmp -s - $(CONTRACT) || { echo "$(CONTRACT) is not that of protos/: run make protos"; exit 1; }
 	scripts/generate-python.sh $(PROTOS_VENV) --check
@@ -114,11 +117,11 @@ packages: ## Make the client libraries' packages in dist/packages (Go, TypeScrip
 	@if command -v npm >/dev/null; then scripts/packages-typescript.sh; else echo "no npm tarball: npm is not installed"; fi
 
 .PHONY: model-table
-model-table: $(STAMP) ## Write the tables of docs/models.md from tests/model_recipes.py.
+model-table: $(DEV) ## Write the tables of docs/models.md from tests/model_recipes.py.
 	$(BIN)/python scripts/model_table.py
 
 .PHONY: top-picture
-top-picture: $(STAMP) $(NATIVE) ## Draw docs/top.svg, the picture of `headrace top` in README.md, from a real run.
+top-picture: $(DEV) $(NATIVE) ## Draw docs/top.svg, the picture of `headrace top` in README.md, from a real run.
 	$(BIN)/python scripts/draw_top.py
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
@@ -127,16 +130,16 @@ OURS := headrace,headrace-session,headrace-streams,headrace-in-process
 LIBRARY := generate,generate-batch
 
 .PHONY: bench
-bench: $(STAMP) $(NATIVE) ## Measure the demo model beside transformers' own generation: some minutes (ARGS='more flags').
+bench: $(DEV) $(NATIVE) ## Measure the demo model beside transformers' own generation: some minutes (ARGS='more flags').
 	$(BIN)/python -m benchmarks run --workload W1,W2,W3,W4 --systems $(OURS),$(LIBRARY) --turns 4 $(ARGS)
 
 .PHONY: bench-load
-bench-load: $(STAMP) $(NATIVE) ## The same under closed loops of 1 to 64 requests and open loops: some minutes.
+bench-load: $(DEV) $(NATIVE) ## The same under closed loops of 1 to 64 requests and open loops: some minutes.
 	$(BIN)/python -m benchmarks run --workload W2 --load closed:1,closed:8,closed:16,closed:32,closed:64,poisson:5,poisson:15 \
 	  --systems headrace,headrace-session,headrace-streams,generate-batch --turns 2 $(ARGS)
 
 .PHONY: bench-cpu
-bench-cpu: $(STAMP) $(NATIVE) ## Measure random weights of Qwen3-0.6B's shape, all workloads: an hour.
+bench-cpu: $(DEV) $(NATIVE) ## Measure random weights of Qwen3-0.6B's shape, all workloads: an hour.
 	$(BIN)/python -m benchmarks run --model qwen3-0.6b --workload W1,W2,W3,W4,W5 --systems headrace,headrace-session,$(LIBRARY) $(ARGS)
 
 # A host with a GPU may be bare and offline: this takes PYTHON's own packages and makes no environment. WHEELS is a folder
@@ -151,19 +154,19 @@ bench-gpu: ## Check, then measure on a CUDA device, with PYTHON's own packages (
 	PYTHONPATH=$(CURDIR):$(CURDIR)/clients/python/src:$(if $(WHEELS),$(BENCH_SITE):)$$PYTHONPATH $(PYTHON) -m benchmarks gpu $(ARGS)
 
 .PHONY: bench-report
-bench-report: $(STAMP) ## Write the tables of the documents from the records in benchmarks/results/.
+bench-report: $(DEV) ## Write the tables of the documents from the records in benchmarks/results/.
 	$(BIN)/python -m benchmarks report
 
 .PHONY: bench-step-time
-bench-step-time: $(STAMP) $(NATIVE) ## Measure what a target step time gives and costs, on the 0.6B shape: a quarter of an hour (ARGS=--resume).
+bench-step-time: $(DEV) $(NATIVE) ## Measure what a target step time gives and costs, on the 0.6B shape: a quarter of an hour (ARGS=--resume).
 	$(BIN)/python -m benchmarks.step_time $(ARGS)
 
 .PHONY: bench-fairness
-bench-fairness: $(STAMP) $(NATIVE) ## Measure what a caller gets beside another's backlog: about ten minutes.
+bench-fairness: $(DEV) $(NATIVE) ## Measure what a caller gets beside another's backlog: about ten minutes.
 	$(BIN)/python -m benchmarks.fairness $(ARGS)
 
 .PHONY: bench-front-end
-bench-front-end: $(STAMP) ## Measure what the front end costs: CPU time of its process for each token.
+bench-front-end: $(DEV) ## Measure what the front end costs: CPU time of its process for each token.
 	$(BIN)/python -m benchmarks.front_end_cost $(ARGS)
 
 .PHONY: bench-telemetry
@@ -171,7 +174,7 @@ bench-telemetry: $(STAMP) $(NATIVE) ## Measure throughput and CPU time with all 
 	$(BIN)/python -m benchmarks.telemetry $(ARGS)
 
 .PHONY: bench-wire-size
-bench-wire-size: $(STAMP) $(NATIVE) ## Count what a session takes on the wire: bytes of its answers for each token (ARGS='--output FILE').
+bench-wire-size: $(DEV) $(NATIVE) ## Count what a session takes on the wire: bytes of its answers for each token (ARGS='--output FILE').
 	$(BIN)/python -m benchmarks.wire_size $(ARGS)
 
 # ---- trust -----------------------------------------------------------------------------------------------------------
@@ -181,19 +184,19 @@ PART ?=
 TRUST := GRPC_VERBOSITY=ERROR $(BIN)/python -m benchmarks.trust --seed $(SEED) $(addprefix --part ,$(PART))
 
 .PHONY: trust
-trust: $(STAMP) $(NATIVE) ## Attack what is promised, and write records: up to three hours (PART=ends SEED=7; it resumes).
+trust: $(DEV) $(NATIVE) ## Attack what is promised, and write records: up to three hours (PART=ends SEED=7; it resumes).
 	$(TRUST) $(ARGS)
 
 .PHONY: trust-cut
-trust-cut: $(STAMP) $(NATIVE) ## The few minutes of it that CI runs.
+trust-cut: $(DEV) $(NATIVE) ## The few minutes of it that CI runs.
 	$(TRUST) --cut --again $(ARGS)
 
 .PHONY: trust-report
-trust-report: $(STAMP) ## Write docs/trust.md from the records.
+trust-report: $(DEV) ## Write docs/trust.md from the records.
 	$(BIN)/python -m benchmarks.trust --report
 
 .PHONY: audit
-audit: $(STAMP) ## Ask PyPI what is known of the pinned packages (ARGS='grpcio protobuf': of these alone).
+audit: $(DEV) ## Ask PyPI what is known of the pinned packages (ARGS='grpcio protobuf': of these alone).
 	@$(BIN)/python scripts/audit.py $(ARGS)
 
 .PHONY: clean
