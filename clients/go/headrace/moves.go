@@ -186,7 +186,10 @@ func (s *Session) lost(w *wire, told *Error) {
 	if err == nil {
 		err = newError(codes.Unavailable, nil, "the server ended the session before its requests")
 	}
-	lost := isLoss(err) && w.refused == nil
+	if s.context.Err() != nil { // this was no loss; the abort is on its way
+		err = contextError(s.context, "")
+	}
+	lost := isLoss(err) && err.cause == nil && w.refused == nil
 	if lost && !s.closing {
 		s.pool.mu.Lock()
 		s.pool.setAside(w.server, err)
@@ -195,7 +198,7 @@ func (s *Session) lost(w *wire, told *Error) {
 	if lost && err.Code != codes.Unavailable {
 		err = newError(codes.Unavailable, nil, "the session was lost: %s", err.Message)
 	}
-	if s.ended == nil && (!s.resumes || w.refused != nil) && (told != nil || !s.closing) {
+	if s.ended == nil && (!s.resumes || w.refused != nil || s.context.Err() != nil) && (told != nil || !s.closing) {
 		s.ended = err
 	}
 	for _, h := range moved {

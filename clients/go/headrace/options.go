@@ -48,13 +48,13 @@ func WithTLS(config *tls.Config) Option {
 		if config == nil {
 			config = &tls.Config{MinVersion: tls.VersionTLS12}
 		}
-		roots := (*x509.CertPool)(nil)
-		if s.tls != nil {
-			roots = s.tls.RootCAs
-		}
+		before := s.tls
 		s.tls = config.Clone()
-		if s.tls.RootCAs == nil {
-			s.tls.RootCAs = roots
+		if before != nil && s.tls.RootCAs == nil {
+			s.tls.RootCAs = before.RootCAs
+		}
+		if before != nil && s.tls.ServerName == "" {
+			s.tls.ServerName = before.ServerName
 		}
 		return nil
 	}

@@ -98,6 +98,8 @@ func (c *Client) session(ctx context.Context, options *SessionOptions, restarts 
 	c.pool.mu.Lock()
 	c.pool.listeners[s] = struct{}{}
 	c.pool.mu.Unlock()
+	s.mu.Lock() // an abort waits until it can be unwatched
+	defer s.mu.Unlock()
 	s.unwatch = context.AfterFunc(ctx, func() { s.abort(contextError(ctx, "")) })
 	return s, nil
 }

@@ -150,6 +150,9 @@ func (s *Stream) Result() (*Result, error) {
 
 // Cancel asks the server to end the request: the stream then ends with FinishCancelled and the output so far.
 func (s *Stream) Cancel(ctx context.Context) error {
+	if s.failed != nil {
+		return s.failed
+	}
 	_, err := s.client.Cancel(ctx, s.id)
 	return err
 }
