@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Final
 
 from opentelemetry.trace import Span, Status, StatusCode
 
@@ -25,6 +26,10 @@ from engine.types import RequestId, TokenId
 MAX_CONTENT_TOKENS = 16_384
 """At most this many tokens of a prompt, and of each output, are on a span."""
 Decode = Callable[[Sequence[int]], str]
+_NEUTRAL: Final = (
+    ("top_p", 1.0), ("top_k", 0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0),
+)  # fmt: skip
+"""Parameters that are on a span if they have an effect: every attribute costs time to export."""
 
 
 def attributes_of(operation: str, model: str, request_id: str) -> dict[str, str]:
@@ -117,13 +122,12 @@ class RequestSpan:
         self._live.add(request.request_id, self)
         attributes: dict[str, int | float] = {
             "gen_ai.request.temperature": sampling.temperature,
-            "gen_ai.request.top_p": sampling.top_p,
-            "gen_ai.request.top_k": sampling.top_k,
             "gen_ai.request.seed": sampling.seed,
-            "gen_ai.request.presence_penalty": sampling.presence_penalty,
-            "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
             "gen_ai.usage.input_tokens": len(request.prompt),
         }
+        for name, neutral in _NEUTRAL:
+            if (value := getattr(sampling, name)) != neutral:
+                attributes[f"gen_ai.request.{name}"] = value
         if request.n > 1:
             attributes["gen_ai.request.choice.count"] = request.n
         if request.stop.max_tokens is not None:

@@ -69,7 +69,7 @@ async def test_a_request_has_a_span_of_its_own(
                 request_id="r1",
                 labels={"team": "search"},
                 stop={"max_tokens": 7},
-                sampling={"temperature": 0.5, "seed": 9},
+                sampling={"temperature": 0.5, "seed": 9, "top_p": 1, "presence_penalty": 0.5},
             )
             await h.generation.Generate(rpc.GenerateRequest(spec=asked), metadata=CONTEXT)
             await until(lambda: len(received.spans()) == 2)
@@ -90,6 +90,8 @@ async def test_a_request_has_a_span_of_its_own(
     assert told["headrace.caller"] == "anonymous"
     assert (told["gen_ai.request.max_tokens"], told["gen_ai.request.seed"]) == (7, 9)
     assert told["gen_ai.request.temperature"] == 0.5
+    assert told["gen_ai.request.presence_penalty"] == 0.5
+    assert not {"gen_ai.request.top_p", "gen_ai.request.frequency_penalty"} & told.keys()
     assert told["gen_ai.usage.input_tokens"] == 2
     assert told["gen_ai.usage.output_tokens"] == 4
     assert told["gen_ai.response.finish_reasons"] == ["stop"]
