@@ -170,7 +170,7 @@ bench-front-end: $(DEV) ## Measure what the front end costs: CPU time of its pro
 	$(BIN)/python -m benchmarks.front_end_cost $(ARGS)
 
 .PHONY: bench-telemetry
-bench-telemetry: $(STAMP) $(NATIVE) ## Measure throughput and CPU time with all telemetry on, beside off: about eight minutes.
+bench-telemetry: $(DEV) $(NATIVE) ## Measure throughput and CPU time with all telemetry on, beside off: about eight minutes.
 	$(BIN)/python -m benchmarks.telemetry $(ARGS)
 
 .PHONY: bench-wire-size

@@ -1,16 +1,19 @@
 """The interceptors around every RPC of a known method (`service.unknown_methods` handles the
 others).
 
-    call ──▶ Recovery ──────────▶ Entrance ──────────────────────────▶ servicer
-             errors, watchers     who calls, is it served, its message
+    call ──▶ Recovery ──▶ CallSpans ──▶ Entrance ──────────────────────────▶ servicer
+             errors       if traces     who calls, is it served, its message
+                          are on
 
 Servicers raise exceptions, and `Recovery` turns these into the RPC's status by
-`service.status_table`. CancelledError is never caught: it must reach gRPC.
+`service.status_table`. What stands between may keep an exception for it instead of letting it
+through (`CallEnd.kept`). CancelledError is never caught: it must reach gRPC.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -27,7 +30,7 @@ from service.call_errors import AnswerTooLargeError
 from service.reading import OPEN_TO_EVERYONE, Reading
 from service.refusals import Refusals
 from service.state import ServerState, current_front
-from service.status_table import abort, code_of_number, reason_of, status_code, to_status
+from service.status_table import abort, code_of_number, status_code, to_status
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +70,15 @@ class CallEnd:
 
     Attributes:
         code: what the handler ended it with; None: it has not ended it.
-        reason: ErrorInfo's, if it was refused; else empty.
+        kept: the handler's exception, if it was caught before `Recovery`, which treats it as if it
+            had been raised there.
     """
 
-    __slots__ = ("_began", "_deadline", "code", "reason")
+    __slots__ = ("_began", "_deadline", "code", "kept")
 
     def __init__(self, context: Any) -> None:
         self.code: grpc.StatusCode | None = None
-        self.reason = ""
+        self.kept: Exception | None = None
         self._began = time.monotonic()
         left = context.time_remaining()
         self._deadline = None if left is None else self._began + left
@@ -83,6 +87,15 @@ class CallEnd:
         """Note that the handler ended it through its context, or found that it had ended."""
         code = context.code()
         self.code = code if isinstance(code, grpc.StatusCode) else code_of_number(code)
+
+    def raise_kept(self) -> None:
+        """Raise the kept exception, if there is one, and keep it no longer."""
+        error, self.kept = self.kept, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # it would keep itself alive by this frame
 
     def code_at_end(self) -> grpc.StatusCode:
         """The code, once it has ended."""
@@ -191,7 +204,7 @@ class Recovery(grpc.aio.ServerInterceptor):
 
     def _refuse(self, method: str, call: CallEnd, error: Exception) -> status_pb2.Status:
         status = to_status(error)
-        call.code, call.reason = status_code(status), reason_of(error)
+        call.code = status_code(status)
         self._refusals.add(method, error)
         return status
 
@@ -207,6 +220,7 @@ class Recovery(grpc.aio.ServerInterceptor):
             ending = self.begin(method, context)
             try:
                 response = await behavior(request, context)
+                ending.raise_kept()
                 ending.code = grpc.StatusCode.OK
                 return response
             except grpc.aio.BaseError:  # an abort; or the call has ended, or gRPC
@@ -221,6 +235,10 @@ class Recovery(grpc.aio.ServerInterceptor):
         return call
 
     def _stream(self, method: str, behavior: Stream) -> Stream:
+        if inspect.iscoroutinefunction(behavior):  # it writes its responses to the context
+            writer: Any = self._unary(method, behavior)
+            return writer  # type: ignore[no-any-return]
+
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
             ending = self.begin(method, context)
             try:

@@ -335,9 +335,10 @@ class HeadraceServer:
         server = make_server(
             self._authenticator,
             None if metrics is None else metrics.unknown_call_ended,
-            # Recovery is outermost: telemetry also sees calls that the entrance refuses.
+            # Recovery is outermost; spans also cover calls that the entrance refuses.
             interceptors=(
                 self.recovery,
+                *self._telemetry.interceptors,
                 Entrance(
                     self._authenticator, self.state, self.reading, self._config.max_send_bytes
                 ),

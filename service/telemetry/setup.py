@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import grpc
+
 from engine.stats import EngineStats
 from service.figures import Figures
 from service.interceptors import Watcher
@@ -55,7 +57,17 @@ class Telemetry:
     @property
     def watchers(self) -> tuple[Watcher, ...]:
         """What is told of each call."""
-        return tuple(one.watch for one in (self.spans, self.metrics) if one is not None)
+        return () if self.metrics is None else (self.metrics.watch,)
+
+    @property
+    def interceptors(self) -> tuple[grpc.aio.ServerInterceptor, ...]:
+        """What stands between `Recovery` and `Entrance`."""
+        if self.spans is None:
+            return ()
+        # Not needed by those who do not trace.
+        from service.telemetry.calls import CallSpans
+
+        return (CallSpans(self.spans),)
 
     async def shutdown(self) -> None:
         """Export the rest, for at most LAST_EXPORT_S. The event loop is not blocked, so that a

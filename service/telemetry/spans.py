@@ -11,29 +11,26 @@ A request's span is ended by `engine.telemetry.spans`, which adds its phases. Wh
 is no error of a server: only the codes that the conventions name mark a span as an error, and no
 span carries a traceback. Prompts and outputs are on spans only if the operator opts in.
 
-The spans of RPCs are begun and ended by `Recovery`, which watches calls: no message passes through
-here, so a stream costs nothing for its tokens. (OpenTelemetry's own interceptor takes part in every
-message, records calls that were cancelled or failed as OK, and puts a traceback on each refusal.)
+The spans of RPCs are begun and ended by `service.telemetry.calls`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
+import grpc
 from opentelemetry import propagate, trace
-from opentelemetry.context import Context, attach
+from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanKind, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from engine.outputs import StepOutputs
 from engine.telemetry.instruments import CHAT, TEXT
 from engine.telemetry.spans import Decode, LiveSpans, RequestSpan, attributes_of, set_error
-from service.accounts import origin_of
-from service.interceptors import SERVER_FAULTS, CallEnd
+from service.interceptors import SERVER_FAULTS
 from service.logs.context import current_trace
 from service.status_table import code_of, reason_of
 
@@ -69,33 +66,25 @@ class Spans:
 
     # RPCs
 
-    def watch(self, method: str, context: Any) -> Callable[[CallEnd], None] | None:
-        """Begin the span of a new call, and make it the current one of the call's task; returns
-        what ends it. Health checks have none.
-        """
-        if method.startswith("grpc.health."):
-            return None
+    def enter(self, context: Any) -> None:
+        """Note the RPC of this task, whose span is the current one."""
         metadata = {
             str(key): value
             for key, value in context.invocation_metadata() or ()
             if isinstance(value, str)
         }
-        parent = propagate.extract(metadata, context=Context())
-        span = self._tracer.start_span(
-            method,
-            parent,
-            SpanKind.SERVER,
-            {
-                "rpc.system.name": "grpc",
-                "rpc.method": method,
-                "client.address": origin_of(context.peer()),
-            },
-        )
-        _current.set(_Rpc(span, parent))
-        attach(trace.set_span_in_context(span, parent))  # until the task ends
+        span = trace.get_current_span()
+        _current.set(_Rpc(span, propagate.extract(metadata, context=Context())))
         ids = span.get_span_context()
         current_trace.set((trace.format_trace_id(ids.trace_id), trace.format_span_id(ids.span_id)))
-        return partial(_call_ended, span)
+
+    def leave(self, code: grpc.StatusCode, reason: str = "") -> None:
+        """Set on the span how the RPC of this task ends. `reason`: ErrorInfo's, or empty."""
+        span = trace.get_current_span()
+        span.set_attribute("rpc.grpc.status_code", code.value[0])
+        _set_refusal(span, reason)
+        if code in SERVER_FAULTS:
+            set_error(span, code.name)
 
     # Requests
 
@@ -144,15 +133,6 @@ class ServedSpan(RequestSpan):
             if (code := code_of(error)) in SERVER_FAULTS:
                 set_error(self.span, code.name)
         self.span.end()
-
-
-def _call_ended(span: Span, call: CallEnd) -> None:
-    code = call.code_at_end()
-    span.set_attribute("rpc.response.status_code", code.name)
-    _set_refusal(span, call.reason)
-    if code in SERVER_FAULTS:
-        set_error(span, code.name)
-    span.end()
 
 
 def _set_refusal(span: Span, reason: str) -> None:
