@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace.v1 import generation_service_pb2 as s
 
+from clients.conformance.certificates import Certificates
 from clients.conformance.chance import Chance
 from clients.conformance.driver import ANSWER_SECONDS, Driver
 from clients.conformance.events import UNKNOWN_FIELD, EventMaker, accepted
@@ -58,6 +59,8 @@ class Scenario:
         self.at: dict[str, str] = {}
         """Which server had a request last."""
         self.servers: dict[str, Any] = {}
+        if vector.get("tls"):
+            self._certificates = Certificates(folder)
         for name in vector.get("servers", ["A"]):
             proxy = Proxy(folder, name, unix=unix)
             if vector.get("dribble"):
@@ -71,6 +74,8 @@ class Scenario:
             return RealServer(name, proxy, folder, self.vector["real"])
         server = ScriptedServer(self.stage, name, proxy, folder, self.chance)
         server.token = self.vector.get("token")
+        if self.vector.get("tls"):
+            server.secure = self._certificates.credentials
         server.lease_seconds = self.vector.get("lease_seconds", server.lease_seconds)
         return server
 
@@ -212,6 +217,8 @@ class Scenario:
         elif op == "connect":
             self.clients.append(self.prefix + members["client"])
             names = step.get("targets", ["A"])
+            if self.vector.get("tls") and members.pop("trusts", True):
+                members["ca"] = str(self._certificates.authority)
             members["targets"] = [self.servers[one].proxy.address for one in names]
         elif op == "close_client":
             self.clients.remove(self.prefix + members["client"])

@@ -37,7 +37,8 @@ class Driver:
             return
         chunks: list[dict[str, Any]] = []
         try:
-            told = await (act(command, chunks) if command["op"] == "read" else act(command))
+            with telling.traced(command):
+                told = await (act(command, chunks) if command["op"] == "read" else act(command))
         except asyncio.CancelledError:
             error = {"code": "CANCELLED", "message": "the task was cancelled"}
             self.tell({"id": command["id"], "error": error})

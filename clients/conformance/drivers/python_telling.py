@@ -6,14 +6,32 @@ from __future__ import annotations
 
 import base64
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import headrace
+from opentelemetry import context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 _PLAIN = (
     "max_tokens", "n", "logprobs", "priority", "max_reasoning_tokens", "stop", "json_schema",
     "structural_tag", "tool_choice",
 )  # fmt: skip
+
+
+@contextmanager
+def traced(command: dict[str, Any]) -> Iterator[None]:
+    """What is done within has the command's trace context as its current one."""
+    if command.get("traceparent") is None:
+        yield
+        return
+    carrier = {"traceparent": command["traceparent"]}
+    token = context.attach(TraceContextTextMapPropagator().extract(carrier))
+    try:
+        yield
+    finally:
+        context.detach(token)
 
 
 def prompt_of(request: dict[str, Any]) -> Any:

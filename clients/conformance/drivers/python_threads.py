@@ -47,7 +47,8 @@ class Driver:
             return
         chunks: list[dict[str, Any]] = []
         try:
-            told = act(command, chunks) if command["op"] == "read" else act(command)
+            with telling.traced(command):
+                told = act(command, chunks) if command["op"] == "read" else act(command)
         except Exception as error:  # every one is told; the runner judges it
             answer = {"id": command["id"], "error": telling.tell_error(error)}
             self.tell({**answer, "chunks": chunks} if command["op"] == "read" else answer)

@@ -84,7 +84,7 @@ def test_the_vectors_are_many_and_say_what_they_mean() -> None:
     assert len(vectors) >= 40
     known = {
         "name", "meaning", "steps", "session", "connect", "servers", "scripts", "dribble", "token",
-        "lease_seconds", "transports", "real",
+        "lease_seconds", "transports", "real", "tls",
     }  # fmt: skip
     for vector in vectors:
         assert vector["meaning"].endswith("."), vector["name"]

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from headrace._channel import ChannelSettings
 from headrace._targets import Address
+from headrace._trace import with_trace
 from headrace.errors import CallCancelledError, UnavailableError, error_from_rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 from headrace.v1.model_service_pb2_grpc import ModelServiceStub
@@ -51,7 +52,8 @@ class AsyncLink:
             HeadraceError: it failed.
         """
         try:
-            return await method(request, timeout=seconds, metadata=self._metadata)
+            metadata = with_trace(self._metadata)
+            return await method(request, timeout=seconds, metadata=metadata)
         except grpc.RpcError as error:
             # Its traceback has the call, which keeps a closed channel's connection.
             cause = error.with_traceback(None)

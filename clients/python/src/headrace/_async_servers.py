@@ -15,6 +15,7 @@ from headrace._fold import Fold
 from headrace._placement import prefix_keys
 from headrace._session import SessionOptions
 from headrace._targets import Address
+from headrace._trace import with_trace
 from headrace.async_fleet import AsyncFleet
 from headrace.async_fleet_session import AsyncManyStreams
 from headrace.async_fleet_streams import AsyncFleetEvents
@@ -124,7 +125,7 @@ class AsyncOneServer:
     def stream(self, request: GenerateStreamRequest, fold: Fold) -> AsyncEventSource:
         """Opens a stream for one request."""
         metadata = self._settings.metadata
-        call = self.link.generation.GenerateStream(request, metadata=metadata)
+        call = self.link.generation.GenerateStream(request, metadata=with_trace(metadata))
         self._streams.add(events := AsyncCallEvents(call))
         return events
 
@@ -177,7 +178,9 @@ class AsyncManyServers(AsyncFleet):
         events = AsyncFleetEvents(
             self,
             attempts,
-            lambda server: server.link.generation.GenerateStream(request, metadata=metadata),
+            lambda server: server.link.generation.GenerateStream(
+                request, metadata=with_trace(metadata)
+            ),
             fold,
         )
         self._streams.add(events)

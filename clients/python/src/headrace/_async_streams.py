@@ -15,6 +15,7 @@ import grpc
 from grpc import aio
 
 from headrace._session import Record, SessionCore, SessionOptions
+from headrace._trace import with_trace
 from headrace.errors import HeadraceError, UnavailableError, error_from_rpc
 from headrace.v1.generation_service_pb2 import StreamResultRequest, StreamResultResponse
 
@@ -51,7 +52,7 @@ class AsyncWire:
         self._lost = lost
         self._outgoing: asyncio.Queue[StreamResultRequest | None] = asyncio.Queue()
         self._half_closed = False
-        self._call: Any = stub.StreamResult(self._commands(), metadata=metadata)
+        self._call: Any = stub.StreamResult(self._commands(), metadata=with_trace(metadata))
         self.flush()
         self._reader = asyncio.create_task(self._read())
 

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2
 
 from headrace._capabilities import with_capabilities
 from headrace._fold import Fold
+from headrace._trace import with_trace
 from headrace.errors import DeadlineExceededError, UnavailableError, invalid_argument
 from headrace.messages import Message, MessageDict
 from headrace.options import set_chat_option, set_input
@@ -53,7 +54,7 @@ def open_call(method: Any, request: Any, metadata: Any) -> Any:
         UnavailableError: the client is closed.
     """
     try:
-        return method(request, metadata=metadata)
+        return method(request, metadata=with_trace(metadata))
     except ValueError as error:  # gRPC's word for a channel that was closed
         raise UnavailableError(f"the client is closed: {error}") from error
 

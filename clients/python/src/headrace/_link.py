@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from headrace._channel import ChannelSettings
 from headrace._targets import Address
+from headrace._trace import with_trace
 from headrace.errors import CallCancelledError, UnavailableError, error_from_rpc
 from headrace.v1.generation_service_pb2_grpc import GenerationServiceStub
 from headrace.v1.model_service_pb2_grpc import ModelServiceStub
@@ -43,7 +44,8 @@ class Link:
         """
         call = None
         try:
-            call = method.future(request, timeout=timeout, metadata=self._metadata)
+            metadata = with_trace(self._metadata)
+            call = method.future(request, timeout=timeout, metadata=metadata)
             return call.result()
         except grpc.FutureCancelledError:
             raise CallCancelledError("the client was closed", request_id=request_id) from None

@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self, Unpack
 
 from headrace._fold import Fold
 from headrace._session import Core, Record, fold_to_attach
+from headrace._trace import label_trace
 from headrace.errors import HeadraceError, UnavailableError
 from headrace.messages import Prompt
 from headrace.options import GenerationOptions, build_spec
@@ -151,6 +152,7 @@ class AsyncSession:
         self, spec: GenerationSpec, on_done: Callable[[AsyncRequestHandle], None] | None = None
     ) -> AsyncRequestHandle:
         self._check_entered()
+        label_trace(spec)
         return self._handle(self._core.add(spec), on_done)
 
     def _attach(self, fold: Fold) -> AsyncRequestHandle:

@@ -11,6 +11,7 @@ from typing import Protocol, Self, Unpack
 
 from headrace._fold import Fold
 from headrace._session import Core, Record, fold_to_attach
+from headrace._trace import label_trace
 from headrace.errors import DeadlineExceededError, HeadraceError
 from headrace.messages import Prompt
 from headrace.options import GenerationOptions, build_spec
@@ -149,6 +150,7 @@ class Session:
     def _submit(
         self, spec: GenerationSpec, on_done: Callable[[RequestHandle], None] | None = None
     ) -> RequestHandle:
+        label_trace(spec)
         with self._lock:
             return self._handle(self._core.add(spec), on_done)
 
