@@ -8,6 +8,7 @@ import { randomUUID } from "node:crypto";
 import { create } from "@bufbuild/protobuf";
 
 import { type BatchInput, type BatchOptions, type BatchOutcome, runBatch } from "./batch.js";
+import { CallsById, type CancelStatus } from "./by_id.js";
 import { withCapabilities } from "./capabilities.js";
 import {
   type CallOptions,
@@ -17,42 +18,29 @@ import {
   settingsFrom,
   unary,
 } from "./connection.js";
-import { DeadlineExceededError, invalidArgument, NotFoundError, UnavailableError } from "./errors.js";
+import { invalidArgument, NotFoundError, UnavailableError } from "./errors.js";
 import { Fold } from "./fold.js";
 import { HealthCheckResponse_ServingStatus as ServingStatus } from "./gen/grpc/health/v1/health_pb.js";
-import { AcceptedSchema, type GenerationSpec, type ResultEvent } from "./gen/headrace/v1/generation_pb.js";
+import { AcceptedSchema, type GenerationSpec } from "./gen/headrace/v1/generation_pb.js";
 import {
   AddRequestRequestSchema,
-  CancelStatus as CancelStatusNumber,
   GenerateRequestSchema,
   GenerateStreamRequestSchema,
-  type GetResultResponse,
 } from "./gen/headrace/v1/generation_service_pb.js";
 import { GetModelRequestSchema, type ModelCard, TokenizeRequestSchema } from "./gen/headrace/v1/model_service_pb.js";
 import { prefixKeys } from "./internal/placement.js";
 import { GENERATION_SERVICE, Pool } from "./internal/pool.js";
-import { atOwner, atServer, pause, settled, withRetries } from "./internal/retries.js";
-import type { Server, Servers } from "./internal/servers.js";
+import { pause, withRetries } from "./internal/retries.js";
 import { SessionRouter } from "./internal/session_router.js";
 import type { Message, Prompt } from "./messages.js";
-import {
-  buildSpec,
-  type ChatParameters,
-  choicesOf,
-  duration,
-  type GenerationOptions,
-  inputFrom,
-  setChat,
-} from "./options.js";
+import { buildSpec, type ChatParameters, choicesOf, type GenerationOptions, inputFrom, setChat } from "./options.js";
 import { type Accepted, acceptedFrom, type Result, resultFrom, type Tokenization, tokenFrom } from "./results.js";
 import { Session, type SessionOptions } from "./session.js";
 import { RequestStream, streamedEvents } from "./stream.js";
 import { type RunnableTool, runTools, type ToolRunOptions, type ToolTurn } from "./tool_run.js";
 import { DEFAULT_TARGET, parseTargets, textOf } from "./targets.js";
 
-const POLL_MS = 30_000; // of the 60 s that the contract allows: proxies cut quiet calls
 const READY_POLL_MS = 200;
-const CANCELS_PER_CALL = 1024; // the contract's limit
 const MOST_TIMEOUT_MS = 2 ** 31 - 1; // of Node's timers
 
 /** How a client connects, and how it calls. */
@@ -68,9 +56,6 @@ export interface GenerateOptions extends GenerationOptions, CallOptions {
   /** Capabilities that the server must have besides those of what the request sets, such as `typed_replies`. */
   readonly requiredCapabilities?: readonly string[] | undefined;
 }
-
-/** The result of a cancel. `not_found`: no such request of this caller is there. */
-export type CancelStatus = "cancelled" | "already_finished" | "not_found" | "unknown";
 
 /** A server's health. */
 export type HealthStatus = "serving" | "not_serving" | "service_unknown" | "unknown";
@@ -90,6 +75,7 @@ export class Client implements AsyncDisposable {
   readonly #pool: Pool;
   readonly #retries: number;
   readonly #rpcTimeoutMs: number;
+  readonly #byId: CallsById;
 
   /**
    * @param target - `host:port`, `unix:/path`, `dns:///name:port` (every address of the name is a server), or several of
@@ -103,6 +89,7 @@ export class Client implements AsyncDisposable {
     this.#pool = new Pool(places, settingsFrom(options, places));
     this.#retries = positive(options.retries ?? 3, "retries", 0);
     this.#rpcTimeoutMs = positive(options.rpcTimeoutMs ?? 30_000, "rpcTimeoutMs", 1);
+    this.#byId = new CallsById(this.#pool, this.#retries, this.#rpcTimeoutMs);
   }
 
   /** Closes all connections; what still runs on them is cancelled. */
@@ -256,22 +243,7 @@ export class Client implements AsyncDisposable {
    * @throws HeadraceError - the request failed.
    */
   async getResult(requestId: string, options: CallOptions = {}): Promise<Result> {
-    const fold = new Fold(requestId, 0);
-    const end = options.timeoutMs === undefined ? undefined : performance.now() + options.timeoutMs;
-    for (;;) {
-      const left = end === undefined ? POLL_MS : Math.max(end - performance.now(), 0);
-      const answer = await this.#poll(fold, { ...options, waitMs: Math.min(left, POLL_MS), untilDone: true });
-      for (const event of answer.events) {
-        fold.add(event);
-      }
-      if (answer.done || fold.done) {
-        return fold.result();
-      }
-      if (end !== undefined && performance.now() >= end && answer.events.length === 0) {
-        const message = `request ${requestId} has not ended within ${options.timeoutMs} ms`;
-        throw new DeadlineExceededError(message, { requestId, partial: fold.partial() });
-      }
-    }
+    return this.#byId.result(requestId, options);
   }
 
   /**
@@ -285,7 +257,7 @@ export class Client implements AsyncDisposable {
     const fold = new Fold(requestId, 0, BigInt(options.fromSeq ?? 1));
     const abort = new AbortController();
     const signal = options.signal === undefined ? abort.signal : AbortSignal.any([abort.signal, options.signal]);
-    return new RequestStream(fold, this.#polledEvents(fold, signal), abort, (id) => this.cancel(id));
+    return new RequestStream(fold, this.#byId.events(fold, signal), abort, (id) => this.cancel(id));
   }
 
   /**
@@ -294,22 +266,7 @@ export class Client implements AsyncDisposable {
    * @throws HeadraceError - the server cannot be reached, or refuses the caller.
    */
   async cancel(ids: string | Iterable<string>, options: CallOptions = {}): Promise<Map<string, CancelStatus>> {
-    const wanted = typeof ids === "string" ? [ids] : [...new Set(ids)];
-    const { servers, isOne } = this.#pool;
-    this.#pool.begin();
-    const byOwner = new Map<string, string[]>();
-    for (const id of wanted) {
-      const owner = servers.byInstance(servers.owner(id)).length > 0 && !isOne ? servers.owner(id) : "";
-      byOwner.set(owner, [...(byOwner.get(owner) ?? []), id]);
-    }
-    if (byOwner.has("") && !isOne) {
-      await settled(this.#pool, options.signal);
-    }
-    const found = new Map<string, CancelStatus>();
-    for (const [owner, ids] of byOwner) {
-      await this.#cancelAt(isOne ? [this.#pool.one] : ownersOf(servers, owner), owner, ids, options, found);
-    }
-    return new Map(wanted.map((id) => [id, found.get(id) ?? "not_found"]));
+    return this.#byId.cancel(typeof ids === "string" ? [ids] : [...new Set(ids)], options);
   }
 
   // ---- the model and the server ---------------------------------------------------------------------------------------
@@ -417,70 +374,6 @@ export class Client implements AsyncDisposable {
 
   // ---- calls ----------------------------------------------------------------------------------------------------------
 
-  async #poll(fold: Fold, options: CallOptions & { waitMs: number; untilDone: boolean }): Promise<GetResultResponse> {
-    const { waitMs, untilDone, signal } = options;
-    const { requestId, nextSeq: fromSeq } = fold;
-    const wait = duration(waitMs, "timeoutMs");
-    const answer = await atOwner(this.#pool, requestId, this.#tries(signal), (connection, instanceId) =>
-      unary(connection, { signal, timeoutMs: this.#rpcTimeoutMs + waitMs }, requestId, (at, given) =>
-        at.generation.getResult({ requestId, fromSeq, wait, untilDone, instanceId }, given),
-      ),
-    );
-    this.#pool.servers.noteOwner(requestId, answer.instanceId);
-    if (answer.done) {
-      this.#pool.servers.endedAlone(requestId);
-    }
-    return answer;
-  }
-
-  async *#polledEvents(fold: Fold, signal: AbortSignal): AsyncGenerator<readonly ResultEvent[]> {
-    for (;;) {
-      const { events, done } = await this.#poll(fold, { signal, waitMs: POLL_MS, untilDone: false });
-      yield events;
-      if (done) {
-        return;
-      }
-    }
-  }
-
-  /** Cancels at each of these servers what was not found at the ones before. */
-  async #cancelAt(
-    at: readonly Server[],
-    instanceId: string,
-    ids: readonly string[],
-    options: CallOptions,
-    found: Map<string, CancelStatus>,
-  ): Promise<void> {
-    let problem: unknown = at.length === 0 ? this.#pool.servers.nobody() : undefined;
-    let isAnswered = false;
-    for (const server of at) {
-      const left = ids.filter((id) => !found.has(id));
-      for (let start = 0; start < left.length; start += CANCELS_PER_CALL) {
-        const requestIds = left.slice(start, start + CANCELS_PER_CALL);
-        try {
-          const { results } = await atServer(this.#pool, server, this.#tries(options.signal), (connection) =>
-            unary(connection, this.#short(options), "", (to, given) =>
-              to.generation.cancel({ requestIds, instanceId }, given),
-            ),
-          );
-          for (const { requestId, status } of results.filter(({ status }) => status !== CancelStatusNumber.NOT_FOUND)) {
-            found.set(requestId, CANCELS[status] ?? "unknown");
-          }
-          isAnswered = true;
-        } catch (error) {
-          if (!(error instanceof NotFoundError || error instanceof UnavailableError)) {
-            throw error;
-          }
-          isAnswered ||= error instanceof NotFoundError; // another process is at that address now
-          problem ??= error;
-        }
-      }
-    }
-    if (!isAnswered && problem !== undefined) {
-      throw problem;
-    }
-  }
-
   /** A short call that any server may answer. */
   async #any<T>(
     options: CallOptions,
@@ -500,14 +393,6 @@ export class Client implements AsyncDisposable {
   }
 }
 
-function ownersOf(servers: Servers, instanceId: string): Server[] {
-  return instanceId === "" ? servers.reachable() : servers.byInstance(instanceId).slice(0, 1);
-}
-
-const CANCELS: Partial<Record<CancelStatusNumber, CancelStatus>> = {
-  [CancelStatusNumber.CANCELLED]: "cancelled",
-  [CancelStatusNumber.ALREADY_FINISHED]: "already_finished",
-};
 const HEALTH: Partial<Record<ServingStatus, HealthStatus>> = {
   [ServingStatus.SERVING]: "serving",
   [ServingStatus.NOT_SERVING]: "not_serving",

@@ -4,7 +4,8 @@
  * @packageDocumentation
  */
 export type { BatchInput, BatchOptions, BatchOutcome, BatchRequest } from "./batch.js";
-export { type CancelStatus, Client, type ClientOptions, type GenerateOptions, type HealthStatus } from "./client.js";
+export type { CancelStatus } from "./by_id.js";
+export { Client, type ClientOptions, type GenerateOptions, type HealthStatus } from "./client.js";
 export type { CallOptions, ConnectionOptions, Metadata, TlsOptions } from "./connection.js";
 export {
   AlreadyExistsError,

@@ -38,6 +38,14 @@ export function isWorthARetry(error: HeadraceError): boolean {
   return error instanceof UnavailableError || isCutOff;
 }
 
+/** Whether a stream that ended like this was lost, with what it carried: see docs/clients.md. */
+export function isLostStream(error: HeadraceError): boolean {
+  if (error.code === "INTERNAL" || error.code === "UNKNOWN") {
+    return error.reason === "";
+  }
+  return error.code === "UNAVAILABLE" || error.code === "CANCELLED";
+}
+
 /** What a server's failure says of it: it has no room for a while, or is not ready. */
 export function noteFailure(pool: Pool, server: Server, error: HeadraceError): void {
   if (error instanceof ResourceExhaustedError) {
@@ -275,4 +283,15 @@ export async function pause(milliseconds: number, signal: AbortSignal | undefine
   } catch {
     throw signal === undefined ? new CancelledError("the wait was aborted") : abortError(signal);
   }
+}
+
+/** Waits for a promise, at most so many milliseconds; returns whether it came. */
+export async function within(promise: Promise<unknown>, milliseconds: number | undefined): Promise<boolean> {
+  let timer: NodeJS.Timeout | undefined;
+  const late = new Promise<false>((resolve) => {
+    timer = milliseconds === undefined ? undefined : setTimeout(() => resolve(false), milliseconds);
+  });
+  const isInTime = await Promise.race([promise.then(() => true), late]);
+  clearTimeout(timer);
+  return isInTime;
 }

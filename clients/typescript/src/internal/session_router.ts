@@ -13,7 +13,6 @@
  *
  * @module
  */
-import { AsyncResource } from "node:async_hooks";
 import { randomUUID } from "node:crypto";
 
 import {
@@ -32,10 +31,10 @@ import { choicesOf } from "../options.js";
 import type { ServerLoad } from "../results.js";
 import { prefixKeys } from "./placement.js";
 import type { Pool } from "./pool.js";
-import { isWorthARetry, noteFailure, WRONG_INSTANCE } from "./retries.js";
+import { isLostStream, isWorthARetry, noteFailure, within, WRONG_INSTANCE } from "./retries.js";
 import { LOAD_INTERVAL_MS, PATIENCE_MS, type Server } from "./servers.js";
-import { duplicate, type Link, type OpenOptions, SessionCore, SessionRecord } from "./session_core.js";
-import { Wire } from "./wire.js";
+import { duplicate, type Link, type OpenOptions, SessionRecord } from "./session_core.js";
+import { SessionLinks } from "./session_links.js";
 
 const MOST_LOSSES = 5;
 const AGAIN_MS = 1_000;
@@ -55,14 +54,9 @@ export interface RouterOptions extends OpenOptions {
 export class SessionRouter {
   /** The live requests, by id. */
   readonly records = new Map<string, SessionRecord>();
-  readonly #links = new Map<Server, Link>();
+  readonly #links: SessionLinks;
   readonly #timers = new Set<NodeJS.Timeout>();
-  /** By instance: what was sent elsewhere since. */
-  readonly #orphans = new Map<string, Set<string>>();
-  /** Every stream has the asynchronous context in which the session was opened, and so its trace. */
-  readonly #scope = new AsyncResource("HeadraceSession");
   readonly #resumes: boolean;
-  readonly #openOptions: OpenOptions;
   readonly #serverChanged = (): void => this.#placeWaiting();
   #closing = false;
   #error: HeadraceError | undefined;
@@ -74,13 +68,16 @@ export class SessionRouter {
   ) {
     pool.begin();
     this.#resumes = !pool.isOne || (options.leaseMs ?? 0) > 0;
-    this.#openOptions = {
-      ...options,
-      loadIntervalMs: options.loadIntervalMs ?? (pool.isOne ? undefined : LOAD_INTERVAL_MS),
-    };
+    const open = { ...options, loadIntervalMs: options.loadIntervalMs ?? (pool.isOne ? undefined : LOAD_INTERVAL_MS) };
+    this.#links = new SessionLinks(open, {
+      received: (link, response) => this.#received(link, response),
+      lost: (link, error) => this.#lost(link, error),
+      refused: (link, record, error) => this.#refused(link, record, error),
+      isLive: (requestId) => this.records.has(requestId),
+    });
     pool.listen(this.#serverChanged);
     if (pool.isOne) {
-      this.#open(pool.one);
+      this.#links.to(pool.one);
     }
   }
 
@@ -157,7 +154,7 @@ export class SessionRouter {
     });
     this.#flush();
     const isInTime = await within(ended, cancel ? CLOSE_MS : undefined);
-    const links = [...this.#links.values()];
+    const links = this.#links.all;
     this.#failAll(new UnavailableError("the session was closed"));
     this.#flush();
     const streams = Promise.all(links.map((link) => link.wire.ended));
@@ -176,20 +173,12 @@ export class SessionRouter {
 
   /** The shortest lease that a server granted; undefined: none has answered yet, or none was asked for. */
   get leaseMs(): number | undefined {
-    const found = [...this.#links.values()].flatMap(({ core }) => (core.leaseMs === undefined ? [] : [core.leaseMs]));
-    return this.options.leaseMs === undefined || found.length === 0 ? undefined : Math.min(...found);
+    return this.options.leaseMs === undefined ? undefined : this.#links.leaseMs;
   }
 
   /** What the servers told last of their loads: the sums, and the fullest cache. */
   get load(): ServerLoad | undefined {
-    const loads = [...this.#links.values()].flatMap(({ core }) => (core.load === undefined ? [] : [core.load]));
-    return loads.length === 0
-      ? undefined
-      : {
-          running: loads.reduce((sum, one) => sum + one.running, 0),
-          waiting: loads.reduce((sum, one) => sum + one.waiting, 0),
-          kvCacheUsage: Math.max(...loads.map((one) => one.kvCacheUsage)),
-        };
+    return this.#links.load;
   }
 
   // ---- what the servers do --------------------------------------------------------------------------------------------
@@ -230,9 +219,7 @@ export class SessionRouter {
       return;
     }
     const records = link.core.giveUp();
-    if (this.#links.get(link.server) === link) {
-      this.#links.delete(link.server);
-    }
+    this.#links.forget(link);
     const broken = error ?? new UnavailableError("the server ended the session before its requests");
     const isLoss = isLostStream(broken);
     const { servers } = this.pool;
@@ -300,7 +287,7 @@ export class SessionRouter {
     if (record.spec === undefined) {
       throw new TypeError("a request that another stream started is attached, not sent");
     }
-    const link = this.#linkTo(server);
+    const link = this.#links.to(server);
     record.link = link;
     record.attaching = record.wantsServer = false;
     record.instanceId = "";
@@ -399,7 +386,7 @@ export class SessionRouter {
       return;
     }
     if ((this.options.leaseMs ?? 0) > 0) {
-      this.#orphansOf(link.core.instanceId).add(record.requestId); // it may run on there
+      this.#links.mayRunOn(link.core.instanceId, record.requestId); // it may run on there
     }
     this.#restart(record);
     this.#sendAgain(record, link.server);
@@ -444,10 +431,7 @@ export class SessionRouter {
     }
     this.records.delete(record.requestId);
     if (record.losses > 0) {
-      this.#orphansOf(link.core.instanceId).delete(record.requestId);
-      for (const other of this.#links.values()) {
-        this.#endOrphans(other);
-      }
+      this.#links.endedAt(link.core.instanceId, record.requestId);
     }
   }
 
@@ -455,7 +439,7 @@ export class SessionRouter {
 
   #attachAt(server: Server, record: SessionRecord): void {
     this.pool.servers.begun(server);
-    const link = this.#linkTo(server);
+    const link = this.#links.to(server);
     record.link = link;
     record.attaching = true;
     record.turn += 1;
@@ -520,38 +504,6 @@ export class SessionRouter {
 
   // ---- housekeeping ---------------------------------------------------------------------------------------------------
 
-  #linkTo(server: Server): Link {
-    return this.#links.get(server) ?? this.#open(server);
-  }
-
-  #open(server: Server): Link {
-    const core: SessionCore = new SessionCore(this.#openOptions, (record, error) => this.#refused(link, record, error));
-    const listener = {
-      received: (response: StreamResultResponse) => this.#received(link, response),
-      lost: (error: HeadraceError | undefined) => this.#lost(link, error),
-    };
-    const wire = this.#scope.runInAsyncScope(() => new Wire(server.connection, listener));
-    const link: Link = { server, core, wire };
-    this.#links.set(server, link);
-    this.#endOrphans(link);
-    return link;
-  }
-
-  #orphansOf(instanceId: string): Set<string> {
-    const found = this.#orphans.get(instanceId) ?? new Set();
-    this.#orphans.set(instanceId, found);
-    return found;
-  }
-
-  /** Cancels what runs at a server for nobody: its request has ended elsewhere. What still lives may come back. */
-  #endOrphans({ core, server }: Link): void {
-    const orphans = this.#orphansOf(server.instanceId);
-    for (const requestId of [...orphans].filter((one) => !this.records.has(one))) {
-      orphans.delete(requestId);
-      core.cancelById(requestId, server.instanceId);
-    }
-  }
-
   #fail(record: SessionRecord, error: HeadraceError): void {
     record.turn += 1;
     record.wantsServer = false;
@@ -573,14 +525,7 @@ export class SessionRouter {
 
   /** Sends what the streams' bookkeeping wants sent. */
   #flush(): void {
-    for (const { core, wire } of this.#links.values()) {
-      core.closing ||= this.#isDone;
-      const commands = core.outbox;
-      core.outbox = [];
-      if (commands.length > 0 || core.hasSaidAll) {
-        wire.send(commands, core.hasSaidAll);
-      }
-    }
+    this.#links.flush(this.#isDone);
     if (this.#isDone) {
       this.#onDone?.();
     }
@@ -602,23 +547,4 @@ export class SessionRouter {
     }
     this.pool.begin();
   }
-}
-
-/** Whether a stream that ended like this was lost, with what it carried: see docs/clients.md. */
-function isLostStream(error: HeadraceError): boolean {
-  if (error.code === "INTERNAL" || error.code === "UNKNOWN") {
-    return error.reason === "";
-  }
-  return error.code === "UNAVAILABLE" || error.code === "CANCELLED";
-}
-
-/** Waits for a promise, at most so many milliseconds; returns whether it came. */
-async function within(promise: Promise<unknown>, milliseconds: number | undefined): Promise<boolean> {
-  let timer: NodeJS.Timeout | undefined;
-  const late = new Promise<false>((resolve) => {
-    timer = milliseconds === undefined ? undefined : setTimeout(() => resolve(false), milliseconds);
-  });
-  const isInTime = await Promise.race([promise.then(() => true), late]);
-  clearTimeout(timer);
-  return isInTime;
 }
