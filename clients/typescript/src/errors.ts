@@ -4,7 +4,7 @@
  *
  * @module
  */
-import { create, fromBinary, type Message } from "@bufbuild/protobuf";
+import { create, type Message } from "@bufbuild/protobuf";
 import { anyPack, anyUnpack, durationMs } from "@bufbuild/protobuf/wkt";
 import type { GenMessage } from "@bufbuild/protobuf/codegenv2";
 import { Code, ConnectError } from "@connectrpc/connect";
@@ -59,6 +59,8 @@ export interface HeadraceErrorOptions {
 
 /** Base of all errors of this package. */
 export class HeadraceError extends Error {
+  /** The code of an error of this class that has no status. */
+  static readonly code: StatusCode = "UNKNOWN";
   /** The gRPC status code. */
   readonly code: StatusCode;
   /** The server's machine-readable reason, such as `QUEUE_FULL`; empty if it gave none. */
@@ -71,15 +73,17 @@ export class HeadraceError extends Error {
   readonly retryAfterMs: number | undefined;
   /** The whole status as it was received, with its details. */
   readonly status: Status;
+  /** Whether the server forbade another try of the call (a negative `grpc-retry-pushback-ms`). */
+  isFinal = false;
   /** The request that it concerns; empty if that is not known. */
   requestId: string;
   /** The output that had arrived before the request failed, if it was streamed. */
   partial: Result | undefined;
 
-  /** Applications do not make these. */
-  constructor(message: string, options: HeadraceErrorOptions = {}, code: StatusCode = "UNKNOWN") {
-    super(message, "cause" in options && options.cause !== undefined ? { cause: options.cause } : undefined);
-    const status = options.status ?? create(StatusSchema, { code: CODES.indexOf(code), message });
+  /** Applications need not make these. */
+  constructor(message: string, options: HeadraceErrorOptions = {}) {
+    super(message, options.cause === undefined ? undefined : { cause: options.cause });
+    const status = options.status ?? create(StatusSchema, { code: CODES.indexOf(new.target.code), message });
     const info = detail(status, ErrorInfoSchema);
     const delay = detail(status, RetryInfoSchema)?.retryDelay;
     this.status = status;
@@ -109,44 +113,80 @@ export class HeadraceError extends Error {
 /** Marks the details of errors that are made here. */
 const LOCAL = "client";
 
-function named(code: StatusCode) {
-  return class extends HeadraceError {
-    constructor(message: string, options: HeadraceErrorOptions = {}) {
-      super(message, options, code);
-    }
-  };
+/** A field of the request is wrong; `fields` says which, and what to change. */
+export class InvalidArgumentError extends HeadraceError {
+  static override readonly code: StatusCode = "INVALID_ARGUMENT";
 }
 
-/** A field of the request is wrong; `fields` says which, and what to change. */
-export class InvalidArgumentError extends named("INVALID_ARGUMENT") {}
 /** The events that were asked for are no longer kept, or an answer is too large for one message. */
-export class OutOfRangeError extends named("OUT_OF_RANGE") {}
+export class OutOfRangeError extends HeadraceError {
+  static override readonly code: StatusCode = "OUT_OF_RANGE";
+}
+
 /** The server does not support this (UNIMPLEMENTED). `Client.model` tells what it supports. */
-export class NotSupportedError extends named("UNIMPLEMENTED") {}
+export class NotSupportedError extends HeadraceError {
+  static override readonly code: StatusCode = "UNIMPLEMENTED";
+}
+
 /** A request of that id is live, or its results are still kept. */
-export class AlreadyExistsError extends named("ALREADY_EXISTS") {}
+export class AlreadyExistsError extends HeadraceError {
+  static override readonly code: StatusCode = "ALREADY_EXISTS";
+}
+
 /** No such request of this caller, or no such model, is on this server. */
-export class NotFoundError extends named("NOT_FOUND") {}
+export class NotFoundError extends HeadraceError {
+  static override readonly code: StatusCode = "NOT_FOUND";
+}
+
 /** The server's configuration does not allow this, such as chat with a model that has no chat template. */
-export class FailedPreconditionError extends named("FAILED_PRECONDITION") {}
+export class FailedPreconditionError extends HeadraceError {
+  static override readonly code: StatusCode = "FAILED_PRECONDITION";
+}
+
 /** A queue or a limit of the server is full; `retryAfterMs` says when to try again. */
-export class ResourceExhaustedError extends named("RESOURCE_EXHAUSTED") {}
+export class ResourceExhaustedError extends HeadraceError {
+  static override readonly code: StatusCode = "RESOURCE_EXHAUSTED";
+}
+
 /** The server cannot be reached, was lost, or is loading, draining or restarting. */
-export class UnavailableError extends named("UNAVAILABLE") {}
+export class UnavailableError extends HeadraceError {
+  static override readonly code: StatusCode = "UNAVAILABLE";
+}
+
 /** The call's timeout passed. */
-export class DeadlineExceededError extends named("DEADLINE_EXCEEDED") {}
+export class DeadlineExceededError extends HeadraceError {
+  static override readonly code: StatusCode = "DEADLINE_EXCEEDED";
+}
+
 /** The server requires a token (or a certificate), which was missing or wrong. */
-export class UnauthenticatedError extends named("UNAUTHENTICATED") {}
+export class UnauthenticatedError extends HeadraceError {
+  static override readonly code: StatusCode = "UNAUTHENTICATED";
+}
+
 /** The caller is known, and may not do this. */
-export class PermissionDeniedError extends named("PERMISSION_DENIED") {}
+export class PermissionDeniedError extends HeadraceError {
+  static override readonly code: StatusCode = "PERMISSION_DENIED";
+}
+
 /** The call was cancelled; `cause` is the reason of the AbortSignal, if that was it. */
-export class CancelledError extends named("CANCELLED") {}
+export class CancelledError extends HeadraceError {
+  static override readonly code: StatusCode = "CANCELLED";
+}
+
 /** Another stream took the request over (`Session.attach`). */
-export class RequestMovedError extends named("ABORTED") {}
+export class RequestMovedError extends HeadraceError {
+  static override readonly code: StatusCode = "ABORTED";
+}
+
 /** The server has a defect; its operator finds the cause by `errorId`. */
-export class InternalError extends named("INTERNAL") {}
+export class InternalError extends HeadraceError {
+  static override readonly code: StatusCode = "INTERNAL";
+}
+
 /** The server's answer broke the contract: an event was missing, repeated or out of order. */
-export class ProtocolError extends named("DATA_LOSS") {}
+export class ProtocolError extends HeadraceError {
+  static override readonly code: StatusCode = "DATA_LOSS";
+}
 
 const CLASSES: Partial<Record<StatusCode, new (message: string, options?: HeadraceErrorOptions) => HeadraceError>> = {
   INVALID_ARGUMENT: InvalidArgumentError,
@@ -176,7 +216,7 @@ export function errorFromStatus(status: Status, options: Omit<HeadraceErrorOptio
   const message = status.message || code.replaceAll("_", " ").toLowerCase();
   const kind = CLASSES[code];
   return kind === undefined
-    ? new HeadraceError(message, { ...options, status }, code)
+    ? new HeadraceError(message, { ...options, status })
     : new kind(message, { ...options, status });
 }
 
@@ -208,7 +248,9 @@ export function errorFromCall(failure: unknown, context: CallContext): HeadraceE
   const error = ConnectError.from(failure);
   const status = error.metadata.has("grpc-status") ? statusOf(error) : undefined;
   if (status !== undefined) {
-    return errorFromStatus(status, options);
+    const made = errorFromStatus(status, options);
+    made.isFinal = (error.metadata.get("grpc-retry-pushback-ms") ?? "").trimStart().startsWith("-");
+    return made;
   }
   // What has no status of the server's happened here or on the way.
   switch (error.code) {
@@ -292,9 +334,4 @@ function detail<T extends Message>(status: Status, schema: GenMessage<T>): T | u
     // A detail that its sender spoiled is not worth another error.
   }
   return undefined;
-}
-
-/** Reads a status, such as that of a trailer. */
-export function readStatus(bytes: Uint8Array): Status {
-  return fromBinary(StatusSchema, bytes);
 }

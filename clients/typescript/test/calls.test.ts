@@ -77,6 +77,16 @@ for (const [code, reason] of [
   });
 }
 
+test("a call that the server forbids to make again is not", async () => {
+  const final = failure(Code.Unavailable, "LOADING");
+  final.metadata.set("grpc-retry-pushback-ms", "-1");
+  const { server, calls } = await failing(final);
+  await using _ = server;
+  await using client = new Client(server.target);
+  await assert.rejects(client.generate("x"), { reason: "LOADING", isFinal: true });
+  assert.equal(calls.length, 1);
+});
+
 test("an abort ends the call, and its pause before another try", async () => {
   const { server, calls } = await failing(failure(Code.ResourceExhausted, "QUEUE_FULL", { retryMs: 3_600_000 }));
   await using _ = server;

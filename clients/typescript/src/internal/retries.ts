@@ -31,6 +31,9 @@ const LONGEST_PAUSE_MS = 2_000;
  * to come again.
  */
 export function isWorthARetry(error: HeadraceError): boolean {
+  if (error.isFinal) {
+    return false;
+  }
   if (error instanceof ResourceExhaustedError) {
     return error.retryAfterMs !== undefined;
   }
