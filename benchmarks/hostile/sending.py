@@ -16,11 +16,8 @@ import grpc
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from headrace.v1 import generation_service_pb2 as rpc
 
-from service.convert.inputs import (
-    MIN_MOST_TEXT_BYTES,
-    MIN_MOST_TEXT_TOKENS,
-    TEXT_BYTES_OF_TOKEN,
-)
+from service.convert.inputs import MIN_MOST_TEXT_BYTES, TEXT_BYTES_OF_TOKEN
+from service.servicers.model_servicer import MIN_MOST_TOKENS
 
 GENERATION = "/headrace.v1.GenerationService/"
 MODEL = "/headrace.v1.ModelService/"
@@ -132,7 +129,7 @@ class Sender:
     @property
     def most_ids(self) -> int:
         """The most ids that are turned into a text, in a message that is taken in."""
-        return min(self.below // 3, max(MIN_MOST_TEXT_TOKENS, 2 * self.card.context))
+        return min(self.below // 3, max(MIN_MOST_TOKENS, self.card.context))
 
     def connect(self) -> grpc.aio.Channel:
         """A connection of its own, once it is used; open until the end."""

@@ -138,12 +138,12 @@ CHATS = Group(
                 _case(
                     tools=_tools(MOST_TOOLS, _object({"a": {"type": "integer"}})),
                     tool_choice={"mode": REQUIRED, "parallel_calls": parallel},
-                    stop={"max_tokens": 64},
+                    stop={"max_tokens": 16},
                 )
                 for parallel in (True, False)
             ),
             fields=["ToolChoice.parallel_calls"],
-            width=4,
+            width=2,
             seconds=4.0,
         ),
         by_cases(
@@ -174,7 +174,7 @@ CHATS = Group(
             "overlapping-tools",
             "128 tools, each name the beginning of the next",
             *(
-                _case(tools=_OVERLAPPING, tool_choice={"mode": mode}, stop={"max_tokens": 64})
+                _case(tools=_OVERLAPPING, tool_choice={"mode": mode}, stop={"max_tokens": 16})
                 for mode in (REQUIRED, NONE, pb.TOOL_CHOICE_MODE_AUTO)
             ),
             fields=["Tool.name", "ToolChoice.mode"],
@@ -217,7 +217,7 @@ CHATS = Group(
                     lambda s, bound=bound, form=form: rpc.GenerateRequest(  # type: ignore[misc]
                         spec={
                             "chat": {"messages": [{"role": USER, "content": _THOUGHT}]},
-                            "stop": {"max_tokens": 64, "max_reasoning_tokens": bound},
+                            "stop": {"max_tokens": 16, "max_reasoning_tokens": bound},
                             **form,
                         }
                     ),

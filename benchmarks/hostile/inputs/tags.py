@@ -20,7 +20,7 @@ def _held(**form: Any) -> rpc.GenerateRequest:
     return rpc.GenerateRequest(
         spec={
             "text": {"text": "Once upon a time"},
-            "stop": {"max_tokens": 64},
+            "stop": {"max_tokens": 16},
             "structured_output": form,
         }
     )
@@ -85,7 +85,7 @@ TAGS: tuple[Input, ...] = (
         "structural tags of 200 tags, others each time",
         Case(GENERATE, _new, each=True),
         fields=["StructuredOutput.structural_tag"],
-        width=8,
+        width=4,
         seconds=4.0,
     ),
     by_cases(

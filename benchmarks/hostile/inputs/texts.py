@@ -101,12 +101,18 @@ async def tokenize_crowd(s: Sender) -> None:
 
 
 async def truncated(s: Sender) -> None:
-    """The largest text, of which one token is wanted."""
-    text = wire.filled(b"Once upon a time there was a river. ", s.longest_text)
-    spec = wire.text_input(text) + wire.max_tokens(1) + wire.field(11, wire.count(1, 1))
+    """The largest text, and a quarter of it, which is no more tokens than are counted, of which
+    one token is wanted.
+    """
+    cut = wire.max_tokens(1) + wire.field(11, wire.count(1, 1))
+    messages = [
+        wire.request(wire.text_input(wire.filled(b"Once upon a time, by a river. ", size)) + cut)
+        for size in (s.longest_text // 4, s.longest_text)
+    ]
 
     async def one(_: int) -> None:
-        await s.call(GENERATION + "Generate", wire.request(spec), gzip=True)
+        for raw in messages:
+            await s.call(GENERATION + "Generate", raw, gzip=True)
 
     await s.again(4, one)
 
@@ -183,6 +189,7 @@ TEXTS = Group(
             name="detokenize",
             meaning="Detokenize of the longest lists of ids, four at once",
             send=detokenize,
+            answers=(OK,),
             fields=("DetokenizeRequest.token_ids",),
         ),
         Input(
@@ -193,7 +200,7 @@ TEXTS = Group(
         ),
         Input(
             name="truncated",
-            meaning="the largest text as a prompt, truncated to one token, four at once",
+            meaning="the largest text and a quarter of it, cut to one token, four at once",
             send=truncated,
             answers=(OK,),
             fields=("TruncationOptions.max_prompt_tokens",),
@@ -209,7 +216,6 @@ TEXTS = Group(
             name="session-texts",
             meaning="the largest text as 64 commands of one session",
             send=session_texts,
-            answers=(OK,),
             fields=("TextInput.text",),
         ),
     ),
