@@ -17,15 +17,18 @@ cp clients/go/go.mod "$out/$version.mod"
 printf '{"Version": "%s", "Time": "2026-01-01T00:00:00Z"}\n' "$version" >"$out/$version.info"
 printf '%s\n' "$version" >"$out/list"
 
-# The same sources make the same file: sorted, and of one time.
+# The same sources make the same file: sorted, and of one time. What git ignores is no source.
 python3 - "$out/$version.zip" "headrace.dev/go@$version" <<'EOF'
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 target, prefix = sys.argv[1:]
-top = Path("clients/go")
-files = {path.relative_to(top).as_posix(): path for path in top.rglob("*") if path.is_file()}
+listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "clients/go"]
+told = subprocess.run(listing, check=True, capture_output=True, text=True).stdout
+paths = [Path(name) for name in told.split("\0") if name]
+files = {path.relative_to("clients/go").as_posix(): path for path in paths if path.is_file()}
 files["LICENSE"] = Path("LICENSE")
 with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as made:
     for name in sorted(files):

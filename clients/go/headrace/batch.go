@@ -3,11 +3,12 @@ package headrace
 import (
 	"context"
 	"iter"
+	"sync"
 )
 
 const (
 	defaultInFlight = 64
-	orderedAhead    = 16 // how many windows of outcomes may wait for an earlier one
+	windowsAhead    = 16 // how many windows of outcomes may wait for who takes them, or for an earlier one
 )
 
 // BatchOptions set up a batch.
@@ -32,11 +33,11 @@ type Outcome struct {
 // one outcome for each request, as they end. A request that was lost before its end is begun again, if it may be.
 //
 // The requests are ranged over in a goroutine of their own, which asks for the next one only when there is room for it.
-// If the loop over the outcomes is left, or the context ends, what runs is cancelled; a requests iterator that waits then
-// is left when it gives its next request.
+// If the loop over the outcomes is left, or the context ends, what runs is cancelled, and no more requests are taken; an
+// iterator that waits then is left when it gives its next one. If the session cannot be opened, one outcome says so.
 func (c *Client) Batch(ctx context.Context, requests iter.Seq[*Request], options *BatchOptions) iter.Seq[Outcome] {
 	return func(yield func(Outcome) bool) {
-		b := &batch{window: defaultInFlight, ended: make(chan batchEnd), stopped: make(chan struct{})}
+		b := &batch{window: defaultInFlight, wake: make(chan struct{}, 1), stopped: make(chan struct{}), total: -1}
 		if options != nil {
 			b.ordered = options.Ordered
 			if options.MaxInFlight > 0 {
@@ -44,10 +45,7 @@ func (c *Client) Batch(ctx context.Context, requests iter.Seq[*Request], options
 			}
 		}
 		b.slots = make(chan struct{}, b.window)
-		b.ahead = make(chan struct{}, b.window)
-		if b.ordered {
-			b.ahead = make(chan struct{}, orderedAhead*b.window)
-		}
+		b.ahead = make(chan struct{}, windowsAhead*b.window)
 		session, err := c.session(ctx, &SessionOptions{}, true)
 		if err != nil {
 			yield(Outcome{Err: err})
@@ -67,98 +65,107 @@ type batch struct {
 	ordered bool
 	slots   chan struct{} // one for each request that is with the server
 	ahead   chan struct{} // one for each request whose outcome was not given
-	ended   chan batchEnd
+	wake    chan struct{} // has something in it when there is something to give
 	stopped chan struct{} // closed when nobody takes outcomes any more
+
+	mu    sync.Mutex
+	ended []Outcome // those that have not been taken
+	total int       // how many requests there were; -1: not known yet
 }
 
-// A batchEnd is an outcome, or, at the end of the requests, how many there were.
-type batchEnd struct {
-	outcome Outcome
-	total   int // -1: this is an outcome
-}
-
+// feed submits requests as there is room for them.
 func (b *batch) feed(ctx context.Context, requests iter.Seq[*Request]) {
 	index := 0
-	take := func(slots chan struct{}) bool {
+	take := func(places chan struct{}) bool {
 		select {
-		case slots <- struct{}{}:
+		case places <- struct{}{}:
 			return true
 		case <-b.stopped:
 			return false
 		}
 	}
-	if take(b.ahead) && take(b.slots) {
-		for request := range requests {
-			b.begin(ctx, index, request)
-			index++
-			if !take(b.ahead) || !take(b.slots) {
-				return
-			}
+	if !take(b.ahead) || !take(b.slots) {
+		return
+	}
+	for request := range requests {
+		if ctx.Err() != nil {
+			break
+		}
+		b.begin(ctx, index, request)
+		index++
+		if !take(b.ahead) || !take(b.slots) {
+			return
 		}
 	}
-	b.tell(batchEnd{total: index})
+	b.tell(func() { b.total = index })
 }
 
-func (b *batch) tell(one batchEnd) {
+func (b *batch) tell(note func()) {
+	b.mu.Lock()
+	note()
+	b.mu.Unlock()
 	select {
-	case b.ended <- one:
-	case <-b.stopped:
+	case b.wake <- struct{}{}:
+	default:
 	}
 }
 
 // begin submits a request; its end is told, and gives its place back.
 func (b *batch) begin(ctx context.Context, index int, request *Request) {
+	end := func(result *Result, err error) {
+		<-b.slots
+		b.tell(func() { b.ended = append(b.ended, Outcome{index, result, err}) })
+	}
 	spec, err := request.build()
 	if err != nil {
-		b.end(index, nil, err)
+		end(nil, err)
 		return
 	}
 	h, err := b.session.submit(ctx, spec, func(h *Handle) {
 		h.mu.Lock()
 		result, err := h.fold.result()
 		h.mu.Unlock()
-		go b.end(index, result, err) // nobody may wait with the session's lock held
+		end(result, err)
 	})
 	if err != nil {
-		b.end(index, nil, err)
+		end(nil, err)
 		return
 	}
 	h.dropChunks()
 }
 
-func (b *batch) end(index int, result *Result, err error) {
-	<-b.slots
-	b.tell(batchEnd{Outcome{index, result, err}, -1})
-}
-
 // give gives outcomes until all were given, or nobody wants more.
 func (b *batch) give(yield func(Outcome) bool) {
-	given, total := 0, -1
-	waiting := make(map[int]Outcome)
+	given := 0
+	waiting := make(map[int]Outcome) // for an earlier one
 	next := 0
-	for total < 0 || given < total {
-		one := <-b.ended
-		if one.total >= 0 {
-			total = one.total
-			continue
-		}
-		if !b.ordered {
-			<-b.ahead
-			given++
-			if !yield(one.outcome) {
+	one := func(outcome Outcome) bool {
+		<-b.ahead
+		given++
+		return yield(outcome)
+	}
+	for {
+		b.mu.Lock()
+		ended, total := b.ended, b.total
+		b.ended = nil
+		b.mu.Unlock()
+		for _, outcome := range ended {
+			if b.ordered {
+				waiting[outcome.Index] = outcome
+			} else if !one(outcome) {
 				return
 			}
-			continue
 		}
-		waiting[one.outcome.Index] = one.outcome
 		for outcome, arrived := waiting[next]; arrived; outcome, arrived = waiting[next] {
 			delete(waiting, next)
 			next++
-			<-b.ahead
-			given++
-			if !yield(outcome) {
+			if !one(outcome) {
 				return
 			}
 		}
+		if given == total {
+			return
+		}
+		<-b.wake
 	}
 }

@@ -399,3 +399,30 @@ func TestABatchWithoutItsSessionTellsEveryRequest(t *testing.T) {
 		t.Errorf("%d requests were told as failed", failed)
 	}
 }
+
+func TestTheContextEndsABatch(t *testing.T) {
+	client := serve(t, &script{session: echo})
+	ctx, cancel := context.WithCancel(soon(t))
+	defer cancel()
+	asked, told := 0, 0
+	endless := func(yield func(*headrace.Request) bool) {
+		for yield(&headrace.Request{Text: "xyz"}) {
+			asked++
+		}
+	}
+	for outcome := range client.Batch(ctx, endless, &headrace.BatchOptions{MaxInFlight: 2}) {
+		told++
+		if outcome.Err != nil && asError(t, outcome.Err).Code != codes.Canceled {
+			t.Errorf("got %v", outcome.Err)
+		}
+		if told == 10 {
+			cancel()
+		}
+		if told > 1000 {
+			t.Fatal("it goes on")
+		}
+	}
+	if told < 10 {
+		t.Errorf("%d outcomes of %d requests", told, asked)
+	}
+}
