@@ -83,8 +83,7 @@ func (c *Client) Result(ctx context.Context, id string) (*Result, error) {
 // Attach streams the output of a request that runs without a stream, from the event of that number on; 0: the first.
 // Several readers may do so. Leaving the stream does not affect the request.
 func (c *Client) Attach(ctx context.Context, id string, from uint64) *Stream {
-	ctx, cancel := context.WithCancel(ctx)
-	return &Stream{client: c, ctx: ctx, cancel: cancel, id: id, fold: newFold(id, 0, from), source: &polledSource{client: c}}
+	return &Stream{client: c, ctx: ctx, cancel: func() {}, id: id, fold: newFold(id, 0, from), source: &polledSource{client: c}}
 }
 
 // Cancel ends requests by their ids, and returns what it found of each.

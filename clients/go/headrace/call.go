@@ -71,11 +71,14 @@ type attempts struct {
 }
 
 func newAttempts(p *pool, keys *prefixKeys, retries int, sticks bool) *attempts {
-	return &attempts{pool: p, keys: keys, left: retries, sticks: sticks, tried: make(map[*server]bool), began: time.Now()}
+	return &attempts{pool: p, keys: keys, left: retries, sticks: sticks, tried: make(map[*server]bool)}
 }
 
 // next is the server to call now, once there is one. The call counts as begun there.
 func (a *attempts) next(ctx context.Context) (*server, error) {
+	if a.began.IsZero() {
+		a.began = time.Now()
+	}
 	for {
 		a.pool.mu.Lock()
 		one, pause, problem := a.look()

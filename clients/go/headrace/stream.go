@@ -32,8 +32,9 @@ type Stream struct {
 	queue   []Chunk
 	over    bool
 
-	mu     sync.Mutex // guards closed
-	closed bool
+	mu      sync.Mutex // guards what follows, and cancel
+	closed  bool
+	started bool
 }
 
 // A source gives a stream's events, message by message; io.EOF is its end.
@@ -63,9 +64,8 @@ func (c *Client) stream(ctx context.Context, request *Request, capabilities ...s
 	}
 	message := &headracev1.GenerateStreamRequest{Spec: spec}
 	message.RequiredCapabilities = requiredBy(message, capabilities...)
-	ctx, cancel := context.WithCancel(ctx)
 	return &Stream{
-		client: c, ctx: ctx, cancel: cancel, id: spec.GetRequestId(),
+		client: c, ctx: ctx, cancel: func() {}, id: spec.GetRequestId(),
 		fold:   newFold(spec.GetRequestId(), choicesOf(spec), 1),
 		source: &rpcSource{client: c, message: message, tries: newAttempts(c.pool, keysOf(spec), c.settings.retries, false)},
 	}
@@ -162,8 +162,9 @@ func (s *Stream) Cancel(ctx context.Context) error {
 func (s *Stream) Close() error {
 	s.mu.Lock()
 	s.closed = true
+	cancel := s.cancel
 	s.mu.Unlock()
-	s.cancel()
+	cancel() // who reads now lets go
 	s.reading.Lock()
 	defer s.reading.Unlock()
 	if s.failed == nil {
@@ -178,12 +179,23 @@ func (s *Stream) isClosed() bool {
 	return s.closed
 }
 
+// start makes the context of what the first read begins; false: the stream was closed.
+func (s *Stream) start() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.closed && !s.started {
+		s.started = true
+		s.ctx, s.cancel = context.WithCancel(s.ctx)
+	}
+	return !s.closed
+}
+
 // read takes the next message; false: there is none.
 func (s *Stream) read() bool {
 	if s.over || s.failed != nil {
 		return false
 	}
-	if s.isClosed() {
+	if !s.start() {
 		s.finish(false)
 		return false
 	}
