@@ -23,6 +23,7 @@ export type JsonValue = string | number | boolean | null | readonly JsonValue[] 
 
 /** An object that JSON has. */
 export interface JsonObject {
+  /** A member that is undefined is left out. */
   readonly [member: string]: JsonValue | undefined;
 }
 

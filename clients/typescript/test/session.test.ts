@@ -360,4 +360,5 @@ test("closing the client ends what runs on it", async () => {
   await client.close();
   await assert.rejects(result, UnavailableError);
   await opened.close();
+  assert.equal(server.connections.size, 0); // none was opened for a call that was begun before
 });
