@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from clients.conformance.driver import ROOT
 
+_CPP_BUILD = ROOT / ".tools" / "cpp"
+_CPP_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release",)
 _PYTHON = {"PYTHONPATH": f"{ROOT}:{ROOT / 'clients' / 'python' / 'src'}"}
 _GO_DRIVER = ROOT / ".tools" / "bin" / "conformance-go"
 
@@ -28,6 +30,7 @@ class Language:
         build: commands that build it, each with the folder in which it runs.
         environment: variables for the build and the driver.
         lacks: commands that the driver does not have, each with the reason.
+        only: the vectors that it is run with, where it is an example and no library; empty: all.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Language:
     build: tuple[tuple[str, tuple[str, ...]], ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     lacks: Mapping[str, str] = field(default_factory=dict)
+    only: frozenset[str] = frozenset()
 
     def missing(self) -> list[str]:
         """The programs that are not here."""
@@ -68,6 +72,36 @@ LANGUAGES = (
         build=(
             ("clients/typescript", ("sh", "-c", f"{_INSTALLED} || npm ci --no-audit --no-fund")),
             ("clients/typescript", ("npm", "run", "build-all")),
+        ),
+    ),
+    Language(
+        "cpp",
+        (str(_CPP_BUILD / "conformance"),),
+        needs=("cmake", "g++", "protoc", "grpc_cpp_plugin"),
+        build=(
+            ("clients/cpp", ("cmake", "-S", ".", "-B", str(_CPP_BUILD), *_CPP_OPTIONS)),
+            ("clients/cpp", ("cmake", "--build", str(_CPP_BUILD), "--parallel", "2")),
+        ),
+        only=frozenset(
+            {
+                "session",
+                "two-sessions",
+                "line-separators",
+                "tokens-without-text",
+                "text-without-tokens",
+                "cancel-before-first-token",
+                "cancel-after-first-token",
+                "cancel-after-the-end",
+                "burst-of-64",
+                "half-close-drain",
+                "slow-consumer",
+                "empty-prompt",
+                "failed-request",
+                "missing-event",
+                "repeated-event",
+                "lost-without-a-lease",
+                "drain",
+            }
         ),
     ),
 )

@@ -68,6 +68,8 @@ async def run_language(
         name, began = vector["name"], time.monotonic()
         if transport not in vector.get("transports", TRANSPORTS):
             continue
+        if language.only and name not in language.only:
+            continue
         try:
             if driver is None:
                 driver = await Driver.start(language.command, language.environment)
