@@ -200,8 +200,9 @@ class AsyncClient:
         """Opens a session: many requests on one stream; see `AsyncSession`.
 
         Args:
-            lease: seconds that the requests go on after the stream is lost, so that another session
-                can `resume` them. Default: none, they are cancelled at once.
+            lease: seconds that the requests go on after the stream is lost. Until then they are
+                attached again by themselves; another session can `resume` them. Default: none, they
+                are cancelled at once, and their handles raise UnavailableError.
             initial_credit: how many tokens of each request the server may send ahead of its
                 handle's reader; 0: no limit.
             room_timeout: for how many seconds a request is sent again for which the server has no
