@@ -18,6 +18,7 @@ import { errorFromCall, invalidArgument, UnavailableError } from "./errors.js";
 import { Health } from "./gen/grpc/health/v1/health_pb.js";
 import { GenerationService } from "./gen/headrace/v1/generation_service_pb.js";
 import { ModelService } from "./gen/headrace/v1/model_service_pb.js";
+import { traceContext } from "./trace.js";
 import { VERSION } from "./version.js";
 import { type Address, isLocal, type Place, textOf } from "./targets.js";
 
@@ -237,10 +238,11 @@ function messageOf(error: unknown): string {
 }
 
 function metadataInterceptor({ token, tokenFile, metadata }: ConnectionOptions): Interceptor {
-  const addTrace = traceAdder();
   return (next) => async (request) => {
     request.header.set("user-agent", `headrace-typescript/${VERSION}`);
-    await addTrace(request.header);
+    for (const [name, value] of traceContext()) {
+      request.header.set(name, value);
+    }
     const given = typeof metadata === "function" ? await metadata() : metadata;
     for (const [name, value] of Object.entries(given ?? {})) {
       request.header.set(name, value);
@@ -251,18 +253,6 @@ function metadataInterceptor({ token, tokenFile, metadata }: ConnectionOptions):
       request.header.set("authorization", `Bearer ${text}`);
     }
     return next(request);
-  };
-}
-
-/** Adds the trace's context, where the application has OpenTelemetry; else nothing. */
-function traceAdder(): (headers: Headers) => Promise<void> {
-  let loading: Promise<typeof import("@opentelemetry/api") | undefined> | undefined;
-  return async (headers) => {
-    loading ??= import("@opentelemetry/api").catch(() => undefined);
-    const telemetry = await loading;
-    telemetry?.propagation.inject(telemetry.context.active(), headers, {
-      set: (carrier, name, value) => carrier.set(name, value),
-    });
   };
 }
 

@@ -9,6 +9,7 @@ import type { SessionRecord } from "./internal/session_core.js";
 import type { SessionRouter } from "./internal/session_router.js";
 import type { Prompt } from "./messages.js";
 import { buildSpec, type GenerationOptions } from "./options.js";
+import { labelTrace } from "./trace.js";
 import type { Accepted, Chunk, Result, ServerLoad } from "./results.js";
 
 /** The options of a session. */
@@ -65,7 +66,9 @@ export class Session implements AsyncDisposable {
    * @throws UnavailableError - the session has ended, or is being closed.
    */
   submit(prompt: Prompt, options?: GenerationOptions): SessionRequest {
-    return new SessionRequest(this.#router, this.#router.add(buildSpec(prompt, options)));
+    const spec = buildSpec(prompt, options);
+    labelTrace(spec);
+    return new SessionRequest(this.#router, this.#router.add(spec));
   }
 
   /**

@@ -15,6 +15,7 @@ import {
 import { FinishReason, type StreamResultRequest } from "@headrace/client/contract";
 
 import { type Answer, Events, ScriptedServer, session, status, wholeAnswer } from "./server.js";
+import { traced, useTelemetry } from "./telemetry.js";
 
 /** Each `add` is answered whole, at once. */
 const obedient = () => {
@@ -361,4 +362,24 @@ test("closing the client ends what runs on it", async () => {
   await assert.rejects(result, UnavailableError);
   await opened.close();
   assert.equal(server.connections.size, 0); // none was opened for a call that was begun before
+});
+
+test("a request's labels have the trace in which it was submitted; the user's own stay", async () => {
+  useTelemetry();
+  const labels: string[][] = [];
+  await using server = await ScriptedServer.start(
+    session(function* ({ commandId, command }) {
+      if (command.case === "add") {
+        labels.push((command.value.spec?.labels ?? []).map(({ name, value }) => `${name}=${value}`));
+        yield { events: wholeAnswer(commandId, command.value, labels.length, "x") };
+      }
+    }),
+  );
+  await using client = new Client(server.target);
+  await using opened = client.session();
+  const trace = "00-11111111111111111111111111111111-2222222222222222-01";
+  await traced(trace, () => opened.submit("x", { labels: { team: "a" } })).result();
+  await traced(trace, () => opened.submit("x", { labels: { traceparent: "mine" } })).result();
+  await opened.submit("x").result();
+  assert.deepEqual(labels, [["team=a", `traceparent=${trace}`], ["traceparent=mine"], []]);
 });
