@@ -48,7 +48,7 @@ CUT = (
     "needed-capabilities",
     "headers",
     "cancel-storm",
-    "odd-paths",
+    "metadata",
 )
 """What the cut tries, on the demo model. Waits are told there and not judged: it runs beside other
 work, after a calm time that says little.
