@@ -157,6 +157,9 @@ def allowed(cell: Cell, fault: Fault) -> set[tuple[str, str]]:
         if TABLE.get((row, cell.kind), "—") == "—":
             row = fault.row
         found.add(_documented(cell.kind, row))
+        if cell.event == "server stops":  # the fault's end came first, and then the RPC ended
+            status, _ = _documented(cell.kind, cell.event)
+            found.add((status, _documented(cell.kind, row)[1]))
     return found
 
 
