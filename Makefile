@@ -112,7 +112,9 @@ protos-check: $(PROTOS_STAMP) $(DEV) ## Check that protos/ breaks nothing and th
 	@if command -v npm >/dev/null; then BUF=$(BIN)/buf scripts/generate-typescript.sh --check; else echo "TypeScript stubs not checked: npm is not installed"; fi
 
 .PHONY: packages
-packages: ## Make the client libraries' packages in dist/packages (Go, TypeScript: where installed).
+packages: $(DEV) ## Make the client libraries' packages and the bundle of protos in dist/packages (Go, TypeScript: where installed).
+	scripts/packages-python.sh $(BIN)/python
+	scripts/packages-protos.sh $(BIN)/buf
 	@if command -v go >/dev/null; then scripts/packages-go.sh; else echo "no Go module: go is not installed"; fi
 	@if command -v npm >/dev/null; then scripts/packages-typescript.sh; else echo "no npm tarball: npm is not installed"; fi
 

@@ -94,7 +94,8 @@ def _by_uv(packages: list[str]) -> bool:
     get_uv = [*_PIP, "install", "--quiet", *CONSTRAINTS, "uv"]
     if subprocess.run(get_uv, cwd=ROOT, capture_output=True).returncode:
         return False
-    uv = [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable]
+    uv = [sys.executable, "-m", "uv", "pip", "install", "--system-certs"]
+    uv += ["--python", sys.executable]
     return not subprocess.run(
         [*uv, *CONSTRAINTS, *packages], cwd=ROOT, env={**os.environ, **settings}
     ).returncode
