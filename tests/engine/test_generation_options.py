@@ -291,6 +291,7 @@ def test_the_request_has_all_of_it() -> None:
         caller=CallerKey("somebody"),
         weight=2.0,
     )
-    # Groups of callers are a gateway's; here each caller is one by itself.
-    shared = {*GenerationRequest.__slots__} - {"request_id", "prompt", "caller_group"}
+    # Groups of callers are a gateway's; here each caller is one by itself. Who is refused is not
+    # told when to come again.
+    shared = {*GenerationRequest.__slots__} - {"request_id", "prompt", "caller_group", "ticket"}
     assert shared | {"stop_strings"} == {*RequestOptions.__slots__}, "no field is forgotten"

@@ -33,9 +33,9 @@ from engine.types import CallerKey, RequestId
 from service.call_errors import FieldError, UnsupportedFieldError
 from service.convert.fields import CONTRACT_FIELDS, contract_path, field_error
 
-SERVERS_OWN = {"request_id", "caller", "caller_group", "weight"}
+SERVERS_OWN = {"request_id", "caller", "caller_group", "weight", "ticket"}
 """Fields of a GenerationRequest that the server fills in: no caller can be wrong about them. (A
-caller's request id never reaches the engine.)"""
+caller's request id is checked before it is a ticket.)"""
 OFFLINE = {"batching_options", "generation_options", "manager", "results", "offline"}
 """Modules of the Python API alone, where the engine's own names are the caller's."""
 HOSTILE: tuple[Any, ...] = (
@@ -157,11 +157,12 @@ def test_whatever_the_engine_refuses_has_a_name_in_the_contract() -> None:
     bounded = {
         name
         for name, _ in attempts()
-        if name.rpartition(".")[2] not in {"bypass_prefix_cache", "ignore_eos", "request_id"}
+        if name.rpartition(".")[2]
+        not in {"bypass_prefix_cache", "ignore_eos", "request_id", "ticket"}
     }
     assert set(found) == bounded, "a field that takes whatever it is given, or a new one"
     named = set().union(*found.values())
-    assert {name for name in named if not is_known(name)} == SERVERS_OWN - {"request_id"}
+    assert {name for name in named if not is_known(name)} == SERVERS_OWN - {"request_id", "ticket"}
 
 
 def test_every_field_that_the_engines_code_names_has_a_name_in_the_contract() -> None:

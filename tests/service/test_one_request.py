@@ -95,10 +95,14 @@ async def test_a_trace_a_receiver_and_the_page_agree(protocol: str, tmp_path: Pa
         ("gen_ai.server.request.duration", end - accepted),
         ("headrace.request.queue.duration", scheduled - accepted),
         ("gen_ai.server.time_to_first_token", first - accepted),
-        ("rpc.server.call.duration", in_call),
+        ("rpc.server.call.duration", None),
     ):
         point = told_of(received, name)
-        assert (point.count, point.sum) == (1, close(seconds)), name
+        assert point.count == 1, name
+        if seconds is None:
+            assert point.sum >= in_call - 0.002  # the span is within the call
+        else:
+            assert point.sum == close(seconds), name
         shown = name.replace(".", "_") + "_seconds"
         labels = {"rpc_method": METHOD} if name.startswith("rpc.") else {}
         assert value(page, f"{shown}_count", **labels) == 1

@@ -46,6 +46,7 @@ async def test_a_witness_loses_nothing_beside_hostile_inputs(tmp_path: Path) -> 
                     "tls_target": "",
                     "token": "",
                     "operator": "",
+                    "seed": f"1/{name}",
                     "card": dataclasses.asdict(card),
                 }
                 done = await attack(load, SECONDS)
