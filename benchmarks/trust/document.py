@@ -40,13 +40,9 @@ NOTES = {
         "One of the 268 did not come into its state: the campaign waited for a step that had "
         "passed already, which has been mended since. The cell was then played 100 times, and held."
     ),
-    ("planted", "00b3c39", "a-stall"): (
-        "The part looked at gaps between tokens alone, and the witness was between two requests in "
-        "one of the windows; it looks at all waits since."
-    ),
-    ("storms", "a8f4ff1+", "calls at once"): (
-        "The machine's two CPUs were shared with other work then (a load average of 10; see the "
-        "gap of the calm time), so the server's pace changed while others waited."
+    ("storms", "834a43f", "calls at once"): (
+        "While the storm lasts, its client takes a part of the two CPUs: places come free at a "
+        "third of the rate at which they do afterwards, and advice goes by what was measured."
     ),
 }
 """What is known of single verdicts, by part, commit and row; shown while that run is."""
