@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from engine import line as lines
+from engine.drain_rate import DrainRate
+from engine.errors import QueueFullError
 from engine.line import KEPT_S, MAX_TICKETS, SOON_S, Line
+from engine.queue_room import QueueRoom
 from engine.shares import Shares
 from tests.engine.crowd import Clock
+from tests.engine.fake_runner import make_request
 
 
 @dataclass(frozen=True)
@@ -189,3 +193,28 @@ def test_while_newcomers_go_on_coming_the_refused_get_in_as_told(
                 again.append((clock.now + delay, name))
     assert firsts > 500
     assert share[0] <= good / firsts <= share[1]
+
+
+def test_in_the_queue_a_request_is_known_by_its_ticket() -> None:
+    clock = Clock()
+    room = QueueRoom(4, DrainRate(clock, lambda: 0.0), clock, lambda: 0.0)
+
+    def enter(name: str, waiting: int, ticket: str = "") -> QueueFullError | None:
+        try:
+            room.enter([replace(make_request(name, [1]), ticket=ticket)], waiting)
+        except QueueFullError as error:
+            return error
+        return None
+
+    for number in range(4):
+        assert enter(f"r{number}", number) is None
+    told = enter("a#1", 4, ticket="a")
+    assert told is not None
+    clock.now += told.retry_after_s
+    behind = enter("b#1", 3, ticket="b")  # one has left
+    assert behind is not None
+    assert behind.kept == 1
+    assert "3 requests are waiting (and 1 of this caller's are due again" in str(behind)
+    assert enter("a#2", 3, ticket="a") is None
+    assert enter("b#2", 3, ticket="b") is None  # nothing is kept for who is in
+    assert enter("c", 3) is None

@@ -253,6 +253,25 @@ async def test_reserved_tokens_are_the_prompt_and_the_longest_output_of_each_cho
         assert control.is_empty
 
 
+async def test_a_refused_request_that_comes_again_with_its_id_goes_before_a_newcomer() -> None:
+    clock = Clock()
+    async with serving(
+        FakeEngine(auto=False), clock=clock, max_open_requests=2, result_retention_s=0
+    ) as h:
+        for name in ("a", "b"):
+            await add(h, name, stop={"max_tokens": 5})
+        assert [one.ticket for one in h.engine.submitted] == ["a", "b"]  # the queue knows it too
+        error = await refused(add(h, "again", stop={"max_tokens": 5}))
+        clock.now += error.details["RetryInfo"].retry_delay.ToTimedelta().total_seconds()
+        await h.generation.Cancel(rpc.CancelRequest(request_ids=["a"]))
+        h.engine.step()
+        await until(lambda: h.registry.admission.open_requests == 1)
+        message = (await refused(add(h, "newcomer", stop={"max_tokens": 5}))).message
+        assert "(and 1 of this caller's are due again, which go first)" in message
+        await add(h, "again", stop={"max_tokens": 5})
+        assert h.engine.submitted[-1].ticket == "again"
+
+
 async def test_too_many_tokens_are_refused_with_advice_and_admitted_after() -> None:
     clock = Clock()
     async with serving(
