@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -125,15 +126,12 @@ class Runner:
         self._systems.pop(name).end()
 
     def _start_helper(self, module: str) -> System:
-        """The machine's or the judge's process."""
+        """The machine's or the judge's process. It needs torch, which a peer's environment may not
+        have, so it runs in the harness's own.
+        """
         plan = self._plan
-        helper = System(
-            module,
-            f"benchmarks.adapters.{module}",
-            plan.pythons[plan.systems[0].name],
-            self._logs / f"{module}.log",
-            {},
-        )
+        log = self._logs / f"{module}.log"
+        helper = System(module, f"benchmarks.adapters.{module}", sys.executable, log, {})
         self._systems[f"({module})"] = helper
         helper.load(
             {"model": str(plan.model), "dtype": plan.dtype, "threads": plan.threads}, MACHINE_S
@@ -186,7 +184,8 @@ class Runner:
             if self._is_late():
                 self._say("  out of time: no more turns")
                 break
-            prompts = make_prompts(found.lengths, self._shape.vocab_size, seed=1000 + turn)
+            seed = f"{case.name}, turn {turn}"
+            prompts = make_prompts(found.lengths, self._shape.vocab_size, seed)
             if turn:
                 rates: dict[str, float] = machine.run({"requests": []}, MACHINE_S)
                 found.machine.append({**rates, "load_average": os.getloadavg()[0]})

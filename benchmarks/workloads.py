@@ -1,7 +1,8 @@
 """The named workloads, and how their requests arrive.
 
-A workload gives lengths; prompts are drawn anew for every turn, so that no system finds an earlier
-turn's prompts in its prefix cache. Every system gets the same prompts in the same turn.
+A workload gives lengths. Prompts are drawn anew for every turn of every case, so that no system
+finds prompts of an earlier turn, or of another workload, in its prefix cache. Every system gets the
+same prompts in the same turn.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def parse_load(text: str) -> Load:
     raise ValueError(f"{text!r} is no load: all, closed:N (1 to 4096) or poisson:REQUESTS_A_SECOND")
 
 
-def make_prompts(lengths: list[Lengths], vocab_size: int, seed: int) -> list[list[int]]:
+def make_prompts(lengths: list[Lengths], vocab_size: int, seed: int | str) -> list[list[int]]:
     """Random token ids, the same for the same seed."""
     draw = random.Random(seed)
     shared = [draw.randrange(FIRST_TOKEN, vocab_size) for _ in range(lengths[0].shared_prefix)]
