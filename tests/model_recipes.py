@@ -69,6 +69,9 @@ _GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 
+_DECODER = {"is_decoder": True}
+_FROM_ZERO = "learned positions, counted from 0 as `generate` counts them"
+
 MODES = ("together", "chunked", "paced", "preempted", "prefix shared", "offloaded", "overlapped")
 """What each family is put through; see tests/engine/test_families.py."""
 
@@ -152,9 +155,15 @@ RECIPES: dict[str, Recipe] = {
     "arcee": Recipe("arcee"),
     "aria_text": Recipe("aria_text", {"moe_num_experts": 4, "moe_topk": 2}, special="experts"),
     "axk1": _latent("axk1", "experts, multi-head latent attention"),
+    "beam": _mixed("beam", "experts, QK norms", **_SMALL_EXPERTS),
+    "bert": Recipe("bert", _DECODER, special="learned positions, norms after the blocks"),
+    "bert-generation": Recipe("bert-generation", _DECODER, special="learned positions"),
+    "biogpt": Recipe("biogpt", special="learned positions that begin at 2"),
     "bitnet": Recipe("bitnet"),
+    "camembert": Recipe("camembert", _DECODER, special=_FROM_ZERO),
     "cohere": Recipe("cohere", special="layer norms, scaled logits, parallel blocks"),
     "cohere2": _mixed("cohere2", "layers without positions"),
+    "cohere2_moe": _mixed("cohere2_moe", "experts, layers without positions", **_SMALL_EXPERTS),
     "ctrl": Recipe(
         "ctrl",
         {
@@ -169,6 +178,7 @@ RECIPES: dict[str, Recipe] = {
         common=False,
     ),
     "cwm": _mixed("cwm"),
+    "data2vec-text": Recipe("data2vec-text", _DECODER, special=_FROM_ZERO),
     "dbrx": Recipe(
         "dbrx",
         {
@@ -186,9 +196,12 @@ RECIPES: dict[str, Recipe] = {
     "deepseek_v2": _latent("deepseek_v2", "experts, multi-head latent attention"),
     "deepseek_v3": _latent("deepseek_v3", "experts, multi-head latent attention"),
     "dots1": Recipe("dots1", {**_HEADS, **_ROUTED, "n_shared_experts": 1}, special="experts"),
+    "electra": Recipe("electra", _DECODER, special="learned positions"),
+    "ernie": Recipe("ernie", _DECODER, special="learned positions"),
     "ernie4_5": Recipe("ernie4_5", _HEADS),
     "ernie4_5_moe": _experts("ernie4_5_moe", moe_num_experts=4, moe_k=2),
     "exaone4": _mixed("exaone4", "QK norms, full layers without positions"),
+    "exaone_moe": _mixed("exaone_moe", "experts, QK norms", **_SMALL_EXPERTS),
     "flex_olmo": Recipe("flex_olmo", _SMALL_EXPERTS, special="experts, QK norms"),
     "gemma": Recipe("gemma", _HEADS, special="one norm more, scaled embeddings"),
     "gemma2": _mixed("gemma2", "softcaps", query_pre_attn_scalar=16),
@@ -237,6 +250,12 @@ RECIPES: dict[str, Recipe] = {
         "sliding and full",
         "experts, keys that are the values, KV heads by kind of layer",
     ),
+    "gemma4_unified": Recipe(
+        "gemma4_unified_text",
+        {**_GEMMA4, "num_kv_shared_layers": 0},
+        "sliding and full",
+        "head sizes by kind of layer",
+    ),
     "glm": Recipe("glm", _HEADS, special="partial rotary embeddings"),
     "glm4": Recipe("glm4", _HEADS, special="partial rotary embeddings"),
     "glm4_moe": Recipe("glm4_moe", {**_HEADS, **_ROUTED, "n_shared_experts": 1}, special="experts"),
@@ -252,13 +271,20 @@ RECIPES: dict[str, Recipe] = {
         {"logits_scaling": 4.0, "attention_multiplier": 0.1},
         special="scaled attention, residuals and logits",
     ),
+    "granite_swa": _mixed("granite_swa", "scaled attention, residuals and logits"),
     "granitemoe": Recipe("granitemoe", _EXPERTS, special="experts"),
     "granitemoeshared": Recipe(
         "granitemoeshared", {**_EXPERTS, "shared_intermediate_size": 32}, special="experts"
     ),
+    "granitemoe_swa": _mixed("granitemoe_swa", "experts", **_EXPERTS),
     "helium": Recipe("helium", _HEADS),
     "hunyuan_v1_dense": Recipe("hunyuan_v1_dense", _HEADS, special="QK norms"),
     "hunyuan_v1_moe": _experts("hunyuan_v1_moe", "experts, QK norms", moe_topk=2),
+    "hy_v3": _experts("hy_v3", "experts, QK norms"),
+    "hyperclovax": Recipe("hyperclovax", special="scaled attention, residuals and logits"),
+    "internlm3": Recipe("internlm3", _HEADS),
+    "iquestcoder": Recipe("iquestcoder"),
+    "jais2": Recipe("jais2", _HEADS),
     "jetmoe": Recipe(
         "jetmoe",
         {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -284,6 +310,7 @@ RECIPES: dict[str, Recipe] = {
         },
         special="two attentions a layer, experts that do nothing, multi-head latent attention",
     ),
+    "mellum": _experts("mellum", "experts, QK norms"),
     "mimo_v2_flash": _mixed("mimo_v2_flash", "experts, attention sinks", **_ROUTED),
     "minicpm3": _latent("minicpm3", "multi-head latent attention"),
     "minimax_m2": _experts("minimax_m2", "experts, QK norms"),
@@ -335,6 +362,9 @@ RECIPES: dict[str, Recipe] = {
     "qwen2_moe": _experts("qwen2_moe", shared_expert_intermediate_size=32),
     "qwen3": Recipe("qwen3", _HEADS, special="QK norms"),
     "qwen3_moe": _experts("qwen3_moe", "experts, QK norms"),
+    "roberta": Recipe("roberta", _DECODER, special=_FROM_ZERO),
+    "roberta-prelayernorm": Recipe("roberta-prelayernorm", _DECODER, special=_FROM_ZERO),
+    "roc_bert": Recipe("roc_bert", _DECODER, special="learned positions"),
     "seed_oss": Recipe("seed_oss", _HEADS, special="attention bias"),
     "smollm3": Recipe(
         "smollm3", {"num_hidden_layers": 4}, special="every fourth layer without positions"
@@ -344,19 +374,26 @@ RECIPES: dict[str, Recipe] = {
     ),
     "starcoder2": Recipe("starcoder2", _SLIDING, "sliding"),
     "vaultgemma": _mixed("vaultgemma", query_pre_attn_scalar=16),
+    "xlm-roberta": Recipe("xlm-roberta", _DECODER, special=_FROM_ZERO),
+    "xlm-roberta-xl": Recipe(
+        "xlm-roberta-xl", {**_DECODER, "initializer_range": 0.1}, special=_FROM_ZERO
+    ),
+    "xmod": Recipe(
+        "xmod",
+        {**_DECODER, "languages": ["en_XX"], "default_language": "en_XX"},
+        special=f"{_FROM_ZERO}; an adapter by language",
+    ),
     "youtu": _latent("youtu", "multi-head latent attention"),
 }
 
-FAST = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "gemma4", "phimoe")
+FAST = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "gemma4", "phimoe", "roberta")
 """Families that are swept in every run of the tests; together they have what is special."""
 
 _NO_INTERFACE = "does not route its attention through"
 _NO_INTERFACE_WHY = "attention does not go through `AttentionInterface`"
 _INDEXED_WHY = "layers that choose the tokens to attend to (sparse attention)"
-
-
-def _not_routed(model_type: str, **settings: Any) -> Refusal:
-    return Refusal(Recipe(model_type, settings), _NO_INTERFACE, _NO_INTERFACE_WHY)
+_NO_KEYWORDS = "does not hand the keyword arguments"
+_NO_KEYWORDS_WHY = "its layers do not hand keywords on to their attention"
 
 
 REFUSALS: dict[str, Refusal] = {
@@ -407,17 +444,23 @@ REFUSALS: dict[str, Refusal] = {
         _NO_INTERFACE,
         _NO_INTERFACE_WHY,
     ),
-    "qwen3_next": _not_routed(
-        "qwen3_next",
-        **_SMALL_EXPERTS,
-        **_HEADS,
-        shared_expert_intermediate_size=32,
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
+    "qwen3_next": Refusal(
+        Recipe(
+            "qwen3_next",
+            {
+                **_SMALL_EXPERTS,
+                **_HEADS,
+                "shared_expert_intermediate_size": 32,
+                "linear_num_value_heads": 4,
+                "linear_num_key_heads": 2,
+                "linear_key_head_dim": 16,
+                "linear_value_head_dim": 16,
+            },
+        ),
+        "layers of kind linear_attention",
+        "layers with linear attention",
     ),
-    "stablelm": _not_routed("stablelm"),
+    "stablelm": Refusal(Recipe("stablelm"), _NO_KEYWORDS, _NO_KEYWORDS_WHY),
     "xglm": Refusal(
         Recipe(
             "xglm",
@@ -502,21 +545,12 @@ REFUSALS: dict[str, Refusal] = {
         "layers of kind linear_attention",
         "layers with linear attention",
     ),
-    "nemotron": Refusal(
-        Recipe("nemotron"),
-        "does not hand the keyword arguments",
-        "its layers do not hand keywords on to their attention",
-    ),
+    "nemotron": Refusal(Recipe("nemotron"), _NO_KEYWORDS, _NO_KEYWORDS_WHY),
     "recurrent_gemma": Refusal(
         Recipe("recurrent_gemma", {**_HEADS, "attention_window_size": WINDOW}),
         "layers of kind linear_attention",
         "recurrent layers",
         "each layer must attend once",  # whose config does not tell the layers' kinds
-    ),
-    "roberta": Refusal(
-        Recipe("roberta", {"is_decoder": True}),
-        "does not count positions from 0",
-        "counts positions from the padding token's id",
     ),
     "bert as an encoder": Refusal(
         Recipe("bert", {"is_decoder": False}),
