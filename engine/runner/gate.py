@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -40,6 +39,7 @@ from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.errors import ModelRefusedError, NoStepError
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import GenerationRequest, Request
+from engine.runner.eager import check_users_own, eager_attention, eager_forward, is_users_own
 from engine.runner.forward import ModelForward
 from engine.runner.kv_tensors import KVTensors, allocate_caches, make_groups
 from engine.runner.mask_rules import MaskWatch, UnknownMaskError
@@ -124,6 +124,8 @@ class _Probe:
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)
     dtypes: set[torch.dtype] = field(default_factory=set)
+    users_own: set[str] = field(default_factory=set)
+    """Attention classes whose forward is not the library's."""
 
     def __call__(
         self,
@@ -153,7 +155,9 @@ class _Probe:
                 f"{type(module).__name__}, layer {layer}, attends with {query.shape[2]} queries to "
                 f"{key.shape[2]} keys, where each token must have one of both"
             )
-        eager = _eager_attention(module)
+        eager = eager_attention(module)
+        if is_users_own(module):
+            self.users_own.add(type(module).__name__)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         self.calls[layer] = self.calls.get(layer, 0) + 1
         self.dtypes.add(key.dtype)
@@ -244,20 +248,6 @@ class _Probe:
             )
 
 
-def _eager_attention(module: torch.nn.Module) -> Callable[..., Any]:
-    """The eager attention function that an attention layer's forward uses. It is looked up in the
-    source file of the forward, which may be inherited from another file than the class.
-    """
-    forward = inspect.unwrap(type(module).forward)
-    function: Callable[..., Any] | None = forward.__globals__.get("eager_attention_forward")
-    if function is None:
-        raise ModelRefusedError(
-            f"{type(module).__name__} has no eager attention to compare with, so it cannot be "
-            "verified; name that attention eager_attention_forward in the file of its forward"
-        )
-    return function
-
-
 def _block_size(backend: AttentionBackend) -> int:
     """The smallest block size that a backend supports, but no smaller than the usual one here."""
     return math.lcm(_PROBE_BLOCK_SIZE, backend.block_multiple)
@@ -337,6 +327,8 @@ def probe_layers(model: PreTrainedModel, backend: AttentionBackend, num_layers: 
             f"{type(model).__name__} keeps keys in several types: "
             f"{', '.join(sorted(str(dtype) for dtype in probe.dtypes))}"
         )
+    if probe.users_own:
+        check_users_own(model, probe.users_own, zip(prompts, logits, strict=True))
     return ModelProbe(
         shapes=tuple(probe.shapes[layer] for layer in range(num_layers)),
         dtype=next(iter(probe.dtypes)),
@@ -351,29 +343,6 @@ def num_embeddings(model: PreTrainedModel) -> int:
     # Reading a packed weight would unpack it.
     count: int = getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0]
     return count
-
-
-def eager_forward(model: PreTrainedModel, ids: torch.Tensor) -> Any:
-    """A prompt's forward pass without a cache: ids [1, T]. Its `logits` are those of the last
-    token.
-
-    Raises:
-        ModelRefusedError: the model fails.
-    """
-    try:
-        with torch.inference_mode():
-            # A tensor, as in every step: some models compute fewer tokens if it is an int.
-            rows = torch.tensor([ids.shape[1] - 1], device=ids.device)
-            positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
-            # As `generate` does: some models count otherwise if they are not told.
-            told = "position_ids" in inspect.signature(model.forward).parameters
-            named = {"position_ids": positions} if told else {}
-            return model(input_ids=ids, use_cache=False, logits_to_keep=rows, **named)
-    except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ModelRefusedError(
-            f"{type(model).__name__} fails on a prompt of {ids.shape[1]} tokens, "
-            f"which every model must be able to process: {error}"
-        ) from error
 
 
 def _check_calls(model: PreTrainedModel, probe: _Probe, num_layers: int) -> None:

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from engine.errors import ModelRefusedError
-from engine.runner.gate import ModelProbe, eager_forward, logits_error, logits_tolerance
+from engine.runner.eager import eager_forward
+from engine.runner.gate import ModelProbe, logits_error, logits_tolerance
 from engine.types import TokenId
 
 _HEADS = {

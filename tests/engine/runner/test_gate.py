@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import GPT2Config, PhimoeConfig
 from transformers.masking_utils import sliding_window_causal_mask_function
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import eager_attention_forward as llama_attention
 
 from engine.attention.base import (
     AttentionBackend,
@@ -292,11 +294,54 @@ class _Inherited(LlamaAttention):
 
 
 class _Scaled(LlamaAttention):
-    """Its own forward names no eager attention."""
+    """Its own forward names no eager attention, the one that it calls does."""
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         output, weights = super().forward(*arguments, **named)
         return output * 2, weights
+
+
+def _capped_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, *arguments: Any, **named: Any
+) -> Any:
+    return llama_attention(module, 2 * torch.tanh(query / 2), key, *arguments, **named)
+
+
+class _Capped(LlamaAttention):
+    """Its own forward hands over an attention of its own."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **named: Any,
+    ) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, _capped_attention
+        )
+        output, weights = attend(
+            self, query, key, value, attention_mask, scaling=self.scaling, **named
+        )
+        return self.o_proj(output.reshape(*shape[:2], -1)), weights
+
+
+class _Alone(torch.nn.Module):
+    """Derives from no class of the library's."""
+
+    forward = _Capped.forward
+
+    def __init__(self, like: LlamaAttention) -> None:
+        super().__init__()
+        self.__dict__.update(like.__dict__)
 
 
 def _with(attention: type[LlamaAttention]) -> Any:
@@ -306,14 +351,29 @@ def _with(attention: type[LlamaAttention]) -> Any:
     return model
 
 
-def test_a_class_of_the_users_own_is_compared_with_what_it_inherits() -> None:
-    model = _with(_Inherited)
-    prompt = make_prompts((9,))[0]
-    right = greedy_reference(model, prompt, 4)
-    outputs = from_model(model).generate_batch([prompt], max_new_tokens=4, progress_bar=False)
-    assert outputs["req_0"].generated_tokens == right
+@pytest.mark.parametrize("attention", [_Inherited, _Scaled])
+def test_a_class_of_the_users_own_is_compared_with_what_it_inherits(
+    attention: type[LlamaAttention],
+) -> None:
+    model = _with(attention)
+    prompts = make_prompts((9, 30))
+    right = [greedy_reference(model, prompt, 8) for prompt in prompts]
+    assert right != [greedy_reference(_with(LlamaAttention), prompt, 8) for prompt in prompts] or (
+        attention is _Inherited
+    )
+    outputs = from_model(model).generate_batch(prompts, max_new_tokens=8, progress_bar=False)
+    assert [output.generated_tokens for output in outputs.values()] == right
+
+
+def test_a_class_of_the_users_own_with_another_attention_is_refused() -> None:
+    """Though it inherits one that could be compared."""
+    with pytest.raises(ModelRefusedError, match="_Capped computes with another attention than the"):
+        from_model(_with(_Capped))
 
 
 def test_a_forward_without_an_eager_attention_is_refused() -> None:
-    with pytest.raises(ModelRefusedError, match=r"_Scaled has no eager.*eager_attention_forward"):
-        from_model(_with(_Scaled))
+    model: Any = make_model(FAMILIES["llama"]())
+    for layer in model.model.layers:
+        layer.self_attn = _Alone(layer.self_attn)
+    with pytest.raises(ModelRefusedError, match=r"_Alone has no eager.*eager_attention_forward"):
+        from_model(model)
