@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,8 +42,9 @@ from engine.request import GenerationRequest, Request
 from engine.runner.eager import check_users_own, eager_attention, eager_forward, is_users_own
 from engine.runner.forward import ModelForward
 from engine.runner.kv_tensors import KVTensors, allocate_caches, make_groups
-from engine.runner.mask_rules import MaskWatch, UnknownMaskError
+from engine.runner.mask_rules import MaskWatch
 from engine.runner.model_runner import ModelRunner
+from engine.runner.watching import LayerWatch, masks_of
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams, StopParams
 from engine.token_ids import TokenIds
@@ -52,8 +53,6 @@ from engine.types import RequestId, RequestKey, TokenId
 _PROBE_NAME = "headrace_probe"
 _PROBE_TOKENS = (43, 11)
 """Lengths of the two prompts; more than one small block, and not a multiple of it."""
-_LONGEST_CONTEXT = 1 << 20
-"""The context assumed for a model without a limit."""
 _PROBE_BLOCK_SIZE = 8
 _PROBE_CHUNK = 29
 _TARGET_SCORE = 60.0
@@ -115,17 +114,14 @@ def _names_attention_interface(model_class: type[PreTrainedModel]) -> bool:
     return model_class._supports_attention_backend or hasattr(file, "ALL_ATTENTION_FUNCTIONS")
 
 
-@dataclass(slots=True)
-class _Probe:
-    """Watches the attention calls of an eager forward."""
+class _Probe(LayerWatch):
+    """Watches the attention calls of an eager forward, and compares our backend with each."""
 
-    backend: AttentionBackend
-    masks: MaskWatch
-    shapes: dict[int, LayerShape] = field(default_factory=dict)
-    calls: dict[int, int] = field(default_factory=dict)
-    dtypes: set[torch.dtype] = field(default_factory=set)
-    users_own: set[str] = field(default_factory=set)
-    """Attention classes whose forward is not the library's."""
+    def __init__(self, backend: AttentionBackend, masks: MaskWatch) -> None:
+        super().__init__(masks)
+        self.backend = backend
+        self.users_own: set[str] = set()
+        """Attention classes whose forward is not the library's."""
 
     def __call__(
         self,
@@ -140,56 +136,16 @@ class _Probe:
         """Replaces the model's eager attention: records the call, compares, and returns the eager
         result.
         """
-        layer = getattr(module, "layer_idx", None)
-        if not isinstance(layer, int):
-            raise ModelRefusedError(
-                f"{type(module).__name__} has no layer_idx, so its cache cannot be found"
-            )
-        if query.shape[0] != 1:
-            raise ModelRefusedError(
-                f"{type(module).__name__}, layer {layer}, attends in {query.shape[0]} rows where "
-                "one was given, so its tokens cannot be told apart in a ragged batch"
-            )
-        if query.shape[2] != key.shape[2]:
-            raise ModelRefusedError(
-                f"{type(module).__name__}, layer {layer}, attends with {query.shape[2]} queries to "
-                f"{key.shape[2]} keys, where each token must have one of both"
-            )
+        layer = self.record(module, query, key, value, attention_mask, kwargs.get("sliding_window"))
         eager = eager_attention(module)
         if is_users_own(module):
             self.users_own.add(type(module).__name__)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        self.calls[layer] = self.calls.get(layer, 0) + 1
-        self.dtypes.add(key.dtype)
-        self.shapes[layer] = LayerShape(
-            num_kv_heads=key.shape[1],
-            key_dim=key.shape[-1],
-            value_dim=value.shape[-1],
-            window=self._window(layer, module, attention_mask, kwargs.get("sliding_window")),
-        )
         self._compare(layer, module, eager, query, key, value, attention_mask, scaling, kwargs)
         output: tuple[torch.Tensor, torch.Tensor | None] = eager(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return output
-
-    def _window(
-        self, layer: int, module: torch.nn.Module, mask: torch.Tensor | None, told: object
-    ) -> int | None:
-        """The window of the layer's mask, which must agree with the one that is passed to
-        attention.
-        """
-        name = f"{type(module).__name__}, layer {layer}"
-        try:
-            window = self.masks.window(mask)
-        except UnknownMaskError as error:
-            raise ModelRefusedError(f"{name}: {error}") from error
-        if isinstance(told, int) and told < self.masks.context and told != window:
-            raise ModelRefusedError(
-                f"{name}: attention is told a window of {told} tokens, but the window of the "
-                f"layer's mask is {window}"
-            )
-        return window
 
     def _check_backend(self, layer: int, module: torch.nn.Module, params: AttentionParams) -> None:
         reason = self.backend.why_not(self.shapes[layer], params)
@@ -307,8 +263,7 @@ def probe_layers(model: PreTrainedModel, backend: AttentionBackend, num_layers: 
             compute wrongly.
         AttentionUnavailableError: the backend does not support a layer.
     """
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    probe = _Probe(backend, MaskWatch(context or _LONGEST_CONTEXT))
+    probe = _Probe(backend, masks_of(model))
     AttentionInterface.register(_PROBE_NAME, probe)
     AttentionMaskInterface.register(_PROBE_NAME, probe.masks)
     model.set_attn_implementation(_PROBE_NAME)
@@ -321,17 +276,12 @@ def probe_layers(model: PreTrainedModel, backend: AttentionBackend, num_layers: 
         output = eager_forward(model, ids.to(model.device))
         logits.append(output.logits[0, -1].float())
         prompts.append(tuple(TokenId(token) for token in ids[0].tolist()))
-        _check_calls(model, probe, num_layers)
-    if len(probe.dtypes) != 1:
-        raise ModelRefusedError(
-            f"{type(model).__name__} keeps keys in several types: "
-            f"{', '.join(sorted(str(dtype) for dtype in probe.dtypes))}"
-        )
+        probe.check(model, num_layers)
     if probe.users_own:
         check_users_own(model, probe.users_own, zip(prompts, logits, strict=True))
     return ModelProbe(
-        shapes=tuple(probe.shapes[layer] for layer in range(num_layers)),
-        dtype=next(iter(probe.dtypes)),
+        shapes=probe.all_shapes(),
+        dtype=probe.dtype(model),
         prompts=tuple(prompts),
         logits=tuple(logits),
     )
@@ -343,37 +293,6 @@ def num_embeddings(model: PreTrainedModel) -> int:
     # Reading a packed weight would unpack it.
     count: int = getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0]
     return count
-
-
-def _check_calls(model: PreTrainedModel, probe: _Probe, num_layers: int) -> None:
-    name = type(model).__name__
-    wrong = {layer: probe.calls.get(layer, 0) for layer in range(num_layers)}
-    wrong = {layer: calls for layer, calls in wrong.items() if calls != 1}
-    if wrong or len(probe.calls) != num_layers:
-        raise ModelRefusedError(
-            f"{name} has {num_layers} layers, but the attention calls by layer were {probe.calls}; "
-            "each layer must attend once"
-        )
-    text_config = model.config.get_text_config()
-    kinds = getattr(text_config, "layer_types", None)
-    # If the config has no kinds of layers, the cache of `generate` drops everything beyond the
-    # config's window or chunk, even if the layers do not use one.
-    full = [layer for layer in range(num_layers) if probe.shapes[layer].window is None]
-    for option in ("sliding_window", "attention_chunk_size"):
-        window = getattr(text_config, option, None)
-        if not window or kinds or not full or not getattr(text_config, "use_sliding_window", True):
-            continue
-        if window < probe.masks.context:
-            raise ModelRefusedError(
-                f"{name}: {option} is {window} in the config, but layer {full[0]} attends to all "
-                "tokens"
-            )
-    for layer, kind in enumerate(kinds or ()):
-        if (kind == "sliding_attention") != (probe.shapes[layer].window is not None):
-            raise ModelRefusedError(
-                f"{name}, layer {layer}: the config says {kind}, but the layer's window is "
-                f"{probe.shapes[layer].window}"
-            )
 
 
 def self_check(

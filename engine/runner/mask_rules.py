@@ -33,16 +33,16 @@ class MaskWatch:
 
     context: int
     _made: dict[int, tuple[torch.Tensor, MaskRule]] = field(default_factory=dict)
-    """By the address of the mask's memory, which slices of a mask share."""
+    """By the mask's storage, which slices of a mask share; on the meta device it has no address."""
     _windows: dict[int, int | None] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """See `transformers.masking_utils.eager_mask`."""
         mask: torch.Tensor | None = eager_mask(*args, **kwargs)
         if mask is not None and "mask_function" in kwargs:
-            address = mask.untyped_storage().data_ptr()
-            self._made[address] = (mask, kwargs["mask_function"])
-            self._windows.pop(address, None)
+            storage = mask.untyped_storage()._cdata
+            self._made[storage] = (mask, kwargs["mask_function"])
+            self._windows.pop(storage, None)
         return mask
 
     def window(self, mask: torch.Tensor | None) -> int | None:
@@ -55,15 +55,15 @@ class MaskWatch:
         """
         if mask is None:
             raise UnknownMaskError("attention has no mask, so tokens see those after them")
-        address = mask.untyped_storage().data_ptr()
-        if address not in self._made:
+        storage = mask.untyped_storage()._cdata
+        if storage not in self._made:
             raise UnknownMaskError(
                 "the model makes or changes the attention mask itself, so what it hides in longer "
                 "prompts is not known"
             )
-        if address not in self._windows:
-            self._windows[address] = _window_of(self._made[address][1], self.context)
-        return self._windows[address]
+        if storage not in self._windows:
+            self._windows[storage] = _window_of(self._made[storage][1], self.context)
+        return self._windows[storage]
 
 
 def _window_of(rule: MaskRule, context: int) -> int | None:
