@@ -21,6 +21,7 @@ from engine.manager import ContinuousBatchingManager, ManagerKeeper, Observer
 from engine.results import StopFinder
 from engine.runner.loader import VerifiedModel, build_runner
 from engine.runner.memory import CachePlan
+from engine.runner.weights_watch import WeightsWatch
 from engine.scheduler.pace import StepPace
 from engine.scheduler.registry import scheduler_class
 from engine.startup import VOCABULARY, enter
@@ -135,6 +136,12 @@ def build_manager(
     """
     core, limits, _ = build_core(verified, config, progress)
     compiler = _grammar_compiler(verified, tokenizer)
+    watch = WeightsWatch(verified.original)
+
+    def refresh() -> bool:
+        verified.refresh()
+        return watch.changed()
+
     return ContinuousBatchingManager(
         core,
         limits,
@@ -147,7 +154,7 @@ def build_manager(
         make_stop_finder=None if tokenizer is None else _StopFinders(tokenizer),
         keeper=keeper,
         settings=settings,
-        refresh_model=verified.refresh,
+        refresh_model=refresh,
         observer=observer,
     )
 

@@ -127,7 +127,7 @@ class ContinuousBatchingManager(EngineLoop):
         compile_grammar: GrammarCompile | None = None,
         keeper: ManagerKeeper | None = None,
         settings: object = None,
-        refresh_model: Callable[[], None] | None = None,
+        refresh_model: Callable[[], bool] | None = None,
         observer: Observer | None = None,
     ) -> None:
         """Wire a manager; `engine.assembly` does this for a loaded model.
@@ -142,8 +142,9 @@ class ContinuousBatchingManager(EngineLoop):
             keeper: keeps the manager for the next session if `stop` asks for it; None: that is not
                 possible.
             settings: see the class.
-            refresh_model: called when the model may have been changed since the last step; whatever
-                it raises is raised to the caller. None: nothing is called.
+            refresh_model: called when the model may have been changed since the last step; returns
+                whether its weights have changed since the last call, so that cached prefixes are
+                wrong. Whatever it raises is raised to the caller. None: nothing is called.
             observer: is told what the manager does; None: nobody is.
         """
         # No object that the manager refers to refers back to it, so a dropped manager frees its
@@ -209,8 +210,9 @@ class ContinuousBatchingManager(EngineLoop):
             self._refresh()
 
     def _refresh(self) -> None:
-        if self._refresh_model is not None:
-            self._refresh_model()
+        if self._refresh_model is not None and self._refresh_model():
+            logger.info("the model's weights have changed: cached prefixes are forgotten")
+            self.reset_prefix_cache()
 
     def _started(self) -> None:
         self._keep = False

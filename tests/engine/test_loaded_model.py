@@ -18,6 +18,7 @@ from transformers.modeling_utils import AttentionInterface
 from engine.attention.registry import ATTENTION_NAME
 from engine.config import ContinuousBatchingConfig
 from engine.errors import ModelChangedError, ModelRefusedError, NoStepError
+from engine.manager import ContinuousBatchingManager
 from engine.offline import LoadedModel, from_model, load
 from engine.outputs import FinishReason
 from engine.results import GenerationOutput
@@ -283,6 +284,60 @@ def test_what_the_owner_changes_is_what_is_computed(change: Callable[[Any], None
     right = [greedy_reference(model, prompt, NEW) for prompt in PROMPTS]
     assert right != before
     assert _batch(loaded) == right
+
+
+def _train(model: Any) -> None:
+    ids = torch.tensor(PROMPTS[:1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _load_weights(model: Any) -> None:
+    model.load_state_dict({name: 1.5 * one for name, one in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("change", [_raise_q, _other_parameter, _train, _load_weights])
+@pytest.mark.parametrize("when", ["kept", "window"])
+def test_cached_prefixes_of_old_weights_are_forgotten(
+    change: Callable[[Any], None], when: str
+) -> None:
+    model = _model()
+    loaded = from_model(model)
+    prompt = PROMPTS[2]
+
+    def generate(manager: ContinuousBatchingManager) -> tuple[list[int], int]:
+        name = manager.add_request(prompt, max_new_tokens=NEW, eos_token_id=-1)
+        output = manager.get_result(name, timeout=60)
+        assert output is not None
+        return output.generated_tokens, output.cached_tokens
+
+    def manager(keep: bool) -> Any:
+        return loaded.continuous_batching_context_manager(
+            GenerationConfig(do_sample=False),
+            continuous_batching_config=SMALL,
+            persistent_manager=keep,
+        )
+
+    with manager(keep=True) as first:
+        before, _ = generate(first)
+        assert generate(first) == (before, 32)
+        if when == "window":
+            with first.model_window():
+                change(model)
+            after = generate(first)
+    if when == "kept":
+        with manager(keep=True) as second:
+            assert second is first
+            assert generate(second) == (before, 32)  # nothing was changed
+        change(model)
+        with manager(keep=False) as third:
+            assert third is first
+            after = generate(third)
+    right = greedy_reference(model, prompt, NEW)
+    assert right != before
+    assert after == (right, 0)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
