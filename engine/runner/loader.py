@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.base import AttentionBackend
@@ -43,6 +42,7 @@ from engine.config import (
 from engine.errors import ModelChangedError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
 from engine.runner.buckets import Sizes
+from engine.runner.checkpoint import read_checkpoint, resolve_path
 from engine.runner.compile import compile_model, compile_options
 from engine.runner.cuda_graph import CudaGraphBackend, GraphBackend
 from engine.runner.forward import ModelForward
@@ -147,42 +147,6 @@ class LoadedRunner:
     plan: CachePlan
     overlap: bool
     padded_sizes: Sizes | None
-
-
-_GGUF = (
-    "GGUF files are not read here: give the directory of the model that they were made from, with "
-    "config.json and *.safetensors"
-)
-_SAFETENSORS = (
-    "only *.safetensors are read, because loading others can run code: get the model in that form, "
-    "or load it once with transformers and save it with save_pretrained"
-)
-
-
-def resolve_path(model: str) -> Path:
-    """The local directory of a model: the path itself, or the hub's cache for a hub id, downloaded
-    if necessary.
-
-    Raises:
-        ModelRefusedError: there is no such directory, and no such hub id can be downloaded.
-    """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists() or path.is_absolute() or model.startswith((".", "~")):
-        hint = _GGUF if path.suffix == ".gguf" else "give a model's directory or hub id"
-        raise ModelRefusedError(f"{model} is not a directory; {hint}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelRefusedError(
-            f"{model} is neither a directory here nor a model that the hub gives us "
-            f"({type(error).__name__}); give a directory that exists, or check the id and the "
-            "network"
-        ) from error
 
 
 def load_model(
@@ -479,23 +443,9 @@ def _longest_in_blocks(groups: tuple[LayerGroup, ...], plan: CachePlan, context:
 def _load_weights(
     path: Path, load_config: LoadConfig, device: torch.device, ranks: Ranks | None
 ) -> PreTrainedModel:
-    if any(path.glob("*.gguf")) and not any(path.glob("*.safetensors")):
-        raise ModelRefusedError(f"{path} has no *.safetensors; {_GGUF}")
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelRefusedError(
-            f"{path}: no model config that this version of transformers knows: {error}"
-        ) from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelRefusedError(
-            f"{path}: model type {config.model_type!r} has no causal language model in transformers"
-        )
-    check_config(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    if not any(path.glob("*.safetensors")):
-        raise ModelRefusedError(f"{path} has no weights that can be read: {_SAFETENSORS}")
+    checkpoint = read_checkpoint(path)
     if ranks is not None:
-        check_plan(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], ranks.place.world_size)
+        check_plan(checkpoint.config, checkpoint.model_class, ranks.place.world_size)
     if not sys.stderr.isatty():
         disable_progress_bar()  # a progress bar is for a terminal, not for a log
     dtype = "auto" if load_config.dtype == "auto" else getattr(torch, load_config.dtype)
@@ -503,7 +453,7 @@ def _load_weights(
         model: PreTrainedModel
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
-            config=config,
+            config=checkpoint.config,
             dtype=dtype,
             attn_implementation=None,  # the owner gets the usual attention, whatever the file says
             use_safetensors=True,
@@ -514,7 +464,7 @@ def _load_weights(
     except SafetensorError as error:
         raise ModelRefusedError(
             f"{path}: the weights cannot be read: a safetensors file is damaged, or was not copied "
-            f"to its end ({error}); get it again"
+            f"to its end ({error}); download it again"
         ) from error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelRefusedError(f"{path}: the weights cannot be read: {error}") from error

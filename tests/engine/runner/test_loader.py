@@ -15,7 +15,8 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedModel, T5Confi
 from engine.config import LoadConfig
 from engine.errors import ConfigError, ModelRefusedError
 from engine.offline import load
-from engine.runner.loader import VerifiedModel, load_model, resolve_path
+from engine.runner.checkpoint import resolve_path
+from engine.runner.loader import VerifiedModel, load_model
 from engine.runner.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.sampling_params import SamplingParams
 from tests.tiny_models import CONTEXT, FAMILIES, VOCAB, make_model
@@ -63,7 +64,8 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
 
 
 def test_no_config(tmp_path: Path) -> None:
-    with pytest.raises(ModelRefusedError, match="no model config"):
+    reason = r"not a model's directory: it has no config\.json; give"
+    with pytest.raises(ModelRefusedError, match=reason):
         _load(tmp_path)
 
 
@@ -119,10 +121,13 @@ def test_weights_of_another_shape(saved: Path) -> None:
         _load(saved)
 
 
-def test_a_truncated_file(saved: Path) -> None:
+@pytest.mark.parametrize("kept", [0, 4, 2000, -1])
+def test_a_truncated_file(saved: Path, kept: int) -> None:
     file = saved / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:2000])
-    with pytest.raises(ModelRefusedError, match="weights cannot be read"):
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(
+        ModelRefusedError, match=r"model\.safetensors: .* not copied to its end; download it again"
+    ):
         _load(saved)
 
 
