@@ -45,7 +45,8 @@ class ContinuousBatchingConfig:
             many as their window needs, at most this many. None: as many as max_memory_percent
             allows.
         max_batch_tokens: most tokens computed in one step, prefill and decode together: the token
-            budget. Longer prompts are cut in chunks of it. None: 1024 on a CPU, 8192 on CUDA.
+            budget. Longer prompts are cut in chunks of it. None: 1024 on a CPU; on CUDA 8192, or
+            fewer, down to 512, until a step takes a quarter of the free memory at most.
         max_memory_percent: the fraction of the free memory that the KV cache may take; above 0, at
             most 1. Free memory is what is left within the container's limit after the model is
             loaded, on CUDA less what the largest step was measured to need. None: 0.5 on a CPU; on
@@ -134,7 +135,7 @@ class ContinuousBatchingConfig:
         more="Longer prompts are split into chunks.",
         low=1,
         high=2**20,
-        shown="1024 on a CPU, 8192 on CUDA",
+        shown="1024 on a CPU, at most 8192 on CUDA",
         group=GROUP,
     )
     max_memory_percent: float | None = option(

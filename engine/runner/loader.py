@@ -54,7 +54,7 @@ from engine.runner.memory import CachePlan, HostLimits, StepLimits, plan_cache, 
 from engine.runner.model_defaults import context_length, default_sampling, eos_token_ids
 from engine.runner.model_runner import ModelRunner
 from engine.runner.packing import Packing, choose_packing, pack_model
-from engine.runner.profiling import DeviceMemory, device_memory, measure_step
+from engine.runner.profiling import DeviceMemory, device_memory, fitting_step, measure_step
 from engine.runner.runner_options import resolve_options
 from engine.runner.sharding import check_plan, sharding, whole_logits
 from engine.runner.view import ModelView
@@ -331,7 +331,7 @@ def build_runner(
     runner_id, step_bytes = 0, 0
     if leader is None:
         memory = memory or device_memory(device)
-        step_bytes = _step_bytes(verified, config, groups, memory)
+        config, step_bytes = _largest_step(verified, config, groups, memory)
         available, host_available = memory.available(), HostLimits.read().memory_available
     else:
         # No step is measured, because the other ranks can only follow one when they have a cache.
@@ -392,28 +392,38 @@ def _report_sizes(plan: CachePlan, progress: Callable[[str], None]) -> None:
         )
 
 
-def _step_bytes(
+def _largest_step(
     verified: VerifiedModel,
     config: ContinuousBatchingConfig,
     groups: tuple[LayerGroup, ...],
     memory: DeviceMemory,
-) -> int:
-    """The memory of the largest step, measured once for a model and a size."""
-    device, limits = verified.device, step_limits(config, verified.device)
-    measured = (limits, config.block_size)
-    if measured not in verified.step_bytes:
-        verified.step_bytes[measured] = measure_step(
-            memory,
-            verified.model,
-            verified.backend,
-            verified.probe,
-            groups,
-            device=device,
-            limits=limits,
-            block_size=config.block_size,
-            model_context=verified.context_length,
-        )
-    return verified.step_bytes[measured]
+) -> tuple[ContinuousBatchingConfig, int]:
+    """The memory of the largest step, measured once for a model and a size; and the config, with
+    as many max_batch_tokens as the memory allows if it leaves them open.
+    """
+    device = verified.device
+
+    def measure(limits: StepLimits) -> int:
+        measured = (limits, config.block_size)
+        if measured not in verified.step_bytes:
+            verified.step_bytes[measured] = measure_step(
+                memory,
+                verified.model,
+                verified.backend,
+                verified.probe,
+                groups,
+                device=device,
+                limits=limits,
+                block_size=config.block_size,
+                model_context=verified.context_length,
+            )
+        return verified.step_bytes[measured]
+
+    limits = step_limits(config, device)
+    if config.max_batch_tokens is not None:
+        return config, measure(limits)
+    limits, step_bytes = fitting_step(measure, limits, memory.available())
+    return replace(config, max_batch_tokens=limits.max_batch_tokens), step_bytes
 
 
 def free_memory(verified: VerifiedModel) -> tuple[int, int]:

@@ -3,6 +3,8 @@
     largest step (max_batch_tokens, max_requests_per_batch) ─▶ run, with one block for a cache
         ─▶ the most memory that it had at once ─▶ is left free (`engine.runner.memory.plan_cache`)
 
+If max_batch_tokens is not given, smaller steps are tried until one leaves most of the memory free.
+
 On CUDA the cache takes nearly all free memory, so the needs of a step must be known. On a CPU the
 cache is sized for the allowed concurrency and leaves half of the memory, so no step is run.
 """
@@ -10,6 +12,7 @@ cache is sized for the allowed concurrency and leaves half of the memory, so no 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -32,6 +35,12 @@ from engine.types import RequestId, RequestKey, TokenId
 
 _SAMPLING = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1)
 """The usual sampling that needs the most memory: logits are sorted, and tokens are counted."""
+
+_STEP_SHARE = 0.25
+"""The part of the free memory that a step may take where its size is not given: the rest is for the
+KV cache, without which a large step has nothing to compute.
+"""
+_LEAST_BATCH_TOKENS = 512
 
 
 class DeviceMemory(Protocol):
@@ -135,6 +144,39 @@ def measure_step(
             f"more than the {available / GIB:.2f} GiB that are free on {device} beside the model, "
             "before there is any KV cache; lower max_batch_tokens or max_requests_per_batch"
         ).naming("max_batch_tokens", "max_requests_per_batch") from error
+
+
+def fitting_step(
+    measure: Callable[[StepLimits], int], limits: StepLimits, available: int
+) -> tuple[StepLimits, int]:
+    """Half as many tokens, again and again, until the largest step takes a quarter of the device's
+    memory at most; but no fewer than 512 tokens, with which it may take more.
+
+    Args:
+        measure: how many bytes the largest step takes; raises InsufficientMemoryError if there is
+            not enough memory for it.
+        limits: the largest step to begin with.
+        available: bytes that are free on the device.
+
+    Returns:
+        The largest step, and how many bytes it takes.
+
+    Raises:
+        InsufficientMemoryError: there is not enough memory for a step of 512 tokens.
+    """
+    tokens = limits.max_batch_tokens
+    while True:
+        fewer = max(tokens // 2, _LEAST_BATCH_TOKENS)
+        fitting = replace(limits, max_batch_tokens=tokens)
+        try:
+            needed = measure(fitting)
+        except InsufficientMemoryError:
+            if fewer >= tokens:
+                raise
+        else:
+            if fewer >= tokens or needed <= _STEP_SHARE * available:
+                return fitting, needed
+        tokens = fewer
 
 
 def largest_batch(

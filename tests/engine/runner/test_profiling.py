@@ -12,6 +12,7 @@ import torch
 from engine.config import ContinuousBatchingConfig
 from engine.errors import InsufficientMemoryError
 from engine.offline import LoadedModel
+from engine.runner import loader
 from engine.runner.kv_tensors import make_groups
 from engine.runner.loader import LoadedRunner, build_runner
 from engine.runner.memory import GIB, StepLimits, step_limits
@@ -21,6 +22,7 @@ from engine.runner.profiling import (
     HostMemory,
     device_memory,
     largest_batch,
+    measure_step,
 )
 from tests.tiny_models import CONTEXT
 
@@ -119,6 +121,57 @@ def test_a_step_that_cannot_be_run(loaded: Callable[[str], LoadedModel]) -> None
         "beside the model, before there is any KV cache; lower max_batch_tokens or "
         "max_requests_per_batch"
     )
+
+
+class SteadyMemory(FakeMemory):
+    """A device on which a step takes so many bytes a token, and which may be too small for it."""
+
+    def __init__(self, available: int, token_bytes: int) -> None:
+        super().__init__(available, 0)
+        self._token_bytes = token_bytes
+        self.tokens: list[int] = []
+
+    def peak(self, run: Callable[[], None]) -> int:
+        needed = self._token_bytes * self.tokens[-1]
+        if needed > self._available:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return needed
+
+
+@pytest.mark.parametrize(
+    ("token_bytes", "tried"),
+    [
+        (MIB // 4, [8192]),  # 2 of 8 GiB
+        (MIB // 4 + 1, [8192, 4096]),
+        (3 * MIB // 2, [8192, 4096, 2048, 1024]),  # the first does not fit at all
+        (6 * MIB, [8192, 4096, 2048, 1024, 512]),  # no fewer, though it takes 3 GiB
+    ],
+)
+def test_a_step_s_size_that_is_not_given_comes_from_the_memory(
+    loaded: Callable[[str], LoadedModel],
+    token_bytes: int,
+    tried: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = SteadyMemory(8 * GIB, token_bytes)
+
+    def begin_with(config: ContinuousBatchingConfig, device: torch.device) -> StepLimits:
+        return StepLimits(config.max_batch_tokens or 8192, 64)  # as on CUDA
+
+    def measure(*arguments: Any, limits: StepLimits, **named: Any) -> int:
+        memory.tokens.append(limits.max_batch_tokens)
+        return measure_step(*arguments, limits=limits, **named)
+
+    monkeypatch.setattr(loader, "step_limits", begin_with)
+    monkeypatch.setattr(loader, "measure_step", measure)
+    assert build(loaded("llama"), memory, num_blocks=64).plan.max_batch_tokens == tried[-1]
+    assert memory.tokens == tried
+
+
+def test_a_step_s_size_that_is_given_is_kept(loaded: Callable[[str], LoadedModel]) -> None:
+    memory = FakeMemory(GIB, GIB // 2)
+    assert build(loaded("llama"), memory, max_batch_tokens=4096).plan.max_batch_tokens == 4096
+    assert memory.runs == 1
 
 
 def test_nothing_is_run_on_a_cpu() -> None:
