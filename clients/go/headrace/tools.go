@@ -74,12 +74,12 @@ func (c *Client) RunTools(
 			return run, err
 		}
 		run.Result = result
-		switch reason := result.FinishReason(); {
-		case len(result.ToolCalls()) == 0 && reason == FinishStop:
+		switch {
+		case len(result.ToolCalls()) == 0 && result.FinishReason() == FinishStop:
 			run.End = ToolsAnswered
 			run.Messages = append(run.Messages, result.Message())
 			return run, nil
-		case reason != FinishToolCalls: // which alone says that the arguments of all calls are whole
+		case !endedByItself(result):
 			run.End = ToolsCut
 			return run, nil
 		case reply >= o.MaxReplies:
@@ -99,6 +99,18 @@ func (c *Client) RunTools(
 				turn.ToolChoice.Names = nil
 			}
 		}
+	}
+}
+
+// endedByItself tells whether nothing cut the reply. One with STOP has a call whose arguments are no JSON: the model is told.
+func endedByItself(result *Result) bool {
+	switch result.FinishReason() {
+	case FinishToolCalls:
+		return true
+	case FinishStop:
+		return result.first().StopString == ""
+	default:
+		return false
 	}
 }
 

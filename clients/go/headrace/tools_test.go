@@ -25,7 +25,7 @@ func TestARunTellsTheModelWhatWentWrong(t *testing.T) {
 				&headracev1.ToolCallDelta{Index: 1, Id: "b", Name: "unknown", ArgumentsJson: `{}`},
 				&headracev1.ToolCallDelta{Index: 2, Id: "c", Name: "fails", ArgumentsJson: `[1]`},
 			),
-			finishedEvent(headracev1.FinishReason_FINISH_REASON_TOOL_CALLS),
+			finishedEvent(headracev1.FinishReason_FINISH_REASON_STOP), // as arguments are no JSON object
 		)(request, stream)
 	}})
 	var text string
@@ -64,12 +64,18 @@ func TestARunTellsTheModelWhatWentWrong(t *testing.T) {
 
 func TestARunStopsWhereItsCallsMayNotBeWhole(t *testing.T) {
 	call := &headracev1.ToolCallDelta{Id: "a", Name: "f", ArgumentsJson: `{`}
-	for end, reason := range map[headrace.ToolRunEnd]headracev1.FinishReason{
-		headrace.ToolsCut:        headracev1.FinishReason_FINISH_REASON_LENGTH,
-		headrace.ToolsMaxReplies: headracev1.FinishReason_FINISH_REASON_TOOL_CALLS,
+	atAStopString := finishedEvent(headracev1.FinishReason_FINISH_REASON_STOP)
+	atAStopString.GetFinished().Matched = &headracev1.Finished_StopString{StopString: "}"}
+	for name, want := range map[string]struct {
+		end  headrace.ToolRunEnd
+		last *headracev1.ResultEvent
+	}{
+		"length":      {headrace.ToolsCut, finishedEvent(headracev1.FinishReason_FINISH_REASON_LENGTH)},
+		"stop string": {headrace.ToolsCut, atAStopString},
+		"last reply":  {headrace.ToolsMaxReplies, finishedEvent(headracev1.FinishReason_FINISH_REASON_TOOL_CALLS)},
 	} {
-		t.Run(string(end), func(t *testing.T) {
-			client := serve(t, &script{stream: streamed(toolDelta(call), finishedEvent(reason))})
+		t.Run(name, func(t *testing.T) {
+			client := serve(t, &script{stream: streamed(toolDelta(call), want.last)})
 			run, err := client.RunTools(soon(t), &headrace.Request{
 				Messages: []headrace.Message{{Role: headrace.RoleUser, Content: "go"}},
 				Tools:    []headrace.Tool{{Name: "f"}},
@@ -77,7 +83,7 @@ func TestARunStopsWhereItsCallsMayNotBeWhole(t *testing.T) {
 				t.Error("it was run")
 				return "", nil
 			}}, &headrace.ToolRunOptions{MaxReplies: 1})
-			if err != nil || run.End != end || len(run.Messages) != 1 {
+			if err != nil || run.End != want.end || len(run.Messages) != 1 {
 				t.Errorf("%+v %v", run, err)
 			}
 		})

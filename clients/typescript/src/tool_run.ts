@@ -66,7 +66,7 @@ export async function* runTools(
   for (let turn = 1; ; turn++) {
     const asked = turn === 1 ? options : { ...options, toolChoice: afterTheFirst(options.toolChoice) };
     const result = await generate(messages, { ...asked, ...(described.length > 0 ? { tools: described } : {}) });
-    const isWhole = result.finishReason === "tool_calls"; // which says that the arguments of all calls are whole
+    const isWhole = endedByItself(result);
     if (result.toolCalls.length === 0) {
       messages = [...messages, result.message];
       const isCut = !["stop", "tool_calls"].includes(result.finishReason);
@@ -81,6 +81,12 @@ export async function* runTools(
     messages = [...messages, replyOf(result), ...answers.map(messageOf)];
     yield { result, answers, messages, end: undefined };
   }
+}
+
+/** Nothing cut the reply. One with "stop" has a call whose arguments are no JSON: the model is told. */
+function endedByItself(result: Result): boolean {
+  const { finishReason, stopString } = result;
+  return finishReason === "tool_calls" || (finishReason === "stop" && stopString === undefined);
 }
 
 /** A call that is required is so once: then the model may answer. */

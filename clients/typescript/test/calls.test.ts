@@ -257,7 +257,7 @@ test("tools: the model is told what its calls returned, and errors too", async (
         { id: "2", name: "add", argumentsJson: "{" },
         { id: "3", name: "none", argumentsJson: "{}" },
       ];
-      return { choices: [{ toolCalls, finished: { reason: FinishReason.TOOL_CALLS } }] };
+      return { choices: [{ toolCalls, finished: { reason: FinishReason.STOP } }] }; // as arguments are no JSON
     },
   });
   await using client = new Client(server.target);
@@ -274,4 +274,20 @@ test("tools: the model is told what its calls returned, and errors too", async (
     "error: the arguments are no JSON object; they were {",
     'error: there is no tool "none"; there are add',
   ]);
+});
+
+test("tools: calls of a reply that was cut are not run", async () => {
+  const toolCalls = [{ id: "1", name: "add", argumentsJson: "{}" }];
+  for (const [end, finished] of [
+    ["cut", { reason: FinishReason.LENGTH }],
+    ["cut", { reason: FinishReason.STOP, matched: { case: "stopString", value: "}" } }],
+    ["max_turns", { reason: FinishReason.TOOL_CALLS, matched: { case: "stopString", value: "}" } }],
+  ] as const) {
+    await using server = await ScriptedServer.start({ generate: () => ({ choices: [{ toolCalls, finished }] }) });
+    await using client = new Client(server.target);
+    const add = { name: "add", run: () => assert.fail("it was run") };
+    for await (const turn of client.runTools([{ role: "user", content: "?" }], [add], { maxTurns: 1 })) {
+      assert.deepEqual([turn.end, turn.answers], [end, []]);
+    }
+  }
 });

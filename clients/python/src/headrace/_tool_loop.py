@@ -165,7 +165,7 @@ class ToolLoop:
         """Reads a reply; returns its calls, or why they cannot be run. None: the run has ended,
         with this turn.
         """
-        is_whole = result.finish_reason in _WHOLE and result.stop_string is None
+        is_whole = _ended_by_itself(result)
         if not result.tool_calls:
             is_cut = result.finish_reason not in _WHOLE
             self.messages.append(result.message)
@@ -250,6 +250,15 @@ class ToolLoop:
             return PendingCall(call, tool, arguments, tool.read(arguments))
         except ValueError as fault:
             return ToolArgumentsError(call, f"the arguments do not fit: {fault}")
+
+
+def _ended_by_itself(result: Result) -> bool:
+    """Nothing cut the reply's calls. One with STOP has a call whose arguments are no JSON, which
+    the model is told, unless a stop string is why.
+    """
+    if result.finish_reason is FinishReason.TOOL_CALLS:
+        return True
+    return result.finish_reason is FinishReason.STOP and result.stop_string is None
 
 
 def _failed(call: ToolCall, cause: Exception) -> ToolError:
