@@ -12,6 +12,7 @@ from headrace._channel import CLIENT_VERSION
 from headrace._targets import DEFAULT_TARGET
 from headrace.cli import control
 from headrace.cli.batch import batch
+from headrace.cli.bench.command import bench
 from headrace.cli.chat import chat
 from headrace.cli.common import Connection
 from headrace.cli.generate import generate
@@ -33,6 +34,7 @@ app = typer.Typer(
 app.command(epilog=_EPILOG)(generate)
 app.command(epilog=_EPILOG)(chat)
 app.command(epilog=_EPILOG)(batch)
+app.command(epilog=_EPILOG)(bench)
 app.command(epilog=_EPILOG)(top)
 app.add_typer(control.app, name="control", epilog=_EPILOG)
 

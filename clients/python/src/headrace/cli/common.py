@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar, cast
 
 import typer
 
+from headrace.async_client import AsyncClient
 from headrace.client import Client
 from headrace.errors import (
     HeadraceError,
@@ -31,6 +32,7 @@ EXIT_INTERRUPTED = 130
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_C = TypeVar("_C", Client, AsyncClient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +48,25 @@ class Connection:
 
     def open(self) -> Client:
         """A client of that server; wrong arguments end the command."""
+        return self._opened(Client)
+
+    def open_async(self, **options: Any) -> AsyncClient:
+        """The same for asyncio, with these of its arguments besides."""
+        return self._opened(AsyncClient, **options)
+
+    def _opened(self, kind: Callable[..., _C], **options: Any) -> _C:
         if self.token and not (self.token.isascii() and self.token.isprintable()):
             fail("the token may hold printable ASCII characters alone", EXIT_USAGE)
         try:
             self._check_certificates()
-            return Client(
+            return kind(
                 self.target,
                 tls=self.tls,
                 ca=self.ca,
                 client_cert=self.client_cert,
                 client_key=self.client_key,
                 token=self.token,
+                **options,
             )
         except (ValueError, OSError) as error:
             fail(str(error), EXIT_USAGE)

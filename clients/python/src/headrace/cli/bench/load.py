@@ -1,0 +1,229 @@
+"""Sends the requests of a load, and has their times measured.
+
+A closed loop keeps a number of requests going: each of its places sends its next request when its
+last one has ended. An open loop sends requests when they are due, whatever became of the earlier
+ones; all its times count from when a request was due, so that a server that stands still makes
+every request slow that was due meanwhile, and not only those that it had (no coordinated omission).
+
+Each request is a task that reads its handle, as an application would do it. A request for which the
+server has no room is sent again when the server's advice has passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from headrace.async_session import AsyncSession
+from headrace.cli.bench.measures import Progress, Tally, count, reason
+from headrace.cli.bench.prompts import Prompts
+from headrace.errors import HeadraceError, ResourceExhaustedError
+from headrace.v1.generation_pb2 import GenerationSpec
+
+_PAUSE = 0.1
+"""Seconds that a closed loop's place rests after a request that failed, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How requests are sent.
+
+    Attributes:
+        requests: how many; None: until `duration` has passed.
+        duration: seconds after which no more are sent; None: `requests` says it.
+        concurrency: how many run at the same time, at most.
+        rate: of an open loop, requests a second; None: a closed loop.
+        arrivals: of an open loop: at random times, or at equal distances.
+        room_timeout: for how many seconds a request is sent again that the server has no room for.
+        seed: of the arrivals.
+    """
+
+    requests: int | None
+    duration: float | None
+    concurrency: int
+    rate: float | None
+    arrivals: Literal["poisson", "constant"]
+    room_timeout: float
+    seed: int
+
+    def gaps(self) -> Iterator[float]:
+        """Seconds from one arrival of an open loop to the next."""
+        assert self.rate is not None
+        chance = random.Random(f"{self.seed} arrivals")
+        while True:
+            yield chance.expovariate(self.rate) if self.arrivals == "poisson" else 1 / self.rate
+
+
+class Run:
+    """One load on some sessions.
+
+    Args:
+        sessions: requests take turns on them.
+        prompts: the requests.
+        load: how they are sent.
+        tally: what is measured.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        sessions: Sequence[AsyncSession],
+        prompts: Prompts,
+        load: Load,
+        tally: Tally,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.lost: HeadraceError | None = None
+        """Why a session ended before the load did."""
+        self.interrupted = False
+        self._sessions = sessions
+        self._prompts = prompts
+        self._load = load
+        self._tally = tally
+        self._clock = clock
+        self._next = 0
+        self._stopped = asyncio.Event()
+
+    def interrupt(self) -> None:
+        """Ends the load: what runs is cancelled."""
+        self.interrupted = True
+        self._stopped.set()
+
+    async def warm_up(self, requests: int) -> None:
+        """Sends so many requests, some at a time, which are not measured.
+
+        Raises:
+            HeadraceError: one of them was refused or failed.
+        """
+        # None of those that are measured: the server might have their prompts in its cache.
+        specs = iter([self._prompts.request(-1 - number) for number in range(requests)])
+        unmeasured = Tally()
+
+        async def place(session: AsyncSession) -> None:
+            for spec in specs:
+                now = self._clock()
+                progress = Progress(unmeasured, now)
+                await self._until_room(session, spec, progress, now + self._load.room_timeout)
+
+        places = min(self._load.concurrency, requests)
+        work = asyncio.gather(*map(place, self._some_sessions(places)))
+        await self._unless_stopped(work)
+
+    async def run(self) -> None:
+        """Sends everything, and waits until it has ended, or the load was ended."""
+        tally, cpu = self._tally, time.process_time()
+        tally.began = self._clock()
+        await self._unless_stopped(
+            asyncio.ensure_future(self._open() if self._load.rate else self._closed())
+        )
+        tally.seconds = self._clock() - tally.began
+        tally.cpu_seconds = time.process_time() - cpu
+        if self._stopped.is_set():
+            await asyncio.gather(*(session.close(cancel=True) for session in self._sessions))
+
+    async def _unless_stopped(self, work: asyncio.Future[Any]) -> None:
+        """Waits for something, or until the load is ended; the work is cancelled then. Raises what
+        the work raised.
+        """
+        stop = asyncio.create_task(self._stopped.wait())
+        try:
+            await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+            work.cancel()  # without effect if it is done
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+        finally:
+            work.cancel()
+            stop.cancel()
+
+    def _some_sessions(self, places: int) -> Iterator[AsyncSession]:
+        return itertools.islice(itertools.cycle(self._sessions), places)
+
+    def _is_over(self) -> bool:
+        load = self._load
+        if load.requests is not None and self._next >= load.requests:
+            return True
+        return load.duration is not None and self._clock() >= self._tally.began + load.duration
+
+    def _request(self) -> GenerationSpec:
+        self._next += 1
+        return self._prompts.request(self._next - 1)
+
+    async def _closed(self) -> None:
+        async with asyncio.TaskGroup() as places:
+            for session in self._some_sessions(self._load.concurrency):
+                places.create_task(self._place(session))
+
+    async def _place(self, session: AsyncSession) -> None:
+        while not self._is_over():
+            spec = self._request()
+            failure = await self._one(session, spec, self._clock())
+            if failure is not None:
+                await asyncio.sleep(max(failure.retry_after or 0.0, _PAUSE))
+
+    async def _open(self) -> None:
+        due, room = self._tally.began, asyncio.Semaphore(self._load.concurrency)
+        sessions = itertools.cycle(self._sessions)
+        duration = math.inf if self._load.duration is None else self._load.duration
+        async with asyncio.TaskGroup() as requests:
+            for gap in self._load.gaps():
+                due += gap
+                if self._is_over() or due >= self._tally.began + duration:
+                    break
+                spec = self._request()
+                await asyncio.sleep(due - self._clock())
+                await room.acquire()
+                task = requests.create_task(self._one(next(sessions), spec, due))
+                task.add_done_callback(lambda _: room.release())
+
+    async def _one(
+        self, session: AsyncSession, spec: GenerationSpec, due: float
+    ) -> HeadraceError | None:
+        """One request, from when it was due to its end. Returns the failure, if it failed."""
+        tally, progress = self._tally, Progress(self._tally, due)
+        progress.sent(self._clock())
+        try:
+            await self._until_room(session, spec, progress, due + self._load.room_timeout)
+            return None
+        except ResourceExhaustedError as refusal:
+            count(tally.refused, reason(refusal))
+            return refusal
+        except HeadraceError as failure:
+            count(tally.failed, reason(failure))
+            return failure
+        except asyncio.CancelledError:
+            tally.interrupted += 1
+            raise
+
+    async def _until_room(
+        self, session: AsyncSession, spec: GenerationSpec, progress: Progress, give_up: float
+    ) -> None:
+        while True:
+            try:
+                await self._attempt(session, spec, progress)
+                return
+            except ResourceExhaustedError as refusal:
+                advice = refusal.retry_after
+                if advice is None or self._clock() + advice > give_up:
+                    raise
+                progress.waits_for_room(refusal)
+                await asyncio.sleep(advice)
+
+    async def _attempt(
+        self, session: AsyncSession, spec: GenerationSpec, progress: Progress
+    ) -> None:
+        try:
+            handle = session.submit(spec)
+        except HeadraceError as error:  # the session has ended
+            self.lost = self.lost or error
+            self._stopped.set()
+            raise
+        async for chunk in handle:
+            progress.output(len(chunk.token_ids), self._clock())
+        progress.finished(await handle, self._clock())
