@@ -159,6 +159,10 @@ bench-gpu: ## Check, then measure on a CUDA device, with PYTHON's own packages (
 bench-report: $(DEV) ## Write the tables of the documents from the records in benchmarks/results/.
 	$(BIN)/python -m benchmarks report
 
+.PHONY: bench-first-try
+bench-first-try: $(DEV) ## Measure `make run` in fresh clones, without caches, part by part: about four minutes.
+	$(BIN)/python -m benchmarks.first_try $(ARGS)
+
 .PHONY: bench-step-time
 bench-step-time: $(DEV) $(NATIVE) ## Measure what a target step time gives and costs, on the 0.6B shape: a quarter of an hour (ARGS=--resume).
 	$(BIN)/python -m benchmarks.step_time $(ARGS)

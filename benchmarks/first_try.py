@@ -1,0 +1,277 @@
+"""What a newcomer waits for: `make run` in a fresh clone until the first token
+(`make bench-first-try`, three runs, about four minutes and as many downloads).
+
+Each run has a clone, a virtual environment and a home of its own, so that no package is in a cache;
+what pip is told by the environment stays. What `make run` prints is timed line by line:
+
+    environment   `python -m venv`, and uv by pip
+    resolve       uv finds what is needed
+    fetch         uv downloads and unpacks, and meanwhile the kernels are compiled
+    link          uv puts the packages into the environment
+    start         the server: from the last line of the set-up until the model is loaded
+    first token   `headrace generate` until its first output, the command's own start with it
+
+Then the server is started again, by the same command, as often as is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import headrace
+import psutil
+from tqdm import tqdm
+
+from benchmarks.processes import ROOT
+from benchmarks.records import commit, machine_record, rounded
+from benchmarks.stalled_readers import free_port
+
+WAIT_S = 600.0
+LARGEST = 8
+PARTS = ("environment", "resolve", "fetch", "link", "start", "first token")
+_OUTPUT = ROOT / "benchmarks" / "results" / "first_try.json"
+_UV = re.compile(r"(Resolved|Prepared|Installed) \d+ packages? in ")
+_BYTES = 2**20
+
+
+class FirstTryFailure(Exception):
+    """A run did not come to its first token; the message has what it printed."""
+
+
+class Run:
+    """`make run` in a clone, and when it printed what."""
+
+    def __init__(self, clone: Path, environment: dict[str, str]) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.lines: list[tuple[float, str]] = []
+        self._environment = environment
+        self._clone = clone
+        self._began = time.monotonic()
+        self._process = subprocess.Popen(
+            ["make", "run", f"LISTEN={self.address}"],
+            cwd=clone,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_until_ready(self) -> float:
+        """Seconds from the command until the server is ready.
+
+        Raises:
+            FirstTryFailure: it ended, or was not ready in time.
+        """
+        while time.monotonic() - self._began < WAIT_S:
+            if self._process.poll() is not None:
+                self._reader.join(timeout=1.0)
+                raise FirstTryFailure("".join(line for _, line in self.lines[-20:]))
+            with contextlib.suppress(headrace.HeadraceError), headrace.Client(self.address) as one:
+                one.wait_until_ready(timeout=1.0)
+                return time.monotonic() - self._began
+        raise FirstTryFailure(f"not ready after {WAIT_S:.0f} s")
+
+    def first_token(self) -> float:
+        """Seconds that `headrace generate` takes to its first output.
+
+        Raises:
+            FirstTryFailure: it printed nothing.
+        """
+        began = time.monotonic()
+        command = [self._clone / ".venv" / "bin" / "headrace", "generate", "Hello"]
+        command += ["--target", self.address, "--max-tokens", "16"]
+        with subprocess.Popen(
+            [str(word) for word in command], env=self._environment, stdout=subprocess.PIPE
+        ) as process:
+            output = process.stdout.read(1) if process.stdout else b""
+            taken = time.monotonic() - began
+        if not output:
+            raise FirstTryFailure("headrace generate printed nothing")
+        return taken
+
+    def when(self, pattern: str) -> float | None:
+        """Seconds until it printed the first line with this in it."""
+        return next((at for at, line in self.lines if re.search(pattern, line)), None)
+
+    def end(self) -> None:
+        """Stop it, and what it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        self._process.wait(60)
+        self._reader.join()
+
+    def _read(self) -> None:
+        if self._process.stdout is None:
+            return
+        with self._process.stdout as output:
+            for line in output:
+                self.lines.append((time.monotonic() - self._began, line))
+
+
+@contextlib.contextmanager
+def running(clone: Path, environment: dict[str, str]) -> Iterator[Run]:
+    """`make run`, ended at the end."""
+    run = Run(clone, environment)
+    try:
+        yield run
+    finally:
+        run.end()
+
+
+def parts(run: Run, ready: float, first_token: float) -> dict[str, float]:
+    """Seconds of each part.
+
+    Raises:
+        FirstTryFailure: uv did not install, so its lines are not there.
+    """
+    ends = {name: run.when(f"^{name}") for name in ("Resolved", "Prepared", "Installed")}
+    resolved, prepared, installed = ends.values()
+    if resolved is None or prepared is None or installed is None:
+        raise FirstTryFailure("uv did not install: " + "".join(line for _, line in run.lines[-20:]))
+    resolving = _told(run, "Resolved")
+    return {
+        "environment": resolved - resolving,
+        "resolve": resolving,
+        "fetch": prepared - resolved,
+        "link": installed - prepared,
+        "start": ready - installed,
+        "first token": first_token,
+    }
+
+
+def _told(run: Run, word: str) -> float:
+    """Seconds that uv says a step took."""
+    for _, line in run.lines:
+        if _UV.match(line) and line.startswith(word):
+            text = line.rpartition(" in ")[2].strip()
+            minutes, _, rest = text.rpartition("m ") if "m " in text else ("0", "", text)
+            scale = 1e-3 if rest.endswith("ms") else 1.0
+            return 60 * float(minutes) + scale * float(rest.rstrip("ms"))
+    return 0.0
+
+
+def sizes(environment: Path) -> dict[str, Any]:
+    """Bytes of an environment, and its largest packages."""
+    places = list(environment.glob("lib/python3*/site-packages"))
+    found: dict[str, int] = {}
+    for package in places[0].iterdir() if places else ():
+        files = package.rglob("*") if package.is_dir() else [package]
+        found[package.name] = sum(
+            file.lstat().st_size for file in files if file.is_file() and not file.is_symlink()
+        )
+    order = sorted(found, key=lambda name: -found[name])
+    return {
+        "environment_mb": sum(found.values()) / _BYTES,
+        "largest_mb": {name: found[name] / _BYTES for name in order[:LARGEST]},
+    }
+
+
+def received() -> int:
+    """Bytes that came over the network since the machine started, loopback left out."""
+    counters = psutil.net_io_counters(pernic=True)
+    return sum(one.bytes_recv for name, one in counters.items() if name != "lo")
+
+
+def fresh_environment(home: Path) -> dict[str, str]:
+    """A newcomer's: no caches, none of this environment's programs first."""
+    own = str(Path(sys.executable).parent)
+    dropped = ("PYTHON", "VIRTUAL_ENV", "MAKE", "UV_", "XDG_", "HEADRACE")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    path = os.pathsep.join(one for one in kept["PATH"].split(os.pathsep) if one != own)
+    return kept | {"PATH": path, "HOME": str(home)}
+
+
+def measure(folder: Path, again: int) -> dict[str, Any]:
+    """One fresh run, and the starts after it.
+
+    Raises:
+        FirstTryFailure: it did not come to its first token.
+    """
+    clone, home = folder / "headrace", folder / "home"
+    home.mkdir()
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    environment = fresh_environment(home)
+    before = received()
+    with running(clone, environment) as run:
+        ready = run.wait_until_ready()
+        first_token = run.first_token()
+        found = parts(run, ready, first_token)
+    downloaded = received() - before
+    starts = []
+    for _ in range(again):
+        with running(clone, environment) as run:
+            starts.append(run.wait_until_ready())
+    return {
+        "seconds": sum(found.values()),
+        "parts_s": found,
+        "downloaded_mb": downloaded / _BYTES,
+        "mb_per_s": downloaded / _BYTES / found["fetch"],
+        "again_ready_s": starts,
+        **sizes(clone / ".venv"),
+    }
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.first_try", description="Measure `make run` in fresh clones."
+    )
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--again", type=int, default=3, help="starts after each fresh one")
+    parser.add_argument("--output", type=Path, default=_OUTPUT)
+    arguments = parser.parse_args()
+    runs = []
+    for _ in tqdm(range(arguments.runs), desc="fresh runs", unit="run"):
+        with tempfile.TemporaryDirectory(prefix="headrace-first-try-") as folder:
+            runs.append(measure(Path(folder), arguments.again))
+    record = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "machine": machine_record(),
+        "runs": runs,
+    }
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(rounded(record), indent=1) + "\n")
+    print(table(runs))
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """What the documents show of a record's runs."""
+    numbers = " | ".join(f"run {number}" for number in range(1, len(runs) + 1))
+    rows = [f"| seconds | {numbers} |", "|---|" + "---|" * len(runs)]
+    for part in PARTS:
+        rows.append(
+            f"| {part} | " + " | ".join(f"{run['parts_s'][part]:.1f}" for run in runs) + " |"
+        )
+    told = [f"**{run['seconds']:.1f}**" for run in runs]
+    rows.append("| to the first token | " + " | ".join(told) + " |")
+    again = [f"{statistics.median(run['again_ready_s']):.1f}" for run in runs]
+    rows.append("| `make run` again, until ready (median) | " + " | ".join(again) + " |")
+    bytes_told = [f"{run['downloaded_mb']:,.0f} ({run['mb_per_s']:.0f} a second)" for run in runs]
+    rows.append("| MiB that came | " + " | ".join(bytes_told) + " |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except FirstTryFailure as failure:
+        sys.exit(f"it did not come to its first token:\n{failure}")
