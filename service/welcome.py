@@ -137,8 +137,6 @@ def _grpcurl(config: ServiceConfig, address: Address, example: _Example) -> str:
     if _secure(config, address) and config.tls_client_ca is not None:
         security += " -cert CERT -key KEY"
     target = _client_target(address)
-    if address.path is not None:
-        security, target = "-plaintext -unix", address.path
     if config.auth_file is not None:
         security += ' -H "authorization: Bearer TOKEN"'
     return f"grpcurl {security} -d '{example.spec}' {target} {_METHOD}"

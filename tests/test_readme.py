@@ -75,6 +75,7 @@ def test_there_are_examples() -> None:
         "headrace",
         "headrace",
         "headrace",
+        "headrace",
     ]
 
 

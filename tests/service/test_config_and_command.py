@@ -130,7 +130,8 @@ def test_welcome_lines_fit_the_address() -> None:
     assert "--ca c --client-cert CERT --client-key KEY --token TOKEN" in lines
     assert 'ca="c", client_cert="CERT", client_key="KEY", token="TOKEN")' in lines
     unix = welcome(ServiceConfig(), info, (Address(path="/run/s"),), None, 1.0)
-    assert "grpcurl -plaintext -unix" in unix
+    assert "grpcurl -plaintext -d " in unix
+    assert "}}}' unix:/run/s headrace.v1." in unix
     assert 'headrace.Client("unix:/run/s")' in unix
     assert "float32 on cpu)" in plain
     assert "tokenizer" not in plain
