@@ -81,6 +81,7 @@ def build_core(
         loaded.runner,
         max_context_tokens=limits.max_context_tokens,
         overlap=loaded.overlap,
+        rope=verified.rope,
     )
     return core, limits, plan
 

@@ -37,6 +37,7 @@ from engine.outputs import (
     TokenLogprobs,
 )
 from engine.request import PENDING_TOKEN, GenerationRequest, Request, TokenMatcher
+from engine.rope import RopeLengths
 from engine.runner_protocol import INVALID_TOKEN, PendingStep, Runner, SampledTokens
 from engine.scheduler.base import Scheduler
 from engine.stats import EngineStats
@@ -74,6 +75,7 @@ class EngineCore:
         *,
         max_context_tokens: int,
         overlap: bool = False,
+        rope: RopeLengths | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Wire a core.
@@ -83,13 +85,17 @@ class EngineCore:
             max_context_tokens: the longest request, prompt and output together.
             overlap: whether the next step is scheduled and launched before the last one's tokens
                 are on the host.
+            rope: how the model's rotary frequencies depend on a request's length; None: they do
+                not.
             clock: monotonic seconds.
         """
         self.scheduler = scheduler
         self.runner = runner
         self.max_context_tokens = max_context_tokens
         self.overlap = overlap
+        self.rope = rope
         self.clock = clock
+        self._outgrown: list[Request] = []  # have just outgrown the original length of `rope`
         self._live = LiveRequests(scheduler, runner, clock)
         self._in_flight: deque[_LaunchedStep] = deque()  # at most two, the older first
         self._last_collect = -math.inf
@@ -138,6 +144,7 @@ class EngineCore:
                 key=RequestKey(self._next_key),
                 choice=choice,
                 ending_token_ids=endings,
+                rope_group=0 if self.rope is None else self.rope.group(len(spec.prompt)),
             )
         live = self._live.add(spec, choices)
         if make_matcher is not None:
@@ -213,6 +220,8 @@ class EngineCore:
         """
         now = self.clock()
         self._live.end_overdue(now)
+        if self._outgrown:
+            self._restart_outgrown()
         if self._in_flight and self._must_wait():
             self._collect()
         resting = form_budget.choose_resting(self.scheduler.running.values())
@@ -275,6 +284,17 @@ class EngineCore:
             block_size=kv_cache.block_size,
         )
 
+    def _restart_outgrown(self) -> None:
+        """Have requests computed anew that grew beyond the original length; see `engine.rope`."""
+        self.settle()
+        for request in self._outgrown:
+            if self.rope is not None and not request.status.is_terminal:
+                request.rope_length = request.num_tokens
+                request.rope_group = self.rope.group(request.rope_length)
+                request.block_hashes.clear()
+                self.scheduler.restart(request)
+        self._outgrown.clear()
+
     def _must_wait(self) -> bool:
         """Whether the pending tokens are needed on the host before anything can be launched."""
         return any(
@@ -302,6 +322,9 @@ class EngineCore:
             if part.samples:
                 part.request.token_ids.append(PENDING_TOKEN)
                 part.request.num_pending_tokens += 1
+                rope = self.rope
+                if rope and rope.restarts and part.request.num_tokens == rope.original + 1:
+                    self._outgrown.append(part.request)
         self._in_flight.append(_LaunchedStep(batch, pending, now))
         return True
 

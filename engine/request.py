@@ -182,6 +182,8 @@ class Request:
             their allowance, in seconds; and how many steps it has waited because of them.
         max_total_tokens: the length at which the request must stop: prompt + max_tokens, or the
             context if that is less.
+        rope_length: its tokens are rotated for this length at least (see `engine.rope`).
+        rope_group: only requests of the same group may share prefixes; set by the core.
         request_id, num_prompt_tokens: the request's id, and the prompt's length; stored, because
             they are read for every token.
     """
@@ -210,12 +212,14 @@ class Request:
     first_token: float | None = None
     last_token: float | None = None
     ending_token_ids: frozenset[TokenId] = frozenset()
+    rope_group: int = 0
     request_id: RequestId = field(init=False)
     num_prompt_tokens: int = field(init=False)
+    rope_length: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.request_id = self.spec.request_id
-        self.num_prompt_tokens = len(self.spec.prompt)
+        self.num_prompt_tokens = self.rope_length = len(self.spec.prompt)
         self.token_ids = array("i", self.spec.prompt.packed)
         if not self.ending_token_ids:
             self.ending_token_ids = self.spec.stop.ending_token_ids

@@ -63,7 +63,7 @@ class PrefixCache:
         self._watch = PrefixWatch()
         for pool in pools:
             pool.index.watch = self._watch
-        self._asked: tuple[RequestKey, int] | None = None
+        self._asked: tuple[RequestKey, int, int] | None = None
         self._answer = PrefixMatch(0, tuple(GroupMatch() for _ in groups))
 
     def find(self, request: Request) -> PrefixMatch:
@@ -72,7 +72,7 @@ class PrefixCache:
         """
         known = request.num_tokens - request.num_pending_tokens
         num_blocks = min(known, request.num_tokens - 1) // self._block_size
-        asked = (request.key, num_blocks)
+        asked = (request.key, num_blocks, request.rope_group)
         if asked != self._asked or self._watch.is_stale:
             extend_block_hashes(request, num_blocks, self._block_size)
             digests = request.block_hashes[:num_blocks]

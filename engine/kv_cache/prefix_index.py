@@ -2,7 +2,7 @@
 
 The KV of a full block depends on its tokens and on all tokens before them. So digests are chained:
 
-    root   = H(salt)
+    root   = H(salt), or H(H(salt) ‖ the rope group) if that is not 0 (see `engine.rope`)
     digest = H(the digest of the block before it, or the root ‖ the block's token ids)
 
 H is BLAKE2b with 16 bytes (RFC 7693). The salt separates tenants, so no tenant may be able to make
@@ -22,6 +22,7 @@ _DIGEST_BYTES = 16
 # state takes half the time of making one.
 _SALT_HASH = blake2b(digest_size=_DIGEST_BYTES, person=b"salt")
 _BLOCK_HASH = blake2b(digest_size=_DIGEST_BYTES, person=b"block")
+_ROPE_HASH = blake2b(digest_size=_DIGEST_BYTES, person=b"rope")
 
 
 def extend_block_hashes(request: Request, num_blocks: int, block_size: int) -> None:
@@ -32,7 +33,7 @@ def extend_block_hashes(request: Request, num_blocks: int, block_size: int) -> N
     digests = request.block_hashes
     if len(digests) >= num_blocks:
         return
-    parent = digests[-1] if digests else _digest(_SALT_HASH, request.spec.cache_salt)
+    parent = digests[-1] if digests else _root(request)
     start, stop = len(digests) * block_size, num_blocks * block_size
     tokens = request.token_ids[start:stop]
     block_bytes = block_size * tokens.itemsize
@@ -40,6 +41,13 @@ def extend_block_hashes(request: Request, num_blocks: int, block_size: int) -> N
     for offset in range(0, len(data), block_bytes):
         parent = _digest(_BLOCK_HASH, parent + data[offset : offset + block_bytes])
         digests.append(parent)
+
+
+def _root(request: Request) -> bytes:
+    root = _digest(_SALT_HASH, request.spec.cache_salt)
+    if request.rope_group:
+        root = _digest(_ROPE_HASH, root + request.rope_group.to_bytes(8, "little"))
+    return root
 
 
 def _digest(template: blake2b, data: bytes) -> bytes:

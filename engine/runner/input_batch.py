@@ -21,6 +21,8 @@ from engine.attention.base import BatchLayout
 from engine.batch import ScheduledBatch, ScheduledRequest
 from engine.kv_cache.block_table import BlockTable
 from engine.request import PENDING_TOKEN, Request
+from engine.rope import RopeLengths
+from engine.runner.rope import with_lengths
 from engine.runner.runner_options import RunnerOptions, StepPath
 from engine.types import RequestKey, TokenId
 
@@ -47,7 +49,8 @@ class InputBatch:
     Attributes:
         path: the path that computes it.
         num_tokens: its tokens, without padding.
-        token_ids, positions: int64 [T], padding included: token 0 at position 0.
+        token_ids, positions: int64 [T], padding included: token 0 at position 0. Positions may
+            carry a length (see `engine.runner.rope`).
         logit_rows: int64 [S + P], the tokens of which the logits are needed: those of the S
             requests that sample, then P prompt tokens.
         wants_all_rows: whether these are all tokens in order, so that no rows need to be selected.
@@ -76,12 +79,19 @@ class InputBatchBuilder:
     of a batch must not be written to.
     """
 
-    def __init__(self, num_groups: int, block_size: int, options: RunnerOptions) -> None:
+    def __init__(
+        self,
+        num_groups: int,
+        block_size: int,
+        options: RunnerOptions,
+        rope: RopeLengths | None = None,
+    ) -> None:
         """num_groups: the number of layer groups. block_size: tokens in a block. options: for paths
-        and padding.
+        and padding. rope: how rotary frequencies depend on a request's length; None: they do not.
         """
         self._block_size = block_size
         self._options = options
+        self._rope = rope
         self._tables = tuple(_StackedTables(group) for group in range(num_groups))
         self._ones = np.ones(0, dtype=np.int64)
         self._rows = np.arange(0, dtype=np.int64)
@@ -128,13 +138,18 @@ class InputBatchBuilder:
                 for tables in self._tables
             ]
         )
+        position_ids = positions
+        if self._rope is not None:
+            rope_lengths = np.array([part.request.rope_length for part in parts], dtype=np.int64)
+            rope_lengths = np.repeat(rope_lengths, counts)
+            position_ids = with_lengths(positions, rope_lengths, self._rope.original)
         return InputBatch(
             path=StepPath.DECODE if fits_decode else StepPath.VARLEN,
             num_tokens=num_tokens,
             token_ids=token_ids,
-            positions=np.append(positions, np.zeros(num_padding, np.int64))
+            positions=np.append(position_ids, np.zeros(num_padding, np.int64))
             if num_padding
-            else positions,
+            else position_ids,
             logit_rows=logit_rows,
             # Comparing the numbers of rows and tokens would not be enough: prompt rows come after
             # the sampled ones.

@@ -41,6 +41,7 @@ from engine.config import (
 )
 from engine.errors import ModelChangedError, ModelRefusedError
 from engine.kv_cache.groups import LayerGroup
+from engine.rope import RopeLengths
 from engine.runner.buckets import Sizes
 from engine.runner.checkpoint import read_checkpoint, resolve_path
 from engine.runner.compile import compile_model, compile_options
@@ -55,6 +56,7 @@ from engine.runner.model_defaults import context_length, default_sampling, eos_t
 from engine.runner.model_runner import ModelRunner
 from engine.runner.packing import Packing, choose_packing, pack_model
 from engine.runner.profiling import DeviceMemory, device_memory, fitting_step, measure_step
+from engine.runner.rope import follow_lengths, read_rope
 from engine.runner.runner_options import resolve_options
 from engine.runner.sharding import check_plan, sharding, whole_logits
 from engine.runner.view import ModelView
@@ -90,6 +92,8 @@ class VerifiedModel:
             are no others.
         step_bytes: the measured memory of steps, by the largest step and the block size.
         view: connects `model` and `original`; None: they are the same.
+        rope: how the model's rotary frequencies depend on a request's length; None: they do not, or
+            requests may not be longer than the original length.
     """
 
     model: PreTrainedModel
@@ -108,6 +112,7 @@ class VerifiedModel:
     leader: Leader | None = None
     step_bytes: dict[tuple[StepLimits, int], int] = field(default_factory=dict)
     view: ModelView | None = None
+    rope: RopeLengths | None = None
 
     def refresh(self) -> None:
         """Take over changes that the owner has made to the model; called when steps may follow the
@@ -265,6 +270,9 @@ def verify_model(
     if ranks is None:  # the hooks of a split model are bound to its own modules
         view = ModelView.of(original)
         model = view.model
+    rope = None if view is None else read_rope(model)
+    if rope is not None and not follow_lengths(model, rope):
+        rope = None
     if fuse is not None:
         progress(str(fuse_model(model) if fuse == "kernels" else join_products(model)))
     enter(progress, VERIFY)
@@ -291,7 +299,7 @@ def verify_model(
         dtype=model.dtype,
         backend=backend,
         probe=probe,
-        context_length=context_length(text_config),
+        context_length=context_length(text_config, rope),
         vocab_size=vocab_size,
         parameters=parameters,
         eos_token_ids=eos_token_ids(model.generation_config, model.config, vocab_size),
@@ -299,6 +307,7 @@ def verify_model(
         ranks=ranks,
         leader=leader,
         view=view,
+        rope=rope,
     )
 
 
@@ -367,6 +376,7 @@ def build_runner(
         else leader.forward(runner_id, verified.model, kv, verified.backend),
         sampler=Sampler(probe.logits[0].shape[-1], device),
         options=options,
+        rope=verified.rope,
         copier=None if leader is None else leader.copier(runner_id, kv),
         graphs=graphs,
         progress=progress,

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from engine.errors import InvalidRequestError
+from engine.rope import RopeLengths
 from engine.sampling_params import DEFAULT_TOP_K, SamplingParams
 from engine.types import TokenId
 
@@ -19,30 +20,33 @@ logger = logging.getLogger(__name__)
 _NO_LIMIT = 1 << 20
 """The context assumed for a model without a limit; the cache's size limits it anyway."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the longest request in the batch, beyond the
-original length.
-"""
+"""Rotary embeddings whose frequencies depend on the length, beyond the original one."""
 
 
-def context_length(text_config: Any) -> int:
-    """The longest request that the model allows, in tokens."""
+def context_length(text_config: Any, rope: RopeLengths | None = None) -> int:
+    """The longest request that the model allows, in tokens.
+
+    rope: how rotary frequencies depend on a request's length, if steps follow that.
+    """
+    if rope is not None:
+        return rope.longest
     length = getattr(text_config, "max_position_embeddings", None) or _NO_LIMIT
     parameters = getattr(text_config, "rope_parameters", None) or {}
     # Either one set of parameters, or one for each kind of layer.
-    nested = [entry for entry in parameters.values() if isinstance(entry, dict)]
-    for rope in nested or [parameters]:
-        if rope.get("rope_type") not in _LENGTH_DEPENDENT_ROPE:
+    nested = [one for one in parameters.values() if isinstance(one, dict)]
+    for entry in nested or [parameters]:
+        if entry.get("rope_type") not in _LENGTH_DEPENDENT_ROPE:
             continue
-        original = rope.get("original_max_position_embeddings") or getattr(
+        original = entry.get("original_max_position_embeddings") or getattr(
             text_config, "original_max_position_embeddings", None
         )
         if original and original < length:
             logger.warning(
                 "context limited to %d of %d tokens: beyond that, %s rotary embeddings depend on "
-                "the longest request in a batch",
+                "a request's length, which this model's steps cannot follow",
                 original,
                 length,
-                rope["rope_type"],
+                entry["rope_type"],
             )
             length = original
     return int(length)

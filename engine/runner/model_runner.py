@@ -19,6 +19,7 @@ from engine.errors import ConfigError
 from engine.kv_cache.manager import KVCacheManager
 from engine.outputs import TokenLogprobs
 from engine.request import GenerationRequest, Request
+from engine.rope import RopeLengths
 from engine.runner.block_copies import BlockCopier
 from engine.runner.captured import CapturedSteps
 from engine.runner.compile import describe
@@ -74,6 +75,7 @@ class ModelRunner:
         *,
         sampler: Sampler,
         options: RunnerOptions = PLAIN,
+        rope: RopeLengths | None = None,
         copier: BlockCopier | None = None,
         device: StepDevice | None = None,
         graphs: GraphBackend | None = None,
@@ -85,6 +87,7 @@ class ModelRunner:
             forward: the model, with its cache.
             sampler: chooses tokens.
             options: how steps are computed.
+            rope: how rotary frequencies depend on a request's length; None: they do not.
             copier: makes block copies; None: a copier for the forward's cache is made.
             device: queues copies; None: one for the cache's device is made.
             graphs: captures steps; None: nothing is captured.
@@ -98,7 +101,7 @@ class ModelRunner:
         self._sampler = sampler
         self._copier = copier or BlockCopier(kv.groups, kv.caches, kv.host_caches, kv.block_size)
         self._device = device or step_device(kv.device)
-        self._builder = InputBatchBuilder(len(kv.groups), kv.block_size, options)
+        self._builder = InputBatchBuilder(len(kv.groups), kv.block_size, options, rope)
         self._buffers = InputBuffers(options.num_input_buffers)
         self._carried = CarriedTokens()
         self._progress = progress

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from engine.attention.base import LayerShape
 from engine.errors import ModelRefusedError
 from engine.runner.mask_rules import MaskWatch, UnknownMaskError
+from engine.runner.rope import read_rope
 
 _LONGEST_CONTEXT = 1 << 20
 """The context assumed for a model without a limit."""
@@ -20,8 +21,10 @@ _LONGEST_CONTEXT = 1 << 20
 
 def masks_of(model: PreTrainedModel) -> MaskWatch:
     """A watch of a model's masks."""
+    rope = read_rope(model)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return MaskWatch(context or _LONGEST_CONTEXT)
+    longest = context if rope is None else rope.longest
+    return MaskWatch(longest or _LONGEST_CONTEXT)
 
 
 class LayerWatch:

@@ -291,12 +291,17 @@ class Scheduler(ABC):
             request = self.running.get(key) or self.waiting.get(key)
             request = request or self.held.get(key) or self._returning.get(key)
             if request is not None:
-                self.kv_cache.free(key)
-                if key in self.running or key in self._parked or key in self._returning:
-                    self._give_up(request)
-                request.num_computed_tokens = 0
+                self.restart(request)
                 lost.append(request)
         return lost
+
+    def restart(self, request: Request) -> None:
+        """Have a request computed again from its first token. No step with it may be pending."""
+        key = request.key
+        self.kv_cache.free(key)
+        if key in self.running or key in self._parked or key in self._returning:
+            self._give_up(request)
+        request.num_computed_tokens = 0
 
     # ---- what a policy calls -------------------------------------------------------------------
 

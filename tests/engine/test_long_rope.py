@@ -1,0 +1,205 @@
+"""Requests beyond a model's original length, whose rotary frequencies depend on their own length:
+each as `model.generate` computes it alone, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.config import ContinuousBatchingConfig
+from engine.offline import LoadedModel, from_model, load
+from engine.outputs import FinishReason
+from engine.request import RequestStatus
+from engine.results import GenerationOutput
+from tests.model_recipes import RECIPES
+from tests.tiny_models import greedy_reference, make_model, make_prompts
+
+ORIGINAL = 64
+BLOCK = 8
+BUDGET = 48
+NEW = 24
+# Within the original length, up to it, beyond it as they grow, and beyond it from the beginning.
+LENGTHS = (5, 33, 50, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 90, 130)
+
+_DYNAMIC: dict[str, Any] = {
+    "max_position_embeddings": ORIGINAL,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+}
+_LONG: dict[str, Any] = {
+    "max_position_embeddings": 4 * ORIGINAL,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": ORIGINAL,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0 + 0.7 * step for step in range(8)],
+    },
+}
+_MSCALE = {"short_mscale": 1.0, "long_mscale": 1.3}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, dynamic": ("llama", _DYNAMIC),
+    "llama, longrope": ("llama", _LONG),
+    "qwen3, dynamic": ("qwen3", _DYNAMIC),
+    "phi3, longrope": ("phi3", {**_LONG, "original_max_position_embeddings": ORIGINAL}),
+    "phimoe, longrope": (
+        "phimoe",
+        {
+            **_LONG,
+            "original_max_position_embeddings": ORIGINAL,
+            "rope_parameters": {**_LONG["rope_parameters"], **_MSCALE},
+        },
+    ),
+    "gemma2, dynamic": ("gemma2", _DYNAMIC),
+    "gemma3, dynamic for full layers": (
+        "gemma3",
+        {
+            "max_position_embeddings": ORIGINAL,
+            "rope_parameters": {
+                "full_attention": _DYNAMIC["rope_parameters"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+}
+
+
+def _model(name: str) -> PreTrainedModel:
+    family, settings = MODELS[name]
+    return make_model(RECIPES[family].config(eos_token_id=None, **settings))
+
+
+def _alone(model: PreTrainedModel, prompt: list[int], count: int = NEW) -> list[int]:
+    """What `generate` gives on a fresh model: it remembers the frequencies of the last request."""
+    return greedy_reference(copy.deepcopy(model), prompt, count)
+
+
+def _run(
+    loaded: LoadedModel, prompts: list[list[int]], one_by_one: bool = False, **options: Any
+) -> list[GenerationOutput]:
+    config = ContinuousBatchingConfig(
+        **{"block_size": BLOCK, "max_batch_tokens": BUDGET, **options}
+    )
+    with loaded.continuous_batching_context_manager(continuous_batching_config=config) as manager:
+        results: dict[str, GenerationOutput] = {}
+        names: list[str] = []
+        for group in [[one] for one in prompts] if one_by_one else [prompts]:
+            names += manager.add_requests(group, max_new_tokens=NEW)
+            while len(results) < len(names):
+                output = manager.get_result(timeout=60)
+                assert output is not None
+                assert output.status is RequestStatus.FINISHED, output.error
+                results[output.request_id] = output
+        manager._core.scheduler.kv_cache.check_integrity()
+    return [results[name] for name in names]
+
+
+_FAST = ("llama, dynamic", "phi3, longrope")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in _FAST else pytest.mark.slow) for name in MODELS],
+)
+def test_each_request_is_computed_for_its_own_length(name: str) -> None:
+    model = _model(name)
+    prompts = make_prompts(LENGTHS)
+    right = [_alone(model, prompt) for prompt in prompts]
+    assert len({token for tokens in right for token in tokens}) >= 5
+    loaded = from_model(model)
+    few = -(-(max(LENGTHS) + NEW) // BLOCK) + 4
+    for options in (
+        {"num_blocks": 256, "max_batch_tokens": 1024},
+        {"num_blocks": 256},
+        {"num_blocks": 256, "use_async_batching": True},
+        {"num_blocks": few, "allow_block_sharing": False},
+        {"num_blocks": few, "cpu_offload_space": 0.01},
+        {"num_blocks": few, "use_async_batching": True},
+    ):
+        outputs = _run(loaded, prompts, **options)
+        assert [output.generated_tokens for output in outputs] == right, options
+        assert {output.finish_reason for output in outputs} == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("name", ["llama, dynamic", "llama, longrope", "phi3, longrope"])
+def test_a_prefix_is_shared_only_where_its_keys_are_equal(name: str) -> None:
+    model = _model(name)
+    (whole,) = make_prompts((130,))
+    prompts = [whole[:50], whole[:60], whole[:100], whole[:130], whole[:100], whole[:60]]
+    loaded = from_model(model)
+    outputs = _run(loaded, prompts, one_by_one=True, num_blocks=256)
+    right = [_alone(model, prompt) for prompt in prompts]
+    assert [output.generated_tokens for output in outputs] == right
+    cached = [output.cached_tokens for output in outputs]
+    # With dynamic embeddings, the keys of each length beyond the original one are its own; Phi-3
+    # has computed the second request anew when it grew, and so keys of the long kind.
+    assert cached == [0, 48, 56 if "phi3" in name else 0, 0 if "dynamic" in name else 96, 96, 56]
+
+
+def test_the_owner_s_calls_and_the_steps_do_not_disturb_each_other() -> None:
+    model = _model("llama, dynamic")
+    prompts = make_prompts((100, 20, 70))
+    right = [_alone(model, prompt) for prompt in prompts]
+    loaded = from_model(model)
+    for _ in range(2):
+        assert [output.generated_tokens for output in _run(loaded, prompts)] == right
+        assert greedy_reference(model, prompts[1], NEW) == right[1]
+        assert greedy_reference(model, prompts[0], NEW) == right[0]
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_choices_that_outgrow_the_original_length(choices: int) -> None:
+    model = _model("phi3, longrope")
+    (prompt,) = make_prompts((ORIGINAL,))
+    right = _alone(model, prompt)
+    config = ContinuousBatchingConfig(block_size=BLOCK, num_blocks=128)
+    with from_model(model).continuous_batching_context_manager(
+        continuous_batching_config=config
+    ) as manager:
+        manager.add_request(
+            prompt, request_id="a", max_new_tokens=NEW, num_return_sequences=choices
+        )
+        for _ in range(choices):
+            output = manager.get_result(timeout=60)
+            assert output is not None
+            assert output.generated_tokens == right
+        assert manager.stats().preemptions == choices  # each was computed anew, once
+
+
+@pytest.mark.parametrize("name", ["llama, dynamic", "phi3, longrope"])
+def test_a_checkpoint_that_is_loaded(name: str, tmp_path: Path) -> None:
+    model = _model(name)
+    model.save_pretrained(tmp_path)
+    prompts = make_prompts(LENGTHS)
+    loaded = load(str(tmp_path), dtype="float32", device="cpu")
+    right = [_alone(model, prompt) for prompt in prompts]
+    outputs = _run(loaded, prompts, num_blocks=256)
+    assert [output.generated_tokens for output in outputs] == right
+
+
+def test_the_longest_request_of_a_model() -> None:
+    for name, longest in (("llama, dynamic", 4 * ORIGINAL), ("phi3, longrope", 4 * ORIGINAL)):
+        assert from_model(_model(name))._verified.context_length == longest
+
+
+def test_positions_that_go_elsewhere_keep_the_original_length(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A model that uses positions for more than its rotary module."""
+    model: Any = _model("llama, longrope")
+    forward = model.model.layers[0].mlp.forward
+    seen: list[torch.Tensor] = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
+    )
+    model.model.layers[0].mlp.forward = lambda states: (
+        forward(states) * (1 + seen[-1].float().unsqueeze(-1) / 100)
+    )
+    assert from_model(model)._verified.context_length == ORIGINAL
+    assert f"context limited to {ORIGINAL} of {4 * ORIGINAL} tokens" in caplog.text
