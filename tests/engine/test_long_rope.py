@@ -17,6 +17,8 @@ from engine.offline import LoadedModel, from_model, load
 from engine.outputs import FinishReason
 from engine.request import RequestStatus
 from engine.results import GenerationOutput
+from tests.engine.runner.fake_graphs import RecordingBackend
+from tests.engine.runner.steps import build, make_core, make_request, run, tokens_of
 from tests.model_recipes import RECIPES
 from tests.tiny_models import greedy_reference, make_model, make_prompts
 
@@ -181,6 +183,30 @@ def test_a_checkpoint_that_is_loaded(name: str, tmp_path: Path) -> None:
     right = [_alone(model, prompt) for prompt in prompts]
     outputs = _run(loaded, prompts, num_blocks=256)
     assert [output.generated_tokens for output in outputs] == right
+
+
+@pytest.mark.parametrize("name", ["llama, longrope", "phi3, longrope", "llama, dynamic"])
+def test_captured_steps(name: str) -> None:
+    """As on CUDA: long embeddings take the same operations for any lengths; dynamic ones cannot be
+    captured, and are computed without.
+    """
+    model = _model(name)
+    loaded = from_model(model, attention="torch")
+    built = build(
+        loaded,
+        graphs=RecordingBackend(),
+        use_cuda_graph=(True, True),
+        max_batch_tokens=BUDGET,
+        max_requests_per_batch=6,
+        q_padding_interval_size=8,
+    )
+    prompts = make_prompts(LENGTHS)
+    requests = [make_request(str(index), prompt, NEW) for index, prompt in enumerate(prompts)]
+    outputs = run(make_core(built, rope=loaded._verified.rope), requests)
+    tokens = [tokens_of(outputs[request.request_id]) for request in requests]
+    assert tokens == [_alone(model, prompt) for prompt in prompts]
+    replayed = {kind.is_replayed for kind in built.runner.steps}
+    assert replayed == {"longrope" in name}
 
 
 def test_the_longest_request_of_a_model() -> None:

@@ -15,7 +15,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_REFUSED = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
+_REFUSED = (
+    "aten::_local_scalar_dense",
+    "aten::_unique2",
+    "aten::masked_select",
+    "aten::nonzero",
+)
 
 
 class _Recorder(TorchDispatchMode):
