@@ -35,10 +35,18 @@ _SHARE_WINDOW_S = 1.0
 
 
 class Campaign:
-    """One run. `seconds`: how long; `seed`: of what the workers do."""
+    """One run. `seconds`: how long; `seed`: of what the workers do; `of_servers`: settings of each
+    ServerProcess.
+    """
 
-    def __init__(self, *, seconds: float, seed: int) -> None:
+    servers = 3
+    """How many there are at first."""
+    strangers = 0.1
+    """The part of added requests that another client collects."""
+
+    def __init__(self, *, seconds: float, seed: int, **of_servers: float) -> None:
         self._seconds = seconds
+        self._of_servers = of_servers
         self._seed = seed
         self._port = free_port()
         self._hosts = itertools.count(2)
@@ -54,7 +62,7 @@ class Campaign:
         """Runs it; what came out."""
         try:
             with self._resolving():
-                for _ in range(3):
+                for _ in range(self.servers):
                     self._add(self._started())
                 with headrace.Client(f"dns:///{NAME}:{self._port}") as client:
                     client.wait_until_ready()
@@ -72,17 +80,7 @@ class Campaign:
         begun = time.monotonic()
         for thread in threads:
             thread.start()
-        replaced = 0
-        pause = self._seconds / 8
-        while time.monotonic() - begun < self._seconds * 0.85:
-            time.sleep(pause)
-            if replaced == 2:
-                self._kill_one()
-            else:
-                self._replace(self._listed[0])
-            replaced += 1
-        share_s = self._fourth()
-        time.sleep(max(begun + self._seconds - time.monotonic(), 0))
+        seen = self._happen(begun)
         self._stop.set()
         for thread in threads:
             thread.join(120)
@@ -94,8 +92,23 @@ class Campaign:
             "faults": self._faults[:50],
             "number_of_faults": len(self._faults),
             "workers_that_never_ended": stuck,
-            "fourth_has_its_share_after_s": share_s,
+            **seen,
         }
+
+    def _happen(self, begun: float) -> dict[str, Any]:
+        """What the servers go through, while the workers work; what is told of it."""
+        replaced = 0
+        pause = self._seconds / 8
+        while time.monotonic() - begun < self._seconds * 0.85:
+            time.sleep(pause)
+            if replaced == 2:
+                self._kill_one()
+            else:
+                self._replace(self._listed[0])
+            replaced += 1
+        share_s = self._fourth()
+        time.sleep(max(begun + self._seconds - time.monotonic(), 0))
+        return {"fourth_has_its_share_after_s": share_s}
 
     # ---- servers ---------------------------------------------------------------------------------
 
@@ -120,6 +133,7 @@ class Campaign:
             step_ms=STEP_MS,
             running=RUNNING,
             cached=30,
+            **self._of_servers,
         )
         self._all.append(server)
         server.wait_until_ready()
@@ -243,7 +257,7 @@ class Campaign:
         """
         prompt = _prompt(source)
         name = client.add_request(prompt, max_tokens=TOKENS).request_id
-        if source.random() < 0.1:
+        if source.random() < self.strangers:
             with headrace.Client(client.target) as stranger:
                 stranger.wait_until_ready()
                 self._check("added, read by a stranger", prompt, stranger.get_result(name))

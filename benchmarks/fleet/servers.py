@@ -79,12 +79,22 @@ class ServerProcess:
         address: where it listens.
     """
 
-    def __init__(self, address: str, *, step_ms: float, running: int, cached: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        step_ms: float,
+        running: int,
+        cached: int,
+        drain_s: float = 30,
+        connection_age_s: float = 0,
+    ) -> None:
         self.address = address
         self._process = subprocess.Popen(
             [
                 sys.executable, "-m", "benchmarks.fleet.servers", address,
                 "--step-ms", f"{step_ms:g}", "--running", f"{running}", "--cached", f"{cached}",
+                "--drain", f"{drain_s:g}", "--connection-age", f"{connection_age_s:g}",
             ],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -93,7 +103,8 @@ class ServerProcess:
         )  # fmt: skip
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._said: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def wait_until_ready(self) -> None:
         """Waits for the last line of its start."""
@@ -106,20 +117,26 @@ class ServerProcess:
         """Begins an orderly end."""
         self._process.send_signal(signal.SIGTERM)
 
-    def wait(self) -> int:
-        """Its exit code, once it has ended."""
-        return self._process.wait(WAIT_S)
+    def wait(self, within_s: float = WAIT_S) -> int:
+        """Its exit code, once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not.
+        """
+        return self._process.wait(within_s)
 
     def kill(self) -> None:
         """Ends it at once, whatever it does."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait(WAIT_S)
+        self._reader.join(WAIT_S)
 
     def _read(self) -> None:
         assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._lines.put(line)
+        with self._process.stderr as lines:
+            for line in lines:
+                self._lines.put(line)
         self._lines.put("")
 
 
@@ -130,10 +147,17 @@ def main() -> NoReturn:
     parser.add_argument("--step-ms", type=float, required=True)
     parser.add_argument("--running", type=int, required=True)
     parser.add_argument("--cached", type=int, required=True)
+    parser.add_argument("--drain", type=float, default=30)
+    parser.add_argument("--connection-age", type=float, default=0)
     given = parser.parse_args()
     info = model_info(max_context_tokens=1 << 16, max_running_requests=given.running)
     engine = TimedEngine(step_s=given.step_ms / 1000, cached=given.cached, info=info)
-    config = ServiceConfig(listen=(given.address,), insecure=True, drain_timeout_s=30)
+    config = ServiceConfig(
+        listen=(given.address,),
+        insecure=True,
+        drain_timeout_s=given.drain,
+        max_connection_age_s=given.connection_age,
+    )
     with Output(config.log_format, config.log_level) as output:
         run_to_the_end(config, engine, output, tokenizer_loader=lambda _info: byte_tokenizer())
 

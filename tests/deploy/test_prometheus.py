@@ -40,6 +40,7 @@ from engine.request import GenerationRequest
 from engine.stats import CallerStats, EngineStats
 from engine.types import CallerKey, RequestId
 from service.telemetry.config import TelemetryConfig
+from tests.deploy.chart import HELM, only, rendered
 from tests.service.fake_engine import FakeEngine, says
 from tests.service.helpers import DEADLINE_S, Harness, refused, serving, spec, until
 from tests.service.readme import ROOT
@@ -78,6 +79,14 @@ def test_every_alert_is_explained() -> None:
 @TOOLS
 def test_promtool_passes_the_rules() -> None:
     subprocess.run(["promtool", "check", "rules", str(FILES / "alerts.yaml")], check=True)
+
+
+def scaling() -> dict[str, str]:
+    """The queries by which the chart scales, where Helm is installed."""
+    if HELM is None:
+        return {}
+    scaled = only(rendered({"autoscaling": {"enabled": True}}), "ScaledObject")
+    return {one["name"]: one["metadata"]["query"] for one in scaled["spec"]["triggers"]}
 
 
 class Loaded(FakeEngine):
@@ -138,10 +147,11 @@ async def scraping(folder: Path, servers: list[Harness]) -> AsyncIterator[Promet
     """A Prometheus that scrapes these servers."""
     pages = [h.server._telemetry.page for h in servers]
     targets = [page.url.split("/")[2] for page in pages if page is not None]
+    where = {"targets": targets, "labels": {"namespace": "here", "pod": "it-headrace-0"}}
     config = {
         "global": {"scrape_interval": "250ms", "scrape_timeout": "250ms"},
         "rule_files": [str(FILES / "alerts.yaml")],
-        "scrape_configs": [{"job_name": "headrace", "static_configs": [{"targets": targets}]}],
+        "scrape_configs": [{"job_name": "headrace", "static_configs": [where]}],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -199,6 +209,7 @@ async def running(make: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
 async def test_every_query_gives_data_when_it_is_provoked(tmp_path: Path) -> None:
     later = ("HeadraceDown", "HeadraceNotReady", "HeadraceEngineRestarted")
     queries = {rule["alert"]: rule["expr"] for rule in RULES if rule["alert"] not in later}
+    queries |= scaling()
     for title, expression in PANELS:
         query = expression.replace("$__rate_interval", "5m").replace("$instance", ".*")
         queries[f"{title}: {expression}"] = query

@@ -1,0 +1,84 @@
+"""A rolling update of a Deployment, with the settings that its manifest has, while callers go on.
+
+This process plays the cluster. A new server starts; once it is ready it gets into the name, and an
+old one out of it. The old one goes on for as long as preStop sleeps, then gets SIGTERM, and is
+killed if it has not ended when the grace period is over. So it goes on until all are new.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.fleet.campaign import Campaign
+from benchmarks.fleet.servers import ServerProcess
+
+
+@dataclass(frozen=True)
+class PodSettings:
+    """What a Deployment says of how its pods come and go; all times in seconds."""
+
+    replicas: int
+    pre_stop_s: float
+    grace_s: float
+    drain_s: float
+    connection_age_s: float
+
+    @staticmethod
+    def read(deployment: dict[str, Any]) -> PodSettings:
+        """Those of a manifest, which must not let a pod be away before another is ready.
+
+        Raises:
+            ValueError: it does.
+        """
+        spec = deployment["spec"]
+        update = spec["strategy"]["rollingUpdate"]
+        if update != {"maxUnavailable": 0, "maxSurge": 1}:
+            raise ValueError(f"pods are not replaced one by one: {update}")
+        pod = spec["template"]["spec"]
+        container = pod["containers"][0]
+        env = {one["name"]: one.get("value") for one in container["env"]}
+        return PodSettings(
+            replicas=spec["replicas"],
+            pre_stop_s=container["lifecycle"]["preStop"]["sleep"]["seconds"],
+            grace_s=pod["terminationGracePeriodSeconds"],
+            drain_s=float(env["HEADRACE_DRAIN_TIMEOUT"]),
+            connection_age_s=float(env["HEADRACE_MAX_CONNECTION_AGE"]),
+        )
+
+
+class Rollout(Campaign):
+    """One update of all servers. Its result has `killed` beside the outcomes: how many did not end
+    within their grace period.
+    """
+
+    strangers = 0.0  # a client that comes when a server has left the name cannot ask it
+
+    def __init__(self, pods: PodSettings, *, seed: int) -> None:
+        super().__init__(
+            seconds=0, seed=seed, drain_s=pods.drain_s, connection_age_s=pods.connection_age_s
+        )
+        self.servers = pods.replicas
+        self._pods = pods
+
+    def _happen(self, begun: float) -> dict[str, Any]:
+        killed = 0
+        for old in list(self._listed):
+            self._add(self._started())
+            with self._lock:
+                self._listed.remove(old)
+            killed += not self._ended(old)
+        return {"seconds": round(time.monotonic() - begun, 1), "killed": killed}
+
+    def _ended(self, old: ServerProcess) -> bool:
+        time.sleep(self._pods.pre_stop_s)
+        old.drain()
+        try:
+            code = old.wait(self._pods.grace_s - self._pods.pre_stop_s)
+        except subprocess.TimeoutExpired:
+            old.kill()
+            return False
+        self._count("drained" if code == 0 else f"drained with exit code {code}")
+        return True
