@@ -16,7 +16,7 @@ import typer
 
 from engine.config import ContinuousBatchingConfig, LoadConfig, RankPlace
 from engine.errors import ConfigError
-from service import flags, tokens
+from service import flags, planning, tokens
 from service.config import ProcessConfig, ServiceConfig
 from service.telemetry.config import TelemetryConfig
 
@@ -155,6 +155,7 @@ def _engine_client(
     )
 
 
+app.command("plan")(planning.plan)
 app.command("token")(tokens.token)
 
 

@@ -1,4 +1,5 @@
-"""Derives the options of `headrace-server serve` from the config fields that declare them.
+"""Derives the options of `headrace-server serve`, and those that `plan` has too, from the config
+fields that declare them.
 
     a field of a config (`engine.option_fields`) ──▶ flag, variable, line of help     `command_of`
                                            ──▶ the configs, from what was given `Given.config`
@@ -13,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -178,19 +179,47 @@ class Given:
         given = {
             name: flags()[name].read(self._values[name])
             for name, option in options_of(kind).items()
-            if option.group and name not in more
+            if option.group and name not in more and name in self._values
         }
         return kind(**given, **more)
 
+    def line(self) -> list[str]:
+        """The words of a command line for the flags whose values are not the server's defaults."""
+        words: list[str] = []
+        for name, flag in flags().items():
+            value = self._values.get(name, flag.default)
+            if value in (None, flag.default):
+                continue
+            if isinstance(value, bool):
+                words.append(f"--{flag.name}" if value else f"--no-{flag.name}")
+            else:
+                words += [
+                    f"--{flag.name}",
+                    f"{value:g}" if isinstance(value, float) else str(value),
+                ]
+        return words
 
-def command_of(serve: Callable[[Given], None]) -> Callable[..., None]:
-    """Make the command for typer, with a parameter for each flag."""
-    parameters = [flag.parameter() for flag in flags().values()]
+
+def command_of(
+    run: Callable[[Given], None],
+    *,
+    only: Sequence[str] = (),
+    more: Sequence[inspect.Parameter] = (),
+) -> Callable[..., None]:
+    """Make a command for typer, with a parameter for each flag.
+
+    Args:
+        run: what it runs.
+        only: the fields whose flags it has; empty: all.
+        more: its own parameters.
+    """
+    taken = [flag.parameter() for name, flag in flags().items() if not only or name in only]
+    parameters = [*taken, *more]
 
     def command(**values: Any) -> None:
-        serve(Given(values))
+        run(Given(values))
 
-    command.__name__, command.__doc__ = serve.__name__, serve.__doc__
+    command.__name__, command.__doc__ = run.__name__, run.__doc__
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     # Typer reads the signature; the type of functions does not have one.
     vars(command)["__signature__"] = inspect.Signature(parameters)

@@ -187,7 +187,7 @@ def _load(
     ranks: Ranks | None,
 ) -> VerifiedModel:
     device = _device(load_config) if ranks is None else ranks.device
-    _set_threads(load_config, device, 1 if ranks is None else ranks.place.local_world_size)
+    set_threads(load_config, device, 1 if ranks is None else ranks.place.local_world_size)
     path = resolve_path(model)
     part = f", part {ranks.place.rank} of {ranks.place.world_size}" if ranks is not None else ""
     progress(f"loading {path} on {device}{part}")
@@ -511,7 +511,7 @@ def _device(load_config: LoadConfig) -> torch.device:
     return device
 
 
-def _set_threads(load_config: LoadConfig, device: torch.device, sharers: int) -> None:
+def set_threads(load_config: LoadConfig, device: torch.device, sharers: int) -> None:
     """Set torch's threads; sharers: how many of our processes share this host."""
     limits = HostLimits.read()
     threads = load_config.threads or (max(1, limits.cpus // sharers) if device.type == "cpu" else 1)

@@ -150,6 +150,7 @@ class CachePlan:
         host_blocks: blocks per layer group that the host keeps for preempted requests; 0 if nothing
             is offloaded.
         host_bytes: bytes on the host.
+        reason: why the cache has this size, in a few words.
     """
 
     num_blocks: tuple[int, ...]
@@ -159,6 +160,7 @@ class CachePlan:
     total_bytes: int
     host_blocks: tuple[int, ...]
     host_bytes: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +273,9 @@ def plan_cache(
         total_bytes=device_bytes,
         host_blocks=host_blocks,
         host_bytes=host_bytes,
+        reason=reason,
     )
-    _tell(plan, device, reason)
+    _tell(plan, device)
     return plan
 
 
@@ -297,7 +300,7 @@ def _remedies(percent: float, step_bytes: int) -> str:
     return ", or ".join(remedies)
 
 
-def _tell(plan: CachePlan, device: torch.device, reason: str) -> None:
+def _tell(plan: CachePlan, device: torch.device) -> None:
     """Log a plan, and the reason for its size."""
     logger.info(
         "KV cache: %.2f GiB on %s, %s blocks of %d tokens, because of %s; "
@@ -306,7 +309,7 @@ def _tell(plan: CachePlan, device: torch.device, reason: str) -> None:
         device,
         " + ".join(str(count) for count in plan.num_blocks),
         plan.block_size,
-        reason,
+        plan.reason,
         plan.max_batch_tokens,
         plan.max_requests,
     )

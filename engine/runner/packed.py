@@ -37,7 +37,12 @@ def packed_size(outputs: int, inputs: int, *, int8: bool = False) -> int:
 
 def new_scales(outputs: int) -> torch.Tensor:
     """Allocate the scales of a weight's rows, float32."""
-    return torch.zeros(-(-outputs // PANEL) * PANEL)
+    return torch.zeros(scales_size(outputs) // torch.float32.itemsize)
+
+
+def scales_size(outputs: int) -> int:
+    """How many bytes the scales of a weight's rows take."""
+    return -(-outputs // PANEL) * PANEL * torch.float32.itemsize
 
 
 def pack(weight: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None = None) -> None:

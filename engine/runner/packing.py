@@ -29,6 +29,7 @@ from engine.runner.packed import (
     pack,
     packed_size,
     read_rows,
+    scales_size,
 )
 from engine.runner.packed_onednn import OneDnnLinear
 from engine.runner.pages import Pages
@@ -200,7 +201,7 @@ def _is_plain_linear(module: torch.nn.Linear) -> bool:
     return (
         type(module) is torch.nn.Linear
         and module.weight.dtype == torch.bfloat16
-        and module.weight.device.type == "cpu"
+        and module.weight.device.type in ("cpu", "meta")
         and module.weight.stride(1) == 1
         and min(module.weight.shape) >= _SMALLEST
         and not (module._forward_hooks or module._forward_pre_hooks)
@@ -214,6 +215,31 @@ def _is_plain_embedding(module: torch.nn.Embedding) -> bool:
         and module.max_norm is None
         and not (module._forward_hooks or module._forward_pre_hooks)
     )
+
+
+def held_bytes(model: torch.nn.Module, how: Packing | None) -> dict[str, int]:
+    """How many bytes each parameter takes once a model is packed, by its first name.
+
+    Args:
+        model: not packed; it may be on the meta device.
+        how: see `choose_packing`.
+    """
+    held = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    if how is None:
+        return held
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in _shared_weights(model):
+        weight, name = group.weight, names[id(group.weight)]
+        # What is shared with an embedding can be read from our packed weight, not from oneDNN's.
+        is_held_twice = not group.is_ours or (how == "onednn" and bool(group.embeddings))
+        if how == "onednn":
+            packed = weight.nbytes
+        else:
+            int8 = how == "int8"
+            packed = packed_size(*weight.shape, int8=int8)
+            packed += scales_size(len(weight)) if int8 else 0
+        held[name] = packed + (weight.nbytes if is_held_twice else 0)
+    return held
 
 
 def _pack_natively(model: torch.nn.Module, groups: list[_Group], *, int8: bool) -> PackingReport:

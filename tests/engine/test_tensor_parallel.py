@@ -196,7 +196,7 @@ class _OtherRanks:
 def test_a_cache_that_does_not_fit_on_rank_0_ends_no_rank() -> None:
     ranks = _OtherRanks()
     leader = Leader(cast(Ranks, ranks))
-    plan = CachePlan((4,), 8, 8, 1, total_bytes=64, host_blocks=(0,), host_bytes=0)
+    plan = CachePlan((4,), 8, 8, 1, total_bytes=64, host_blocks=(0,), host_bytes=0, reason="")
 
     def make() -> KVTensors:
         raise torch.OutOfMemoryError("none left")

@@ -1,0 +1,1 @@
+"""What a model will need and how fast it will be, computed before its weights are loaded."""

@@ -1,0 +1,388 @@
+"""A model's outline: its modules and what they keep, without its weights.
+
+    path ─▶ read_checkpoint ─▶ the model on the meta device ─▶ one watched forward ─▶ Outline
+            (as for a server)                                  (see `engine.runner.watching`)
+
+On the meta device tensors have shapes and types, and no elements: a model of any size takes seconds
+and some megabytes. The KV's shapes, the layer groups and what packing does come from the same code
+that a server runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
+
+from engine.attention.base import LayerShape
+from engine.config import LoadConfig
+from engine.errors import ConfigError, ModelRefusedError
+from engine.kv_cache.groups import LayerGroup
+from engine.runner.checkpoint import Checkpoint, read_checkpoint
+from engine.runner.fusing import Fusing, choose_fusing
+from engine.runner.gate import num_embeddings
+from engine.runner.kv_tensors import make_groups
+from engine.runner.likeness import Operations
+from engine.runner.model_defaults import context_length
+from engine.runner.packing import Packing, choose_packing, held_bytes
+from engine.runner.watching import LayerWatch, masks_of
+
+_NAME = "headrace_outline"
+_TOKENS = 16
+"""Tokens of the watched forward."""
+_FAILURES = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_GATED = {"gate_proj", "up_proj", "down_proj"}
+FUSED_OPERATIONS = 8
+"""The parallel regions of a layer that is computed by our kernels in one call."""
+EXPERTS_OPERATIONS = 30
+"""Those of a module of experts besides its products: sorting tokens by expert, and back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """Some of a model's matrices.
+
+    Attributes:
+        elements: how many numbers.
+        held: bytes, as the engine holds them.
+        count: how many matrices.
+    """
+
+    elements: int = 0
+    held: int = 0
+    count: int = 0
+
+    def __add__(self, other: Matrices) -> Matrices:
+        return Matrices(
+            self.elements + other.elements, self.held + other.held, self.count + other.count
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A module of experts.
+
+    Attributes:
+        weights: of all its experts.
+        total: how many experts.
+        chosen: how many compute each token.
+    """
+
+    weights: Matrices
+    total: int
+    chosen: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """A model without its weights.
+
+    Attributes:
+        checkpoint: what was read.
+        name: its class.
+        device, dtype: what it would run on and with.
+        packing, fusing: how its layers would be packed and fused; see `engine.runner`.
+        parameters: how many numbers.
+        shapes: the KV's, by layer.
+        heads: of the queries, by layer.
+        kv_dtype: the KV's type.
+        groups: its layer groups.
+        context_length: the longest request that it allows.
+        vocab_size: token ids.
+        linear: the layers' matrices, without experts.
+        head: the matrix that makes the logits; its bytes are those of the embedding too where they
+            share it.
+        embedding: tables of embeddings that are not the head's.
+        experts: the modules of experts.
+        other: norms, biases and the rest.
+        widest: the most outputs of a matrix of the layers.
+        hidden: the width of the embeddings.
+        operations: small tensor operations of a step besides matrix products and attention.
+        token_bytes: what these write for each token.
+    """
+
+    checkpoint: Checkpoint
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+    packing: Packing | None
+    fusing: Fusing | None
+    parameters: int
+    shapes: tuple[LayerShape, ...]
+    heads: tuple[int, ...]
+    kv_dtype: torch.dtype
+    groups: tuple[LayerGroup, ...]
+    context_length: int
+    vocab_size: int
+    linear: Matrices
+    head: Matrices
+    embedding: Matrices
+    experts: tuple[Experts, ...]
+    other: Matrices
+    widest: int
+    hidden: int
+    operations: int
+    token_bytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, as the engine holds them."""
+        parts = (self.linear, self.head, self.embedding, self.other)
+        return sum(part.held for part in parts) + sum(one.weights.held for one in self.experts)
+
+    @property
+    def experts_bytes(self) -> int:
+        """Bytes of the weights of all experts."""
+        return sum(one.weights.held for one in self.experts)
+
+
+def device_of(load_config: LoadConfig) -> torch.device:
+    """The device that is planned for, which need not be there."""
+    if load_config.device == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    return torch.device(load_config.device)
+
+
+def read_outline(path: Path, load_config: LoadConfig) -> Outline:
+    """Read a model's outline.
+
+    Args:
+        path: its directory; the weights need not be there.
+        load_config: how it would be loaded.
+
+    Raises:
+        ModelRefusedError: a server would refuse it, or it cannot be watched without weights.
+        ConfigError: load_config asks for what is not available here, or not planned.
+    """
+    if load_config.tensor_parallel != "none":
+        raise ConfigError(
+            "tensor_parallel",
+            "is auto, and a plan is for a model in one process; leave it out, and see what a "
+            "server says when it starts",
+        )
+    checkpoint = read_checkpoint(path, needs_weights=False)
+    device = device_of(load_config)
+    dtype = checkpoint.dtype or torch.float32
+    if load_config.dtype != "auto":
+        dtype = getattr(torch, load_config.dtype)
+    packing = choose_packing(device, dtype, load_config.pack_weights, load_config.quantization)
+    fusing = choose_fusing(device, dtype, load_config.fuse_layers)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype).eval()
+    watch, work = _watch(model, by_kernels=fusing == "kernels")
+    text_config = model.config.get_text_config()
+    kv_dtype, shapes = watch.dtype(model), watch.all_shapes()
+    head = model.get_output_embeddings()
+    embeddings = model.get_input_embeddings()
+    sorted_out = _Sorted(model, held_bytes(model, packing), work.chosen)
+    return Outline(
+        checkpoint=checkpoint,
+        name=type(model).__name__,
+        device=device,
+        dtype=dtype,
+        packing=packing,
+        fusing=fusing,
+        parameters=model.num_parameters(),
+        shapes=shapes,
+        heads=tuple(watch.heads[layer] for layer in range(len(shapes))),
+        kv_dtype=kv_dtype,
+        groups=make_groups(shapes, kv_dtype),
+        context_length=context_length(text_config),
+        vocab_size=min(num_embeddings(model), head.weight.shape[0]),
+        linear=sorted_out.linear,
+        head=sorted_out.head,
+        embedding=sorted_out.embedding,
+        experts=tuple(sorted_out.experts),
+        other=sorted_out.other,
+        widest=sorted_out.widest,
+        hidden=embeddings.weight.shape[-1],
+        operations=work.operations,
+        token_bytes=work.token_bytes,
+    )
+
+
+class _Sorted:
+    """A model's parameters by kind."""
+
+    def __init__(
+        self, model: PreTrainedModel, held: dict[str, int], chosen: dict[torch.nn.Module, int]
+    ) -> None:
+        self.linear = self.head = self.embedding = self.other = Matrices()
+        self.experts: list[Experts] = []
+        self.widest = 0
+        head = model.get_output_embeddings().weight
+        buffers = sum(buffer.nbytes for buffer in model.buffers())
+        self.other = Matrices(held=buffers)
+        seen: set[int] = set()
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for module in model.modules():
+            own = [one for one in module.parameters(recurse=False) if id(one) not in seen]
+            seen.update(map(id, own))
+            found = {id(one): Matrices(one.numel(), held[names[id(one)]], 1) for one in own}
+            if module in chosen:
+                weights = sum(found.values(), Matrices())
+                total = max(len(one) for one in own if one.dim() > 2)
+                self.experts.append(Experts(weights, total, chosen[module]))
+                continue
+            for one in own:
+                if one is head:
+                    self.head += found[id(one)]
+                elif isinstance(module, torch.nn.Embedding):
+                    self.embedding += found[id(one)]
+                elif one.dim() == 2:
+                    self.linear += found[id(one)]
+                    self.widest = max(self.widest, len(one))
+                else:
+                    self.other += found[id(one)]
+
+
+class _Work(Operations):  # type: ignore[no-untyped-call]
+    """Counts the small operations of a forward, and the bytes that they write.
+
+    Attributes:
+        chosen: by module of experts, how many of them compute each token.
+    """
+
+    _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "t"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+        self.token_bytes = 0
+        self.chosen: dict[torch.nn.Module, int] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        before = self.computing.total()
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func.overloadpacket.__name__
+        if self.computing.total() > before and name not in self._PRODUCTS:
+            self.operations += 1
+            if isinstance(result, torch.Tensor) and result.dim() > 1:
+                self.token_bytes += result.nbytes // _TOKENS
+        return result
+
+
+def _watch(model: PreTrainedModel, *, by_kernels: bool) -> tuple[LayerWatch, _Work]:
+    """Watch one forward."""
+    watch, work = LayerWatch(masks_of(model)), _Work()
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        window = kwargs.get("sliding_window")
+        watch.record(module, query, key, value, attention_mask, window)
+        return query.new_empty((1, query.shape[2], query.shape[1], value.shape[-1])), None
+
+    AttentionInterface.register(_NAME, attend)
+    AttentionMaskInterface.register(_NAME, watch.masks)
+    model.set_attn_implementation(_NAME)
+    experts = [one for one in model.modules() if _has_experts(one)]
+    if experts:
+        # The one implementation that does not look at which experts were chosen.
+        model.set_experts_implementation("batched_mm")
+    replaced = [*experts, *(_replaced_by_kernels(model) if by_kernels else ())]
+    ids = torch.zeros((1, _TOKENS), dtype=torch.long, device="meta")
+    try:
+        with (
+            _noting_choices(experts, work.chosen),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            work,
+            work.without(replaced),
+        ):
+            # With a mask given, nothing looks for the ends of packed prompts in positions.
+            model(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                use_cache=False,
+                # A tensor, as in every step: some models compute fewer tokens if it is an int.
+                logits_to_keep=torch.zeros(1, dtype=torch.long, device="meta"),
+            )
+    except _FAILURES as error:
+        raise ModelRefusedError(
+            f"{type(model).__name__} cannot be planned: what its layers keep cannot be found out "
+            "without its weights"
+        ) from error
+    watch.check(model, model.config.get_text_config().num_hidden_layers)
+    for module in replaced:
+        if module in work.chosen:
+            work.operations += EXPERTS_OPERATIONS + 2 * _count_experts(module)
+        else:
+            work.operations += FUSED_OPERATIONS if module._modules else 1
+    return watch, work
+
+
+def _has_experts(module: torch.nn.Module) -> bool:
+    return any(one.dim() > 2 for one in module.parameters(recurse=False))
+
+
+def _count_experts(module: torch.nn.Module) -> int:
+    return max(len(one) for one in module.parameters(recurse=False) if one.dim() > 2)
+
+
+def _replaced_by_kernels(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The layers that our kernels most probably compute as one, and norms elsewhere. Whether they
+    do is found out at load, by comparing.
+    """
+    inside: set[torch.nn.Module] = set()
+    for module in model.modules():
+        if module in inside:
+            continue
+        parts = list(module.children())
+        has_attention = any(part._modules.keys() >= _ATTENTION for part in parts)
+        has_gate = any(part._modules.keys() >= _GATED for part in parts)
+        if has_attention and has_gate:
+            inside.update(module.modules())
+            yield module
+        elif _is_norm(module):
+            yield module
+
+
+def _is_norm(module: torch.nn.Module) -> bool:
+    own = [parameter.dim() for parameter in module.parameters(recurse=False)]
+    return own == [1] and not module._modules and "norm" in type(module).__name__.lower()
+
+
+@contextmanager
+def _noting_choices(
+    experts: Sequence[torch.nn.Module], chosen: dict[torch.nn.Module, int]
+) -> Iterator[None]:
+    """Note how many experts compute each token: the width of the table of choices."""
+
+    def note(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        given = [*arguments, *named.values()]
+        widths = [
+            one.shape[-1]
+            for one in given
+            if isinstance(one, torch.Tensor) and not one.is_floating_point() and one.dim() == 2
+        ]
+        chosen[module] = widths[0] if widths else _count_experts(module)
+
+    hooks = [one.register_forward_pre_hook(note, with_kwargs=True) for one in experts]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,157 @@
+"""Makes a plan of a model: its memory, its speed, and the options that follow.
+
+path ─▶ Outline ─┬─▶ MemoryPlan ─▶ Room ─┬─▶ Plan
+                 └─▶ Rates ─▶ StepTimes ─┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from engine.config import ContinuousBatchingConfig, LoadConfig
+from engine.errors import ConfigError
+from engine.planning.memory import MemoryPlan, Room, plan_memory, room
+from engine.planning.outline import Outline, read_outline
+from engine.planning.rates import Rates, given_rates, measure_rates
+from engine.planning.times import StepTimes
+from engine.planning.wanted import DEFAULT_OUTPUT, DEFAULT_PROMPT, Wanted
+from engine.runner.checkpoint import resolve_path
+from engine.runner.loader import set_threads
+
+DECODES = (1, 16, 64)
+"""Requests in the steps whose times are told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTime:
+    """A decode step: how many requests, and seconds."""
+
+    requests: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Expected times.
+
+    Attributes:
+        rates: of the machine.
+        context: the tokens behind which decode steps compute.
+        decode: steps, by the number of requests.
+        prompt_tokens, prefill_s: a prompt, and its seconds.
+    """
+
+    rates: Rates
+    context: int
+    decode: tuple[DecodeTime, ...]
+    prompt_tokens: int
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A plan.
+
+    Attributes:
+        config: the options that it is of: those given, and with `Wanted.requests` the blocks and
+            requests that these need.
+        times: None: no rates are known.
+    """
+
+    config: ContinuousBatchingConfig
+    outline: Outline
+    memory: MemoryPlan
+    room: Room
+    times: Times | None
+
+
+def make_plan(
+    model: str,
+    config: ContinuousBatchingConfig,
+    load_config: LoadConfig,
+    wanted: Wanted,
+    progress: Callable[[str], None],
+) -> Plan:
+    """Plan a server of a model.
+
+    Args:
+        model: a directory or a hub id, of which only the config is downloaded.
+        config, load_config: its options.
+        wanted: what is asked.
+        progress: gets a line for each stage.
+
+    Raises:
+        ModelRefusedError: a server would refuse the model, or it cannot be planned.
+        ConfigError: an option asks for what is not available here.
+        InsufficientMemoryError: the KV cache does not fit.
+    """
+    path = resolve_path(model, needs_weights=False)
+    progress(f"reading {path}")
+    outline = read_outline(path, load_config)
+    set_threads(load_config, outline.device, 1)
+    prompt_tokens, output_tokens = _length(outline, wanted)
+    if wanted.requests is not None:
+        config = _for_requests(config, wanted.requests, prompt_tokens + output_tokens)
+    memory = plan_memory(outline, config, wanted.memory)
+    rates = None
+    if wanted.bandwidth is not None and wanted.rate is not None:
+        rates = given_rates(wanted.bandwidth, wanted.rate)
+    elif wanted.measures and outline.device.type == "cpu":
+        progress("measuring this machine: about five seconds")
+        rates = measure_rates(outline, load_config, config.block_size)
+    found = room(outline, memory.cache, prompt_tokens, output_tokens)
+    return Plan(
+        config=config,
+        outline=outline,
+        memory=memory,
+        room=found,
+        times=None if rates is None else _times(outline, memory, found, rates),
+    )
+
+
+def _for_requests(
+    config: ContinuousBatchingConfig, requests: int, tokens: int
+) -> ContinuousBatchingConfig:
+    """The options with which so many requests run at once.
+
+    Raises:
+        ConfigError: the options say something else.
+    """
+    for name in ("num_blocks", "max_requests_per_batch"):
+        if getattr(config, name) is not None:
+            raise ConfigError(name, "follows from requests; leave one of them out").naming(
+                "requests"
+            )
+    blocks = requests * -(-tokens // config.block_size)
+    return replace(config, num_blocks=blocks, max_requests_per_batch=requests)
+
+
+def _length(outline: Outline, wanted: Wanted) -> tuple[int, int]:
+    """The length of a request, within the model's context."""
+    context = outline.context_length
+    prompt = wanted.prompt_tokens or min(DEFAULT_PROMPT, max(1, context // 2))
+    output = wanted.output_tokens or min(DEFAULT_OUTPUT, max(1, context - prompt))
+    if prompt + output > context:
+        raise ConfigError(
+            "prompt_tokens",
+            f"is {prompt}, and with {output} of output that is more than the {context} tokens "
+            "that the model allows; lower prompt_tokens or output_tokens",
+        ).naming("output_tokens", "prompt_tokens")
+    return prompt, output
+
+
+def _times(outline: Outline, memory: MemoryPlan, found: Room, rates: Rates) -> Times:
+    steps = StepTimes(outline, rates)
+    context = found.prompt_tokens + found.output_tokens // 2
+    most = max(1, found.requests)
+    counts = sorted({count for count in DECODES if count < most} | {most})
+    return Times(
+        rates=rates,
+        context=context,
+        decode=tuple(
+            DecodeTime(requests=count, seconds=steps.decode_s(count, context)) for count in counts
+        ),
+        prompt_tokens=found.prompt_tokens,
+        prefill_s=steps.prefill_s(found.prompt_tokens, memory.cache.max_batch_tokens),
+    )
