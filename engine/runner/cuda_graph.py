@@ -6,10 +6,12 @@ each kernel. Captured work reads and writes only fixed addresses; see `static_in
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -44,7 +46,7 @@ class GraphBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _CudaGraph:
-    graph: torch.cuda.CUDAGraph
+    graph: Any
     output: torch.Tensor
 
     def replay(self) -> torch.Tensor:
@@ -52,30 +54,125 @@ class _CudaGraph:
         return self.output
 
 
-class CudaGraphBackend:
-    """CUDA graphs that share one memory pool: only one of them runs at a time."""
+class CaptureDevice(Protocol):
+    """What capturing needs of a device."""
+
+    def side_stream(self) -> AbstractContextManager[None]:
+        """Queue work on a stream of its own, in order with what was queued before and comes after,
+        and return to the current stream whatever happens: a stream is captured as a whole.
+        """
+        ...
+
+    def refusing_waits(self) -> AbstractContextManager[None]:
+        """Have whatever waits for the device raise a RuntimeError."""
+        ...
+
+    def begin(self) -> Any:
+        """Begin to capture the current stream; returns the graph."""
+        ...
+
+    def end(self, graph: Any) -> None:
+        """End it. Raises RuntimeError if something was queued that cannot be captured."""
+        ...
+
+    def abandon(self, graph: Any) -> None:
+        """Leave the stream and the memory pool as they were before `begin`, whether or not `end`
+        was called. Never raises.
+        """
+        ...
+
+
+class CudaCapture:
+    """A CUDA device. Its graphs share one memory pool: only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def capture(self, run: Callable[[], torch.Tensor]) -> CapturedGraph:
-        """See GraphBackend."""
-        # Run once before, on the side stream: libraries initialize at their first call, which
-        # cannot be captured.
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """See CaptureDevice."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            run()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+
+    @contextmanager
+    def refusing_waits(self) -> Iterator[None]:
+        """See CaptureDevice. torch has one such mode for all threads of the process."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def begin(self) -> torch.cuda.CUDAGraph:
+        """See CaptureDevice. Other threads of the process may use the device meanwhile."""
+        torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may use the device meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            output = run()
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        return graph
+
+    def end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """See CaptureDevice."""
+        graph.capture_end()
+
+    def abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """See CaptureDevice."""
+        with suppress(RuntimeError):
+            graph.capture_end()  # the stream stops capturing, also where this raises
+        # Where it raises, torch 2.11 leaves its allocator in the pool (pytorch issue 180395).
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+
+
+class CapturingBackend:
+    """Captures on a device, and leaves it as it was where that fails.
+
+    run ──▶ run, waits refused ──▶ run, captured
+    │                │                    └ the graph
+    │                └ an operation waits: it is found before anything is captured
+    └ libraries initialize and kernels are compiled at their first call, which may wait
+    """
+
+    def __init__(self, device: CaptureDevice) -> None:
+        self._device = device
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> CapturedGraph:
+        """See GraphBackend. `run` is called three times."""
+        device = self._device
+        with device.side_stream():
+            run()
+            with device.refusing_waits():
+                run()
+            with _without_garbage_collection():
+                graph = device.begin()
+                try:
+                    output = run()
+                    device.end(graph)
+                except BaseException:
+                    device.abandon(graph)
+                    raise
         return _CudaGraph(graph, output)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Freeing what another stream has used, which a collection may do, is a call that cannot be
+    captured.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

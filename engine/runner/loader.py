@@ -45,7 +45,7 @@ from engine.rope import RopeLengths
 from engine.runner.buckets import Sizes
 from engine.runner.checkpoint import read_checkpoint, resolve_path
 from engine.runner.compile import compile_model, compile_options
-from engine.runner.cuda_graph import CudaGraphBackend, GraphBackend
+from engine.runner.cuda_graph import CapturingBackend, CudaCapture, GraphBackend
 from engine.runner.forward import ModelForward
 from engine.runner.fusing import Fusing, choose_fusing, fuse_model
 from engine.runner.fusing_products import join_products
@@ -369,7 +369,7 @@ def build_runner(
     kv = allocate() if leader is None else leader.allocate(runner_id, plan, allocate)
     _report_sizes(plan, progress)
     if graphs is None and device.type == "cuda" and options.captured_paths:
-        graphs = CudaGraphBackend(device)
+        graphs = CapturingBackend(CudaCapture(device))
     runner = ModelRunner(
         _compiled_forward(verified, config, kv)
         if leader is None
