@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measures import covered
 
-MOST_KERNELS = 15
+MOST_KERNELS = 25
 """So many are named, those that took the most time."""
 NAME_LENGTH = 100
 
@@ -21,7 +21,8 @@ def profile_device(work: Callable[[], int]) -> dict[str, Any]:
 
     Returns:
         steps; span_s, from the start of the first kernel or copy to the end of the last; busy_s,
-        how much of that at least one of them ran; kernels: name, count and seconds.
+        how much of that at least one of them ran; launches, how many they were; kernels: name,
+        count and seconds of those that took the most time.
 
     Raises:
         RuntimeError: there is no CUDA device, or nothing ran there.
@@ -54,6 +55,7 @@ def summary(events: Iterable[Any]) -> dict[str, Any]:
     return {
         "span_s": max(end for _, end in intervals) - min(begin for begin, _ in intervals),
         "busy_s": covered(intervals),
+        "launches": len(intervals),
         "kernels": [
             {"name": name[:NAME_LENGTH], "count": counts[name], "seconds": taken}
             for name, taken in sorted(seconds.items(), key=lambda item: -item[1])[:MOST_KERNELS]

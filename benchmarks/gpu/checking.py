@@ -1,13 +1,21 @@
-"""The checks that come before all figures: a few that always run, and tests/gpu through pytest."""
+"""The checks that come before all figures: a few that always run, and tests/gpu through pytest.
+
+A check that fails bars the parts that depend on it (`Measuring.needs`), and no others: attention
+that is wrong bars what the engine computes, and the device's own rates are measured all the same.
+tests/gpu bars nothing: it tries families and options that no part measures, and makes the command
+fail.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Collection, Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,43 +25,42 @@ from benchmarks.processes import ROOT, System, SystemFailure
 MODULE = "benchmarks.adapters.checks"
 PYTEST = "tests/gpu"
 MOST_FAILURES = 10
-
-
-class ChecksFailed(Exception):
-    """Nothing is to be measured; the message says what failed."""
+ALL = "checks"
+"""The key of a failure of all checks at once."""
 
 
 def quick_checks(part: Part, device: str, logs: Path, seconds: float) -> None:
-    """Those that always run. Raises ChecksFailed."""
+    """Those that always run."""
     log = logs / "checks.log"
     system = System("checks", MODULE, sys.executable, log, {})
     try:
         system.load({"device": device, "threads": 1}, seconds)
         rows: list[dict[str, Any]] = system.run({"requests": []}, seconds)
     except SystemFailure as failure:
-        rows = [{"key": "checks", "state": FAILED, "detail": str(failure)[:400]}]
+        rows = [{"key": ALL, "state": FAILED, "detail": str(failure)[:400]}]
     finally:
         system.end(5.0)
     for row in rows:
         part.put(row)
-    _stop_at_failures(part)
-    part.end(QUICK)
+    part.end(FAILED if failures(part) else QUICK)
 
 
 def pytest_checks(part: Part, device: str, logs: Path, seconds: float) -> None:
-    """tests/gpu. Raises ChecksFailed; out of time is no failure, and noted."""
-    missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
-    why = f"{' and '.join(missing)} cannot be imported here" if missing else None
+    """tests/gpu; out of time is no failure, and noted."""
+    missing = _missing("pytest", "hypothesis")
+    why = f"{missing} cannot be imported here" if missing else None
     if device == "cpu":
         why = "needs a CUDA device"
     if why is not None:
         part.put({"key": PYTEST, "state": "left out", "detail": why})
         part.leave_out(PYTEST, why)
-        part.end(COMPLETE)
-        return
-    part.put(run_pytest([PYTEST], logs / "pytest.log", seconds))
-    _stop_at_failures(part)
-    part.end(OUT_OF_TIME if part.data["rows"][-1]["state"] == "not finished" else COMPLETE)
+    else:
+        part.put(run_pytest([PYTEST], logs / "pytest.log", seconds))
+    if failures(part):
+        part.end(FAILED)
+    else:
+        is_late = part.data["rows"][-1]["state"] == "not finished"
+        part.end(OUT_OF_TIME if is_late else COMPLETE)
 
 
 def run_pytest(paths: list[str], log: Path, seconds: float) -> dict[str, Any]:
@@ -65,7 +72,7 @@ def run_pytest(paths: list[str], log: Path, seconds: float) -> dict[str, Any]:
         "--import-mode=importlib", "-p", "no:cacheprovider", "-v", "--color=no", *paths,
     ]  # fmt: skip
     counts: Counter[str] = Counter()
-    failures: list[str] = []
+    failed: list[str] = []
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -92,14 +99,14 @@ def run_pytest(paths: list[str], log: Path, seconds: float) -> dict[str, Any]:
                     if f" {word} " in f"{line.rstrip()} " and "::" in line.split(word)[0]:
                         counts[word] += 1
                         if word in ("FAILED", "ERROR"):
-                            failures.append(line.split()[0])
+                            failed.append(line.split()[0])
         returned = process.wait()
         timer.cancel()
     detail = ", ".join(f"{counts[word]} {word.lower()}" for word in counts) or "no test ran"
-    if failures:
-        detail += f": {', '.join(failures[:MOST_FAILURES])}"
+    if failed:
+        detail += f": {', '.join(failed[:MOST_FAILURES])}"
     state = "passed"
-    if failures:
+    if failed:
         state = FAILED
     elif late.is_set():
         state = "not finished"
@@ -110,8 +117,41 @@ def run_pytest(paths: list[str], log: Path, seconds: float) -> dict[str, Any]:
     return {"key": PYTEST, "state": state, "detail": detail}
 
 
-def _stop_at_failures(part: Part) -> None:
-    failed = [row for row in part.data["rows"] if row["state"] == FAILED]
-    if failed:
-        part.end(FAILED)
-        raise ChecksFailed("; ".join(f"{row['key']}: {row['detail']}" for row in failed))
+def failures(part: Part) -> list[dict[str, Any]]:
+    """The rows of the checks that failed."""
+    return [row for row in part.data["rows"] if row["state"] == FAILED]
+
+
+def bars(needs: Collection[str], failed: Iterable[dict[str, Any]]) -> str | None:
+    """Why a part is not measured; None: nothing that it needs has failed.
+
+    Args:
+        needs: keys of checks.
+        failed: rows of checks. One that has no key of its own (the checks' process ended) bars all
+            that need any.
+    """
+    why = [
+        f"{row['key']} has failed: {row['detail']}"
+        for row in failed
+        if row["key"] in needs or (needs and row["key"] == ALL)
+    ]
+    return "; ".join(why) or None
+
+
+def lacking(names: Iterable[str]) -> list[str]:
+    """What this host has not got of what these parts need, a line for each: what, and what is left
+    out without it.
+    """
+    asked = set(names)
+    lines = []
+    if find_spec("triton") is None or not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        lines.append("Triton and a C compiler: attention is computed by torch, which is slow")
+    if "checks" in asked and (missing := _missing("pytest", "hypothesis")):
+        lines.append(f"{missing}: tests/gpu is not run")
+    if "grpc" in asked and (missing := _missing("grpc", "msgspec", "llguidance", "typer")):
+        lines.append(f"{missing}: the part grpc is left out (WHEELS=folder brings them)")
+    return lines
+
+
+def _missing(*modules: str) -> str:
+    return ", ".join(name for name in modules if find_spec(name) is None)

@@ -1,6 +1,7 @@
 """The command: checks, then parts, each within its time; a record that is saved all along.
 
 python -m benchmarks gpu                          everything
+python -m benchmarks gpu --part smoke             the first ten minutes with a device
 python -m benchmarks gpu --part checks,floors     some of it; the record keeps the rest
 python -m benchmarks gpu --device cpu --model tiny    whether the command itself works
 """
@@ -16,10 +17,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.adapters.loop import versions
 from benchmarks.floors import shape_of
-from benchmarks.gpu.checking import ChecksFailed, pytest_checks, quick_checks
+from benchmarks.gpu.checking import bars, failures, lacking, pytest_checks, quick_checks
 from benchmarks.gpu.parts import MEASURING, Measuring
 from benchmarks.gpu.record import (
     COMPLETE,
@@ -155,19 +157,18 @@ class Run:
             machine.park()
             record = self._record(machine)
             self._say(f"{record.data['device']['name']}; the record is {record.path}")
-            try:
-                self._check(record)
-            except ChecksFailed as failure:
-                self._say(f"checks have failed, and nothing is measured: {failure}")
-                return True
+            if self._device != "cpu":
+                for line in lacking(self._names):
+                    self._say(f"not here: {line}")
+            failed = self._check(record)
             states = [
-                self._part(record, machine, name, MEASURING[name])
+                self._part(record, machine, name, MEASURING[name], failed)
                 for name in self._names
                 if name != CHECKS
             ]
         finally:
             machine.end(5.0)
-        return FAILED in states
+        return bool(failed) or FAILED in states
 
     def _record(self, machine: System) -> Record:
         device = {**machine.ready["settings"], "driver": _driver(self._device)}
@@ -180,9 +181,9 @@ class Run:
         default = RESULTS / "local" if self._device == "cpu" else RESULTS
         return Record(self._arguments.output or default, device, provenance)
 
-    def _check(self, record: Record) -> None:
+    def _check(self, record: Record) -> list[dict[str, Any]]:
         """The checks that are asked for, and the quick ones where the record does not say that
-        these sources passed. Raises ChecksFailed.
+        these sources passed. Returns the rows of those that failed.
         """
         about = {"model": None, "dtype": "float32"}
         has_passed = record.is_current(CHECKS, about) and record.state(CHECKS) in (
@@ -192,7 +193,7 @@ class Run:
         )
         if CHECKS not in self._names and has_passed:
             self._say("checks: passed before, of these sources")
-            return
+            return []
         self._say(CHECKS)
         began = time.monotonic()
         part = record.begin(CHECKS, about, resume=False)
@@ -201,17 +202,26 @@ class Run:
             left = self._seconds - (time.monotonic() - began)
             pytest_checks(part, self._device, self._logs, left)
         self._show(part)
+        return failures(part)
 
-    def _part(self, record: Record, machine: System, name: str, spec: Measuring) -> str:
-        """Run a part. Returns its state."""
+    def _part(
+        self,
+        record: Record,
+        machine: System,
+        name: str,
+        spec: Measuring,
+        failed: list[dict[str, Any]],
+    ) -> str:
+        """Run a part, unless a check that it needs has failed. Returns its state."""
         model = self._arguments.model or spec.model
+        sizes = spec.sizes(self._sizes)
         shape = shape_of(SHAPES[model])
         about = {
             "model": model,
             "dtype": DTYPE,
             "weight_bytes": shape.weight_bytes(DTYPE),
             "kv_bytes_per_token": shape.kv_bytes(DTYPE),
-            "sizes": _as_json(self._sizes),
+            "sizes": _as_json(sizes),
         }
         is_done = record.is_current(name, about) and record.state(name) == COMPLETE
         if self._arguments.resume and is_done:
@@ -219,14 +229,19 @@ class Run:
             return COMPLETE
         self._say(f"{name}: {spec.meaning} ({model})")
         part = record.begin(name, about, resume=self._arguments.resume)
+        if (why := bars(spec.needs, failed)) is not None:
+            self._say(f"  not measured: {why}")
+            part.leave_out(name, why)
+            part.end(LEFT_OUT)
+            return LEFT_OUT
         session = Session(
             part,
             model=model,
             shape=shape,
             device=self._device,
-            sizes=self._sizes,
+            sizes=sizes,
             machine=machine,
-            seconds=self._seconds,
+            seconds=min(self._seconds, spec.most_s),
             logs=self._logs,
             say=self._say,
         )
@@ -236,7 +251,8 @@ class Run:
             if not part.data["rows"]:
                 state = LEFT_OUT
         except OutOfTime as late:
-            part.leave_out(str(late), f"out of time ({self._arguments.minutes:g} minutes)")
+            minutes = min(self._seconds, spec.most_s) / 60.0
+            part.leave_out(str(late), f"out of time ({minutes:g} minutes)")
             state = OUT_OF_TIME
         except SystemFailure as failure:
             # A system that is silent until the part's time is over has not failed.

@@ -4,6 +4,8 @@ OutOfTime where its time is over.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import shutil
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.floors import Rates, prompts_s, step_s
-from benchmarks.gpu.session import DTYPE, LEAST_S, Engine, OutOfTime, Session
+from benchmarks.gpu.session import DTYPE, LEAST_S, Engine, OutOfTime, Session, Sizes
 from benchmarks.measures import medians, paired_ratio
 from benchmarks.processes import ROOT, System, SystemFailure
 from benchmarks.workloads import Lengths, Load, make_prompts
@@ -346,18 +348,67 @@ def _rate(median: dict[str, float]) -> str:
     return text
 
 
+KERNELS = "attention kernels against float64"
+GREEDY = "greedy tokens equal model.generate's: qwen3"
+"""Checks by their keys; `benchmarks.adapters.checks` names them."""
+COMPUTING = frozenset({KERNELS, GREEDY})
+SMOKE_BATCHES = (1, 32, 128)
+SMOKE_S = 180.0
+
+
+def smoke_sizes(sizes: Sizes) -> Sizes:
+    """Of each kind one turn, and a profile of the steps."""
+    batches = tuple(batch for batch in SMOKE_BATCHES if batch <= max(sizes.batches))
+    return dataclasses.replace(
+        sizes,
+        batches=batches,
+        output=min(sizes.output, 64),
+        prompts=min(sizes.prompts, 8),
+        profiled=batches if sizes.profiled else (),
+        profile_steps=min(sizes.profile_steps, 10),
+        turns=1,
+    )
+
+
+def as_given(sizes: Sizes) -> Sizes:
+    """The command's sizes."""
+    return sizes
+
+
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """A part: what it does, with which model, and what for."""
+    """A part: what it does, with which model, and what for.
+
+    Attributes:
+        run: does it.
+        model: its shape.
+        meaning: for the terminal.
+        needs_cache: whether `run` takes the folder for checkpoints.
+        needs: keys of checks without which its figures mean nothing.
+        sizes: how much it measures, of what the command was asked for.
+        most_s: seconds that it may take, where the command allows more.
+    """
 
     run: Callable[..., None]
     model: str
     meaning: str
     needs_cache: bool = False
+    needs: frozenset[str] = COMPUTING
+    sizes: Callable[[Sizes], Sizes] = as_given
+    most_s: float = math.inf
 
 
 MEASURING = {
-    "floors": Measuring(floors, "qwen3-8b", "copy and matrix rates, and what they allow"),
+    "smoke": Measuring(
+        decode,
+        "qwen3-8b",
+        "8B's decode once, and what a step launches",
+        sizes=smoke_sizes,
+        most_s=SMOKE_S,
+    ),
+    "floors": Measuring(
+        floors, "qwen3-8b", "copy and matrix rates, and what they allow", needs=frozenset()
+    ),
     "decode-8b": Measuring(decode, "qwen3-8b", "decode and prefill of Qwen3-8B's shape"),
     "decode-4b": Measuring(decode, "qwen3-4b", "the same of Qwen3-4B's"),
     "options": Measuring(options, "qwen3-8b", "graphs, overlap and other options on and off"),

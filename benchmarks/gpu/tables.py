@@ -138,6 +138,32 @@ def _decode(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _smoke(rows: list[dict[str, Any]]) -> list[str]:
+    """Decode, and what a step launches: kernels by the time that they take in it."""
+    lines = _decode(rows)
+    for row in rows:
+        if not row["key"].startswith("busy at"):
+            continue
+        steps, span = row["steps"], row["span_s"]
+        cells = [
+            [
+                f"`{kernel['name'].replace('|', '/')}`",
+                f"{kernel['count'] / steps:.1f}",
+                f"{kernel['seconds'] / kernel['count'] * 1e6:.1f}",
+                f"{kernel['seconds'] / span:.1%}",
+            ]
+            for kernel in row["kernels"]
+        ]
+        lines += [
+            "",
+            f"A step of {row['requests']}: {row['launches'] / steps:.0f} kernels and copies in "
+            f"{span / steps * 1e3:.2f} ms, of which the device computes {row['busy_share']:.1%}.",
+            "",
+            *_table("kernel | a step | µs each | of the time", cells),
+        ]
+    return lines
+
+
 def _compared(rows: list[dict[str, Any]]) -> list[str]:
     cells = []
     for row in rows:
@@ -175,7 +201,7 @@ def _itl(rows: list[dict[str, Any]]) -> list[str]:
     return _table(f"system | load | requests | output tok/s | {_LATENCIES}", cells)
 
 
-_TABLES = {"checks": _checks, "floors": _floors, "decode": _decode, "itl": _itl}
+_TABLES = {"checks": _checks, "smoke": _smoke, "floors": _floors, "decode": _decode, "itl": _itl}
 _LATENCIES = "TTFT p50, p90, p99 ms | TPOT ms | ITL p50, p90, p99 ms"
 
 

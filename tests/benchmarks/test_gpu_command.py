@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.adapters import checks
 from benchmarks.gpu import checking, command, parts
 from benchmarks.gpu.record import Provenance, Record, record_name
-from benchmarks.gpu.session import Engine
-from benchmarks.gpu.tables import NO_GPU
+from benchmarks.gpu.session import GPU_SIZES, Engine
+from benchmarks.gpu.tables import NO_GPU, render_part
 from benchmarks.processes import ROOT
 from benchmarks.report import FORMAT, read_record, render
 
@@ -41,7 +42,8 @@ class Checks:
 
     def run(self, turn):
         state = os.environ.get("CHECK_STATE", "passed")
-        return [{"key": "greedy", "state": state, "detail": "5 prompts"}]
+        key = "greedy tokens equal model.generate's: qwen3"
+        return [{"key": key, "state": state, "detail": "5 prompts"}]
 
 
 class Engine:
@@ -134,18 +136,78 @@ def test_a_part_says_what_was_measured_and_how_far_from_the_floor(tmp_path: Path
     assert part["left_out"] == ["the GPU's busy share: needs a CUDA device"]
 
 
-def test_checks_that_fail_stop_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_fails_bars_what_needs_it_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--part", "floors,decode-8b")
     monkeypatch.setenv("CHECK_STATE", "failed")
-    has_failed, record, said = run(tmp_path, "--part", "floors")
+    has_failed, record, said = run(tmp_path, *words)
     assert has_failed
-    assert said[-1] == "checks have failed, and nothing is measured: greedy: 5 prompts"
-    assert list(record["parts"]) == ["checks"]
-    assert record["parts"]["checks"]["state"] == "failed"
+    states = {name: part["state"] for name, part in record["parts"].items()}
+    assert states == {"checks": "failed", "floors": "complete", "decode-8b": "left out"}
+    why = f"{parts.GREEDY} has failed: 5 prompts"
+    assert f"  not measured: {why}" in said
+    assert record["parts"]["decode-8b"]["left_out"] == [f"decode-8b: {why}"]
     monkeypatch.delenv("CHECK_STATE")
-    assert not run(tmp_path, "--part", "floors")[0], "once they pass again"
-    assert "checks: passed before, of these sources" in run(tmp_path, "--part", "floors")[2]
+    has_failed, record, _ = run(tmp_path, *words)
+    assert not has_failed, "once they pass again"
+    assert record["parts"]["decode-8b"]["state"] == "complete"
+    assert "checks: passed before, of these sources" in run(tmp_path, *words)[2]
     monkeypatch.setenv("CHECK_STATE", "failed")
     assert run(tmp_path, "--part", "floors", "--commit", "other")[0], "of other sources"
+
+
+def test_what_a_failed_check_bars() -> None:
+    kernels = {"key": parts.KERNELS, "detail": "off"}
+    other = {"key": "greedy tokens equal model.generate's: gpt_oss", "detail": "x"}
+    everything = {"key": checking.ALL, "detail": "the process ended"}
+    assert checking.bars(parts.COMPUTING, [other]) is None, "no part measures that family"
+    assert checking.bars(parts.COMPUTING, [other, kernels]) == f"{parts.KERNELS} has failed: off"
+    assert checking.bars(parts.COMPUTING, [everything]) is not None
+    assert checking.bars(frozenset(), [kernels, everything]) is None
+
+
+def test_the_checks_that_parts_need_are_there() -> None:
+    keys = {f"greedy tokens equal model.generate's: {family}" for family in checks.FAMILIES}
+    assert keys.union({parts.KERNELS}).issuperset(parts.COMPUTING)
+    assert f'"{parts.KERNELS}"' in Path(checks.__file__).read_text()
+
+
+def test_what_the_host_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "find_spec", lambda name: None)
+    assert checking.lacking(["smoke"]) == [
+        "Triton and a C compiler: attention is computed by torch, which is slow"
+    ]
+    assert checking.lacking(["checks", "grpc"])[1:] == [
+        "pytest, hypothesis: tests/gpu is not run",
+        "grpc, msgspec, llguidance, typer: the part grpc is left out (WHEELS=folder brings them)",
+    ]
+
+
+def test_smoke_is_short_and_says_what_a_step_launches(tmp_path: Path) -> None:
+    assert parts.smoke_sizes(GPU_SIZES).batches == parts.SMOKE_BATCHES
+    assert parts.smoke_sizes(GPU_SIZES).profiled == parts.SMOKE_BATCHES
+    assert parts.MEASURING["smoke"].most_s == 180.0
+    _, record, _ = run(tmp_path, "--part", "smoke")
+    part = record["parts"]["smoke"]
+    assert part["state"] == "complete"
+    assert part["sizes"]["turns"] == 1
+    busy = {
+        "key": "busy at 1",
+        "requests": 1,
+        "busy_share": 0.75,
+        "steps": 10,
+        "span_s": 0.05,
+        "busy_s": 0.0375,
+        "launches": 4200,
+        "kernels": [{"name": "paged|decode", "count": 360, "seconds": 0.0072}],
+    }
+    text = render_part("smoke", {**part, "rows": [*part["rows"], busy]})
+    assert (
+        "A step of 1: 420 kernels and copies in 5.00 ms, of which the device computes 75.0%."
+        in (text)
+    )
+    assert "| `paged/decode` | 36.0 | 20.0 | 14.4% |" in text
 
 
 def test_systems_are_compared_in_paired_turns_and_one_that_fails_is_left_out(
@@ -297,7 +359,7 @@ def test_pytest_is_counted_and_stopped(tmp_path: Path) -> None:
 
 def test_there_is_no_such_device_part_or_size(tmp_path: Path) -> None:
     for words, message in (
-        (("--part", "x"), "'x' is no part; there are checks, floors, decode-8b"),
+        (("--part", "x"), "'x' is no part; there are checks, smoke, floors, decode-8b"),
         (("--batches", "0"), "--batches: each must be at least 1"),
         (("--turns", "0"), "--turns must be at least 1"),
     ):
@@ -351,7 +413,8 @@ def test_the_command_on_a_cpu(tmp_path: Path) -> None:
     states = {name: part["state"] for name, part in record["parts"].items()}
     assert states == {
         **dict.fromkeys(
-            ["checks", "floors", "decode-8b", "options", "peers", "grpc", "itl"], "complete"
+            ["checks", "smoke", "floors", "decode-8b", "options", "peers", "grpc", "itl"],
+            "complete",
         ),
         "compile": "left out",
     }
