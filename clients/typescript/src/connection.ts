@@ -25,6 +25,10 @@ import { type Address, isLocal, type Place, textOf } from "./targets.js";
 const DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024;
 const DEFAULT_KEEPALIVE_MS = 45_000;
 const KEEPALIVE_TIMEOUT_MS = 20_000;
+// What a server may send ahead, of one call and in all. Node's 64 KiB for a whole connection are full several times for
+// each step of a few hundred requests, and the server waits each time.
+const STREAM_WINDOW_BYTES = 1024 * 1024;
+const CONNECTION_WINDOW_BYTES = 4 * 1024 * 1024;
 
 /** How a connection is encrypted. Certificates and keys are PEM: text, bytes, or the name of a file. */
 export interface TlsOptions {
@@ -96,6 +100,7 @@ export class Connection {
         ? {}
         : { pingIntervalMs: keepaliveMs, pingTimeoutMs: KEEPALIVE_TIMEOUT_MS, pingIdleConnection: false },
       {
+        settings: { initialWindowSize: STREAM_WINDOW_BYTES },
         createConnection: () => {
           const socket = open().setNoDelay(true);
           socket.on("error", ignore); // the HTTP/2 session tells it; one that comes later concerns nobody
@@ -137,13 +142,15 @@ export class Connection {
 
 /**
  * A session that fails tells it after its streams have; by then the manager may have let go of it, for another one or
- * because it was closed. An error that nobody listens to would end the process.
+ * because it was closed. An error that nobody listens to would end the process. Its first stream is also when its window
+ * can be set: there is no option for that.
  */
 class SessionManager extends Http2SessionManager {
   override async request(...args: Parameters<Http2SessionManager["request"]>) {
     const stream = await super.request(...args);
     if (stream.session?.listeners("error").includes(ignore) === false) {
       stream.session.on("error", ignore);
+      stream.session.setLocalWindowSize(CONNECTION_WINDOW_BYTES);
     }
     return stream;
   }
