@@ -183,6 +183,11 @@ bench-telemetry: $(DEV) $(NATIVE) ## Measure throughput and CPU time with all te
 bench-wire-size: $(DEV) $(NATIVE) ## Count what a session takes on the wire: bytes of its answers for each token (ARGS='--output FILE').
 	$(BIN)/python -m benchmarks.wire_size $(ARGS)
 
+.PHONY: bench-clients
+bench-clients: $(DEV) $(NATIVE) ## Measure the client libraries beside each other, and write docs/clients.md's tables: five minutes.
+	GRPC_VERBOSITY=ERROR $(BIN)/python -m benchmarks.languages --output benchmarks/results/languages.json $(ARGS)
+	$(BIN)/python -m benchmarks.languages --report
+
 # ---- trust -----------------------------------------------------------------------------------------------------------
 
 SEED ?= 1

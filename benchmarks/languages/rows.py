@@ -1,0 +1,81 @@
+"""The languages: a row for each, which says how its load program is built and started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from benchmarks.processes import ROOT
+from clients.conformance import registry
+
+_TOOLS = ROOT / ".tools" / "bin"
+Build = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A language.
+
+    Attributes:
+        name: that of its row in the conformance suite's registry, which says what it needs.
+        title: in the table.
+        command: what starts its load program, in the repository's root.
+        build: commands that build it, each with the folder in which it runs.
+        aim: the share of the fastest language's throughput that it is to reach.
+        environment: variables for the build and the program.
+    """
+
+    name: str
+    title: str
+    command: tuple[str, ...]
+    build: Build
+    aim: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def missing(self) -> list[str]:
+        """The programs that are not here."""
+        return _registered(self.name).missing()
+
+    def make(self) -> None:
+        """Builds it. Raises CalledProcessError."""
+        for folder, command in self.build:
+            subprocess.run(
+                command,
+                cwd=ROOT / folder,
+                env={**os.environ, **self.environment},
+                check=True,
+                stdout=sys.stderr,
+            )
+
+
+def _registered(name: str) -> registry.Language:
+    return next(language for language in registry.LANGUAGES if language.name == name)
+
+
+def _python(name: str, title: str, module: str) -> Row:
+    environment = _registered(name).environment
+    return Row(name, title, (sys.executable, "-m", module), (), 0.75, environment)
+
+
+ROWS = (
+    _python("python", "Python", "benchmarks.languages.load_threads"),
+    _python("python-asyncio", "Python, asyncio", "benchmarks.languages.load_asyncio"),
+    Row(
+        "go",
+        "Go",
+        (str(_TOOLS / "load-go"),),
+        (("clients/go", ("go", "build", "-o", str(_TOOLS / "load-go"), "./cmd/load")),),
+        0.9,
+        {"CGO_ENABLED": "0"},
+    ),
+    Row(
+        "typescript",
+        "TypeScript (Node)",
+        ("node", "clients/typescript/build/conformance/load.js"),
+        _registered("typescript").build,
+        0.75,
+    ),
+)

@@ -1,0 +1,183 @@
+"""The measuring: servers and load programs as processes on a core each, and turns of these.
+
+CPU time is that of a process, with all its threads, from /proc: in ticks of 10 ms, so a turn is to
+last a second or more. Memory is the process's high-water mark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.languages.program import Program
+from benchmarks.languages.rows import Row
+from benchmarks.measures import paired_ratio
+from benchmarks.processes import ROOT
+
+_START_S = 120.0
+_TICKS = os.sysconf("SC_CLK_TCK")
+_SERVER_CORE, _CLIENT_CORE = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is played.
+
+    Attributes:
+        name: for the command line and the record.
+        meaning: in words.
+        sessions, requests, tokens: of a turn; requests are those of one session.
+        per_second: of the scripted engine, steps in a second; 0: without pause.
+        demo: whether the server is the real one with the demo model.
+        turns: that count.
+    """
+
+    name: str
+    meaning: str
+    sessions: int
+    requests: int
+    tokens: int
+    turns: int
+    per_second: float = 0.0
+    demo: bool = False
+
+    @property
+    def all_tokens(self) -> int:
+        """How many tokens a turn has."""
+        return self.sessions * self.requests * self.tokens
+
+
+CASES = (
+    Case("one", "64 requests on one session", 1, 64, 4000, 5),
+    Case("eight", "8 sessions of 64 requests", 8, 64, 400, 5),
+    Case("paced", "64 requests on one session, 50 tokens a second each", 1, 64, 125, 2, 50.0),
+    Case("demo", "64 requests on one session of the demo server", 1, 64, 256, 3, demo=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a turn took: seconds, and CPU seconds of the client and of the server."""
+
+    seconds: float
+    client_s: float
+    server_s: float
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process, user and system, all threads that it has and had."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def measure(case: Case, rows: Sequence[Row], turns: int | None = None) -> dict[str, Any]:
+    """Plays a case with all languages, which take turns; the record's part.
+
+    Args:
+        case: what is played.
+        rows: the languages.
+        turns: that count; None: as many as the case has. One before does not.
+
+    Raises:
+        RuntimeError: a process failed, or lost or made up tokens.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        address = f"unix:{folder}/s"
+        server = stack.enter_context(_server(case, address, folder / "server.log"))
+        programs = {
+            row.name: stack.enter_context(
+                Program.started(
+                    (*_pinned(_CLIENT_CORE), *row.command, address,
+                     *map(str, (case.sessions, case.requests, case.tokens))),
+                    row.environment,
+                    folder / f"{row.name}.log",
+                )
+            )
+            for row in rows
+        }  # fmt: skip
+        played: dict[str, list[Turn]] = {name: [] for name in programs}
+        for number in range((case.turns if turns is None else turns) + 1):
+            for name, program in programs.items():
+                one = _turn(case, program, server.pid)
+                if number:
+                    played[name].append(one)
+        peaks = {name: program.peak_bytes for name, program in programs.items()}
+    return {**asdict(case), "languages": figures(case, played, peaks)}
+
+
+def _turn(case: Case, program: Program, server: int) -> Turn:
+    client_s, server_s = cpu_seconds(program.pid), cpu_seconds(server)
+    began = time.perf_counter()
+    told = program.play()
+    seconds = time.perf_counter() - began
+    if told != case.all_tokens:
+        raise RuntimeError(f"{program.name}: {told} tokens came of {case.all_tokens}")
+    return Turn(seconds, cpu_seconds(program.pid) - client_s, cpu_seconds(server) - server_s)
+
+
+def figures(
+    case: Case, played: Mapping[str, list[Turn]], peaks: Mapping[str, int]
+) -> dict[str, Any]:
+    """What the turns of each language come to. peaks: their memory, bytes."""
+    rates = {name: [case.all_tokens / t.seconds for t in turns] for name, turns in played.items()}
+    fastest = max(rates, key=lambda name: statistics.median(rates[name]))
+    return {
+        name: {
+            "turns": [asdict(turn) for turn in turns],
+            "tokens_per_s": statistics.median(rates[name]),
+            "of_fastest": paired_ratio(rates[name], rates[fastest]),
+            "client_us_per_token": _per_token(case, [turn.client_s for turn in turns]),
+            "server_us_per_token": _per_token(case, [turn.server_s for turn in turns]),
+            "peak_bytes": peaks[name],
+        }
+        for name, turns in played.items()
+    }
+
+
+def _per_token(case: Case, seconds: Sequence[float]) -> float:
+    return statistics.median(seconds) / case.all_tokens * 1e6
+
+
+def _pinned(core: int) -> tuple[str, ...]:
+    return ("taskset", "--cpu-list", str(core))
+
+
+@contextmanager
+def _server(case: Case, address: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A server's process on its core, once it serves."""
+    if case.demo:
+        command = (str(Path(sys.executable).with_name("headrace-server")), "serve")
+        command += ("--model", "models/demo", "--in-process", "--listen", address)
+    else:
+        numbers = (case.sessions * case.requests, case.tokens, case.per_second)
+        command = (sys.executable, "-m", "benchmarks.scripted_engine", address, "together")
+        command += tuple(map(str, numbers))
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            (*_pinned(_SERVER_CORE), *command), cwd=ROOT, stderr=file, stdout=file
+        )
+    try:
+        end = time.monotonic() + _START_S
+        while "Stop it with" not in log.read_text(errors="replace"):
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')}")
+            time.sleep(0.1)
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        process.kill()
+        process.wait()
