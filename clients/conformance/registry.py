@@ -14,6 +14,7 @@ from clients.conformance.driver import ROOT
 _CPP_BUILD = ROOT / ".tools" / "cpp"
 _CPP_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release",)
 _PYTHON = {"PYTHONPATH": f"{ROOT}:{ROOT / 'clients' / 'python' / 'src'}"}
+_RUST_BUILD = ROOT / ".tools" / "rust"
 _GO_DRIVER = ROOT / ".tools" / "bin" / "conformance-go"
 
 _INSTALLED = "test node_modules/.package-lock.json -nt package-lock.json"  # npm writes it last
@@ -73,6 +74,15 @@ LANGUAGES = (
             ("clients/typescript", ("sh", "-c", f"{_INSTALLED} || npm ci --no-audit --no-fund")),
             ("clients/typescript", ("npm", "run", "build-all")),
         ),
+    ),
+    Language(
+        "rust",
+        (str(_RUST_BUILD / "debug" / "headrace-conformance"),),
+        needs=("cargo",),
+        build=(
+            ("clients/rust", ("cargo", "build", "--locked", "--package", "headrace-conformance")),
+        ),
+        environment={"CARGO_TARGET_DIR": str(_RUST_BUILD)},
     ),
     Language(
         "cpp",

@@ -1,0 +1,548 @@
+//! Sessions: many requests on one stream.
+//!
+//! What passes through here: a request is [submitted](Session::submit) and becomes an [`Entry`] of the session's state,
+//! which `moves` sends to a server by a [`wire`] (a stream to one server, opened with its first request). The wire's
+//! task takes messages and gives each event to its request's [`Handle`], which its reader polls. What waits (for room, for
+//! a server, to be attached again) waits in the session's one clock. So a request costs no task.
+//!
+//! Locks are taken in the order session, handle, pool.
+
+mod clock;
+mod handle;
+mod moves;
+mod wire;
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, timeout};
+use tonic::Code;
+
+pub use handle::Handle;
+pub(crate) use handle::{Ended, Output};
+
+use crate::client::{Client, Inner};
+use crate::error::Error;
+use crate::fold::Fold;
+use crate::placement::{PrefixKeys, keys_of};
+use crate::pool::{PATIENCE, Server};
+use crate::proto;
+use crate::request::{Request, choices_of, size_of};
+use crate::trace::{TraceContext, label};
+use clock::Timer;
+use wire::Wire;
+
+/// What a command has beside its request, with the names of the most capabilities that one may need.
+const COMMAND_BYTES: usize = 4096;
+/// How long a close that cancels waits for the servers' answers.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How a session is set up. The default is a session without lease and credits.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[must_use]
+pub struct SessionOptions {
+    lease: Option<Duration>,
+    initial_credit: u32,
+    room_timeout: Option<Duration>,
+}
+
+impl SessionOptions {
+    /// The defaults.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// How long requests go on, and their results are kept, after the connection was lost; the server may grant less. With
+    /// a lease a lost session resumes by itself: what has output is attached again where it lives until the lease has
+    /// passed, what has none is sent again. Without, the requests of a lost session end with `UNAVAILABLE`.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.lease = Some(lease).filter(|lease| !lease.is_zero());
+        self
+    }
+
+    /// How many tokens of each request the server may send ahead of its reader; so a request that is not read takes no
+    /// more memory than that. By default (and with 0) what is not read is kept here.
+    pub fn initial_credit(mut self, tokens: u32) -> Self {
+        self.initial_credit = tokens;
+        self
+    }
+
+    /// For how long a request for which the server has no room is sent again, each time when the server said that it may
+    /// have some. By default as long as it takes; zero: the first refusal is the request's error.
+    pub fn room_timeout(mut self, limit: Duration) -> Self {
+        self.room_timeout = Some(limit);
+        self
+    }
+}
+
+/// Many requests on one stream (one for each server, if there are several). It has a task for each stream, and none for a
+/// request. A request that is not read delays no other.
+///
+/// End it with [`finish`](Self::finish), or with [`close`](Self::close), which cancels. Dropping it cancels too, without
+/// waiting for the ends.
+///
+/// ```no_run
+/// # async fn example(client: headrace::Client) -> Result<(), headrace::Error> {
+/// use headrace::{Request, SessionOptions};
+/// use std::time::Duration;
+///
+/// let session = client.session(SessionOptions::new().lease(Duration::from_secs(30)))?;
+/// let poem = session.submit(Request::text("A poem:").max_tokens(64))?;
+/// let recipe = session.submit(Request::text("A recipe:").max_tokens(64))?;
+/// while let Some(chunk) = poem.next().await {
+///     print!("{}", chunk?.text);
+/// }
+/// println!("{}", recipe.result().await?.text());
+/// session.finish().await
+/// # }
+/// ```
+pub struct Session {
+    pub(crate) shared: Arc<Shared>,
+}
+
+pub(crate) struct Shared {
+    client: Arc<Inner>,
+    number: u64,
+    options: SessionOptions,
+    /// Whether a lost request goes on by itself.
+    resumes: bool,
+    /// Whether nothing counts as delivered before a request's end.
+    restarts: bool,
+    trace: Option<TraceContext>,
+    state: Mutex<State>,
+    /// Whether nothing of it runs any more.
+    quiet: watch::Sender<bool>,
+    /// Cuts all streams.
+    cut: watch::Sender<bool>,
+    /// Told when the clock has an earlier timer.
+    sooner: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    /// The requests that have not ended, by their keys here.
+    live: HashMap<u64, Entry>,
+    ids: HashMap<String, u64>,
+    last_key: u64,
+    /// By server.
+    wires: HashMap<u64, Wire>,
+    last_wire: u64,
+    /// By instance: what was sent elsewhere since.
+    orphans: HashMap<String, HashSet<String>>,
+    timers: BTreeMap<(Instant, u64), Timer>,
+    last_timer: u64,
+    clock_runs: bool,
+    /// Whether it takes no more requests.
+    closing: bool,
+    /// Why it takes none, if it was lost or closed.
+    ended: Option<Error>,
+}
+
+/// A live request.
+struct Entry {
+    output: Arc<Output>,
+    /// What to send; none: another stream started it.
+    spec: Option<Box<proto::GenerationSpec>>,
+    keys: Option<PrefixKeys>,
+    /// The server at which it is; none: it waits.
+    at: Option<u64>,
+    /// By which its events there name it; 0: not known yet.
+    number: u32,
+    /// The number of the command that brought it there.
+    command: u64,
+    /// Whether it was attached there, not added.
+    attaching: bool,
+    /// Whether everything that arrives is paid for at once.
+    unlimited: bool,
+    cancelled: bool,
+    /// Whether it waits for a server to be ready.
+    wants_server: bool,
+    /// Until when it is sent again for want of room; none: no bound.
+    give_up_at: Option<Instant>,
+    /// The process that has it.
+    instance: String,
+    /// How often it was sent again.
+    losses: u32,
+    reattached: u32,
+    /// Until when it may be attached again.
+    lost_until: Instant,
+    asked: HashSet<u64>,
+    ask_until: Instant,
+    /// Grows when it is sent or begins to wait: what was to be done before is void.
+    turn: u64,
+}
+
+impl Entry {
+    fn new(output: Arc<Output>, spec: Option<proto::GenerationSpec>) -> Self {
+        let now = Instant::now();
+        Self {
+            output,
+            keys: spec.as_ref().and_then(keys_of),
+            spec: spec.map(Box::new),
+            at: None,
+            number: 0,
+            command: 0,
+            attaching: false,
+            unlimited: false,
+            cancelled: false,
+            wants_server: false,
+            give_up_at: None,
+            instance: String::new(),
+            losses: 0,
+            reattached: 0,
+            lost_until: now,
+            asked: HashSet::new(),
+            ask_until: now + PATIENCE,
+            turn: 0,
+        }
+    }
+}
+
+impl Client {
+    /// Opens a session. It does not wait for the server: the stream opens with the first request.
+    ///
+    /// # Errors
+    ///
+    /// The client was closed.
+    pub fn session(&self, options: SessionOptions) -> Result<Session, Error> {
+        self.open_session(options, false)
+    }
+
+    pub(crate) fn open_session(&self, options: SessionOptions, restarts: bool) -> Result<Session, Error> {
+        let pool = &self.inner.pool;
+        let shared = self.inner.open(|number| {
+            Arc::new(Shared {
+                client: Arc::clone(&self.inner),
+                number,
+                resumes: options.lease.is_some() || pool.many,
+                options,
+                restarts,
+                trace: pool.settings.tracer.now(),
+                state: Mutex::default(),
+                quiet: watch::Sender::new(false),
+                cut: watch::Sender::new(false),
+                sooner: Notify::new(),
+            })
+        })?;
+        Ok(Session { shared })
+    }
+}
+
+impl Session {
+    /// Starts a request, and returns without waiting for the server. What the server refuses is told by the handle.
+    ///
+    /// # Errors
+    ///
+    /// The request cannot be sent, its id is live on this session, or the session was closed, or lost without a lease.
+    pub fn submit(&self, request: impl Into<Request>) -> Result<Handle, Error> {
+        let output = self.begin(request.into(), Ended::default())?;
+        Ok(Handle::new(&self.shared, output))
+    }
+
+    pub(crate) fn begin(&self, request: Request, ended: Ended) -> Result<Arc<Output>, Error> {
+        let shared = &self.shared;
+        let mut spec = request.build()?;
+        label(shared.client.pool.settings.tracer.now(), &mut spec);
+        let (size, most) = (size_of(&spec) + COMMAND_BYTES, shared.client.pool.settings.max_message_bytes);
+        if size > most {
+            // The stream would end for it.
+            let told = format!("the request takes {size} bytes, and messages may have {most}; see max_message_bytes");
+            return Err(Error::status(Code::ResourceExhausted, told).of(&spec.request_id));
+        }
+        let output = Output::new(Fold::new(spec.request_id.clone(), choices_of(&spec), 1), ended);
+        let mut entry = Entry::new(Arc::clone(&output), Some(spec));
+        let room = shared.options.room_timeout.filter(|limit| !limit.is_zero());
+        entry.give_up_at = room.map(|limit| Instant::now() + limit);
+        let mut state = shared.lock();
+        let key = state.register(entry)?;
+        state.place(shared, key, None);
+        state.settle(shared);
+        Ok(output)
+    }
+
+    /// Continues a request of another session, or of [`Client::add`], on this one, from its first event.
+    ///
+    /// # Errors
+    ///
+    /// Its id is live on this session, or the session has ended.
+    pub fn attach(&self, request_id: impl Into<String>) -> Result<Handle, Error> {
+        self.attach_fold(Fold::new(request_id, 0, 1))
+    }
+
+    /// The same from the event of that number on: the handle has only what follows. Event 1 tells how many choices the
+    /// request has; where that does not come again, it has to be said.
+    ///
+    /// # Errors
+    ///
+    /// As those of [`attach`](Self::attach).
+    pub fn attach_from(&self, request_id: impl Into<String>, from: u64, choices: usize) -> Result<Handle, Error> {
+        self.attach_fold(Fold::new(request_id, choices, from))
+    }
+
+    /// Continues a request whose session was lost, on this one, where its handle left off. The new handle has all output
+    /// from the beginning. If the end had arrived, it has that too, and nothing is sent.
+    ///
+    /// # Errors
+    ///
+    /// Its id is live on this session, or the session has ended.
+    pub fn resume(&self, lost: &Handle) -> Result<Handle, Error> {
+        let output = lost.output().reopened();
+        if output.is_closed() {
+            return Ok(Handle::new(&self.shared, output));
+        }
+        self.attach_output(output)
+    }
+
+    fn attach_fold(&self, fold: Fold) -> Result<Handle, Error> {
+        self.attach_output(Output::new(fold, Ended::default()))
+    }
+
+    fn attach_output(&self, output: Arc<Output>) -> Result<Handle, Error> {
+        let shared = &self.shared;
+        let mut state = shared.lock();
+        let key = state.register(Entry::new(Arc::clone(&output), None))?;
+        state.attach(shared, key);
+        state.settle(shared);
+        drop(state);
+        Ok(Handle::new(shared, output))
+    }
+
+    /// How many requests have not ended.
+    pub fn live(&self) -> usize {
+        self.shared.lock().live.len()
+    }
+
+    /// The lease that the server granted; of several servers, the shortest. `None`: none has answered yet, or the session
+    /// asked for none.
+    pub fn lease(&self) -> Option<Duration> {
+        self.shared.lock().wires.values().filter_map(|wire| wire.lease).min()
+    }
+
+    /// Takes no more requests and waits until the live ones have ended; they need no reader for that. Then the session has
+    /// ended. If the future is dropped, the live requests go on: wait again, or close.
+    ///
+    /// # Errors
+    ///
+    /// Never for a request's sake: handles tell what came of them. The error is that of the session, if it was lost.
+    pub async fn finish(&self) -> Result<(), Error> {
+        let ended = {
+            let mut state = self.shared.lock();
+            state.closing = true;
+            for key in state.keys() {
+                state.pay_all(&self.shared, key);
+            }
+            state.settle(&self.shared);
+            state.ended.clone()
+        };
+        self.shared.until_quiet().await;
+        self.shared.client.forget(self.shared.number);
+        ended.map_or(Ok(()), Err)
+    }
+
+    /// Cancels the live requests, waits for their ends, at most 5 s, and ends the session. After [`finish`](Self::finish)
+    /// it does nothing.
+    pub async fn close(&self) {
+        self.shared.cancel_all();
+        self.shared.end_soon().await;
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        if *self.shared.quiet.borrow() {
+            return;
+        }
+        self.shared.cancel_all();
+        if !*self.shared.quiet.borrow() {
+            let shared = Arc::clone(&self.shared);
+            self.shared.client.pool.tasks.spawn(async move { shared.end_soon().await });
+        }
+    }
+}
+
+impl fmt::Debug for Session {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Session").field("live", &self.live()).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.client.forget(self.number);
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn until_quiet(&self) {
+        let mut quiet = self.quiet.subscribe();
+        let _ = quiet.wait_for(|is_quiet| *is_quiet).await; // the sender lives as long as this
+    }
+
+    fn cancel_all(self: &Arc<Self>) {
+        let mut state = self.lock();
+        state.closing = true;
+        for key in state.keys() {
+            state.cancel(self, key);
+        }
+        state.settle(self);
+    }
+
+    async fn end_soon(self: &Arc<Self>) {
+        if timeout(CLOSE_PATIENCE, self.until_quiet()).await.is_err() {
+            self.abort(&Error::closed("the session"));
+            self.until_quiet().await;
+        }
+        self.client.forget(self.number);
+    }
+
+    /// Cuts all streams, and fails what is left.
+    pub(crate) fn abort(self: &Arc<Self>, error: &Error) {
+        let mut state = self.lock();
+        if *self.quiet.borrow() {
+            return;
+        }
+        state.closing = true;
+        state.ended = Some(error.clone());
+        for key in state.keys() {
+            state.fail(self, key, error.clone());
+        }
+        state.timers.clear();
+        self.cut.send_replace(true);
+        // The streams' tasks may be gone by now, with those of the client.
+        state.wires.clear();
+        state.settle(self);
+    }
+
+    /// Has requests that wait for a server look again.
+    pub(crate) fn server_changed(self: &Arc<Self>) {
+        let mut state = self.lock();
+        for key in state.keys() {
+            if state.live.get(&key).is_some_and(|entry| entry.wants_server) {
+                state.place(self, key, None);
+            }
+        }
+    }
+}
+
+impl State {
+    fn keys(&self) -> Vec<u64> {
+        self.live.keys().copied().collect()
+    }
+
+    /// Takes a request in.
+    fn register(&mut self, entry: Entry) -> Result<u64, Error> {
+        let id = entry.output.id();
+        if let Some(ended) = &self.ended {
+            return Err(ended.copy_for(id));
+        }
+        if self.closing {
+            return Err(Error::closed("the session").of(id));
+        }
+        if self.ids.contains_key(id) {
+            return Err(Error::status(Code::AlreadyExists, format!("a request {id:?} is live on this session")).of(id));
+        }
+        self.last_key += 1;
+        self.ids.insert(id.to_owned(), self.last_key);
+        self.live.insert(self.last_key, entry);
+        Ok(self.last_key)
+    }
+
+    /// Half-closes the streams once the session is being closed and no request is live, and notes when none is left. While
+    /// a request is live, its credits or a cancel may still have to be sent.
+    fn settle(&mut self, shared: &Shared) {
+        if !self.closing || !self.live.is_empty() {
+            return;
+        }
+        for wire in self.wires.values_mut() {
+            wire.half_close();
+        }
+        if self.wires.is_empty() {
+            shared.quiet.send_replace(true);
+        }
+    }
+
+    /// Ends a request with an error that is not the server's end of it.
+    fn fail(&mut self, shared: &Shared, key: u64, error: Error) {
+        if let Some(entry) = self.live.get(&key) {
+            let output = Arc::clone(&entry.output);
+            self.forget(shared, key);
+            output.close_with(Some(error.copy_for(output.id())));
+        }
+    }
+
+    /// Drops an ended request.
+    fn forget(&mut self, shared: &Shared, key: u64) {
+        self.leave(shared, key);
+        if let Some(entry) = self.live.remove(&key) {
+            self.ids.remove(entry.output.id());
+        }
+        self.settle(shared);
+    }
+
+    /// Takes a request from its stream.
+    fn leave(&mut self, shared: &Shared, key: u64) {
+        let Some(entry) = self.live.get_mut(&key) else { return };
+        let Some(at) = entry.at.take() else { return };
+        if let Some(wire) = self.wires.get_mut(&at) {
+            wire.commands.remove(&entry.command);
+            wire.numbers.remove(&entry.number);
+        }
+        entry.number = 0;
+        shared.client.pool.lock().over(at);
+    }
+
+    /// Asks for a request's end; it ends with what it has.
+    fn cancel(&mut self, shared: &Shared, key: u64) {
+        let Some(entry) = self.live.get_mut(&key) else { return };
+        entry.cancelled = true;
+        match entry.at {
+            None => {
+                self.fail(
+                    shared,
+                    key,
+                    Error::status(Code::Cancelled, "it was cancelled while it waited to be sent again"),
+                );
+            }
+            Some(at) => {
+                let id = entry.output.id().to_owned();
+                if let Some(wire) = self.wires.get_mut(&at) {
+                    wire.send_cancel(&id, "");
+                }
+                self.pay_all(shared, key); // its end, too, comes behind its last token
+            }
+        }
+    }
+
+    /// Lets the server send as many more tokens as the reader took of what came by this stream.
+    fn pay(&mut self, shared: &Shared, key: u64, wire: u64, tokens: u32) {
+        let Some(entry) = self.live.get(&key) else { return };
+        let to = entry.at.and_then(|at| self.wires.get_mut(&at)).filter(|to| to.id == wire);
+        if let (Some(to), true) = (to, shared.options.initial_credit > 0 && tokens > 0) {
+            to.send_credit(entry.output.id(), tokens);
+        }
+    }
+
+    /// Pays for all that has arrived and will arrive.
+    fn pay_all(&mut self, shared: &Shared, key: u64) {
+        let Some(entry) = self.live.get_mut(&key) else { return };
+        if shared.options.initial_credit == 0 || entry.unlimited {
+            return;
+        }
+        entry.unlimited = true;
+        let Some(wire) = entry.at.and_then(|at| self.wires.get(&at)) else { return };
+        let (id, owed) = (wire.id, entry.output.take_owed(wire.id));
+        self.pay(shared, key, id, owed);
+    }
+
+    /// Which server a wire goes to, for messages of the state's own.
+    fn server_of(&self, at: u64) -> Option<Arc<Server>> {
+        self.wires.get(&at).map(|wire| Arc::clone(&wire.server))
+    }
+}
