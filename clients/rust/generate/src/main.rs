@@ -83,15 +83,15 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let bytes = fs::read(descriptors)?;
     let mut set = prost_types::FileDescriptorSet::decode(bytes.as_slice())?;
+    for file in &mut set.file {
+        if file.package().starts_with("google.") {
+            file.source_code_info = None; // rustdoc would take its examples for programs
+        }
+    }
     // prost-build takes a list of numbers whose field has any option for one that is not packed.
     let messages = set.file.iter_mut().flat_map(|file| &mut file.message_type);
     messages.flat_map(|one| &mut one.field).for_each(|field| field.options = None);
-    tonic_prost_build::configure()
-        .build_server(false)
-        .build_transport(false)
-        .disable_comments([".google"]) // rustdoc would take their examples for programs
-        .out_dir(folder)
-        .compile_fds(set)?;
+    tonic_prost_build::configure().build_server(false).build_transport(false).out_dir(folder).compile_fds(set)?;
     for unused in ["google.api.rs", "google.protobuf.rs"] {
         let _ = fs::remove_file(Path::new(folder).join(unused)); // only options are of these
     }
