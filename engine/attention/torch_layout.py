@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.base import AttentionMetadata, BatchLayout
+from engine.transfer import to_device
 
 _MIN_BUCKET = 4
 """Fewer requests than this do not form a bucket of their own."""
@@ -101,10 +102,11 @@ def prepare(layout: BatchLayout, window: int | None, like: torch.Tensor) -> Torc
         count = int(layout.counts[row])
         chunks.append(_prepare_chunk(layout, row, begin, window, like))
         begin += count
+    fresh = fresh_blocks(layout)
     return TorchMetadata(
-        slot_mapping=torch.from_numpy(slots).to(like.device),
+        slot_mapping=to_device(slots, like.device),
         block_size=layout.block_size,
-        fresh_blocks=_to_device(fresh_blocks(layout), like.device),
+        fresh_blocks=to_device(fresh, like.device) if len(fresh) else None,
         buckets=_prepare_buckets(layout, window, like),
         chunks=tuple(chunks),
         num_padding=layout.num_padding,
@@ -141,10 +143,6 @@ def fresh_blocks(layout: BatchLayout) -> npt.NDArray[np.int64]:
     return blocks
 
 
-def _to_device(blocks: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor | None:
-    return torch.from_numpy(blocks).to(device) if len(blocks) else None
-
-
 def _prepare_buckets(
     layout: BatchLayout, window: int | None, like: torch.Tensor
 ) -> tuple[Bucket, ...]:
@@ -174,10 +172,8 @@ def _prepare_buckets(
         mask = None
         if not visible.all():
             bias = np.where(visible, 0.0, -np.inf).astype(np.float32)
-            mask = torch.from_numpy(bias).to(like).view(end - begin, 1, 1, width * size)
-        buckets.append(
-            Bucket(begin, end, torch.from_numpy(blocks.reshape(-1)).to(like.device), mask)
-        )
+            mask = to_device(bias, like.device, like.dtype).view(end - begin, 1, 1, width * size)
+        buckets.append(Bucket(begin, end, to_device(blocks.reshape(-1), like.device), mask))
     return tuple(buckets)
 
 
@@ -211,14 +207,13 @@ def _prepare_chunk(
     if first < start or layout.kv_interval:
         keys = np.arange(first, first + round_up(end - first, layout.kv_interval or 1))
         visible = np.minimum(keys, end - 1)  # padding reads the last token, which always exists
-        slots = torch.from_numpy(slots_of(layout, np.full_like(visible, row), visible)).to(
-            like.device
-        )
+        slots = to_device(slots_of(layout, np.full_like(visible, row), visible), like.device)
     mask = None
     if slots is not None or (window is not None and count > window):
         queries = np.arange(start, end)[:, None]
         hidden = keys > queries
         if window is not None:
             hidden |= keys <= queries - window
-        mask = torch.from_numpy(np.where(hidden, -np.inf, 0.0).astype(np.float32)).to(like)
+        bias = np.where(hidden, -np.inf, 0.0).astype(np.float32)
+        mask = to_device(bias, like.device, like.dtype)
     return Chunk(begin=begin, end=begin + count, slots=slots, mask=mask)

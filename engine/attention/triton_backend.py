@@ -27,6 +27,7 @@ from engine.attention.base import (
 )
 from engine.attention.torch_layout import slots_of
 from engine.attention.triton_launch import triton_attention
+from engine.transfer import to_device
 
 _Arrays = Mapping[str, npt.NDArray[np.int64]]
 
@@ -88,7 +89,7 @@ class TritonAttentionBackend(AttentionBackend):
         _fill_requests(layout, arrays)
         arrays["table_begins"][:] = np.arange(rows) * width
         arrays["blocks"][:] = layout.tables.reshape(-1)
-        device = torch.from_numpy(host).to(like.device)
+        device = to_device(host, like.device)
         return TritonMetadata(
             **{name: device[place] for name, place in places.items()},
             block_size=layout.block_size,

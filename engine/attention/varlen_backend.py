@@ -35,6 +35,7 @@ from engine.attention.base import (
     StaticShape,
 )
 from engine.attention.torch_layout import slots_of
+from engine.transfer import to_device
 
 DTYPES = (torch.bfloat16, torch.float16)
 """The supported types."""
@@ -114,7 +115,7 @@ class VarlenAttentionBackend(AttentionBackend):
         }
         _fill(layout, host, width)
         return _metadata(
-            {name: torch.from_numpy(array).to(like.device) for name, array in host.items()},
+            {name: to_device(array, like.device) for name, array in host.items()},
             width=width,
             block_size=layout.block_size,
             window=window,

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from engine.attention.base import LayerCache
 from engine.kv_cache.copies import BlockCopy, StepCopies
 from engine.kv_cache.groups import LayerGroup
+from engine.transfer import to_device
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 """One tensor of a layer, keys or values, with one row for each block: on the device, and on the
@@ -74,7 +76,7 @@ class BlockCopier:
                 cache.index_copy_(0, targets, cache.index_select(0, sources))
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(blocks, dtype=torch.int64).to(self._device)
+        return to_device(np.array(blocks, dtype=np.int64), self._device)
 
 
 class _Part:

@@ -19,6 +19,7 @@ import torch
 from engine.attention.base import StaticShape
 from engine.runner.input_batch import InputBatch
 from engine.runner.static_inputs import StaticInputs
+from engine.transfer import to_device
 
 
 class CapturedGraph(Protocol):
@@ -190,7 +191,7 @@ class CapturedStep:
         rows = inputs.logit_rows
         if not self.inputs.shape.is_decode or np.array_equal(rows, np.arange(len(rows))):
             return logits[: len(rows)]
-        return logits.index_select(0, torch.from_numpy(rows).to(logits.device))
+        return logits.index_select(0, to_device(rows, logits.device))
 
 
 class GraphCache:

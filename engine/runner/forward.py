@@ -13,6 +13,7 @@ from engine.attention.registry import CONTEXT_KEYWORD
 from engine.runner.input_batch import InputBatch
 from engine.runner.kv_tensors import KVTensors
 from engine.runner.runner_options import StepPath
+from engine.transfer import to_device
 
 
 class CausalModel(Protocol):
@@ -77,15 +78,15 @@ class ModelForward:
             self.backend.prepare(layout, window, keys)
             for (window, keys), layout in zip(self._groups, inputs.layouts, strict=True)
         ]
-        token_ids = torch.from_numpy(inputs.token_ids).to(device)
+        token_ids = to_device(inputs.token_ids, device)
         fill_in(inputs, token_ids)
         logit_rows = None
         if self.is_compiled or not inputs.wants_all_rows:
-            logit_rows = torch.from_numpy(inputs.logit_rows).to(device)
+            logit_rows = to_device(inputs.logit_rows, device)
         return self(
             inputs.path,
             token_ids,
-            torch.from_numpy(inputs.positions).to(device),
+            to_device(inputs.positions, device),
             logit_rows,
             metadata,
         )

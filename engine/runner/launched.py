@@ -23,6 +23,7 @@ from engine.runner.device import StepDevice
 from engine.runner.input_batch import InputBatch
 from engine.runner_protocol import SampledTokens
 from engine.sampling.sampler import SampledRows
+from engine.transfer import to_device
 from engine.types import RequestKey
 
 
@@ -76,7 +77,7 @@ class CarriedTokens:
             token_ids.index_copy_(0, self._index(targets), known)
 
     def _index(self, rows: list[int]) -> torch.Tensor:
-        return torch.from_numpy(np.array(rows, dtype=np.int64)).to(self._token_ids.device)
+        return to_device(np.array(rows, dtype=np.int64), self._token_ids.device)
 
 
 class LaunchedStep:

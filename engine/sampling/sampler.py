@@ -37,6 +37,7 @@ from engine.sampling.plan import (
 )
 from engine.sampling.random import uniform
 from engine.sampling_params import LogprobParams, SamplingSteps
+from engine.transfer import to_device
 from engine.types import RequestKey, TokenId
 
 _CHUNK_ON_CPU = 1 << 19
@@ -357,10 +358,7 @@ class Sampler:
 
     def _upload(self, values: npt.ArrayLike) -> torch.Tensor:
         """Copy to the device, without waiting for it."""
-        host = torch.from_numpy(np.ascontiguousarray(values))
-        if self._device.type == "cpu":
-            return host
-        return host.pin_memory().to(self._device, non_blocking=True)
+        return to_device(values, self._device)
 
 
 def _pieces(count: int, size: int) -> Iterator[slice]:
