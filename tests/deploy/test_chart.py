@@ -11,11 +11,10 @@ import pytest
 import yaml
 
 from benchmarks.fleet.rollout import PodSettings, Rollout
-from engine.process import client as engine_process
 from service import server
 from service.flags import flags
-from service.telemetry.setup import LAST_EXPORT_S
 from tests.deploy.chart import CHART, NEEDS_HELM, RefusedError, only, rendered
+from tests.deploy.shutdown import REST_S
 from tests.deploy.valid import check_object
 from tests.service.readme import ROOT
 
@@ -89,14 +88,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "maxConnectionAgeSeconds",
     ),
 }
-REST_S = (
-    server._CANCEL_GRACE_S
-    + server._CALLS_GRACE_S
-    + server._CONNECTIONS_GRACE_S
-    + engine_process._EXIT_GRACE_S
-    + LAST_EXPORT_S
-)
-"""What a shutdown may take after the drain timeout."""
 
 
 def own_container(pod: dict[str, Any]) -> dict[str, Any]:
