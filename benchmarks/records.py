@@ -1,4 +1,4 @@
-"""What is measured (a plan) and what comes out (a record): one JSON object, its plot beside it."""
+"""The plan of a run, and its record: a JSON object, with a plot beside it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from benchmarks.workloads import Lengths, Load, Workload
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A workload and how its requests arrive."""
+    """A workload, and how its requests arrive."""
 
     workload: Workload
     load: Load
 
     @property
     def name(self) -> str:
-        """Both."""
+        """The names of workload and load."""
         return f"{self.workload.name} {self.load.name}"
 
     def lengths(self) -> list[Lengths]:
@@ -37,13 +37,13 @@ class Case:
         return self.workload.lengths(self.load.count(self.workload))
 
     def most_at_once(self) -> int:
-        """How many of its requests a system may have to run at once."""
+        """The most requests that a system may have to run at once."""
         return min(MAX_REQUESTS, self.load.concurrency or len(self.lengths()))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is run.
+    """What a run measures.
 
     Attributes:
         model_name, model: a checkpoint's name and directory.
@@ -51,9 +51,9 @@ class Plan:
         pythons: the interpreter of each system.
         peers: the environments of peers.
         check: how many requests of each system are judged in each case.
-        minutes: no turn is begun after so many.
+        minutes: no turn is begun after this many minutes.
         turn_s: the longest turn, seconds.
-        folder: for logs and what adapters make of the model.
+        folder: for logs, and for what adapters make from the model.
     """
 
     model_name: str
@@ -73,7 +73,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Found:
-    """What a case gave so far."""
+    """The results of a case so far."""
 
     case: Case
     lengths: list[Lengths]
@@ -87,7 +87,7 @@ class Found:
 def case_record(
     found: Found, plan: Plan, shape: Shape, check: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """A case as the record has it."""
+    """A case in the record's format."""
     load = found.case.load
     reference = plan.systems[0].name
     turns = {name: figures for name, figures in found.turns.items() if figures}
@@ -139,7 +139,7 @@ def case_record(
 
 
 def machine_record() -> dict[str, Any]:
-    """What the machine is."""
+    """The machine's processor, memory and system."""
     return {
         "cpu": cpu_name(),
         "cpus": os.cpu_count(),
@@ -179,7 +179,7 @@ def write_record(record: dict[str, Any], path: Path) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Numbers with six significant digits: more is noise."""
+    """A value with its floats rounded to six significant digits: more is noise."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):

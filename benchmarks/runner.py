@@ -1,8 +1,8 @@
-"""A run: systems are loaded once, then take turns on each case; what comes out is one record.
+"""Runs a plan: systems are loaded once, then take turns on each case. The result is one record.
 
-Turn 0 of a case warms up and does not count: its prompts up to a length, few tokens out. The
-machine's rates are measured before every turn. A system that fails is left out of its case, and the
-record says so.
+Turn 0 of a case warms up and does not count: its prompts are cut to a length, and few tokens are
+generated. The machine's rates are measured before every other turn. A system that fails is left out
+of its case, and the record says so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MACHINE_S = 120.0
 
 
 class Runner:
-    """Carries a plan out."""
+    """Runs a plan."""
 
     def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
         self._plan = plan
@@ -163,7 +163,7 @@ class Runner:
         }
 
     def _fitting(self) -> list[Case]:
-        """The cases whose requests the model's context takes."""
+        """The cases whose requests fit the model's context."""
         longest = self._shape.max_tokens
         return [
             case for case in self._plan.cases if max(one.total for one in case.lengths()) <= longest
@@ -195,7 +195,7 @@ class Runner:
         return found
 
     def _turn(self, found: Found, name: str, turn: int, prompts: list[list[int]]) -> None:
-        """One system's turn; if it fails it is out of the case, if it ended out of the run."""
+        """One system's turn. If it fails, the system is ended and left out from then on."""
         case = found.case
         arrivals = case.load.arrivals(len(prompts), seed=turn)
         outputs = [one.output for one in found.lengths]
@@ -246,7 +246,7 @@ class Runner:
     # ---- the tokens ----------------------------------------------------------------------------
 
     def _check(self, found: list[Found]) -> list[dict[str, dict[str, Any]]]:
-        """For each case and system, what the judge says of the last turn's tokens."""
+        """The judge's verdict on the tokens of the last turn, for each case and system."""
         if not self._plan.check:
             return [{} for _ in found]
         self._say("checking the tokens against transformers in float32")

@@ -1,12 +1,12 @@
-"""What every adapter has in common: lines of JSON over pipes, and the bookkeeping of a turn.
+"""The common part of all adapters: lines of JSON over pipes, and the bookkeeping of a turn.
 
     harness ──{"load": …}──▶ adapter ──{"ready": …}──▶ harness
             ──{"run": …}───▶         ──{"done": …}───▶            once a turn
             ──(end of file)▶                                      the adapter ends
 
-Requests come as the turn says: at their time, at most so many at once. Only the standard library
-is imported: this file also runs in the interpreters of peers. Times are seconds of
-`time.perf_counter`, which on Linux is the clock of `time.monotonic` too.
+A turn's requests arrive at their own times, with a bound on how many are in the system at once.
+Only the standard library is imported, because this file also runs in the interpreters of peers.
+Times are seconds of `time.perf_counter`, which on Linux is the clock of `time.monotonic` too.
 """
 
 from __future__ import annotations
@@ -47,13 +47,12 @@ class Adapter(Protocol):
 
 
 class Turn:
-    """The requests of one turn and what became of them.
+    """The requests of one turn, and their results.
 
     Attributes:
         requests: "prompt" (token ids), "max_tokens" and "at" (seconds from the turn's start).
         concurrency: most requests that are in the system at once; None: any number.
-        profile_steps: so many steps of decode are to be profiled instead, by a system that can; 0:
-            none.
+        profile_steps: how many decode steps to profile instead, in systems that can; 0: none.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Turn:
         return found
 
     def wait_s(self) -> float | None:
-        """Seconds until a request is due; None: none is before another ends, or ever."""
+        """Seconds until the next request is due; None: there is none, or another must end first."""
         if self._next == len(self.requests):
             return None
         if self.concurrency is not None and self._live >= self.concurrency:
@@ -137,7 +136,7 @@ class Turn:
         return self._finished == len(self.requests)
 
     def reply(self) -> list[dict[str, Any]]:
-        """What the harness is told of each request."""
+        """The results of each request, for the harness."""
         return [
             {"arrived": arrived, "tokens": tokens, "times": times}
             for arrived, tokens, times in zip(self._arrived, self._tokens, self._times, strict=True)
@@ -169,7 +168,7 @@ def main(adapter: Adapter) -> None:
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Of packages. What runs from its sources has none."""
+    """The versions of packages; a package that runs from its sources has none."""
     found = {}
     for name in names:
         try:
@@ -180,17 +179,17 @@ def versions(*names: str) -> dict[str, str]:
 
 
 class StepEngine(Protocol):
-    """A system that computes when it is told to."""
+    """A system that computes one step at a time, when it is told to."""
 
     def submit(self, index: int, prompt: list[int], max_tokens: int) -> None:
-        """Take a request in."""
+        """Accept a request."""
 
     def step(self) -> Iterable[tuple[int, list[int], bool]]:
-        """Compute a step; request, its new tokens, whether it has ended."""
+        """Compute a step. Yields each request, its new tokens, and whether it has ended."""
 
 
 def drive(engine: StepEngine, turn: Turn) -> None:
-    """Run a turn on a system that is stepped: requests join between two steps."""
+    """Run a turn on such a system: requests join between two steps."""
     while not turn.is_over:
         for index in turn.due():
             request = turn.requests[index]

@@ -1,4 +1,4 @@
-"""A conversation becomes a prompt's text, by the Jinja template that came with the model.
+"""Turns a conversation into the text of a prompt, with the Jinja template of the model.
 
     messages, tools ──▶ plain copies ──▶ the template ──▶ text ──▶ Tokenizer.encode
                         conversation.py  sandbox.py
@@ -41,7 +41,7 @@ _LOG = logging.getLogger(__name__)
 MAX_CHARACTERS = 16 * 1024 * 1024
 """The longest text that a template may make."""
 MAX_SECONDS = 10.0
-"""The longest that it may take, looked at whenever it writes something."""
+"""The longest time that it may take, checked whenever it writes something."""
 _MAX_REASON = 500
 """The longest message of raise_exception that is passed on, in characters."""
 
@@ -73,7 +73,7 @@ class ChatTemplate:
         clock: Callable[[], datetime] = datetime.now,
     ) -> None:
         """Keep a Jinja source, the special tokens and the clock that it may read, and the bounds of
-        what it may make.
+        its output.
         """
         self._source = source
         self._special_tokens = dict(special_tokens or {})
@@ -112,8 +112,8 @@ class ChatTemplate:
 
     @cached_property
     def call_form(self) -> CallForm:
-        """How it takes messages with tool calls: the first form in which it prints a call. The
-        usual one, if it prints none.
+        """How it takes messages with tool calls: the first form in which it prints a call; the
+        usual one if it prints none.
         """
         return next((form for form in CALL_FORMS if self._prints_calls(form)), CALL_FORMS[0])
 
@@ -179,7 +179,7 @@ class ChatTemplate:
 
 
 class ChatTemplates:
-    """A model's templates, by name, with its special tokens."""
+    """The templates of a model, by name."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class ChatTemplates:
 
     @property
     def available(self) -> bool:
-        """Whether there is one for ordinary conversations."""
+        """Whether there is a template for ordinary conversations."""
         return "default" in self._templates
 
     def render(

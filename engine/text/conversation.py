@@ -1,12 +1,12 @@
-"""What a template is shown of a conversation, and how a last message is left open.
+"""Prepares a conversation for a template, and leaves the last message open if that is wanted.
 
 Values that come in are copied into plain JSON types, so that a template meets no object with
 methods of its own and cannot change what the caller has.
 
 Templates differ in two things that a caller cannot know. Most read the arguments of a tool call as
-a mapping, some as JSON text; most take a message with tool calls and without content as it is, some
-lose the call or fail unless its content is null, or empty. Where a caller left that open
-(`JsonObject`, content of None), the template decides: `CallForm`.
+a mapping, some as JSON text. Most accept a message that has tool calls and no content; some lose
+the call or fail unless the content is null, or empty. If the caller left that open (`JsonObject`, a
+content of None), it is chosen to suit the template: `CallForm`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class JsonObject(dict[str, object]):
-    """A JSON object that came as text, which it keeps for templates that print text."""
+    """A JSON object with the text that it was read from, for templates that print the text."""
 
     __slots__ = ("text",)
 
@@ -39,8 +39,9 @@ class CallForm:
     """How a template takes messages with tool calls.
 
     Attributes:
-        arguments_as_text: whether a call's arguments are shown as JSON text, else as a mapping.
-        absent_content: what stands for a content of None: nothing (LEFT_OUT), None or "".
+        arguments_as_text: whether it expects a call's arguments as JSON text; if not, as a mapping.
+        absent_content: what it expects if there is no content: no such member (LEFT_OUT), None, or
+            "".
     """
 
     arguments_as_text: bool
@@ -122,7 +123,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def leave_open(message: dict[str, Any], mark: str, source: str) -> str:
-    """Put the mark behind the last message's content; gives that content."""
+    """Append the mark to the last message's content. Returns that content."""
     content = message.get("content")
     if content is None or "content" not in source:
         raise InvalidRequestError("continue_final_message", "needs a last message with content")
@@ -137,7 +138,7 @@ def leave_open(message: dict[str, Any], mark: str, source: str) -> str:
 
 
 def cut(text: str, mark: str, ending: str) -> str:
-    """The text up to the mark; trimmed before it where the template trimmed the content."""
+    """The text up to the mark; its end is trimmed if the template trimmed the content."""
     place = text.rfind(mark.strip())
     if place < 0 or ending.strip() not in text:
         raise ChatTemplateError(

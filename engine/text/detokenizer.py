@@ -1,21 +1,21 @@
-"""One output's token ids become text, as they come, and a character is never split.
+"""Turns one output's token ids into text as they arrive, without ever splitting a character.
 
 The law. Let P be the prompt's ids and O all output ids. What `push` and `flush` return, joined, is
 
     decode(P + O) without its beginning decode(P)
 
 that is, the output's text as it stands in its context: a blank that the tokenizer drops at the
-beginning of a text is dropped only where the prompt has no text. With an empty prompt this is
-decode(O). Two cases need a word more:
+beginning of a text is dropped only if the prompt has no text. With an empty prompt this is
+decode(O). Two special cases:
 
-- A prompt that ends within a character: the output's first text then has the character as a whole
-  (or one U+FFFD, if it is never completed), and decode(P) above is without that part.
+- A prompt that ends within a character: the output's first text then contains the whole character
+  (or one U+FFFD, if it is never completed), and decode(P) above excludes the part in the prompt.
 - <0xAB> tokens (byte fallback) that are not valid UTF-8: the library's decoder makes one U+FFFD of
-  every byte of the whole run of such tokens, the run's valid characters included, which cannot be
-  known before the run's end. Here, the valid characters stay, and each invalid part (as Unicode
+  every byte of the whole run of such tokens, even of its valid characters. That cannot be known
+  before the run's end. Here, the valid characters stay, and each invalid part (as Unicode
   defines it) becomes one U+FFFD, as in byte-level tokenizers.
 
-Two ways lead there. Where the text is the concatenation of the tokens' bytes
+There are two implementations. Where the text is the concatenation of the tokens' bytes
 (`pieces.PieceRules.concatenates`: all byte-level and nearly all sentencepiece-like tokenizers) a
 table look-up and an incremental UTF-8 decoder suffice; at most three bytes are pending. For the
 others (WordPiece, ...) a short window of ids is decoded, with and without the new ones, and the
@@ -39,20 +39,20 @@ from engine.text.tokenizer import PieceTable, Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 6
-"""How many of the prompt's ids the first pending ones are decoded with."""
+"""How many of the prompt's last ids are decoded together with the first output ids."""
 _PENDING = 8
-"""More pending ids than this are not one unfinished character any more."""
+"""More pending ids than this cannot be one unfinished character."""
 
 
 class IncrementalDetokenizer(Protocol):
-    """Turns one output's ids into text; for one output, on one thread at a time."""
+    """Turns the ids of one output into text. Not thread-safe."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is complete now and was not before; empty within a character."""
+        """Take new ids. Returns the text that they complete; empty within a character."""
         ...
 
     def flush(self) -> str:
-        """The rest: U+FFFD for a character that was never completed. The output is over then."""
+        """End the output. Returns the rest: U+FFFD for a character that was never completed."""
         ...
 
 
@@ -63,13 +63,13 @@ def incremental_detokenizer(
     prompt_tail: Sequence[int] = (),
     shown: frozenset[int] = frozenset(),
 ) -> IncrementalDetokenizer:
-    """Begin an output.
+    """Make a detokenizer for one output.
 
     Args:
         tokenizer: the model's.
         skip_special_tokens: whether special tokens are left out of the text.
-        prompt_tail: the ids before the output: the whole prompt, or its last ids; only the last
-            few are looked at. Empty: the output begins the text.
+        prompt_tail: the ids before the output: the whole prompt, or its end; only the last few
+            matter. Empty: the output is the beginning of the text.
         shown: special tokens that are not left out.
     """
     kind = _Bytes if tokenizer.piece_rules.concatenates else _Window
@@ -120,7 +120,7 @@ class _Bytes:
         return text
 
     def _beginning(self, token_ids: Sequence[int]) -> bytes:
-        """The bytes of ids that come where the text may still be empty."""
+        """The bytes of ids before which there may be no text yet."""
         parts = []
         for token_id in token_ids:
             piece = self._pieces[token_id]
@@ -183,7 +183,7 @@ class _Window:
         return self._take(len(self._ids), self._decode(len(self._ids)), self._decode(self._read))
 
     def _begins_badly(self, tail: Sequence[int]) -> bool:
-        """Whether a context, newest id first, may begin within a character."""
+        """Whether a context (newest id first) may start in the middle of a character."""
         text = self._tokenizer.decode(tail[::-1], skip_special_tokens=False)
         return _REPLACEMENT in text and len(tail) < 4 * _CONTEXT
 
@@ -191,9 +191,8 @@ class _Window:
         return self._tokenizer.decode(self._ids[:end], skip_special_tokens=False)
 
     def _take(self, end: int, text: str, before: str) -> str:
-        """Hand out what text has beyond before; the ids that made it are the next ones' context.
-
-        So a context always begins where a character does.
+        """Return what `text` has beyond `before`. The ids that made it become the context of the
+        next ones, so a context always starts at a character.
         """
         del self._ids[: self._read]
         self._read = end - self._read

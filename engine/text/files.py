@@ -1,16 +1,15 @@
-"""What a model's directory says about its tokenizer: the files read, and nothing interpreted twice.
+"""Reads what a model's directory says about its tokenizer.
 
     tokenizer.json                      vocabulary, normaliser, decoder; the library reads it
     tokenizer_config.json               special and added tokens, sometimes the chat template, and
                                         how replies are marked
     special_tokens_map.json             special tokens of older directories
     added_tokens.json                   added tokens of older directories
-    chat_template.jinja                 the chat template, before the one in tokenizer_config.json
+    chat_template.jinja                 the chat template; overrides that in tokenizer_config.json
     additional_chat_templates/*.jinja   further ones, by name
 
-The files of older directories count where tokenizer_config.json has no added_tokens_decoder.
-The order of precedence is that of transformers 5, so that both make the same tokens of the same
-directory.
+The files of older directories are used if tokenizer_config.json has no added_tokens_decoder. The
+order of precedence is that of transformers 5, so both make the same tokens from the same directory.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class TokenizerFiles:
     """The contents of a directory.
 
     Attributes:
-        backend: the tokenizer, its added tokens in place, without truncation and padding.
+        backend: the tokenizer, with its added tokens, without truncation and padding.
         special_tokens: by name, such as {"bos_token": "<s>"}: what chat templates may use.
         chat_templates: by name; "default" is the usual one. Empty: none.
         response_template: how the model marks reasoning and tool calls, as the configuration has
@@ -113,7 +112,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token(value: object) -> AddedToken:
-    """A token as the files write it: its text, or an object with its text and flags."""
+    """A token as it is in the files: its text, or an object with its text and flags."""
     if isinstance(value, str):
         return AddedToken(value, special=True)
     if not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""How one token's name in the vocabulary becomes its bytes in the text.
+"""Converts a token's name in the vocabulary to its bytes in the text.
 
 A tokenizer's decoder is a chain of steps. For nearly all language models the chain is such that the
 text is simply the concatenation of every token's own bytes, read as UTF-8, apart from a blank at
@@ -8,10 +8,10 @@ the very beginning:
     Replace ▁ → " ", ByteFallback, Fuse, Strip     "▁he", "<0xC3>"    →  b" he" b"\\xc3"
     Metaspace                                      "▁he", "llo"       →  b" he" b"llo"
 
-`read_decoder` recognises these chains and says so (`concatenates`); then text can be made of tokens
-by a table look-up and an incremental UTF-8 decoder. Any other chain (WordPiece, BPEDecoder, CTC,
-none, or steps in another order) is left to the library's decoder, and what is given here is only
-the best account of a single token's bytes.
+`read_decoder` recognises these chains (`concatenates`); for them a table look-up and an incremental
+UTF-8 decoder turn tokens into text. Any other chain (WordPiece, BPEDecoder, CTC, none, or steps in
+another order) is left to the library's decoder; then the bytes given here are only an approximation
+for showing single tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-in of every byte in byte-level vocabularies (GPT-2): character → byte.
+    """The printable character for every byte in byte-level vocabularies (GPT-2): character → byte.
 
     Bytes that print as themselves in Latin-1 stand for themselves; the others are given the code
     points from 256 on, in order.
@@ -39,7 +39,7 @@ _BYTES = _byte_alphabet()
 
 @dataclass(frozen=True, slots=True)
 class PieceRules:
-    """The rules of one tokenizer.
+    """How the tokens of one tokenizer become bytes.
 
     Attributes:
         concatenates: whether decoding is exactly the concatenation of `piece`, with the two rules
@@ -65,7 +65,7 @@ class PieceRules:
     joined_by_blanks: bool = False
 
     def piece(self, name: str) -> bytes:
-        """The bytes that a token puts into the text, wherever it is not the first."""
+        """The bytes of a token in the text, unless it is the first token."""
         if self.byte_level:
             # A name with one character outside the alphabet, such as an added token's, stands for
             # itself.
@@ -120,7 +120,7 @@ def _flatten(config: Mapping[str, object]) -> list[Mapping[str, object]]:
 
 
 def _concatenating(steps: Sequence[Mapping[str, object]]) -> PieceRules | None:
-    """The rules of a chain Replace* | Metaspace, ByteFallback?, Fuse?, Strip?, in this order; None:
+    """The rules of a chain of Replace* or Metaspace, then ByteFallback?, Fuse?, Strip?; None: it is
     another chain.
     """
     rest = list(steps)
@@ -164,7 +164,7 @@ def _concatenating(steps: Sequence[Mapping[str, object]]) -> PieceRules | None:
 
 
 def _approximate(steps: Sequence[Mapping[str, object]]) -> PieceRules:
-    """What can be said of single tokens where the text is more than their concatenation."""
+    """Approximate rules for single tokens, for decoders that do more than concatenate."""
     replacements: list[tuple[str, str]] = []
     prefix = ""
     for step in steps:

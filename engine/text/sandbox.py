@@ -1,10 +1,10 @@
-"""Where chat templates run: a Jinja environment as templates for transformers expect it, no more.
+"""The sandbox for chat templates: a Jinja environment with what transformers offers, and no more.
 
-A template comes from the model's directory, so the operator chose it; it is still code by a
-stranger. It runs in Jinja's immutable sandbox (no private attributes, no changes to its inputs),
-sees only plain values, and cannot build huge values by repetition. What it may use beyond plain
-Jinja: `raise_exception`, `strftime_now`, `dict`, `namespace`, the filter `tojson` (which does not
-escape HTML), `break` and `continue`, and `{% generation %}` blocks.
+A template comes from the model's directory, so the operator chose it, but a stranger wrote it. It
+runs in Jinja's immutable sandbox (no private attributes, no changes to its inputs), sees only plain
+values, and cannot build huge values by repetition. Beyond plain Jinja it may use `raise_exception`,
+`strftime_now`, `dict`, `namespace`, the filter `tojson` (which does not escape HTML), `break` and
+`continue`, and `{% generation %}` blocks.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ in bits.
 
 
 class RaisedByTemplateError(TemplateError):
-    """The template called raise_exception: its message is meant for the caller."""
+    """The template called raise_exception; its message is for the caller."""
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the model wrote, for training; here it is
-    its content.
+    """`{% generation %}…{% endgeneration %}` marks the model's own text, for training. Here only
+    the content of the block matters.
     """
 
     tags = {"generation"}  # noqa: RUF012 (declared by Jinja as an instance's)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse a block into a scope of its own: names set in it end with it."""
+        """Parse a block. It has its own scope: names set in it are not visible after it."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body).set_lineno(line)
 
 
 class _DictMaker:
-    """`dict` for templates: makes dictionaries, and has no attributes to climb up by."""
+    """`dict` for templates: makes dictionaries, and no attributes that lead out of the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -77,14 +77,12 @@ def _check_name(name: object) -> None:
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """The environment; one for all templates of the process would do, one for each model is
-    simpler.
-    """
+    """The environment; each model has its own."""
 
     intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self, clock: Callable[[], datetime] = datetime.now) -> None:
-        """An environment; `clock` says what time it is to templates that print it."""
+        """`clock`: the time for templates that print it."""
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
@@ -97,7 +95,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Multiply or raise to a power, unless the result were huge."""
+        """Multiply or raise to a power, unless the result would be huge."""
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
             size = left.bit_length() * right
         else:

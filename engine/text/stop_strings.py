@@ -1,16 +1,14 @@
-"""A request's stop strings are looked for in its text, across deltas, and no part of one is
-released too early.
+"""Finds a request's stop strings in its text, across deltas, and holds back what may become one.
 
-Text comes in deltas. After each character the matcher knows the longest end of the text that is
-also the beginning of some stop string (the state of an Aho-Corasick automaton over the stop
-strings: one step a character, however many strings there are). That end is held back; everything
-before it can be released.
+Text comes in deltas. After each character the matcher knows the longest suffix of the text that is
+a prefix of some stop string: the state of an Aho-Corasick automaton, which takes one step for each
+character, however many strings there are. That suffix is held back; everything before it can be
+released.
 
-Which match counts: the one whose last character comes first in the text; of several that end there,
-the longest (that is, the one that begins first). Without `include_stop` the text ends before its
-first character, with it after its last.
+The first match to be completed counts; if several are completed by the same character, the longest
+of them. The text ends before the match, or with `include_stop` after it.
 
-A match that completes before `min_tokens` tokens are there is not one: the text flows on, and a
+A match that is completed before there are `min_tokens` tokens is ignored: the text goes on, and a
 later match may share characters with it.
 """
 
@@ -23,8 +21,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string was found. `num_tokens`: how many output tokens there were when its last
-    character was.
+    """A stop string that was found. `num_tokens`: the number of output tokens up to its last
+    character.
     """
 
     stop_string: str
@@ -33,12 +31,12 @@ class StopMatch:
 
 @dataclass(slots=True)
 class _State:
-    """The end of the text that was recognised as a beginning of stop strings.
+    """A state of the automaton: the suffix of the text that is a prefix of some stop string.
 
     Attributes:
         depth: its length in characters.
-        next: character → the state of one character more.
-        fail: the state of its longest proper end that is such a beginning too; None for the empty
+        next: character → the state with this character appended.
+        fail: the state of its longest proper suffix that is such a prefix too; None for the empty
             one.
         stop: the longest stop string that ends here; empty: none.
         live: this state, or the first along `fail` that something can still be added to: what must
@@ -53,12 +51,12 @@ class _State:
 
 
 class StopStrings:
-    """Stop strings, made ready to be looked for. They do not change: the outputs of a request share
-    them. They take some hundred bytes for each character.
+    """The automaton for a set of stop strings. It never changes, so the outputs of a request share
+    it. It takes some hundred bytes for each character.
 
     Attributes:
         root: the state of having recognised nothing.
-        first: the characters that one of them begins with.
+        first: the first characters of the strings.
     """
 
     __slots__ = ("first", "root")
@@ -70,7 +68,7 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Looks for stop strings in one output's text; for one output, on one thread at a time."""
+    """Finds stop strings in the text of one output. Not thread-safe."""
 
     __slots__ = ("_first", "_held", "_include_stop", "_match", "_min_tokens", "_root", "_state")
 
@@ -99,10 +97,10 @@ class StopMatcher:
         self._match: StopMatch | None = None
 
     def push(self, text: str, num_tokens: int) -> tuple[str, StopMatch | None]:
-        """Take more text, and how many output tokens there are with it; give what is safe to
-        release.
+        """Take more text, and the number of output tokens including it. Returns what can be
+        released.
 
-        What follows a match is dropped; after a match nothing comes any more.
+        Text after a match is dropped; once there was a match, nothing is released.
         """
         if self._match is not None or not text:
             return "", None
@@ -127,7 +125,7 @@ class StopMatcher:
         return buffer[:cut], None
 
     def flush(self) -> str:
-        """What was held back: the output ended, and it was not a stop string."""
+        """End the output. Returns what was held back: it is no stop string after all."""
         held, self._held, self._state = self._held, "", self._root
         return held
 

@@ -1,17 +1,17 @@
-"""One output's path from token ids to the text that is sent: detokeniser, then stop strings.
+"""Turns the token ids of one output into the text that is sent: detokenizer, then stop strings.
 
     token ids ──▶ IncrementalDetokenizer ──▶ StopMatcher ──▶ text
                   holds parts of characters   holds what may begin a stop string
 
-The service keeps one `TextStream` for every choice of a request, and so does the offline API. Usual
-course: `push` for every step's ids; where the engine says that the last id ended the output (a stop
-or end-of-sequence id), with `ends_with_stop_token=True`; then `finish` once, whatever ended it.
-Once there is a `stop`, only the output's first `stop.num_tokens` ids count, and the engine is told
-`finish(request, stop.num_tokens)`; later pushes give nothing.
+The service and the offline API keep one `TextStream` for every choice of a request. They call
+`push` with the ids of every step (with `ends_with_stop_token=True` if the last id is a stop or
+end-of-sequence id that ended the output), and at last `finish`, whatever ended it. Once there is a
+`stop`, only the output's first `stop.num_tokens` ids count, and the engine is told
+`finish(request, stop.num_tokens)`; later pushes return nothing.
 
 The text of a stop or end-of-sequence id is left out, unless `include_stop`. A special token (most
-end-of-sequence tokens are) also needs `skip_special_tokens=False` to show: the one says that the
-ending belongs to the text, the other that special tokens do not.
+end-of-sequence tokens are) also needs `skip_special_tokens=False`: the first option says that the
+ending belongs to the text, the second that special tokens do.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _NONE: Mapping[int, str] = MappingProxyType({})
 
 
 class TextStream:
-    """Makes one output's text; for one output, on one thread at a time.
+    """Makes the text of one output. Not thread-safe.
 
     Attributes:
         num_tokens: how many tokens belong to the output so far, the one that ended it included.
-        shown_at: where the texts of `shown` tokens begin, in characters of the output's text; told
-            with that text, or before it if it is held back. Whoever reads them takes them out.
+        shown_at: the offsets of `shown` tokens in the output's text, in characters. They are added
+            with that text, or earlier if the text is held back. The reader removes them.
         stop: the stop string that ended the output, if one did.
     """
 
@@ -126,7 +126,7 @@ class TextStream:
         return text
 
     def _read(self, token_ids: Sequence[int]) -> str:
-        """These ids' text, and where shown tokens stand in it."""
+        """The text of these ids, and the offsets of shown tokens in it."""
         if not self._shown:
             return self._detokenizer.push(token_ids)
         if len(token_ids) != 1:
@@ -139,8 +139,8 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """The output is over: what was held back. Empty after a stop string; may be called once
-        more, for nothing.
+        """End the output. Returns what was held back: nothing after a stop string, or when it is
+        called again.
         """
         text, self._initial_text = self._initial_text, ""
         if self._over:

@@ -1,4 +1,4 @@
-"""What can be wrong with a model's tokenizer or chat template, as the engine's kind of errors."""
+"""Errors of a model's tokenizer or chat template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class TokenizerError(HeadraceError):
 
 
 class TokenizerMissingError(TokenizerError):
-    """There is none: token ids alone can be sent and read."""
+    """The directory has no tokenizer, so only token ids can be sent and read."""
 
 
 class ChatTemplateUnavailableError(HeadraceError):

@@ -3,11 +3,11 @@ chats to text.
 
 Prompts pass through `encode` (or `apply_chat_template`, then `encode` with
 add_special_tokens=False: a template writes its special tokens itself). Output passes through
-`IncrementalDetokenizer`, which uses the tables made here; `decode` is for texts that are there as a
-whole. `token_text` and `token_bytes` describe single tokens beside their log-probabilities.
+`IncrementalDetokenizer`, which uses the tables made here; `decode` is for complete texts.
+`token_text` and `token_bytes` describe single tokens, for log-probabilities.
 
-An object is safe to use from several threads: the library's tokenizer is not changed after loading,
-and the tables are filled on first use with values that depend on nothing else.
+Thread-safe: the library's tokenizer is not changed after loading, and the entries of the tables,
+which are filled on first use, do not depend on the order in which that happens.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from engine.text.files import read_tokenizer_files
 from engine.text.pieces import PieceRules, encode_utf8, read_decoder
 
 _FEW_IDS = 256
-"""So many ids are decoded in less time than another thread takes to give the lock back."""
+"""Decoding this many ids takes less time than waiting for another thread to give the lock back."""
 
 
 class PieceTable(dict[int, bytes]):
     """Token id → the bytes it puts into the text; filled on first use, and never larger than the
     vocabulary.
 
-    Ids without a token, and special tokens where these are skipped, put nothing there.
+    Ids without a token add nothing, and neither do special tokens that are skipped.
     """
 
     def __init__(self, backend: Backend, rules: PieceRules, skipped: frozenset[int]) -> None:
@@ -55,7 +55,7 @@ class Tokenizer:
     """A model's tokenizer; see `load`.
 
     Attributes:
-        response_template: what it declares of how replies are marked, as it stands in its files.
+        response_template: how replies are marked, as its files declare it.
     """
 
     def __init__(
@@ -146,12 +146,12 @@ class Tokenizer:
 
     @property
     def bos_token(self) -> str | None:
-        """The token that begins a text, if there is one."""
+        """The begin-of-sequence token, if there is one."""
         return self._special_tokens.get("bos_token")
 
     @property
     def eos_token(self) -> str | None:
-        """The token that ends a text, if there is one."""
+        """The end-of-sequence token, if there is one."""
         return self._special_tokens.get("eos_token")
 
     @property
@@ -161,7 +161,7 @@ class Tokenizer:
 
     @property
     def unk_token(self) -> str | None:
-        """The token for what the vocabulary lacks, if there is one."""
+        """The token for text that the vocabulary lacks, if there is one."""
         return self._special_tokens.get("unk_token")
 
     def token_id(self, token: str) -> int | None:
@@ -184,7 +184,7 @@ class Tokenizer:
         return ids
 
     def count(self, text: str) -> int:
-        """How many tokens a text comes to, without those that the tokenizer adds.
+        """The number of tokens of a text, without those that the tokenizer adds.
 
         Raises:
             InvalidRequestError: the text has lone surrogates.
@@ -203,8 +203,7 @@ class Tokenizer:
         return encoding
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids, as they are: no blanks are cleaned up. Ids without a token add
-        nothing.
+        """The text of token ids; no blanks are cleaned up. Ids without a token add nothing.
 
         Raises:
             InvalidRequestError: an id is negative or above 32 bits.
@@ -223,13 +222,13 @@ class Tokenizer:
         return str(text)
 
     def token_text(self, token_id: int) -> str:
-        """One token's own text; a part of a character shows as U+FFFD. Such texts are not to be
-        joined.
+        """The text of one token; U+FFFD for a part of a character. So the texts of tokens, joined,
+        are not always the text of all.
         """
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's own bytes, which may be a part of a character. Joined, they are the text in
+        """The bytes of one token, which may be a part of a character. Joined, they are the text in
         UTF-8.
 
         A special token has the bytes of its name; an id of the model that the tokenizer lacks has
@@ -249,7 +248,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether conversations can be laid out."""
+        """Whether the model has a chat template for ordinary conversations."""
         return self._templates.available
 
     @property
@@ -300,6 +299,6 @@ class Tokenizer:
         return table
 
     def first_piece(self, token_id: int) -> bytes:
-        """The bytes of a token that comes first in its text."""
+        """The bytes of a token if it is the first in its text."""
         name = self._backend.id_to_token(token_id)
         return b"" if name is None else self._rules.first_piece(name)
